@@ -11,7 +11,7 @@
 #   make test-gpulibs  calls of transformer-engine, flash-attn and apex against their Python, put into .gpulibs; no GPU needed
 #   make test-aligner    creates .venv-aligner, tests the NeMo-Aligner plugin against the real package
 #   make test-oracles    creates .venv-oracles with TRL, verl and OpenRLHF, compares losses and advantages with theirs
-#   make bench-trl ARGS='--steps 8 --repeats 3'    creates .venv-trl with TRL, compares its PPO trainer with ours
+#   make bench-trl ARGS='--steps 8 --repeats 3'    creates .venv-trl with TRL, compares its trainers with ours (--algorithm grpo)
 # A command that finds .venv up to date with pyproject.toml and constraints.txt installs nothing.
 
 SUPPORTED := import sys; sys.exit(sys.version_info < (3, 10))
@@ -110,7 +110,7 @@ test-oracles: $(ORACLES_INSTALLED)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(ORACLES_VENV)/bin/python -m pytest -W ignore tests/oracles
 
 bench-trl: $(INSTALLED) $(PEER_INSTALLED)
-	$(BIN)/python benchmarks/peers/compare.py examples/benchmark/overlap.yaml --prompt-tokens 64 $(ARGS)
+	$(BIN)/python benchmarks/peers/compare.py --prompt-tokens 64 $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) $(ORACLES_VENV) .wandb .nvrx .gpulibs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

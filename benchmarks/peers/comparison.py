@@ -1,4 +1,4 @@
-"""TRL's PPOTrainer and ours on the same work, run by run in turn, and one table of both.
+"""TRL's trainer of PPO or GRPO and ours on the same work, run by run in turn, and one table of both.
 
 README.md beside this file says what is compared and how.
 """
@@ -18,7 +18,8 @@ from typing import Any
 from benchmarks.peers import outcome
 from benchmarks.peers.hf_generate import measure_generate, require_cuda
 from benchmarks.peers.outcome import Ours
-from benchmarks.peers.work import build_work, export_models, require_same_work
+from benchmarks.peers.settings import ALGORITHMS, require_same_work
+from benchmarks.peers.work import build_work, export_models
 from oppo_megatron.bench.figures import format_table
 from oppo_megatron.bench.outcomes import BenchError, BenchStopped
 from oppo_megatron.bench.overlap import MODES, PLACEMENTS, placed, switched
@@ -34,15 +35,16 @@ from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.processes import started
 from oppo_megatron.rundir.directory import write_json
 
-SCRIPT = Path(__file__).with_name("trl_ppo.py")
+SCRIPT = Path(__file__).with_name("trl_run.py")
 PEER_PYTHON = Path(".venv-trl/bin/python")
 DTYPES = ("float32", "bfloat16")
+CONFIGS = {name: Path("examples/benchmark") / f"{file}.yaml" for name, file in zip(ALGORITHMS, ("overlap", "grpo"), strict=True)}
 LOG_TAIL_LINES = 15
 BUSY_SHARE = 0.25  # of the cores
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = _parser().parse_intermixed_args(arguments)
+    args = with_config(_parser().parse_intermixed_args(arguments))
     try:
         with ending_by_signal():
             if args.trl_only:
@@ -68,7 +70,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="compare.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    add_run_arguments(parser, "trl")
+    add_run_arguments(parser, "trl", config="?")
+    parser.add_argument(
+        "--algorithm",
+        choices=ALGORITHMS,
+        help=f"algorithm.preset; without CONFIG.yaml also which: {', '.join(map(str, CONFIGS.values()))}; default: "
+        "the configuration's, or ppo",
+    )
     parser.add_argument("--threads", type=count, metavar="N", help="CPU threads of each side; default: all cores")
     parser.add_argument(
         "--modes", type=names, default=["sequential", "full"], metavar="A,B", help=f"of ours: {', '.join(MODES)}"
@@ -90,6 +98,17 @@ def _parser() -> argparse.ArgumentParser:
         help="only run TRL, on whatever torch it finds (`oppo bench gpu` makes this call)",
     )
     return parser
+
+
+def with_config(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the algorithm's own configuration where none is named, and the algorithm among the overrides."""
+    if args.config is not None and "=" in str(args.config):  # it is the first override
+        args.config, args.overrides = None, [str(args.config), *args.overrides]
+    if args.config is None:
+        args.config = CONFIGS[args.algorithm or "ppo"]
+    if args.algorithm is not None:
+        args.overrides = [f"algorithm.preset={args.algorithm}", *args.overrides]
+    return args
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -236,7 +255,7 @@ def how_it_runs(config: TrainConfig) -> Ours:
         layout=f"{world_size(config)} x {config.runtime.threads_per_rank}",
         carries=config.overlap.inter,
         streams_here=config.overlap.intra and decodes_and_scores(placements),
-        shares_ranks=bool(set(placements["actor"].ranks) & set(placements["critic"].ranks)),
+        shares_ranks="critic" in placements and bool(set(placements["actor"].ranks) & set(placements["critic"].ranks)),
     )
 
 
@@ -281,6 +300,7 @@ def remarks(work: Mapping[str, Any], trl: Sequence[Lines]) -> list[str]:
     return [
         f"equal work: {work['steps']} steps, {prompt} prompt and {response} response tokens in every run, and every "
         "response of TRL has its forced length",
+        *([f"KL: beta {work['grpo']['beta']:g} on both sides, in the loss"] if "grpo" in work else []),
         f"forcing the lengths takes {seconds:.4f} s of a step of TRL, {share:.2%} of its generation",
         f"TRL scores and trains {outcome.padding(trl):.2f} tokens for each real one (padding to the longest row)",
         "tokens/s: prompt and response tokens, without padding, over all steps of a run; seconds: medians after the first",
@@ -311,7 +331,8 @@ def write(
         "computed_per_real_token": outcome.padding(raw["trl"]),
     }
     write_json(out / "trl.json", {"bench": "trl", **facts, "results": rows, **raw})
-    title = "{batch_size} prompts, at most {max_response_tokens} response tokens, {dtype}, {device}".format(**work)
+    rows_of = "{batch_size} prompts" if work["group_size"] == 1 else "{batch_size} responses, {group_size} to a prompt"
+    title = f"{rows_of}, at most {{max_response_tokens}} response tokens, {{dtype}}, {{device}}".format(**work)
     outcome.draw(rows, title, out / "trl.png")
     print(f"figures: {out / 'trl.json'}, {out / 'trl.png'}")
 

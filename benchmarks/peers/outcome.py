@@ -1,14 +1,15 @@
 """What runs of TRL and of ours on the same work come to: whether the work was equal, the table, the picture.
 
-Lines are the steps of a run: of ours those of `metrics.jsonl`, of TRL those of RESULT.json (`trl_ppo.py`).
+Lines are the steps of a run: of ours those of `metrics.jsonl`, of TRL those of RESULT.json (`trl_training.py`).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from oppo_megatron.bench.figures import steady
@@ -17,6 +18,7 @@ from oppo_megatron.report.colours import SPAN_COLOURS
 from oppo_megatron.report.plots import new_figure
 
 TRL = "TRL"
+REWARD_TOLERANCE = 1e-5  # of means in float32
 COLUMNS = {
     "run": "run", "ranks x threads": "layout", "s/step": "step_s", "min": "min_step_s", "max": "max_step_s",
     "first": "first_step_s", "generate": "generate_s", "score": "score_s", "train": "train_s", "rest": "rest_s",
@@ -36,7 +38,7 @@ class Ours:
 
     carries: rollouts are carried from a step to the next, so that only a whole run compares.
     streams_here: a rank decodes and scores in the same rounds, so that their seconds are not told apart.
-    shares_ranks: a rank updates actor and critic, one after the other.
+    shares_ranks: a rank updates actor and critic, if there is one, one after the other.
     """
 
     layout: str
@@ -68,6 +70,7 @@ def _trl_faults(work: Mapping[str, Any], lines: Lines) -> Iterator[str]:
         for name, wanted in lengths.items():
             if line[name] != wanted[rows]:
                 yield f"step {number + 1} has {name} {line[name]}, not {wanted[rows]}"
+    yield from _reward_faults(work, lines, by_step=True)
 
 
 def _our_faults(work: Mapping[str, Any], how: Ours, lines: Lines) -> Iterator[str]:
@@ -83,6 +86,22 @@ def _our_faults(work: Mapping[str, Any], how: Ours, lines: Lines) -> Iterator[st
             yield f"{sum(found)} response tokens {name}, not {sum(wanted)}"
         elif not how.carries and found != wanted:
             yield f"response tokens {name} by step are {found}, not {wanted}"
+    yield from _reward_faults(work, lines, by_step=not how.carries)
+
+
+def _reward_faults(work: Mapping[str, Any], lines: Lines, by_step: bool) -> Iterator[str]:
+    """Mean rewards, by step or of the run, where they are a function of the lengths."""
+    if "length_penalty" not in work:
+        return
+    longest, buffer = work["length_penalty"]["max_completion_len"], work["length_penalty"]["soft_punish_cache"]
+    rewards = [-min(max(length - longest + buffer, 0) / buffer, 1.0) for length in work["lengths"]]
+    batch = work["batch_size"]
+    wanted = [fmean(rewards[first : first + batch]) for first in range(0, len(rewards), batch)]
+    found = [line["reward_mean"] for line in lines]
+    if not by_step:
+        wanted, found = [fmean(wanted)], [fmean(found)]
+    if not all(math.isclose(a, b, abs_tol=REWARD_TOLERANCE) for a, b in zip(found, wanted, strict=False)):
+        yield f"mean rewards are {found}, not {wanted}"
 
 
 def table_rows(
@@ -131,7 +150,7 @@ def _our_phases(how: Ours, line: Mapping[str, Any]) -> dict[str, Any]:
 
     Where one rank decodes and scores in the same rounds, `generate` holds both, and `score` is unknown.
     """
-    critic = line["critic_update_s"] if how.shares_ranks else line.get("critic_exposed_s") or 0.0
+    critic = (line["critic_update_s"] if how.shares_ranks else line.get("critic_exposed_s")) or 0.0
     step, train = line["step_s"], line["train_s"] + critic
     if how.streams_here:
         return {"step_s": step, "generate_s": step - train, "score_s": None, "train_s": train, "rest_s": None}

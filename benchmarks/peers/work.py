@@ -1,23 +1,26 @@
 """What a peer is to do, as a JSON file: the same models, prompts, response lengths and settings that our runs have.
 
-steps, batch_size, micro_batch     PPO steps; prompts a step; rows of TRL's micro-batch
+algorithm                          ppo or grpo
+steps, batch_size, micro_batch     steps; rows of a step; rows of TRL's micro-batch
+group_size                         rows of a prompt, next to each other
 max_response_tokens, temperature
 prompts, lengths                   token ids and forced response tokens of each sequence, in the order of training
 eos_id, pad_id                     token ids; the padding token is in no prompt
 seed, dtype, device, threads       `dtype`: float32, or bfloat16 as mixed precision
 models                             Hugging Face directories by role, float32
-ppo, optimizer                     keyword arguments of TRL's PPOConfig
+ppo, grpo, optimizer               keyword arguments of TRL's PPOConfig or GRPOConfig
+length_penalty                     of grpo: keyword arguments of TRL's reward function
 output_dir                         for what the peer itself writes
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.peers.settings import algorithm_settings
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.engine.stopping import Stopping
@@ -30,12 +33,6 @@ from oppo_megatron.records import Prompt
 from oppo_megatron.train.inputs import read_inputs
 
 HEADS: dict[str, Head] = {"actor": "lm", "reference": "lm", "critic": "scalar", "reward": "scalar"}
-
-
-def require_same_work(config: TrainConfig, micro_batch: int | None) -> None:
-    """Raises ConfigError with everything in the configuration that TRL's PPOTrainer cannot do."""
-    if problems := [*_rollout_problems(config), *_ppo_problems(config), *_batch_problems(config, micro_batch)]:
-        raise ConfigError(problems)
 
 
 def build_work(
@@ -57,7 +54,7 @@ def build_work(
     prompts = list(stream)
     if len(prompts) < config.steps * batch:
         raise ConfigError(
-            f"{config.steps} steps of {batch} prompts need {config.steps * batch}, but epochs={config.epochs} "
+            f"{config.steps} steps of {batch} rollouts need {config.steps * batch}, but epochs={config.epochs} "
             f"gives {len(prompts)}; lower --steps, or set epochs=null"
         )
     stopping = Stopping.of(
@@ -70,7 +67,9 @@ def build_work(
     )
     vocab_size = open_weights(config.actor, "lm")[0].vocab_size
     return {
+        "algorithm": config.algorithm.preset,
         "steps": config.steps,
+        "group_size": config.rollout.group_size,
         "batch_size": batch,
         "micro_batch": micro_batch or batch,
         "max_response_tokens": config.rollout.max_response_tokens,
@@ -84,8 +83,7 @@ def build_work(
         "device": device,
         "threads": threads,
         "models": export_models(config, out / "models"),
-        "ppo": _ppo_settings(config),
-        "optimizer": _optimizer_settings(config),
+        **algorithm_settings(config),
         "output_dir": str(out.resolve() / "trainer"),
     }
 
@@ -102,85 +100,9 @@ def free_token(vocab_size: int, prompts: list[Prompt], eos_id: int) -> int:
 def export_models(config: TrainConfig, directory: Path) -> dict[str, str]:
     """The weights that our roles start from, as Hugging Face directories by role."""
     roles, paths = named_roles(config), {}
-    for role, head in HEADS.items():
+    for role in roles:
+        head = HEADS[role]
         shape, source = open_weights(roles[role], head)
         rewrite_weights(shape, source, directory / role, head=head, dtype=torch.float32)
         paths[role] = str((directory / role).resolve())
     return paths
-
-
-def _rollout_problems(config: TrainConfig) -> Iterator[str]:
-    rollout = config.rollout
-    if config.debug.forced_lengths is None:
-        yield (
-            "debug.forced_lengths is not set: without forced lengths the two do different work; set it, or give --lognormal"
-        )
-    if rollout.temperature == 0 or rollout.top_k or rollout.top_p < 1:
-        yield (
-            f"TRL samples the whole vocabulary: rollout.temperature={rollout.temperature:g} must be above 0, "
-            f"rollout.top_k={rollout.top_k} must be 0 and rollout.top_p={rollout.top_p:g} must be 1"
-        )
-    if [(part.kind, part.weight) for part in config.rewards] != [("model", 1.0)]:
-        yield "TRL's reward is that of its reward model: `rewards` must be [{kind: model}]"
-
-
-def _ppo_problems(config: TrainConfig) -> Iterator[str]:
-    ppo = config.ppo
-    if ppo.kl.mode != "penalty" or ppo.kl.estimator == "k2" or ppo.kl.target is not None:
-        yield "TRL's KL is a penalty with a fixed coefficient by k1 or k3: set ppo.kl.mode, .estimator and .target so"
-    wanted = {
-        "entropy_coefficient": 0.0,
-        "reward_clip": None,
-        "truncated_score": None,
-        "missing_eos_penalty": 0.0,
-        "reward_normalization": "none",
-        "critic_warmup_steps": 0,
-    }
-    for name, value in wanted.items():
-        if (found := getattr(ppo, name)) != value:
-            yield f"ppo.{name} is {found}, and TRL has no such setting: it must be {value}".replace("None", "null")
-    if ppo.value_clip == 0:
-        yield "ppo.value_clip is 0, but TRL always clips values: set it above 0"
-    actor, critic = config.actor.optimizer, config.critic.optimizer
-    if actor != critic:
-        yield "TRL updates actor and critic with one optimizer: actor.optimizer and critic.optimizer must be the same"
-    if actor.decay != "constant" or actor.warmup_steps:
-        yield "the learning rates are held equal by a constant one: set optimizer.decay=constant and warmup_steps=0"
-
-
-def _batch_problems(config: TrainConfig, micro_batch: int | None) -> Iterator[str]:
-    batch = config.rollout.batch_size
-    if config.steps is None or config.steps < 2:
-        yield f"steps is {config.steps}, but the first step is dropped as warm-up: give --steps, at least 2"
-    if micro_batch is not None and (batch % micro_batch or config.ppo.minibatches > 1):
-        yield (
-            f"--trl-micro-batch {micro_batch} must divide rollout.batch_size={batch}, and ppo.minibatches must be 1: TRL "
-            "makes an optimizer step of as many micro-batches as a batch has"
-        )
-
-
-def _ppo_settings(config: TrainConfig) -> dict[str, Any]:
-    ppo = config.ppo
-    return {
-        "num_ppo_epochs": ppo.epochs,
-        "num_mini_batches": ppo.minibatches,
-        "gamma": ppo.gamma,
-        "lam": ppo.gae_lambda,
-        "cliprange": ppo.clip,
-        "cliprange_value": ppo.value_clip,
-        "kl_coef": ppo.kl.coefficient,
-        "kl_estimator": ppo.kl.estimator,
-        "vf_coef": 1.0,  # our critic has an optimizer of its own
-        "whiten_rewards": False,
-    }
-
-
-def _optimizer_settings(config: TrainConfig) -> dict[str, float]:
-    optimizer = config.actor.optimizer
-    return {
-        "learning_rate": optimizer.rate,
-        "adam_beta1": optimizer.betas[0],
-        "adam_beta2": optimizer.betas[1],
-        "adam_epsilon": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-    }

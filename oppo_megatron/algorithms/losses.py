@@ -84,7 +84,8 @@ class Surrogate:
     @classmethod
     def of(cls, algorithm: AlgorithmConfig, ppo: PPOConfig) -> Surrogate:
         assert algorithm.objective != "dpo", "the loss of pairs is another one"
-        return cls(ppo.clip, ppo.clip_high, ppo.dual_clip, ppo.ratio_cap, algorithm.ratio, algorithm.objective)
+        cap = 1 + ppo.clip_high if algorithm.objective == "cispo" and ppo.clip_high is not None else None
+        return cls(ppo.clip, ppo.clip_high, ppo.dual_clip, cap, algorithm.ratio, algorithm.objective)
 
     @property
     def range(self) -> tuple[float, float]:

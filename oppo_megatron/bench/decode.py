@@ -173,7 +173,7 @@ class _Unending:
 
     ready = False
 
-    def finish(self, seq_id: int) -> None:
+    def finish(self, *seq_ids: int) -> None:
         """Counts nothing."""
 
 

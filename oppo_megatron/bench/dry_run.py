@@ -1,6 +1,7 @@
 """The pure half of the loop without models: scheduler, buffer, planner and its checker, stream, controllers, each timed.
 
-Chunks are made up: every sequence grows by what its round allows, up to a length that is a function of its id.
+Chunks are made up: every sequence grows by what its round allows, up to a length that is a function of its id.  There are no
+rewards, so a `filter` is not played: every group is trained.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def bench_overhead(suite: Suite, config: TrainConfig, batch: int, *, profile: bo
     suite.say(f"--- dry run at B = {batch}: {dry['total_ms']:.1f} ms/step")
     configs = {"tiny": tiny(large), "own": config}
     runs = suite.run(configs)
-    result = {"batch": batch, "dry": dry, **compare(configs, runs, dry, batch)}
+    result = {"batch": batch, "dry": dry, "filtered": config.filter is not None, **compare(configs, runs, dry, batch)}
     suite.write("overhead", config, result, runs)
     draw_overhead(dry, suite.out / "overhead.png")
     return result | ({"profile": _profiled(large)} if profile else {})
@@ -122,6 +122,7 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
     parts = ", ".join(f"{part} {ms:.1f}" for part, ms in dry["parts_ms"].items())
     return [
         f"without models, B = {batch}: {dry['total_ms']:.1f} ms/step ({parts})",
+        *(["the dry run has no rewards, and so no filter: every group is kept"] if result["filtered"] else []),
         f"that is {result['scaled_percent']:.3f} % of a step of the configuration's models at B = {batch}, if {batch} rollouts "
         f"take {batch / own['batch_size']:g} times as long as {own['batch_size']}: {result['scaled_step_s']:.1f} s",
     ]

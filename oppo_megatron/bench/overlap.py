@@ -66,6 +66,7 @@ def bench_overlap(
         for placement in placements
         for mode in modes
     }
+    say_what_is_left_out(suite, config)
     runs, limits = run_with_limits(suite, configs, cores if limit else None)
     result = compare(configs, runs) | work_figures(runs) | limits
     suite.write("overlap", config, {"cores": cores, **result}, runs)
@@ -75,18 +76,26 @@ def bench_overlap(
     return result
 
 
+def say_what_is_left_out(suite: Suite, config: TrainConfig) -> None:
+    """See `switched`."""
+    if config.filter is not None:
+        suite.say("--- every mode runs without the filter: all groups are trained, so that all do the same work")
+
+
 def known_modes(config: TrainConfig) -> list[str]:
     """Those that differ from another: without a critic there is no update of it to hide."""
     return [mode for mode, switch in MODES.items() if config.critic is not None or not switch["hide_critic"]]
 
 
 def switched(config: TrainConfig, mode: str) -> TrainConfig:
-    """The configuration with the switches of a mode."""
+    """The configuration with the switches of a mode, and without a filter: most modes do not backfill, which it needs, and
+    modes that drop groups do not train the same ones."""
     overlap, wait_for = switches(mode)
     others = [each for each in config.debug.wait_for if each != "critic"]
     return config.model_copy(
         update={
             "overlap": config.overlap.model_copy(update=overlap),
+            "filter": None,
             "debug": config.debug.model_copy(update={"wait_for": wait_for + others}),
         }
     )

@@ -107,6 +107,24 @@ def draw_weave(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str
     figure.savefig(out_png)
 
 
+def draw_forks(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
+    """Seconds a step against the tokens of the prompts, with forks and without, and from the fastest to the slowest step."""
+    figure = new_figure(width_in=6.5, height_in=4.0)
+    axes = figure.subplots()
+    for number, (fork, label) in enumerate({"no": "each response's own prefill", "yes": "forked"}.items()):
+        own = sorted((row for row in rows if row["fork"] == fork), key=lambda row: row["prompt_tokens"])
+        seconds = [row["step_s"] for row in own]
+        ends = [[row["step_s"] - row["min_step_s"] for row in own], [row["max_step_s"] - row["step_s"] for row in own]]
+        colour = RUN_COLOURS[number]
+        axes.errorbar([row["prompt_tokens"] for row in own], seconds, ends, marker="o", color=colour, label=label, capsize=3)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens of a prompt")
+    axes.set_ylabel("seconds a step")
+    axes.legend(frameon=False)
+    _finish(axes, "both")
+    figure.savefig(out_png)
+
+
 def draw_chunks(result: Mapping[str, Any], out_png: str | os.PathLike[str]) -> None:
     """Seconds a step against the chunk size, `result` as `chunk.compare` makes it.
 

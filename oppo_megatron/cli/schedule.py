@@ -122,9 +122,17 @@ def _facts(
         "assumed:",
         *(f"  {what}" for what in (*shown.assumed, origin, f"messages over {transport.name}")),
         f"work: {work[0]}{'; prefill micro-batches: ' if work[1:] else ''}{', '.join(work[1:])}",
+        *_forks(shown),
         f"{seconds}, bubble share {timeline.bubble():.1%} (of each rank: beside the grid)",
         *([] if timeline.stuck else [_least(shown, timeline, costs)]),
     ]
+
+
+def _forks(shown: Preview) -> list[str]:
+    """What the round's prefills leave out, because responses to a prompt fork one cache of it."""
+    forks = {role: [fork for own in replicas for fork in own] for role, replicas in shown.round.forks.items()}
+    told = (f"{role} {len(own)} ({sum(fork.tokens for fork in own)} tokens)" for role, own in forks.items())
+    return [f"forks, instead of prefills: {', '.join(told)}"] if forks else []
 
 
 def _least(shown: Preview, timeline: Timeline, costs: Costs) -> str:

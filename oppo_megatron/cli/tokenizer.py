@@ -34,14 +34,14 @@ def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
 
     Raises DataError with file and line of each row that is not JSON or whose column holds no text.
     """
-    from oppo_megatron.config.data import DataConfig
+    from oppo_megatron.config.data import RowsConfig
     from oppo_megatron.data.columns import read_value
     from oppo_megatron.data.rows import Quarantine, RowProblems, read_rows
     from oppo_megatron.errors import DataError
 
     problems = RowProblems(Quarantine(), configured=False)
     texts: list[str] = []
-    for row in read_rows(DataConfig(path=list(paths)), problems):
+    for row in read_rows(RowsConfig(path=list(paths)), problems):
         for column in columns or [name for name, value in row.values.items() if is_text(value)]:
             try:
                 value = read_value(row, column)

@@ -76,7 +76,7 @@ PRESETS = {
     ),
     "cispo": Preset(
         "every token keeps its gradient, weighted by its capped ratio", "arXiv 2506.13585",
-        "group_mean", "batch_std", "token", "cispo", "token_mean", NO_KL, {"ratio_cap": 5.0}, group_size=8,
+        "group_mean", "batch_std", "token", "cispo", "token_mean", NO_KL, {"clip_high": 4.0}, group_size=8,
     ),
     "rloo": Preset(
         "the mean of the group's other responses, a response as one action", "arXiv 2402.14740",
@@ -228,7 +228,9 @@ def with_preset(settings: Any) -> Any:
         settings = {"dpo": {}} | settings
     ppo, rollout = settings.get("ppo", {}), settings.get("rollout")
     if isinstance(ppo, dict) and isinstance(ppo.get("kl", {}), dict):
-        settings = settings | {"ppo": dict(preset.ppo) | ppo | {"kl": {**preset.kl, **ppo.get("kl", {})}}}
+        kl = ppo.get("kl", {})
+        usual = {} if kl.get("mode") == "none" else preset.kl  # without a KL nothing reads the rest
+        settings = settings | {"ppo": dict(preset.ppo) | ppo | {"kl": {**usual, **kl}}}
     if isinstance(rollout, dict):
         settings = settings | {"rollout": {"group_size": preset.group_size} | rollout}
     return settings if preset.filter is None else _with_filter(settings, preset.filter)

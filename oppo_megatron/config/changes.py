@@ -33,7 +33,7 @@ def _kept(key: str, now: Mapping[str, Any]) -> str:
     role, _, name = key.partition(".")
     if role in ("actor", "critic", "model") and name.startswith(STARTING):
         return f" (the {role}'s weights come from the checkpoint)"
-    if key == "ppo.kl.coefficient" and _at(now, "ppo.kl.adaptive") is not None:
+    if key == "ppo.kl.coefficient" and _at(now, "ppo.kl.target") is not None:
         return " (the adaptive coefficient goes on from the checkpoint)"
     if key == "overlap.delta.initial" and _at(now, "overlap.delta.rule") != "fixed":
         return " (delta goes on from the checkpoint)"

@@ -28,13 +28,20 @@ class TokenizerConfig(Section):
     )
 
 
-class ColumnsConfig(Section):
+class PromptColumnsConfig(Section):
     """The columns of a row by their part.  A null part is found by the known names (GSM8K's, TRL's, OpenAI's)."""
 
     prompt: str | None = Field(None, description="the prompt: text, or a list of messages")
+    chosen: str | None = Field(
+        None, description="the better answer (`oppo rm`, `oppo dpo`, `oppo kto`); of dialogues, with the prompt before it"
+    )
+    rejected: str | None = Field(None, description="the worse answer, as `chosen`")
+
+
+class ColumnsConfig(PromptColumnsConfig):
+    """The columns of a row by their part, answers among them."""
+
     completion: str | None = Field(None, description="the answer to learn or to judge (`oppo sft`, `oppo kto`)")
-    chosen: str | None = Field(None, description="the better answer (`oppo rm`, `oppo dpo`, `oppo kto`)")
-    rejected: str | None = Field(None, description="the worse answer (`oppo rm`, `oppo dpo`, `oppo kto`)")
     label: str | None = Field(None, description="whether the answer is wanted: true or false, 1 or 0 (`oppo kto`)")
     completions: str | None = Field(None, description="the steps of the answer: a list of texts (`oppo prm`)")
     labels: str | None = Field(
@@ -42,7 +49,7 @@ class ColumnsConfig(Section):
     )
 
 
-class DataConfig(Section):
+class RowsConfig(Section):
     """Files of rows (JSONL, JSON, CSV, Parquet, also compressed), and how they are read (docs/data.md)."""
 
     path: Path | list[Path] = Field(
@@ -56,26 +63,37 @@ class DataConfig(Section):
         "instruction and input, ShareGPT's conversations, lists of role and content, Human/Assistant dialogues in "
         "chosen and rejected",
     )
-    columns: ColumnsConfig = ColumnsConfig()
-    turns: Literal["last", "all"] = Field(
-        "last",
-        description="the assistant's turns of a dialogue to learn: the last, or each one as a row of its own (`oppo sft`)",
-    )
+    columns: PromptColumnsConfig = PromptColumnsConfig()
     prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` stands for it")
-    completion_template: str = Field(
-        "{completion}", description="text around each completion, chosen or rejected answer"
-    )
     max_rows: int | None = Field(None, ge=1, description="use at most this many rows, from the start of the data")
     bad_rows: Literal["error", "quarantine"] = Field(
         "error", description="a row that is not JSON, lacks a column or has no text: end the run, or set the row aside"
     )
-    max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt (`oppo train`)")
     long_rows: Literal["error", "truncate", "quarantine"] = Field(
         "error",
         description="a longer prompt ends the run, is cut to its end, or is set aside; for supervised training "
         "the same for a row of more than `max_tokens`, by default `quarantine`",
     )
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
+
+
+class PromptDataConfig(RowsConfig):
+    """Files of prompts, as `RowsConfig`; what else is in their rows is for rewards."""
+
+    max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt")
+
+
+class DataConfig(RowsConfig):
+    """Files of rows with answers, as `RowsConfig`."""
+
+    columns: ColumnsConfig = ColumnsConfig()
+    turns: Literal["last", "all"] = Field(
+        "last",
+        description="the assistant's turns of a dialogue to learn: the last, or each one as a row of its own (`oppo sft`)",
+    )
+    completion_template: str = Field(
+        "{completion}", description="text around each completion, chosen or rejected answer"
+    )
 
 
 RuleName = Literal["arithmetic", "gsm8k", "math", "multiple_choice", "format", "length", "code"]
@@ -102,15 +120,14 @@ class RewardPart(Section):
     answer: str = Field(
         "answer", description="column that holds the expected answer, for rule `code` the tests (verifier)"
     )
-    method: Literal["strict", "flexible"] = Field(
-        "strict",
-        description="flexible: where no answer is marked, the last number in the response counts (rule `gsm8k`)",
+    lenient: bool = Field(
+        False,
+        description="less than all of it counts: where no answer is marked, the last number in the response (rule `gsm8k`); any "
+        "stretch of the response that the pattern matches (rule `format`); the share of passed tests, in place of 1 if all "
+        "passed (rule `code`)",
     )
     pattern: str | None = Field(
         None, description="regular expression, of which `.` matches a line's end, too (rule `format`)"
-    )
-    match: Literal["full", "search"] = Field(
-        "full", description="the pattern has to match the whole response, or any stretch of it (rule `format`)"
     )
     buffer_tokens: int | None = Field(
         None,
@@ -119,9 +136,6 @@ class RewardPart(Section):
     )
     max_tokens: int | None = Field(
         None, ge=1, description="length from which on it is -1; null: `rollout.max_response_tokens` (rule `length`)"
-    )
-    partial_credit: bool = Field(
-        False, description="the share of passed tests; false: 1 if all passed, else 0 (rule `code`)"
     )
     processes: Annotated[int, Unit("processes")] = Field(
         4, ge=1, description="responses that are checked at once (rules `math` and `code`)"

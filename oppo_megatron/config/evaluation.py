@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.data import DataConfig, RewardPart
+from oppo_megatron.config.data import DataConfig, PromptDataConfig, RewardPart, RowsConfig
 
 ACCURACY, RESPONSE_TOKENS, TRUNCATED = "accuracy", "response_tokens", "truncated"
 LOSS, MARGIN = "loss", "margin"
@@ -22,7 +22,7 @@ Direction = Literal["max", "min"]
 class MeasuringConfig(Section):
     """Measurements before the first step, after the last and in between."""
 
-    data: DataConfig | None = Field(None, description="files of held-out rows, read as `data` is")
+    data: RowsConfig | None = Field(None, description="files of held-out rows, read as `data` is")
     max_rows: Annotated[int, Unit("rows")] = Field(1000, ge=1, description="use at most this many held-out rows, the "
     "first ones")
     every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
@@ -31,7 +31,7 @@ class MeasuringConfig(Section):
 class EvaluationConfig(MeasuringConfig):
     """Held-out prompts, answered before the first step, after the last and in between, and the judges of the responses."""
 
-    data: DataConfig
+    data: PromptDataConfig
     verifier: Literal["arithmetic", "gsm8k", "math", "multiple_choice"] | None = Field(
         None, description="rule whose share of right responses is the metric `accuracy`, checked against the column "
         "`answer`; null: only `metrics`"

@@ -205,9 +205,6 @@ class AutoPlacementConfig(Section):
         description="largest number of ranks of a placement; null: the CUDA devices, or the cores divided by a "
         "rank's threads",
     )
-    candidates: list[PlacementMode] = Field(
-        default=["single", "disaggregated", "colocated"], min_length=1, description="modes to choose from"
-    )
 
 
 class PlacementSettings(Section):

@@ -8,16 +8,23 @@ from pydantic import Field, PositiveInt
 
 from oppo_megatron.config.base import Section, Unit
 
+USUAL_CHUNKS = (16, 32, 64)
+
 
 class ChunkConfig(Section):
     """Chunk size of the token stream: decode steps a round."""
 
     tokens: int = Field(32, ge=1, description="decode steps in a round at the start of the run")
-    adaptive: bool = Field(True, description="search for the fastest size; false: stay at `tokens`")
-    candidates: Annotated[list[PositiveInt], Unit("tokens")] = Field(
-        default=[16, 32, 64], min_length=1, description="sizes that a search tries besides the current one"
+    adaptive: Annotated[bool | Annotated[list[PositiveInt], Field(min_length=1)], Unit("tokens")] = Field(
+        True,
+        description="search for the fastest size among these, and the current one; true: [16, 32, 64]; false: stay at `tokens`",
     )
     period: Annotated[int, Unit("steps")] = Field(50, ge=1, description="steps from one search to the next")
+
+    @property
+    def candidates(self) -> list[int]:
+        """The sizes that a search tries besides the current one."""
+        return self.adaptive if isinstance(self.adaptive, list) else list(USUAL_CHUNKS)
 
 
 class DeltaConfig(Section):

@@ -82,15 +82,15 @@ class PPOConfig(Section):
         0.2, gt=0, description="the ratio counts within 1 - clip .. 1 + clip; default: that of `algorithm.preset`"
     )
     clip_high: Annotated[float | None, Unit("factor")] = Field(
-        None, gt=0, description="the ratio counts up to 1 + clip_high; null: 1 + clip; default: that of `algorithm.preset`"
+        None,
+        gt=0,
+        description="the ratio counts up to 1 + clip_high; null: 1 + clip; default: that of `algorithm.preset`; with "
+        "`algorithm.objective: cispo`, which needs it, 1 + clip_high is the largest weight of a token",
     )
     dual_clip: Annotated[float | None, Unit("factor")] = Field(
         None,
         gt=1,
         description="bound of the loss of a token whose advantage is negative, in advantages (arXiv 1912.09729); null: none",
-    )
-    ratio_cap: Annotated[float | None, Unit("factor")] = Field(
-        None, gt=0, description="largest weight of a token with `algorithm.objective: cispo`, which needs it"
     )
     value_clip: Annotated[float, Unit("reward")] = Field(0.2, ge=0, description="0 turns value clipping off")
     entropy_coefficient: Annotated[float, Unit("reward a nat")] = Field(

@@ -53,6 +53,10 @@ def _limit(name: str, usual: float) -> Put:
     return lambda now, value: {**(now if isinstance(now, Mapping) else {}), name: value} if now and value != usual else now
 
 
+def _lenient(word: Any) -> Put:
+    return lambda now, value: value == word or bool(now)
+
+
 def _direction(now: Any, value: Any) -> Any:
     return f"{value} {now}" if value and isinstance(now, str) else now
 
@@ -79,6 +83,11 @@ def _of_overlap(block: str) -> dict[str, Moved | Fixed]:
     return {
         f"{block}.max_deferrals": Moved(f"{block}.max_staleness"),
         f"{block}.chunk.trials": Fixed("1", NOT_TUNED),
+        f"{block}.chunk.candidates": Moved(
+            f"{block}.chunk.adaptive",
+            "write the sizes there in place of true",
+            lambda now, value: now if now is False or value == [16, 32, 64] else value,
+        ),
         f"{block}.delta.target_waste": Fixed("0.35", NOT_TUNED),
         f"{block}.delta.dead_band": Fixed("0.05", NOT_TUNED),
         f"{block}.delta.ess_floor": Fixed("0.8", NOT_TUNED),
@@ -99,6 +108,7 @@ def _of_part(part: str) -> dict[str, Moved | Fixed]:
     retries = Fixed("0.5 s, doubled up to 30 s", "a service that fails for a while needs no other pauses")
     breaker = Fixed("5 failures, then one request every 10 s", "a service that is down needs no other pauses")
     isolate, patience, scores = f"{part}.isolate", f"{part}.remote.give_up_s", f"{part}.remote.score_range"
+    lenient = f"{part}.lenient"
     return {
         f"{part}.limits.wall_s": Moved(isolate, "write {wall_s: ...} there in place of true", _limit("wall_s", 30)),
         f"{part}.limits.memory_mb": Moved(
@@ -115,6 +125,9 @@ def _of_part(part: str) -> dict[str, Moved | Fixed]:
             "write 0 there in place of stop, and nothing in place of wait",
             lambda now, value: 0.0 if value == "stop" else now,
         ),
+        f"{part}.method": Moved(lenient, "write true there in place of flexible", _lenient("flexible")),
+        f"{part}.match": Moved(lenient, "write true there in place of search", _lenient("search")),
+        f"{part}.partial_credit": Moved(lenient, put=_lenient(True)),
         f"{part}.remote.min_score": Moved(scores, PAIR, _place(0, [None, None])),
         f"{part}.remote.max_score": Moved(scores, PAIR, _place(1, [None, None])),
     }
@@ -196,6 +209,9 @@ RENAMED: dict[str, Moved | Fixed] = {
         "write whiten in place of true, none in place of false",
         lambda now, value: "whiten" if value else "none",
     ),
+    "ppo.ratio_cap": Moved(
+        "ppo.clip_high", "write it less 1 there", lambda now, value: now if value is None else value - 1
+    ),
     "ppo.staleness.correction": Moved("ppo.staleness"),
     "ppo.staleness.weight_cap": Fixed("2", NOT_TUNED),
     "ppo.kl.adaptive": Moved("ppo.kl.target", "write the KL per response to keep (6 if none was given)", lambda now, value: now),
@@ -205,6 +221,7 @@ RENAMED: dict[str, Moved | Fixed] = {
     "guards.max_skips": Fixed("3", GUARDED),
     "guards.max_rollbacks": Fixed("2", GUARDED),
     "guards.kept_batches": Fixed("8", "as many show the fault"),
+    "placement.auto.candidates": Fixed("single, disaggregated and colocated", "what this machine cannot do is left out anyhow"),
     "placement.auto.repeats": Fixed("1", "close placements are measured three times anyhow"),
     "actor.train.cp": NO_CONTEXT_PARALLELISM,
     "critic.train.cp": NO_CONTEXT_PARALLELISM,
@@ -225,6 +242,11 @@ RENAMED: dict[str, Moved | Fixed] = {
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {"runtime.decode_path": {"lean": "fused"}}
 """Words that are called otherwise now, by the key that takes them."""
 
+
+OF_ANSWERS = ("turns", "completion_template", *(f"columns.{part}" for part in ("completion", "label", "completions", "labels")))
+"""Settings of `data` that older versions of `oppo train` had, too, and did not read."""
+OF_PROMPTS = ("max_prompt_tokens",)
+"""And those of supervised training."""
 
 NOW_SECTIONS = {"guards.logprob_gap": "action"}
 """Settings that were a word, and are a section now: the key in it that takes the word."""
@@ -277,6 +299,9 @@ def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
     for key, words in RENAMED_VALUES.items():
         if isinstance(value := _at(found, key), str):
             _put(found, key, words.get(value, value))
+    names = OF_ANSWERS if "rollout" in found else OF_PROMPTS if "model" in found else ()
+    for key in {f"{place}.{name}" for place in ("data", "evaluation.data") for name in names} & set(dict(_keys(found, ""))):
+        _remove(found, key)
     return found
 
 

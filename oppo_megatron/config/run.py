@@ -11,7 +11,14 @@ from typing_extensions import Self
 
 from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.data import STEP_SEPARATOR, DataConfig, RewardPart, TokenizerConfig
+from oppo_megatron.config.data import (
+    STEP_SEPARATOR,
+    DataConfig,
+    PromptDataConfig,
+    RewardPart,
+    RowsConfig,
+    TokenizerConfig,
+)
 from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.evaluation import (
     ACCURACY,
@@ -112,7 +119,7 @@ class RunConfig(Section):
         None, gt=0, description="passes over the data; null: as many as `steps` needs, or one"
     )
     tokenizer: TokenizerConfig
-    data: DataConfig
+    data: RowsConfig
     evaluation: MeasuringConfig | None = None
     early_stop: EarlyStopConfig | None = None
     runtime: RuntimeConfig = RuntimeConfig()
@@ -144,6 +151,7 @@ class TrainSettings(RunConfig):
     epochs: Annotated[int | None, Unit("passes")] = Field(
         None, ge=1, description="passes over the prompts; null: as many as `steps` needs, or one"
     )
+    data: PromptDataConfig
     placement: PlacementSettings = PlacementSettings()
     actor: ActorConfig
     critic: TrainedRoleConfig | None = Field(None, description="required if `algorithm.preset` trains a critic, "
@@ -241,6 +249,7 @@ class SupervisedConfig(RunConfig):
         32, ge=1, description="rows (pairs for `rm` and `dpo`) per optimizer step"
     )
     max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
+    data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
     model: LearningModelConfig
     evaluation: HeldoutConfig | None = None

@@ -74,3 +74,15 @@ def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
     lengths: list[int] = columns_of(trained).response_tokens.tolist()
     submitted: list[int] = lengths + columns_of(carried).response_tokens.tolist()
     return 1 - (sum(lengths) / len(lengths)) / (sum(submitted) / len(submitted))
+
+
+def group_length_gap(trained: Sequence[Rollout], group_size: int) -> float | None:
+    """Share by which the responses to a prompt are shorter than the longest of them, the mean over groups; None without groups.
+
+    A group has finished with its last response: for so much of its time its others' places are empty, or another's.
+    `trained` holds whole groups, side by side.
+    """
+    if group_size == 1:
+        return None
+    lengths_GN = columns_of(trained).response_tokens.reshape(-1, group_size)
+    return float(np.mean(1 - lengths_GN.mean(1) / lengths_GN.max(1)))

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from oppo_megatron.config.data import KNOWN_NAMES, ColumnsConfig
+from oppo_megatron.config.data import KNOWN_NAMES, PromptColumnsConfig
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
 
@@ -38,7 +38,7 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 KNOWN_ROLES = ("user", "assistant", "system", "tool")
 
 
-def find_column(part: str, columns: ColumnsConfig, rows: Sequence[Row]) -> str | None:
+def find_column(part: str, columns: PromptColumnsConfig, rows: Sequence[Row]) -> str | None:
     """The column that plays `part`: the configured one, else the known name that most rows have (ties: documented
     order).
 
@@ -55,7 +55,7 @@ def find_column(part: str, columns: ColumnsConfig, rows: Sequence[Row]) -> str |
     return wanted
 
 
-def require_column(part: str, columns: ColumnsConfig, rows: Sequence[Row]) -> str:
+def require_column(part: str, columns: PromptColumnsConfig, rows: Sequence[Row]) -> str:
     """`find_column`, where none is a `DataError` that names the columns there are and the setting to use."""
     found = find_column(part, columns, rows)
     if found is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oppo_megatron.config.data import DataConfig
+from oppo_megatron.config.data import DataConfig, RowsConfig
 from oppo_megatron.data.columns import (
     ASSISTANT_MARK,
     HUMAN_MARK,
@@ -43,7 +43,7 @@ class Example:
     fields: dict[str, Any]
 
 
-def read_prompts(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
+def read_prompts(config: RowsConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
     """Prompts without answers.  A trailing assistant turn of a message list is not part of the prompt."""
     rows = read_rows(config, problems, ["prompt"])
     layout = recognise(config, rows, "prompt")
@@ -218,12 +218,15 @@ def _render(
     extract: Extract,
     layout: Layout,
     wanted: Wanted,
-    config: DataConfig,
+    config: RowsConfig,
     tokenizer: Tokenizer,
     problems: RowProblems,
 ) -> list[Example]:
     examples: list[Example] = []
-    problems.quarantine.note(f"{rows[0].file}: {layout.describe(wanted, config.turns)}")
+    turns, answer_template = "last", "{completion}"
+    if isinstance(config, DataConfig):
+        turns, answer_template = config.turns, config.completion_template
+    problems.quarantine.note(f"{rows[0].file}: {layout.describe(wanted, turns)}")
     for row in rows:
         try:
             texts = [_texts(*align(*answered), tokenizer) for answered in extract(row)]
@@ -233,7 +236,7 @@ def _render(
         fields = {name: value for name, value in row.values.items() if name != layout.prompt}
         for prompt, answers in texts:
             prompt = config.prompt_template.replace("{prompt}", prompt)
-            filled = tuple(config.completion_template.replace("{completion}", answer) for answer in answers)
+            filled = tuple(answer_template.replace("{completion}", answer) for answer in answers)
             examples.append(Example(row, prompt, filled, fields))
     if examples and not problems.quarantine.first:
         answered = ["prompt", "completion"]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from oppo_megatron.config.data import KNOWN_NAMES, DataConfig
+from oppo_megatron.config.data import KNOWN_NAMES, RowsConfig
 from oppo_megatron.data.columns import ASSISTANT_MARK, find_column, require_column, role_of
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
@@ -61,7 +61,7 @@ class Layout:
         return f"rows read as {TITLES.get(self.format, 'columns')}: {', '.join(parts)}"
 
 
-def recognise(config: DataConfig, rows: Sequence[Row], wanted: Wanted) -> Layout:
+def recognise(config: RowsConfig, rows: Sequence[Row], wanted: Wanted) -> Layout:
     """The layout of the rows.  Raises DataError where a part is in no column, or the set format does not fit."""
     layout = _columns_of(config, rows, wanted)
     if config.format not in ("auto", layout.format):
@@ -73,7 +73,7 @@ def recognise(config: DataConfig, rows: Sequence[Row], wanted: Wanted) -> Layout
     return layout
 
 
-def _columns_of(config: DataConfig, rows: Sequence[Row], wanted: Wanted) -> Layout:
+def _columns_of(config: RowsConfig, rows: Sequence[Row], wanted: Wanted) -> Layout:
     chosen = find_column("chosen", config.columns, rows)
     rejected = find_column("rejected", config.columns, rows)
     if wanted == "pair":
@@ -93,7 +93,7 @@ def _columns_of(config: DataConfig, rows: Sequence[Row], wanted: Wanted) -> Layo
     return Layout(form, prompt, added, system, completion, chosen, rejected)
 
 
-def _prompt_column(config: DataConfig, rows: Sequence[Row], wanted: Wanted) -> str | None:
+def _prompt_column(config: RowsConfig, rows: Sequence[Row], wanted: Wanted) -> str | None:
     """None where chosen and rejected hold the prompt."""
     if config.format == "hh":
         return None
@@ -112,7 +112,7 @@ def _prompt_column(config: DataConfig, rows: Sequence[Row], wanted: Wanted) -> s
 
 
 def _completion_column(
-    config: DataConfig, rows: Sequence[Row], prompt: str, form: str, chosen: str | None
+    config: RowsConfig, rows: Sequence[Row], prompt: str, form: str, chosen: str | None
 ) -> str | None:
     """None where the answers are turns of the prompt's messages."""
     found = find_column("completion", config.columns, rows)
@@ -122,7 +122,7 @@ def _completion_column(
     return found
 
 
-def _added_column(config: DataConfig, rows: Sequence[Row], prompt: str) -> str | None:
+def _added_column(config: RowsConfig, rows: Sequence[Row], prompt: str) -> str | None:
     if config.format not in ("auto", "alpaca") or prompt != "instruction":
         return None
     return next((name for name in ADDED if any(isinstance(row.values.get(name), str) for row in rows)), None)

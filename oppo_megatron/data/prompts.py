@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from oppo_megatron.config.data import DataConfig
+from oppo_megatron.config.data import PromptDataConfig
 from oppo_megatron.data.examples import Example, read_prompts
 from oppo_megatron.data.prompt_tokens import encode_prompt, end_of_prompt
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
@@ -62,7 +62,12 @@ Check = Callable[[Mapping[str, Any]], None]
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: Tokenizer, *, quarantine: Quarantine, check: Check | None = None, responses_per_prompt: int = 1
+    config: PromptDataConfig,
+    tokenizer: Tokenizer,
+    *,
+    quarantine: Quarantine,
+    check: Check | None = None,
+    responses_per_prompt: int = 1,
 ) -> PromptSet:
     """Read, render and tokenize every prompt.  A row that `check` refuses falls under `bad_rows`.
 
@@ -90,7 +95,7 @@ def load_prompts(
     return PromptSet(rows, num_duplicates, num_truncated, problems.num_quarantined, responses_per_prompt)
 
 
-def _refused(example: Example, num_tokens: int, config: DataConfig, problems: RowProblems, check: Check | None) -> bool:
+def _refused(example: Example, num_tokens: int, config: PromptDataConfig, problems: RowProblems, check: Check | None) -> bool:
     file, line = example.row.file, example.row.line
     try:
         if check is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from oppo_megatron.config.data import DataConfig
+from oppo_megatron.config.data import RowsConfig
 from oppo_megatron.data.files import data_files, file_rows
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.preflight.settings import check_data
@@ -134,7 +134,7 @@ class RowProblems:
         return f"{line} [and {more} more {'row' if more == 1 else 'rows'}, the last {self._last[place]}]"
 
 
-def read_rows(config: DataConfig, problems: RowProblems, templates: Sequence[str] = ()) -> list[Row]:
+def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str] = ()) -> list[Row]:
     """All rows of `config.path` (at most `config.max_rows`, refused rows counted), in order.
 
     `templates` names the templates that the rows will need (`prompt`, `completion`).  Raises `ConfigError` if a path or
@@ -162,7 +162,7 @@ def read_rows(config: DataConfig, problems: RowProblems, templates: Sequence[str
     return rows
 
 
-def require_some(usable: int, config: DataConfig, problems: RowProblems) -> None:
+def require_some(usable: int, config: RowsConfig, problems: RowProblems) -> None:
     """Raise the gathered errors, or a `DataError` if every row was set aside."""
     problems.raise_errors(any_left=usable > 0)
     if not usable:

@@ -115,8 +115,9 @@ class _AllEnded:
     def ready(self) -> bool:
         return not self._going_on
 
-    def finish(self, seq_id: int) -> None:
-        self._going_on.remove(seq_id)
+    def finish(self, *seq_ids: int) -> None:
+        assert self._going_on.issuperset(seq_ids)
+        self._going_on.difference_update(seq_ids)
 
 
 def _order(rollout: Rollout) -> tuple[int, int]:

@@ -64,7 +64,7 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
 
 def check_auto_placement(settings: TrainSettings) -> list[str]:
     """What leaves `placement.mode: auto` nothing to choose: ranks and layouts that are written down."""
-    placement, auto = settings.placement, settings.placement.auto
+    placement = settings.placement
     written = {} if placement.actor.num_ranks == 1 else {"placement.actor": str(Sizes.of(placement.actor))}
     if placement.scorer is not None:
         written["placement.scorer"] = str(Sizes.of(placement.scorer))
@@ -72,16 +72,11 @@ def check_auto_placement(settings: TrainSettings) -> list[str]:
         written["placement.reference"] = placement.reference
     for name, role in _sections(settings):
         written |= _own_layouts(name, role)
-    problems = [
+    return [
         f"{key} is {value}, but placement.mode auto chooses the ranks and layouts of all roles; remove it, or choose "
         "disaggregated, colocated or single"
         for key, value in written.items()
     ]
-    if auto is not None and len(set(auto.candidates)) < len(auto.candidates):
-        problems.append(
-            f"placement.auto.candidates is {auto.candidates}, but each mode may appear once; remove the repeated ones"
-        )
-    return problems
 
 
 def _own_layouts(name: str, role: RoleConfig) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 class Readiness:
     """What a batch still waits for.
 
-    A decode engine calls `finish` for every sequence that ends at a decode step and then looks at `ready`; stopping
+    A decode engine calls `finish` for the sequences that end at a decode step and then looks at `ready`; stopping
     there, and not at the end of the chunk, makes the batch and the state of all other rollouts the same for every chunk
     size.
     """
@@ -34,15 +34,24 @@ class Readiness:
         """Enough groups have finished, and with them all that may not be deferred again."""
         return self._num_missing <= 0 and not self._waits
 
-    def finish(self, seq_id: int) -> None:
-        """Note that the sequence has its last token."""
-        decoded = seq_id in self._unfinished and seq_id not in self._ended
-        assert decoded, f"sequence {seq_id} is not decoded in this step or has already finished"
-        self._ended.add(seq_id)
-        if self._was_last(seq_id):
-            self._num_missing -= 1
-            left = [(sequences, number - (seq_id in sequences)) for sequences, number in self._waits]
+    def finish(self, *seq_ids: int) -> None:
+        """Note that the sequences have their last tokens."""
+        ended = set(seq_ids)
+        decoded = ended <= self._unfinished and ended.isdisjoint(self._ended) and len(ended) == len(seq_ids)
+        assert decoded, f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
+        self._ended |= ended
+        whole = self._last_of_groups(ended)
+        self._num_missing -= len(whole)
+        if self._waits:
+            left = [(sequences, number - len(whole & sequences)) for sequences, number in self._waits]
             self._waits = [wait for wait in left if wait[1] > 0]
+
+    def _last_of_groups(self, ended: set[int]) -> set[int]:
+        """One for each group that has finished with sequences of `ended`."""
+        if self._group_size == 1:
+            return ended
+        one_of_each = {seq_id // self._group_size: seq_id for seq_id in ended}
+        return set(filter(self._was_last, one_of_each.values()))
 
     def _was_last(self, seq_id: int) -> bool:
         """Whether its group has finished with it."""
@@ -54,5 +63,5 @@ class Readiness:
 class JudgedReadiness(Readiness):
     """With a filter: a batch is complete by verdicts, between rounds, and nothing that ends within one completes it."""
 
-    def finish(self, seq_id: int) -> None:
+    def finish(self, *seq_ids: int) -> None:
         pass

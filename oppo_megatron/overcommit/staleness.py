@@ -37,8 +37,8 @@ def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: i
     The oldest, finished or not; then the first finishers of each S_k up to r_k; then of all, but for places that some S_k needs
     for groups that have not finished.  Where a batch is ready, these are the batch.
     """
-    order = np.argsort(clocks_G, kind="stable")
-    order = order[finished_G[order]]
+    order = np.flatnonzero(finished_G)
+    order = order[np.argsort(clocks_G[order], kind="stable")]
     chosen_G, reserved = ages_G >= most, 0
     if chosen_G.sum() > target:  # settings that were changed within a run may have left more than fit; the first admitted
         return np.flatnonzero(chosen_G)[:target]

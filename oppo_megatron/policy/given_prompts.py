@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.config.data import ColumnsConfig, DataConfig
+from oppo_megatron.config.data import PromptColumnsConfig, PromptDataConfig
 from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
@@ -61,9 +61,9 @@ def prompts_of_file(
     """
     if path.suffix == ".txt":
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)
-    config = DataConfig(
+    config = PromptDataConfig(
         path=path,
-        columns=ColumnsConfig(prompt=column),
+        columns=PromptColumnsConfig(prompt=column),
         prompt_template="{prompt}" if wording.as_chat else wording.template,
         max_prompt_tokens=WITHOUT_LIMIT,
         max_rows=most,

@@ -9,7 +9,7 @@ from oppo_megatron.config.ppo import KLConfig, PPOConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.preflight.preferences import check_smoothing
 
-OF_POLICIES = ("clip", "clip_high", "dual_clip", "ratio_cap", "entropy_coefficient", "staleness")
+OF_POLICIES = ("clip", "clip_high", "dual_clip", "entropy_coefficient", "staleness")
 """Settings of `ppo` about ratios of policies, and its entropy."""
 
 
@@ -63,11 +63,9 @@ def _check_unread(config: TrainConfig) -> Iterator[str]:
         unread["a pair is compared by the policy and the reference alone, whoever drew it"] = OF_POLICIES
         unread["of a pair only which response is the better one counts"] = ("gamma", "reward_normalization")
     elif algorithm.objective == "plain":
-        unread["algorithm.objective is plain, which has no ratio"] = ("clip_high", "dual_clip", "ratio_cap")
+        unread["algorithm.objective is plain, which has no ratio"] = ("clip_high", "dual_clip")
     elif algorithm.objective == "cispo":
-        unread["algorithm.objective is cispo, whose bound is ppo.ratio_cap"] = ("clip_high", "dual_clip")
-    else:
-        unread["algorithm.objective is clip, whose bounds are ppo.clip and ppo.clip_high"] = ("ratio_cap",)
+        unread["algorithm.objective is cispo, whose bound is ppo.clip_high"] = ("dual_clip",)
     usual = PPOConfig()
     for why, names in unread.items():
         for name in names:
@@ -95,8 +93,8 @@ def _check_unread_kl(config: TrainConfig) -> Iterator[str]:
 
 def _check_objective(config: TrainConfig) -> Iterator[str]:
     algorithm, ppo = config.algorithm, config.ppo
-    if algorithm.objective == "cispo" and ppo.ratio_cap is None:
-        yield "ppo.ratio_cap is null, but algorithm.objective cispo weights log-probs by ratios up to it; set it (5 is usual)"
+    if algorithm.objective == "cispo" and ppo.clip_high is None:
+        yield "ppo.clip_high is null, but algorithm.objective cispo weights log-probs by ratios up to 1 + it; set it (4 is usual)"
     if algorithm.objective == "plain" and (ppo.epochs > 1 or ppo.minibatches > 1):
         yield (
             f"algorithm.objective is plain, whose gradient is that of the policy that sampled, but ppo.epochs {ppo.epochs} and "

@@ -22,12 +22,10 @@ OWNER = {
     "remote": "http",
 }
 RULE_OF = {
-    "method": ("gsm8k",),
+    "lenient": ("gsm8k", "format", "code"),
     "pattern": ("format",),
-    "match": ("format",),
     "buffer_tokens": ("length",),
     "max_tokens": ("length",),
-    "partial_credit": ("code",),
     "processes": ("math", "code"),
 }
 """Settings of kind verifier, and the rules that take them."""
@@ -98,7 +96,7 @@ def _misplaced(name: str, part: RewardPart) -> Iterator[str]:
     for key, rules in RULE_OF.items():
         if _is_given(part, key) and part.name not in rules:
             is_now = f"rule {part.name}" if part.name else f"kind {part.kind}"
-            yield f"{name} is of {is_now} and has {key}, but only rule {' and '.join(rules)} takes it; remove it"
+            yield f"{name} is of {is_now} and has {key}, but only rule {' or '.join(rules)} takes it; remove it"
 
 
 def _is_given(part: RewardPart, key: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from oppo_megatron.config.data import DataConfig, RewardPart
+from oppo_megatron.config.data import DataConfig, RewardPart, RowsConfig
 from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.derived import adapters, rollback_rules, scorers
 from oppo_megatron.config.guards import GuardsConfig
@@ -142,7 +142,7 @@ def check_overlap(overlap: OverlapConfig, batch_size: int, group_size: int = 1) 
         )
     if len(set(candidates)) < len(candidates):
         problems.append(
-            f"overlap.chunk.candidates is {candidates}, but each size may appear once; remove the repeated ones"
+            f"overlap.chunk.adaptive is {candidates}, but each size may appear once; remove the repeated ones"
         )
     return problems
 
@@ -222,14 +222,14 @@ def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> lis
     return problems
 
 
-def check_data(name: str, data: DataConfig, templates: Sequence[str]) -> list[str]:
+def check_data(name: str, data: RowsConfig, templates: Sequence[str]) -> list[str]:
     """The files exist, and each used template has the place for its text."""
     paths = data.path if isinstance(data.path, list) else [data.path]
     problems = [f"{name}.path is an empty list; name at least one file"] if not paths else []
     for path in paths:
         problems += check_files(f"{name}.path", path)
     for part in templates:
-        template = data.prompt_template if part == "prompt" else data.completion_template
+        template = data.completion_template if part == "completion" and isinstance(data, DataConfig) else data.prompt_template
         if "{" + part + "}" not in template:
             problems.append(
                 f"{name}.{part}_template is {template!r}, but must contain `{{{part}}}` where the text goes; add it"

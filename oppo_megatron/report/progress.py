@@ -18,6 +18,8 @@ LENGTHS: dict[str, tuple[str, Style]] = {
     "submitted_len_mean": ("submitted, mean", "dashed"),
     "trained_len_max": ("trained, longest", "dotted"),
 }
+GAPS: dict[str, tuple[str, Style]] = {"length_gap": ("", "plain"), "group_length_gap": (", within groups", "dashed")}
+"""What stands behind the run's name."""
 MAX_DECISIONS = 300
 CURVE_NOTES = {
     "reward": "Healthy: it rises, then levels off, with the KL below still small. A sudden rise together with KL or response "
@@ -162,7 +164,8 @@ def length_section(records: Sequence[RunRecord]) -> Section:
         "lengths",
         "Trained and submitted lengths",
         "Overcommitment trains the responses that finish first. Submitted: those and the carried ones with the tokens they "
-        "have so far, a lower bound. The gap is 1 - trained / submitted: above 0, the trained ones are shorter.",
+        "have so far, a lower bound. The gap is 1 - trained / submitted: above 0, the trained ones are shorter. Within groups: "
+        "1 - mean / longest of the responses to a prompt, whose last one a group waits for.",
     )
     gaps = []
     for i, record in enumerate(records):
@@ -176,12 +179,14 @@ def length_section(records: Sequence[RunRecord]) -> Section:
         ]
         title = f"Response lengths: {record.name}"
         section.charts.append(LineChart(f"lengths-{i}", title, STEP_AXIS, "response tokens", lines, from_zero=True))
-        if record.has("length_gap"):
-            steps, values = record.column("length_gap")
+        for key, (label, style) in GAPS.items():
+            if not record.has(key):
+                continue
+            steps, values = record.column(key)
             percent = [None if value is None else 100 * value for value in values]
-            gaps.append(Line(record.name, steps, percent, run_colour(i)))
+            gaps.append(Line(f"{record.name}{label}", steps, percent, run_colour(i), style))
     if gaps:
-        title = "Gap between submitted and trained lengths"
+        title = "Gaps between lengths: trained and submitted, within groups"
         section.charts.append(LineChart("length-gap", title, STEP_AXIS, "gap (%)", gaps))
     return section
 

@@ -71,7 +71,7 @@ def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_to
     """
     if part.name == "format":
         assert part.pattern is not None, "check_rewards asks for it"
-        return FormatReward(FormatRule(part.pattern, whole=part.match == "full"))
+        return FormatReward(FormatRule(part.pattern, whole=not part.lenient))
     if part.name == "length":
         return _length_rule(part, max_response_tokens)
     if part.isolation is not None:
@@ -79,7 +79,7 @@ def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_to
     if part.name == "multiple_choice":
         return VerifierReward(choices.verify, choices.expected_letter, part.answer)
     assert part.name is not None, "check_rewards asks for it"
-    name = "flexible" if part.method == "flexible" else part.name
+    name = "flexible" if part.lenient else part.name
     return VerifierReward(partial(verify, name), expected_answer, part.answer)
 
 
@@ -110,7 +110,7 @@ def _isolated_rule(part: RewardPart, limits: IsolationConfig, environment: Mappi
 
         return IsolatedRule(ask_math, expected, part.processes)
 
-    options = {"wall_s": limits.wall_s, "memory_mb": limits.memory_mb, "partial_credit": part.partial_credit}
+    options = {"wall_s": limits.wall_s, "memory_mb": limits.memory_mb, "partial_credit": part.lenient}
     outer = IsolationConfig(wall_s=limits.wall_s + END_S, memory_mb=max(limits.memory_mb, OWN_MB))
 
     def ask_code() -> IsolatedFunction:

@@ -2,7 +2,7 @@
 
     gsm8k        the last `#### n`, or a last line `A: n` (the form of the model solutions published with GSM8K)
     arithmetic   the same; without either, a last line that is a number or ends in `= n`
-    flexible     gsm8k with `method: flexible`: the same; without either, the last number of all
+    flexible     gsm8k with `lenient`: the same; without either, the last number of all
 
 A number may be negative, decimal, a fraction, have thousands commas, a currency sign before and a full stop or a unit
 after it. `1,200.0`, `$1200` and `2400/2` are equal.
@@ -88,7 +88,7 @@ ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {
     "arithmetic": arithmetic_answer,
     "flexible": flexible_answer,
 }
-"""The reader of each rule; `flexible` is that of gsm8k with `method: flexible`."""
+"""The reader of each rule; `flexible` is that of gsm8k with `lenient`."""
 
 
 def expected_answer(value: Any) -> Fraction:

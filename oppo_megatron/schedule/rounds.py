@@ -39,22 +39,47 @@ class Growths(Sequence[Growth]):
     A plan has tens of thousands, and asks for sums and lengths.
     """
 
-    seq_ids: Ints
-    past: Ints
-    new: Ints
-    rows: Ints
+    __slots__ = ("table",)
 
     def __init__(self, table: Ints):
         self.table = table
-        self.seq_ids, self.past, self.new, self.rows = table
+
+    @property
+    def seq_ids(self) -> Ints:
+        column: Ints = self.table[0]
+        return column
+
+    @property
+    def past(self) -> Ints:
+        column: Ints = self.table[1]
+        return column
+
+    @property
+    def new(self) -> Ints:
+        column: Ints = self.table[2]
+        return column
+
+    @property
+    def rows(self) -> Ints:
+        column: Ints = self.table[3]
+        return column
 
     @classmethod
     def of(cls, batch: Batch) -> Growths:
         """A micro-batch in columns is itself."""
         return batch if isinstance(batch, Growths) else cls(np.array(batch, dtype=np.int64).reshape(-1, 4).T)
 
+    @staticmethod
+    def sums(batches: Sequence[Batch]) -> tuple[Ints, Ints]:
+        """New tokens and output rows of each micro-batch."""
+        tables = [np.zeros((4, 1), dtype=np.int64), *(Growths.of(batch).table for batch in batches)]
+        ends = np.cumsum([table.shape[1] for table in tables])
+        summed = np.cumsum(np.concatenate(tables, axis=1)[2:], axis=1)[:, ends - 1]
+        new, rows = summed[:, 1:] - summed[:, :-1]
+        return new, rows
+
     def __len__(self) -> int:
-        return len(self.seq_ids)
+        return int(self.table.shape[1])
 
     def __iter__(self) -> Iterator[Growth]:
         return map(Growth, *self.table.tolist())

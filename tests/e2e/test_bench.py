@@ -11,8 +11,10 @@ import yaml
 
 from oppo_megatron.bench.chunk import bench_chunk
 from oppo_megatron.bench.delta import bench_delta
+from oppo_megatron.bench.fork import bench_fork
 from oppo_megatron.bench.overhead import bench_overhead
 from oppo_megatron.bench.overlap import bench_overlap
+from oppo_megatron.bench.rewards import bench_rewards
 from oppo_megatron.bench.scaling import bench_scaling, make_axes
 from oppo_megatron.bench.suite import Suite, bare
 from oppo_megatron.bench.weave import bench_weave
@@ -113,16 +115,48 @@ def test_overlap_where_roles_share_a_process(workspace: Workspace, tmp_path: Pat
     }
 
 
+GROUPS: dict[str, Any] = {
+    "critic": None, "reward": None, "ppo": {"minibatches": 1}, "steps": 1,
+    "rewards": [{"kind": "verifier", "name": "arithmetic"}], "rollout.batch_size": 8, "rollout.group_size": 4,
+    "overlap.delta": {"rule": "fixed", "initial": 1, "max": 1},
+}  # fmt: skip
+"""Without a critic."""
+
+
+def test_fork(workspace: Workspace, tmp_path: Path) -> None:
+    """What a fork saves is not prefilled, in the actor and in the reference, and by prompts of any length."""
+    base = config(workspace, **GROUPS, algorithm={"preset": "grpo"})
+    bench_fork(suite(tmp_path), {tokens: base for tokens in (16, 20)})
+    rows = left(tmp_path, "fork")["results"]
+    assert [(row["prompt_tokens"], row["fork"]) for row in rows] == [(16, "yes"), (16, "no"), (20, "yes"), (20, "no")]
+    for forked, apart in (rows[:2], rows[2:]):
+        assert apart["forked_tokens"] == 0 < forked["forked_tokens"]
+        assert forked["prefilled_tokens"] + forked["forked_tokens"] == apart["prefilled_tokens"]
+        assert forked["speedup_step_s"] == pytest.approx(apart["step_s"] / forked["step_s"])
+        assert forked["min_step_s"] == forked["step_s"] == forked["max_step_s"], "one step"
+
+
+def test_modes_by_kind_of_reward(workspace: Workspace, tmp_path: Path) -> None:
+    base = config(workspace, **GROUPS, algorithm={"preset": "grpo"})
+    bench_rewards(suite(tmp_path), base, ["verifier", "process"], ["sequential", "full"], ["single"], cores=1)
+    written = left(tmp_path, "overlap")
+    rows = [(row["reward"], row["mode"]) for row in written["results"]]
+    assert rows == [(kind, mode) for kind in ("verifier", "process") for mode in ("sequential", "full")]
+    assert all(row["best_step_s"] == row["speedup_step_s"] for row in written["results"]), "each kind has its own base"
+    scored = {kind: found["results"][0]["score_busy_s"] for kind, found in written["rewards"].items()}
+    assert 0 < scored["verifier"] < scored["process"]
+    assert {path.name for path in tmp_path.glob("*.png")} == {"overlap-verifier.png", "overlap-process.png"}
+
+
 def test_overlap_without_a_model_that_scores(workspace: Workspace, tmp_path: Path) -> None:
     """The time that scoring takes is 0, so that it has no share, and the least time has none of it."""
-    plain = {"algorithm": {"preset": "dapo"}, "critic": None, "reward": None, "ppo": {"minibatches": 1}, "steps": 1}
-    grouped = {
-        "rewards": [{"kind": "verifier", "name": "arithmetic"}],
-        "rollout.batch_size": 8,
-        "rollout.group_size": 4,
-    }
-    base = config(workspace, **plain, **grouped, **{"overlap.delta": {"rule": "fixed", "initial": 1, "max": 1}})
-    result = bench_overlap(suite(tmp_path), base, ["sequential", "full"], ["single"], cores=1, limit=True)
+    base = config(workspace, **GROUPS, algorithm={"preset": "dapo"})
+    assert base.filter is not None
+    said: list[str] = []
+    result = bench_overlap(
+        Suite(tmp_path, 1, launch, said.append), base, ["sequential", "full"], ["single"], cores=1, limit=True
+    )
+    assert sum("without the filter" in line for line in said) == 1
     written = left(tmp_path, "overlap")
     assert [row["score_exposed_percent"] for row in written["results"]] == [None, None] and result["same_work"]
     assert all(limit["score_s"] == 0 and limit["over_least"] > 1 for limit in written["limits"])
@@ -141,7 +175,7 @@ def test_weave(workspace: Workspace, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_chunk(workspace: Workspace, tmp_path: Path) -> None:
-    base = config(workspace, steps=4, **{"overlap.chunk": {"tokens": 4, "adaptive": True, "candidates": [4, 8]}})
+    base = config(workspace, steps=4, **{"overlap.chunk": {"tokens": 4, "adaptive": [4, 8]}})
     result = bench_chunk(suite(tmp_path), base, [4, 8, 64], adaptive=True, limit_cores=1)
     assert [row["run"] for row in result["limits"]] == ["4", "8", "adaptive"]
     assert all(row["over_least"] > 1 for row in result["limits"]), "no run beats its least time"

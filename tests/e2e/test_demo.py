@@ -17,6 +17,7 @@ from oppo_megatron.cli.main import main
 
 STAGES = ["data", "tokenizer", "sft", "rm", "sequential", "oppo"]
 FIGURES = {"step_s", "scoring_hidden", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "deferred"}
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
 OPPO = [sys.executable, "-c", "import sys; from oppo_megatron.cli.main import main; sys.exit(main())"]
 
 pytestmark = pytest.mark.slow
@@ -81,6 +82,23 @@ def test_a_second_start_reuses_everything(demo: Path, capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.long
+@pytest.mark.long
+def test_the_examples_of_process_rewards_go_on_from_a_demo(demo: Path, tmp_path: Path) -> None:
+    """docs/process_rewards.md: rows are written, a process reward model is trained, and PPO is rewarded by it."""
+    for name in ("data", "tokenizer", "sft"):
+        shutil.copytree(demo / name, tmp_path / "runs" / "demo" / name)
+    writer = [sys.executable, str(EXAMPLES / "write_steps.py"), "runs/demo/data/steps.jsonl", "200"]
+    few = {
+        "prm": ["prm", str(EXAMPLES / "prm.yaml"), "steps=3", "epochs=1", "evaluation.every_steps=3"],
+        "ppo_process": ["train", str(EXAMPLES / "ppo_process.yaml"), "steps=2", "rollout.batch_size=8", "evaluation=null"],
+    }
+    for command in (writer, *([*OPPO, *arguments] for arguments in few.values())):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+    trained = lines(tmp_path / "runs" / "demo" / "process")
+    assert len(trained) == 2 and set(trained[-1]["reward_parts"]) == {"arithmetic", "process"}
+
+
 def test_an_algorithm_without_a_critic_takes_the_same_start(
     demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

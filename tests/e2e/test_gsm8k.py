@@ -156,10 +156,16 @@ def test_two_changed_lines_make_the_chain_start_from_a_checkpoint(shared_data: P
             "data.max_prompt_tokens=400", "evaluation.data.max_prompt_tokens=400", "evaluation.max_rows=2",
         ],
     }  # fmt: skip
+    groups = ["rollout.group_size=2", "overlap.delta.max=2", "filter=null"]  # all rewards are 0: a filter would drop all
+    few |= {stage: few["ppo"] + groups for stage in ("grpo", "dapo")}
     for stage, overrides in few.items():
-        command = "train" if stage == "ppo" else stage
+        command = stage if stage in ("sft", "rm") else "train"
         done = call("oppo", command, example / f"{stage}.yaml", *overrides, timeout_s=300, GSM8K_OUT=str(out))
         assert done.returncode == 0, done.stdout + done.stderr
+    for stage in ("grpo", "dapo"):
+        lines = rows(out / stage / "metrics.jsonl")
+        assert [line["step"] for line in lines] == [1, 2] and "gsm8k" in lines[-1]["reward_parts"]
+        assert "critic_loss" not in lines[-1] and (lines[-1]["kl_mean"] is None) == (stage == "dapo")
     trained = AutoModelForCausalLM.from_pretrained(out / "ppo/weights/actor", dtype=torch.float32)
     ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out / "ppo/weights/actor", checkpoint))
     end = theirs.eos_token_id  # which the given config.json does not name

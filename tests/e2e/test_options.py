@@ -24,7 +24,7 @@ RULES: list[dict[str, Any]] = [
     {"kind": "verifier", "name": "arithmetic"},
     {"kind": "verifier", "name": "math", "processes": 1},
     {"kind": "verifier", "name": "length", "buffer_tokens": LONGEST, "weight": 0.5},
-    {"kind": "verifier", "name": "format", "pattern": r"\d", "match": "search", "weight": 0.25},
+    {"kind": "verifier", "name": "format", "pattern": r"\d", "lenient": True, "weight": 0.25},
 ]
 OPTIONS: dict[str, dict[str, Any]] = {
     "rules only": {"reward": None, "rewards": RULES},

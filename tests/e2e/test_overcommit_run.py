@@ -153,7 +153,7 @@ def test_the_end_of_the_data_is_a_smaller_batch(workspace: Workspace) -> None:
 
 def test_adaptive_chunk_and_delta_run(workspace: Workspace) -> None:
     changes = {
-        "overlap.chunk": {"tokens": 8, "adaptive": True, "candidates": [2, 8, 32], "period": 20},
+        "overlap.chunk": {"tokens": 8, "adaptive": [2, 8, 32], "period": 20},
         "overlap.delta": {"rule": "eq4", "initial": 2, "max": 4, "window": 1},
         "overlap.max_staleness": 2,
     }

@@ -1,4 +1,4 @@
-"""The comparison with TRL's PPOTrainer from end to end, where its environment has been made."""
+"""The comparison with TRL's PPOTrainer and GRPOTrainer from end to end, where its environment has been made."""
 
 from __future__ import annotations
 
@@ -51,3 +51,28 @@ def test_trl_and_ours_do_the_same_work(tmp_path: Path, capsys: pytest.CaptureFix
     first = found["ours"]["single-sequential"][0][0]
     assert abs(steps[0]["reward_mean"] - first["reward_mean"]) < 3 * first["reward_std"] + 0.1
     assert (out / "trl.png").is_file()
+
+
+@pytest.mark.parametrize("kl", ["loss", "none"])
+def test_trl_and_ours_train_groups_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str], kl: str) -> None:
+    """Every row has its forced length, its prompt, and hence the reward of its length, in TRL's run and in both of ours."""
+    out = tmp_path / "out"
+    settings: dict[str, Any] = {
+        "algorithm": {"preset": "grpo"}, "critic": None, "reward": None, "runtime": {"device": "cpu"},
+        "rewards": [{"kind": "verifier", "name": "length", "buffer_tokens": 12}], "debug.forced_lengths": [10, 0.8],
+        "rollout": {"batch_size": 8, "group_size": 4, "max_response_tokens": 24}, "ppo": {"kl": {"mode": kl}},
+        "overlap.delta": {"rule": "fixed", "initial": 1, "max": 1},
+    }  # fmt: skip
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(Workspace.create(tmp_path).config("base", **settings)), encoding="utf-8")
+    options = ["--threads", "1", "--placements", "single", "--peer-python", str(ROOT / PEER_PYTHON), "--out", str(out)]
+    assert main([str(config), *options, "--trl-micro-batch", "4"]) == 0, capsys.readouterr().err
+
+    printed, found = capsys.readouterr().out, json.loads((out / "trl.json").read_text())
+    assert f"KL: beta {0.04 if kl == 'loss' else 0:g} on both sides" in printed
+    assert [row["run"] for row in found["results"]] == ["TRL", "single-sequential", "single-full"]
+    work, (steps,) = json.loads((out / "work.json").read_text()), found["trl"]
+    assert [length for step in steps for length in step["response_tokens"]] == work["lengths"]
+    assert len({step["reward_mean"] for step in steps}) > 1 and all(step["score_s"] > 0 for step in steps)
+    ours = found["ours"]["single-sequential"][0]
+    assert [step["reward_mean"] for step in steps] == pytest.approx([line["reward_mean"] for line in ours], abs=1e-6)

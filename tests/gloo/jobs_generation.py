@@ -41,8 +41,8 @@ class Finishers:
     def ready(self) -> bool:
         return self.num_finished >= self.needed
 
-    def finish(self, seq_id: int) -> None:
-        self.num_finished += 1
+    def finish(self, *seq_ids: int) -> None:
+        self.num_finished += len(seq_ids)
 
 
 @dataclass

@@ -62,9 +62,8 @@ def _algorithm(recipe: Recipe, batch: Batch) -> Algorithm:
         gamma=recipe.gamma,
         gae_lambda=recipe.gae_lambda,
         clip=recipe.clip_low,
-        clip_high=recipe.clip_high,
+        clip_high=recipe.cap - 1 if choices.objective == "cispo" else recipe.clip_high,
         dual_clip=recipe.dual_clip,
-        ratio_cap=recipe.cap,
         kl=KLConfig(
             mode=recipe.kl,
             estimator=recipe.estimator,

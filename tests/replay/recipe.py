@@ -64,7 +64,7 @@ class Recipe:
             clip_low=ppo["clip"],
             clip_high=ppo["clip"] if ppo["clip_high"] is None else ppo["clip_high"],
             dual_clip=ppo["dual_clip"],
-            cap=ppo["ratio_cap"] or 5.0,
+            cap=1 + (ppo["clip_high"] or 4.0),
             beta=(config["dpo"] or {"beta": 0.1})["beta"],
             std_eps=1e-4,
             longest=config["rollout"]["max_response_tokens"],

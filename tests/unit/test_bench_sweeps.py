@@ -64,7 +64,7 @@ def runs_of(seconds: Sequence[float], **more: Any) -> list[Run]:
 
 
 def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured() -> None:
-    base = config(overlap={"chunk": {"candidates": [4, 8], "period": 9}})
+    base = config(overlap={"chunk": {"adaptive": [4, 8], "period": 9}})
     configs = chunk.chunk_configs(base, [8, 64, 128], adaptive=True)
     assert list(configs) == ["8", "64", "adaptive"], "128 is beyond the limit"
     assert configs["8"].overlap.chunk.tokens == 8 and not configs["8"].overlap.chunk.adaptive
@@ -77,7 +77,7 @@ def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"tokens": 48}, {"candidates": [64, 200]}, {"candidates": [32]}, {"adaptive": False}],
+    [{}, {"tokens": 48}, {"adaptive": [64, 200]}, {"adaptive": [32]}, {"adaptive": False}],
 )
 def test_the_first_settled_step_is_that_of_the_tuner(settings: dict[str, Any]) -> None:
     chunks, longest = ChunkConfig(**settings), 100
@@ -93,7 +93,7 @@ def test_the_first_settled_step_is_that_of_the_tuner(settings: dict[str, Any]) -
 
 
 def test_the_tuner_is_compared_over_the_same_steps() -> None:
-    base = config(overlap={"chunk": {"candidates": [16, 32]}})  # settles in step 4
+    base = config(overlap={"chunk": {"adaptive": [16, 32]}})  # settles in step 4
     runs = {
         "16": runs_of([9.0, 1.0, 1.0, 4.0, 4.0]),
         "32": runs_of([9.0, 5.0, 5.0, 2.0, 3.0]),

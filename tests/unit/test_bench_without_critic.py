@@ -9,13 +9,19 @@ import pytest
 import yaml
 
 from oppo_megatron.bench.dry_run import DryRun
+from oppo_megatron.bench.fork import bench_fork
 from oppo_megatron.bench.limit import Response, least_seconds
+from oppo_megatron.bench.overhead import remarks
 from oppo_megatron.bench.overlap import MODES, known_modes, placed
 from oppo_megatron.bench.peaks import Peaks
+from oppo_megatron.bench.rewards import REWARDS, rewarded
 from oppo_megatron.bench.scaling import make_axes, with_batch
+from oppo_megatron.bench.suite import Suite
+from oppo_megatron.cli.launch import launch
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.preflight.validate import train_problems
 
@@ -83,6 +89,36 @@ def test_the_loop_without_models_has_no_scorer_to_wait_for(preset: str) -> None:
     assert len(steps) == 3 and all(step["planner and checker"] > 0 for step in steps)
 
 
+def test_the_dry_run_says_that_it_plays_no_filter() -> None:
+    row = {"batch_size": 64}
+    found = {"dry": {"total_ms": 1.0, "parts_ms": {}}, "batch": 64, "results": [row], "scaled_percent": 1.0, "scaled_step_s": 1.0}
+    told = [[line for line in remarks(found | {"filtered": on}) if "no filter" in line] for on in (True, False)]
+    assert told == [["the dry run has no rewards, and so no filter: every group is kept"], []]
+
+
+def test_forks_are_compared_in_groups_alone(tmp_path: Path) -> None:
+    alone = config("reinforce_pp", rollout={"batch_size": 64, "group_size": 1, "max_response_tokens": 16})
+    with pytest.raises(ConfigError, match="rollout.group_size is 1: a prompt has one response, and no cache is forked"):
+        bench_fork(Suite(tmp_path, 1, launch), {8: alone})
+
+
+def test_every_kind_of_reward_has_the_model_that_it_needs() -> None:
+    base = config("grpo")
+    found = {kind: rewarded(base, kind) for kind in REWARDS}
+    assert [faults(each) for each in found.values()] == [[], [], []]
+    assert found["verifier"].rewards == base.rewards and found["verifier"].reward is None
+    assert not found["model"].scores_steps and found["process"].scores_steps
+    for kind in ("model", "process"):
+        reward = found[kind].reward
+        assert reward is not None and reward.init == base.actor.init and reward.init_seed != base.actor.init_seed
+        [part] = rewarded(found[kind], "verifier").rewards
+        assert (part.name, part.buffer_tokens) == ("length", 16), "it had no rule"
+    trained = base.model_copy(update={"actor": base.actor.model_copy(update={"init": None, "checkpoint": Path("weights")})})
+    reward = rewarded(trained, "model").reward
+    assert reward is not None and (reward.checkpoint, reward.fresh_head) == (Path("weights"), True)
+    assert rewarded(found["model"], "process").reward == found["model"].reward, "its own"
+
+
 def test_what_needs_a_critic_or_a_scorer_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +138,8 @@ def test_what_needs_a_critic_or_a_scorer_says_so(
         ): "--modes names full+critic, which would hide the critic's update, but "
         "algorithm.preset dapo has no critic; choose from sequential, intra, inter, full, full+backfill",
         ("chunk",): "no reference, critic or reward model, so a chunk's size decides nothing",
+        ("overlap", "--rewards", "model,judge"): "--rewards names judge; choose from verifier, model, process, or all",
+        ("overlap", "--rewards", "all", "--limit"): "--limit is of one kind of reward; leave out --limit or --rewards",
         ("weave",): "no reference, critic or reward model, so nothing is woven into the decoding",
         ("overhead", "--batch", "100"): "--batch is 100, but must be a multiple of 32 (ppo.minibatches 4 times "
         "rollout.group_size 8); give --batch 96",

@@ -135,6 +135,29 @@ def test_rounds_of_the_first_step(config: Path) -> None:
     assert chunks == {2}
 
 
+GROUPS = ["rollout.group_size=4", "overlap.delta={initial: 1, max: 2}"]
+
+
+def test_groups_fork_their_prompts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three groups of four: the first of each reads 31 of 32 prompt tokens, and the others have them from it."""
+    out = shown(capsys, str(config), "--round", "1", *GROUPS)
+    assert "\n  12 sequences (rollout.batch_size 8 + delta 1 groups of 4) over 2 replicas of the actor\n" in out
+    by_role = ", ".join(f"{role} 9 ({9 * 31} tokens)" for role in ("actor", "reference", "critic"))
+    assert f"\nforks, instead of prefills: {by_role}, reward 9 ({9 * 32} tokens)\n" in out and "OK" in out
+    first = preview(load_config(TrainConfig, config, GROUPS), 1).round
+    read = sorted(g.seq_id for replica in first.prefill["actor"] for batch in replica for g in batch)
+    assert read == [0, 4, 8]
+    assert "forks" not in shown(capsys, str(config), *GROUPS), "in the second round all prompts are cached"
+    apart = shown(capsys, str(config), "--round", "1", *GROUPS, "debug.fork=false")
+    assert "forks" not in apart and "OK" in apart
+
+
+def test_a_filter_is_said_to_be_left_out(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filtered = [*GROUPS, "algorithm.preset=dapo", "critic=null", "overlap.backfill=true"]
+    assert "\n  no filter (every group is kept)\n" in shown(capsys, str(config), *filtered)
+    assert "no filter" not in shown(capsys, str(config), *GROUPS)
+
+
 def test_scoring_waits_for_the_batch_where_intra_is_off(config: Path) -> None:
     loaded = load_config(TrainConfig, config, ["overlap.intra=false"])
     shows = [preview(loaded, number) for number in range(1, 6)]

@@ -74,7 +74,7 @@ def test_interpolation_sees_overrides(good: Path) -> None:
     ("override", "expected"),
     [
         ("overlap.chunk.token=3", "`overlap.chunk.token` is not a setting; did you mean `overlap.chunk.tokens`?"),
-        ("overlap.chunk.candidates=[]", "`overlap.chunk.candidates` is [], but must be a list of at least 1; correct"),
+        ("overlap.chunk.adaptive=[]", "`overlap.chunk.adaptive` is [], but must be a boolean or a list of at least 1; correct"),
         ("seed=9223372036854775808", "`seed` is 9223372036854775808, but must be less than 9223372036854775808"),
         ("sead=3", "`sead` is not a setting; did you mean `seed`?"),
         ("batch_size=3", "`batch_size` is not a setting; did you mean `rollout.batch_size`?"),

@@ -12,7 +12,7 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.aligner import AlignerConfig, read_aligner_config
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.changes import changed_settings
-from oppo_megatron.config.describe import COMMANDS, find_setting
+from oppo_megatron.config.describe import COMMANDS, find_setting, settings_in
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.renamed import (
     NOW_SECTIONS,
@@ -116,16 +116,18 @@ OLD_TRAIN: dict[str, Any] = {
             "remote": {"on_failure": "stop", "give_up_s": 600.0, "min_score": None, "max_score": 2.0, "retry_s": 0.5},
         },
         {"kind": "python", "entry_point": "a:b", "isolate": True, "limits": {"wall_s": 5.0, "memory_mb": 4096}},
+        {"kind": "verifier", "name": "gsm8k", "method": "flexible", "match": "full", "partial_credit": False},
+        {"kind": "verifier", "name": "math", "method": "strict", "match": "full", "partial_credit": False},
     ],
     "rollout": {"stop": ["x"], "stop_token_ids": [3], "forced_lengths": {"trace": "t.csv", "column": "Words"}},
     "ppo": {
         "kl": {"mode": "loss", "adaptive": {"target": 2.0, "horizon": 1e4}},
-        "staleness": {"correction": "decoupled", "weight_cap": 2.0}, "logprob_gap_limit": None,
+        "staleness": {"correction": "decoupled", "weight_cap": 2.0}, "logprob_gap_limit": None, "ratio_cap": 5.0,
     },
     "overlap": {
         "weave": {"micro_batches": "auto", "prefill_tokens": 64}, "backfill": True, "backfill_every": 32,
         "hide_critic": False, "forward_ahead": True, "beside_actor": "last",
-        "delta": {"target_waste": 0.35, "max": 3, "decrease": 2}, "chunk": {"trials": 1},
+        "delta": {"target_waste": 0.35, "max": 3, "decrease": 2}, "chunk": {"trials": 1, "adaptive": True, "candidates": [8, 16]},
     },
     "runtime": {"decode_path": "lean", "rendezvous_timeout_s": 300.0},
     "guards": {"logprob_gap": "skip", "max_skips": 3},
@@ -146,10 +148,12 @@ def test_what_an_older_run_wrote_down_is_read_with_the_new_names() -> None:
         "rewards": [
             {"kind": "http", "url": "http://h/", "isolate": False, "remote": {"give_up_s": 0.0, "score_range": [None, 2.0]}},
             {"kind": "python", "entry_point": "a:b", "isolate": {"wall_s": 5.0}},
+            {"kind": "verifier", "name": "gsm8k", "lenient": True},
+            {"kind": "verifier", "name": "math", "lenient": False},
         ],
         "rollout": {"stop": ["x", 3]},
-        "ppo": {"kl": {"mode": "loss", "target": 2.0}, "staleness": "decoupled"},
-        "overlap": {"weave": ["auto", 64], "backfill": 32, "delta": {"max": 3, "change": [1, 2]}},
+        "ppo": {"kl": {"mode": "loss", "target": 2.0}, "staleness": "decoupled", "clip_high": 4.0},
+        "overlap": {"weave": ["auto", 64], "backfill": 32, "delta": {"max": 3, "change": [1, 2]}, "chunk": {"adaptive": [8, 16]}},
         "debug": {"forced_lengths": ["t.csv", "Words"], "wait_for": ["critic"]},
         "runtime": {"decode_path": "fused"},
         "guards": {"logprob_gap": {"action": "skip", "limit": None}},
@@ -225,3 +229,35 @@ def settings_with_a_default() -> dict[type[Section], list[str]]:
 def test_there_are_no_more_settings_than_a_page_can_hold() -> None:
     """A setting that nobody sets is a constant of the module that uses it; one of benchmarks alone lies under `debug`."""
     assert sum(map(len, settings_with_a_default().values())) <= 234
+
+
+MOST = {"train": 198, "sft": 80, "rm": 80, "prm": 81, "dpo": 88, "kto": 87, "serve-reward": 53, "serve-scorer": 26}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_no_more_settings_than_it_reads(command: str) -> None:
+    """Those of its sections that may be left out; a section that stands at several places counts once."""
+    with_default, pending = settings_with_a_default(), [COMMANDS[command]]
+    reached: set[tuple[type[Section], str]] = set()
+    seen: set[type[Section]] = set()
+    while pending:
+        section = pending.pop()
+        seen.add(section)
+        pending += {each.section for each in settings_in(section) if each.section is not None} - seen
+        reached |= {
+            (owner, name)
+            for owner in section.__mro__
+            for name in with_default.get(owner, ())
+            if not section.model_fields[name].is_required()
+        }
+    assert len(reached) <= MOST[command]
+
+
+def test_what_an_older_run_wrote_down_of_settings_that_it_did_not_read_is_left_out() -> None:
+    columns = {"prompt": "q", "completion": None, "label": None}
+    data = {"path": "d", "turns": "last", "completion_template": "{completion}", "columns": columns, "max_prompt_tokens": 9}
+    of_prompts = {"path": "d", "columns": {"prompt": "q"}, "max_prompt_tokens": 9}
+    tree = {"rollout": {"batch_size": 2}, "data": data, "evaluation": {"data": data}}
+    assert with_new_names(tree) == {**tree, "data": of_prompts, "evaluation": {"data": of_prompts}}
+    answers = {key: value for key, value in data.items() if key != "max_prompt_tokens"}
+    assert with_new_names({"model": {}, "data": data}) == {"model": {}, "data": answers}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oppo_megatron.chunks import Chunk, ChunkRow
-from oppo_megatron.control.occupancy import Occupancy, length_gap
+from oppo_megatron.control.occupancy import Occupancy, group_length_gap, length_gap
 from oppo_megatron.records import Prompt, Rollout
 
 
@@ -53,3 +53,11 @@ def test_length_gap_is_a_share_of_the_submitted_length() -> None:
     assert length_gap(short, long) == pytest.approx(1 - 15 / 30)
     assert length_gap(long, short) == pytest.approx(1 - 60 / 30)
     assert length_gap(long, [rollout(0)]) == -1.0
+
+
+def test_the_gap_within_groups_is_to_the_longest_of_each() -> None:
+    """Of two groups: (10 + 30) / 2 of 30, and all as long as the longest; without groups there is nothing to wait for."""
+    batch = [rollout(10), rollout(30), rollout(8), rollout(8)]
+    assert group_length_gap(batch, 2) == pytest.approx((1 / 3 + 0) / 2)
+    assert group_length_gap(batch, 4) == pytest.approx(1 - 14 / 30)
+    assert group_length_gap(batch, 1) is None

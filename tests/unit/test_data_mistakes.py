@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
+from oppo_megatron.config.data import DataConfig, PromptDataConfig, RewardPart, TokenizerConfig
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import load_completions, load_pairs, load_steps
@@ -21,9 +21,10 @@ USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content"
 
 
 def load(kind: str, path: Path | list[Path], **settings: Any) -> Any:
-    config, tokenizer, aside = DataConfig(path=path, **settings), CharacterTokenizer(), Quarantine()
+    tokenizer, aside = CharacterTokenizer(), Quarantine()
     if kind == "train":
-        return load_prompts(config, tokenizer, quarantine=aside)
+        return load_prompts(PromptDataConfig(path=path, **settings), tokenizer, quarantine=aside)
+    config = DataConfig(path=path, **settings)
     if kind == "prm":
         return load_steps(config, tokenizer, separator="\n", max_tokens=1000, long_rows="error", quarantine=aside)
     reader = load_completions if kind == "sft" else load_pairs
@@ -107,7 +108,7 @@ def test_a_verifiers_missing_column_is_said_once_with_the_nearest(tmp_path: Path
     path.write_text('{"prompt": "a", "answers": "1"}\n' * 50)
     check = build_reward_functions([RewardPart(kind="verifier", name="gsm8k")]).check
     with pytest.raises(DataError) as caught:
-        load_prompts(DataConfig(path=path), CharacterTokenizer(), quarantine=Quarantine(), check=check)
+        load_prompts(PromptDataConfig(path=path), CharacterTokenizer(), quarantine=Quarantine(), check=check)
     said = str(caught.value)
     assert said.startswith("50 rows cannot be used:\n") and said.count("no column 'answer'") == 1
     assert "[and 49 more rows, the last " in said and "the nearest is `answer: answers`" in said
@@ -150,5 +151,5 @@ def test_a_broken_chat_template_is_said_once(tmp_path: Path, mistake: str, huggi
     (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": [USER]}) + "\n") * 30)
     with pytest.raises((DataError, ConfigError), match=says) as caught:
         tokenizer = load_tokenizer(TokenizerConfig(path=tmp_path / "tokenizer", chat_template=template))
-        load_prompts(DataConfig(path=tmp_path / "rows.jsonl"), tokenizer, quarantine=Quarantine())
+        load_prompts(PromptDataConfig(path=tmp_path / "rows.jsonl"), tokenizer, quarantine=Quarantine())
     assert len(str(caught.value).splitlines()) <= 3

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import DataConfig, TokenizerConfig
+from oppo_megatron.config.data import DataConfig, PromptDataConfig, TokenizerConfig
 from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
@@ -43,7 +43,7 @@ def rows(folder: Path, *given: dict[str, Any]) -> Path:
 def first_tokens(path: Path, config: TokenizerConfig, **data: Any) -> tuple[list[int], int | None]:
     """The first prompt's tokens, and BOS."""
     tokenizer = load_tokenizer(config)
-    prompts = load_prompts(DataConfig(path=path, **data), tokenizer, quarantine=Quarantine())
+    prompts = load_prompts(PromptDataConfig(path=path, **data), tokenizer, quarantine=Quarantine())
     return list(prompts.rows[0].tokens), tokenizer.bos_id
 
 

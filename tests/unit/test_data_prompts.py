@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.data import DataConfig
+from oppo_megatron.config.data import PromptDataConfig
 from oppo_megatron.data.prompts import PromptRow, PromptSet, PromptStream, epoch_order, load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.errors import DataError, RewardError
@@ -33,7 +33,7 @@ def plain_set(num_rows: int, responses_per_prompt: int = 1) -> PromptSet:
 
 def test_rows_become_prompts_with_their_other_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"question": "ab", "answer": "1"}, {"question": "ab", "answer": "2", "id": 7})
-    prompts = load_prompts(DataConfig(path=path, prompt_template="Q{prompt}A"), TOKENIZER, quarantine=Quarantine())
+    prompts = load_prompts(PromptDataConfig(path=path, prompt_template="Q{prompt}A"), TOKENIZER, quarantine=Quarantine())
     first, second = prompts.rows
     assert (first.text, first.tokens, first.fields) == ("QabA", tuple(map(ord, "QabA")), {"answer": "1"})
     assert second.fields == {"answer": "2", "id": 7} and second.place == f"{path}:2"
@@ -48,9 +48,9 @@ def test_rows_that_a_check_refuses_fall_under_bad_rows(tmp_path: Path) -> None:
             raise RewardError("no answer here")
 
     with pytest.raises(DataError, match="(?s)2 rows.*p.jsonl:2: no answer here.*p.jsonl:3.*data.bad_rows=quarantine"):
-        load_prompts(DataConfig(path=path), TOKENIZER, quarantine=Quarantine(), check=check)
+        load_prompts(PromptDataConfig(path=path), TOKENIZER, quarantine=Quarantine(), check=check)
     quarantine = Quarantine()
-    config = DataConfig(path=path, bad_rows="quarantine")
+    config = PromptDataConfig(path=path, bad_rows="quarantine")
     kept = load_prompts(config, TOKENIZER, quarantine=quarantine, check=check)
     assert [row.text for row in kept.rows] == ["a"]
     assert [entry["line"] for entry in quarantine.entries] == [2, 3]
@@ -60,7 +60,7 @@ def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "123456"}, {"prompt": "12345"}, {"prompt": "abcdefgh"})
 
     def load(policy: str, quarantine: Quarantine) -> PromptSet:
-        config = DataConfig(path=path, max_prompt_tokens=5, long_rows=policy)
+        config = PromptDataConfig(path=path, max_prompt_tokens=5, long_rows=policy)
         return load_prompts(config, TOKENIZER, quarantine=quarantine)
 
     with pytest.raises(
@@ -80,20 +80,20 @@ def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
 def test_bad_and_long_rows_are_reported_together(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "123456"}, {"prompt": ""}, [], {"prompt": "ok"})
     with pytest.raises(DataError, match="3 rows") as caught:
-        load_prompts(DataConfig(path=path, max_prompt_tokens=5), TOKENIZER, quarantine=Quarantine())
+        load_prompts(PromptDataConfig(path=path, max_prompt_tokens=5), TOKENIZER, quarantine=Quarantine())
     assert all(f"p.jsonl:{line}:" in str(caught.value) for line in (1, 2, 3))
     assert "data.bad_rows=quarantine" in str(caught.value) and "data.long_rows=quarantine" in str(caught.value)
 
 
 def test_nothing_left_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "long"}, {"prompt": "longer"})
-    config = DataConfig(path=path, max_prompt_tokens=1, long_rows="quarantine")
+    config = PromptDataConfig(path=path, max_prompt_tokens=1, long_rows="quarantine")
     with pytest.raises(DataError, match=r"all 2 rows were set aside.*p\.jsonl:1"):
         load_prompts(config, TOKENIZER, quarantine=Quarantine([{"file": "earlier", "line": 9, "reason": "other"}]))
 
 
 def test_real_questions(shared_data: Path) -> None:
-    config = DataConfig(path=shared_data / "gsm8k_train.jsonl")
+    config = PromptDataConfig(path=shared_data / "gsm8k_train.jsonl")
     prompts = load_prompts(config, TOKENIZER, quarantine=Quarantine())
     assert len(prompts) == 7473
     assert all("####" in row.fields["answer"] for row in prompts.rows)

@@ -157,11 +157,10 @@ def test_ranks_can_be_bounded() -> None:
 
 
 def test_nothing_to_choose_from() -> None:
-    asked = settings(auto={"candidates": ["disaggregated"]})
     with pytest.raises(
-        ConfigError, match="none of disaggregated is possible on 1 core .*needs a rank for the actor and"
+        ConfigError, match="none of single, disaggregated, colocated is possible on 3 CUDA devices .*each replica needs one"
     ):
-        find_candidates(asked, Machine("cpu", 1))
+        find_candidates(settings(kv_heads=1, batch=1), Machine("cuda", 3))
 
 
 @pytest.mark.parametrize(
@@ -185,11 +184,6 @@ def test_written_ranks_and_layouts_leave_nothing_to_choose(changes: dict[str, An
         problem.startswith(f"{key}, but placement.mode auto chooses")
         and "remove it, or choose disaggregated" in problem
     )
-
-
-def test_a_mode_may_be_named_once() -> None:
-    [problem] = check_auto_placement(settings(auto={"candidates": ["single", "single"]}))
-    assert "each mode may appear once" in problem
 
 
 def test_settings_without_auto_are_settled() -> None:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from oppo_megatron.chunks import Chunk, ChunkRow
-from oppo_megatron.config.data import DataConfig
+from oppo_megatron.config.data import PromptDataConfig
 from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.run import TrainSettings
@@ -186,7 +186,7 @@ def check_rows(path: Path, data: bytes) -> int:
     """How many rows were accepted."""
     path.write_bytes(data)
     quarantine = Quarantine()
-    config = DataConfig(path=path, bad_rows="quarantine", max_prompt_tokens=10_000_000)
+    config = PromptDataConfig(path=path, bad_rows="quarantine", max_prompt_tokens=10_000_000)
     found = outcome(lambda: load_prompts(config, CharacterTokenizer(), quarantine=quarantine), DataError)
     lines = data.split(b"\n")
     refused = {entry["line"] for entry in quarantine.entries}

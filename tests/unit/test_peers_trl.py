@@ -8,21 +8,27 @@ import math
 import pytest
 import torch
 
-from benchmarks.peers.trl_ppo import REQUIREMENTS, Clock, ForcedGenerate, ForcedRows, PeerError, main, require_versions
+from benchmarks.peers.trl_common import Clock, ForcedGenerate, ForcedRows, PeerError
+from benchmarks.peers.trl_training import REQUIREMENTS, main, require_versions
 
 EOS, PAD, VOCAB, PROMPT = 2, 9, 10, 3
 
 
 def test_script_needs_nothing_of_this_package() -> None:
-    tree = ast.parse((REQUIREMENTS.parent / "trl_ppo.py").read_text(encoding="utf-8"))
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert not [name for name in modules if name and name.split(".")[0] in ("oppo_megatron", "benchmarks")]
+    """Nor of the other files here, which need it."""
+    scripts = sorted(REQUIREMENTS.parent.glob("trl_*.py"))
+    assert len(scripts) == 5
+    for script in scripts:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        names |= {f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        ours = [name for name in names if name.split(".")[0] in ("oppo_megatron", "benchmarks")]
+        assert [name for name in ours if not name.startswith("benchmarks.peers.trl_")] == [], script
 
 
 def test_versions_are_those_that_are_pinned() -> None:
     pins = dict(line.split("==") for line in REQUIREMENTS.read_text().splitlines() if not line.startswith("#"))
-    assert set(pins) == {"torch", "trl", "transformers", "accelerate"}
+    assert set(pins) == {"torch", "trl", "transformers", "accelerate", "requests"}
     built = {**pins, "torch": pins["torch"] + "+cpu"}
     assert require_versions(REQUIREMENTS.read_text(), built.get) == built
 

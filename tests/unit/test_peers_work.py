@@ -6,6 +6,7 @@ import json
 import os
 from copy import deepcopy
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -20,16 +21,20 @@ from benchmarks.peers.comparison import (
     require_peer,
     require_unused,
     run_peer,
+    with_config,
     with_threads,
 )
 from benchmarks.peers.hf_generate import measure_generate, require_cuda
 from benchmarks.peers.outcome import COLUMNS, Ours, draw, forcing, padding, real_tokens, table_rows, unequal_work
-from benchmarks.peers.work import build_work, export_models, free_token, require_same_work
+from benchmarks.peers.settings import require_same_work
+from benchmarks.peers.work import build_work, export_models, free_token
 from oppo_megatron.bench.figures import format_table
 from oppo_megatron.bench.outcomes import BenchError
+from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.records import Prompt
+from oppo_megatron.rewards.rules.lengths import LengthRule
 from tests.support.ppo import Workspace, run_ppo_ranks
 
 SAME: dict[str, Any] = {
@@ -120,6 +125,94 @@ def test_exported_models_are_what_trl_loads(work: dict[str, Any]) -> None:
     assert torch.equal(models["actor"](tokens).logits, models["reference"](tokens).logits)
     assert models["critic"].score.weight.shape == models["reward"].score.weight.shape == (1, 32)
     assert not torch.equal(models["critic"].score.weight, models["reward"].score.weight)
+
+
+GRPO: dict[str, Any] = {
+    **SAME,
+    "algorithm": {"preset": "grpo"},
+    "critic": None,
+    "reward": None,
+    "rewards": [{"kind": "verifier", "name": "length", "buffer_tokens": 12}],
+    "rollout.batch_size": 8,
+    "rollout.group_size": 4,
+    "rollout.max_response_tokens": 24,
+    "ppo": {},
+}
+"""Rewards from -1 to 0 by the length of a response."""
+
+
+def grpo(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
+    return workspace.config(name, **{**GRPO, **changes})
+
+
+def test_work_of_groups(workspace: Workspace, tmp_path: Path) -> None:
+    """A prompt stands once for each of its responses; without a critic and a reward model there are two models."""
+    work = work_of(TrainConfig(**grpo(workspace, "groups", **{"actor.optimizer": {"clip_grad": 0.5}})), tmp_path)
+    assert work["algorithm"] == "grpo" and work["group_size"] == 4 and set(work["models"]) == {"actor", "reference"}
+    prompts = work["prompts"]
+    assert len(prompts) == 24 and all(prompts[i] == prompts[i - i % 4] for i in range(24)) and prompts[0] != prompts[4]
+    assert work["length_penalty"] == {"max_completion_len": 24, "soft_punish_cache": 12} and "ppo" not in work
+    told = {"beta": 0.04, "epsilon": 0.2, "epsilon_high": 0.2, "max_grad_norm": 0.5, "loss_type": "grpo"}
+    assert told.items() <= work["grpo"].items() and not work["grpo"]["use_bias_correction_kl"]
+    free = TrainConfig(**grpo(workspace, "free", **{"ppo.kl": {"mode": "none"}, "ppo.clip_high": 0.3}))
+    work = work_of(free, tmp_path / "free")
+    assert set(work["models"]) == {"actor"} and (work["grpo"]["beta"], work["grpo"]["epsilon_high"]) == (0.0, 0.3)
+
+
+def test_rewards_by_length_are_compared(workspace: Workspace, tmp_path: Path) -> None:
+    work = work_of(TrainConfig(**grpo(workspace, "rewards")), tmp_path)
+    rewards = [LengthRule(24, 12).score(length) for length in work["lengths"]]
+    means = [fmean(rewards[first : first + 8]) for first in (0, 8, 16)]
+    assert len(set(means)) > 1
+    right = [line | {"reward_mean": mean} for line, mean in zip(trl_lines(work), means, strict=True)]
+    ours = [line | {"reward_mean": mean} for line, mean in zip(our_lines(work), means, strict=True)]
+    assert unequal_work(work, [right], {"ours": (SEQUENTIAL, [ours])}) == []
+    swapped = [line | {"reward_mean": mean} for line, mean in zip(ours, reversed(means), strict=True)]
+    (fault,) = unequal_work(work, [], {"ours": (SEQUENTIAL, [swapped])})
+    assert fault.startswith("ours, run 1: mean rewards are ")
+    carrying = Ours("2 x 1", carries=True, streams_here=False, shares_ranks=False)
+    assert unequal_work(work, [], {"ours": (carrying, [swapped])}) == []
+    right[2]["reward_mean"] += 1e-3
+    assert "TRL, run 1: mean rewards" in unequal_work(work, [right], {})[0]
+
+
+def test_what_trl_cannot_do_of_grpo_is_refused_all_at_once(workspace: Workspace) -> None:
+    wrong = {
+        "algorithm": {"preset": "grpo", "reduction": "token_mean"},
+        "ppo": {"minibatches": 2, "dual_clip": 3.0, "kl": {"estimator": "k2"}},
+        "rewards": [{"kind": "verifier", "name": "arithmetic"}],
+        "steps": 1,
+    }
+    with pytest.raises(ConfigError) as error:
+        require_same_work(TrainConfig(**grpo(workspace, "wrong", **wrong)), None)
+    said = ("algorithm.reduction is token_mean", "by k3", "ppo.minibatches 2", "dual_clip", "name: length", "--steps")
+    assert [word for word in said if not any(word in problem for problem in error.value.problems)] == []
+    assert len(error.value.problems) == len(said)
+    require_same_work(TrainConfig(**grpo(workspace, "right")), micro_batch=4)
+    with pytest.raises(ConfigError, match="algorithm.preset is dapo, .* choose from ppo, grpo"):
+        require_same_work(TrainConfig(**grpo(workspace, "other", algorithm={"preset": "dapo"})), None)
+
+
+def test_a_run_without_a_critic_has_no_update_of_it(workspace: Workspace) -> None:
+    config = TrainConfig(**grpo(workspace, "alone"))
+    assert not how_it_runs(config).shares_ranks
+
+
+def test_the_algorithm_names_the_configuration_where_none_is_given() -> None:
+    def read(*arguments: str) -> tuple[str, list[str]]:
+        args = with_config(comparison._parser().parse_intermixed_args(list(arguments)))
+        return str(args.config), args.overrides
+
+    assert read() == ("examples/benchmark/overlap.yaml", [])
+    assert read("--algorithm", "grpo", "seed=2") == (
+        "examples/benchmark/grpo.yaml",
+        ["algorithm.preset=grpo", "seed=2"],
+    )
+    for algorithm, path in comparison.CONFIGS.items():
+        config = load_config(TrainConfig, Path(__file__).resolve().parents[2] / path)
+        require_same_work(config, micro_batch=None)
+        assert config.algorithm.preset == algorithm
+    assert read("c.yaml", "seed=2", "--algorithm", "ppo") == ("c.yaml", ["algorithm.preset=ppo", "seed=2"])
 
 
 def test_padding_token_is_the_largest_that_is_free() -> None:

@@ -41,6 +41,14 @@ def test_a_preset_fills_in_what_its_row_says(settings: dict[str, Any], name: str
     assert TrainConfig.model_validate(config.model_dump()) == config, "a resolved file is read as it is"
 
 
+def test_a_preset_without_its_kl_brings_nothing_of_it(settings: dict[str, Any]) -> None:
+    """Its coefficient and estimator would be read by nothing, and nobody could remove them."""
+    put(settings, "ppo.kl", {"mode": "none"})
+    config = TrainConfig.model_validate(settings)
+    assert check_train(config) == [] and config.ppo.kl == KLConfig(mode="none")
+    assert "reference" not in named_roles(config)
+
+
 def test_every_preset_is_named_and_has_values_that_there_are() -> None:
     fields = AlgorithmConfig.model_fields
     assert set(get_args(fields["preset"].annotation)) == set(PRESETS)
@@ -77,9 +85,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"ppo.minibatches": 3}, "ppo.minibatches 3 does not divide the 16 groups of a batch (128 responses in groups of 8)"),
     ({"overlap.delta.max": 65}, "overlap.max_staleness 4 times rollout.batch_size 128 / rollout.group_size 8 = 16 prompts"),
     ({"ppo.gae_lambda": 0.9}, "ppo.gae_lambda is 0.9, but algorithm.preset grpo has no critic"),
-    ({"ppo.ratio_cap": 5.0}, "ppo.ratio_cap is 5.0, but algorithm.objective is clip, whose bounds are ppo.clip"),
+    (
+        {"algorithm": {"preset": "grpo", "objective": "plain"}, "ppo.clip_high": 0.3},
+        "ppo.clip_high is 0.3, but algorithm.objective is plain, which has no ratio",
+    ),
     ({"algorithm": {"preset": "cispo"}, "ppo.dual_clip": 3.0}, "ppo.dual_clip is 3.0, but algorithm.objective is cispo"),
-    ({"algorithm": {"preset": "cispo"}, "ppo.ratio_cap": None}, "ppo.ratio_cap is null, but algorithm.objective cispo"),
+    ({"algorithm": {"preset": "cispo"}, "ppo.clip_high": None}, "ppo.clip_high is null, but algorithm.objective cispo"),
     ({"algorithm": {"preset": "grpo", "objective": "plain"}, "ppo.epochs": 2}, "algorithm.objective is plain, whose gradient"),
     (
         {"algorithm": {"preset": "gspo", "objective": "plain"}, "ppo.clip_high": None},

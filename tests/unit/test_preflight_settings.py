@@ -86,7 +86,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"overlap.delta": {"min": 3, "initial": 2, "max": 4}}, "min <= initial <= max must hold"),
     ({"overlap.delta": {"min": 0, "initial": 5, "max": 4}}, "min <= initial <= max must hold"),
     ({"overlap.delta.max": 33}, "delta.max is 33, but must not exceed overlap.max_staleness 4 times rollout.batch_size 8"),
-    ({"overlap.chunk.candidates": [16, 16, 32]}, "each size may appear once"),
+    ({"overlap.chunk.adaptive": [16, 16, 32]}, "each size may appear once"),
     ({"overlap": {"inter": False, "backfill": True}}, "overlap.backfill is true, but overlap.inter is false"),
     (
         {"overlap": {"backfill": 48}},

@@ -17,6 +17,7 @@ from oppo_megatron.report.build import write_report
 from oppo_megatron.report.charts import Line, LineChart, extent, short, ticks
 from oppo_megatron.report.downtime import without_downtime
 from oppo_megatron.report.png import legend_columns
+from oppo_megatron.report.progress import length_section
 from oppo_megatron.report.run_records import ALL_PARTS, distinct_names, read_run, read_runs, split_step
 from oppo_megatron.report.svg import chart_svg
 from oppo_megatron.rundir.directory import RunDirectory, write_json
@@ -317,6 +318,20 @@ def test_ticks_are_round_and_within() -> None:
         "1e-07",
         "-4e+09",
     ]
+
+
+def test_gaps_within_groups_stand_beside_those_of_the_batch(tmp_path: Path) -> None:
+    """In percent; a run without groups has none."""
+    record = read_run(write_run(tmp_path / "run", steps=2).path)
+    plain = replace(record, name="plain", lines=[line | {"group_length_gap": None} for line in record.lines])
+    (chart,) = [each for each in length_section([record, plain]).charts if each.name == "length-gap"]
+    assert isinstance(chart, LineChart)
+    assert [(line.name, line.ys) for line in chart.lines] == [
+        ("run", [20.0, 20.0]),
+        ("run, within groups", [50.0, 50.0]),
+        ("plain", [20.0, 20.0]),
+    ]
+
 
 
 def test_a_line_under_an_equal_one_is_seen() -> None:

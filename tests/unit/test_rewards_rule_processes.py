@@ -52,7 +52,7 @@ def every() -> Iterator[RewardSum]:
 
 @pytest.fixture(scope="module")
 def share() -> Iterator[RewardSum]:
-    rewards = code(processes=1, partial_credit=True)
+    rewards = code(processes=1, lenient=True)
     yield rewards
     rewards.close()
 

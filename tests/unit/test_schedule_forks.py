@@ -111,6 +111,7 @@ def test_scorers_give_the_same_outputs_and_read_a_prompt_once(role: str, slots: 
         (work,) = book.plan(rollouts, BUDGET)
         grown = cache.carry_out(work, size)
         assert book.forked_tokens - before == sum(f.tokens for f in work.fork)
+        assert book.prefilled_tokens == cache.computed
         evicted = evicted or bool(work.evict)
         if slots >= len(rollouts):
             assert pending == sum(g.new for g in grown)

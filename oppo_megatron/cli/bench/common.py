@@ -7,16 +7,25 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from oppo_megatron.bench.suite import Suite
     from oppo_megatron.config.run import TrainConfig
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
-    """CONFIG, overrides, and what all benchmarks of whole runs take."""
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+def add_run_arguments(
+    parser: argparse.ArgumentParser,
+    kind: str,
+    *,
+    config: Literal["?"] | None = None,
+    prompts: Sequence[int] | None = None,
+) -> None:
+    """CONFIG, which may be left out where `config` is `?`, overrides, and what all benchmarks of whole runs take.
+
+    `prompts`: lengths of prompts, where several are compared.
+    """
+    parser.add_argument("config", type=Path, nargs=config, metavar="CONFIG.yaml")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
     )
@@ -27,11 +36,13 @@ def add_run_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/bench") / kind, metavar="DIR", help="default %(default)s"
     )
+    several = "" if prompts is None else f", each length in runs of its own; default {','.join(map(str, prompts))}"
     parser.add_argument(
         "--prompt-tokens",
-        type=count,
-        metavar="N",
-        help="prompts of N random tokens, in place of the configuration's data",
+        type=count if prompts is None else counts,
+        default=prompts,
+        metavar="N" if prompts is None else "N,N",
+        help=f"prompts of N random tokens, in place of the configuration's data{several}",
     )
     parser.set_defaults(figures=f"{kind}.json", resume=None)
     add_length_arguments(parser)
@@ -76,8 +87,8 @@ def limit_cores(args: argparse.Namespace) -> int | None:
     return usable_cores() if args.limit else None
 
 
-def load_base(args: argparse.Namespace) -> TrainConfig:
-    """The checked configuration with the changes that the common arguments ask for.
+def load_base(args: argparse.Namespace, inputs: str = "inputs") -> TrainConfig:
+    """The checked configuration with the changes that the common arguments ask for; random prompts lie in `OUT/inputs`.
 
     Raises ConfigError, also where an earlier benchmark lies in `--out`: its figures and inputs are not written over.
     """
@@ -91,7 +102,7 @@ def load_base(args: argparse.Namespace) -> TrainConfig:
     if args.steps is not None:
         overrides.append(f"steps={args.steps}")
     if args.prompt_tokens is not None:
-        tokenizer, prompts = write_random_prompts(args.out / "inputs", args.prompt_tokens)
+        tokenizer, prompts = write_random_prompts(args.out / inputs, args.prompt_tokens)
         overrides += [f"tokenizer.path={tokenizer}", f"data.path={prompts}"]
         overrides.append(f"data.max_prompt_tokens={args.prompt_tokens}")
     return bare(load_train(args.config, overrides))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from oppo_megatron.cli.bench.common import (
     add_limit_argument,
@@ -15,6 +17,9 @@ from oppo_megatron.cli.bench.common import (
     new_suite,
 )
 
+if TYPE_CHECKING:
+    from oppo_megatron.config.run import TrainConfig
+
 HELP = "plain PPO and every overlap, in one placement or several"
 ABOUT = """Runs one configuration in every mode of the loop, with the same prompts and seed, and compares them.
 
@@ -23,7 +28,10 @@ ones carried over), full (both), full+backfill (freed slots refilled at once), f
 the next step's decoding), intra+critic, full+both.
 
 placements: pair (as the configuration says), single (one process with all cores as threads), replicas (all roles on
-every core: data-parallel processes of one thread).  pair has to beat sequential in single and replicas."""
+every core: data-parallel processes of one thread).  pair has to beat sequential in single and replicas.
+
+rewards: with --rewards every mode runs under each kind of reward: a rule (verifier), a reward model, a process reward
+model (process)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cores", type=count, metavar="N", help="cores of single and replicas; default: all that may be used"
+    )
+    parser.add_argument(
+        "--rewards",
+        type=names,
+        metavar="A,B",
+        help="kinds of reward in place of the configuration's: verifier, model, process, or all",
     )
     add_limit_argument(parser)
     parser.set_defaults(measure=_overlap)
@@ -68,9 +82,29 @@ def _overlap(args: argparse.Namespace) -> int:
             f"no critic; choose from {', '.join(known_modes(config))}"
         )
     cores = args.cores or usable_cores()
+    if args.rewards is not None:
+        return _rewards(args, config, modes, placements, cores)
     result = bench_overlap(new_suite(args), config, modes, placements, cores, limit=args.limit)
     print(format_table(COLUMNS, result["results"]))
     print("\nwhat each rank does, in percent of the time after the first step")
     print(format_table(RANK_COLUMNS, rank_rows(result)))
     print(*limit_lines(result), "", *work_lines(result), *remarks(result, args.out), sep="\n")
+    return 0
+
+
+def _rewards(
+    args: argparse.Namespace, config: TrainConfig, modes: Sequence[str], placements: Sequence[str], cores: int
+) -> int:
+    from oppo_megatron.bench.figures import format_table
+    from oppo_megatron.bench.rewards import COLUMNS, REWARDS, bench_rewards
+    from oppo_megatron.bench.suite import work_lines
+    from oppo_megatron.errors import ConfigError
+
+    if args.limit:
+        raise ConfigError("--limit is of one kind of reward; leave out --limit or --rewards")
+    rewards = chosen("--rewards", args.rewards, REWARDS)
+    result = bench_rewards(new_suite(args), config, rewards, modes, placements, cores)
+    print(format_table(COLUMNS, result["results"]))
+    pictures = ", ".join(str(args.out / f"overlap-{reward}.png") for reward in rewards)
+    print(*work_lines(result), f"figures: {args.out / 'overlap.json'}, {pictures}", sep="\n")
     return 0

@@ -104,16 +104,15 @@ def auto_settings(settings: TrainSettings) -> AutoPlacementConfig:
 
 def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
     """The placements of a checked configuration with `placement.mode: auto`.  Raises ConfigError where there is none."""
-    auto, num_ranks = auto_settings(settings), most_ranks(settings, machine)
-    finder = _Finder(settings, machine, num_ranks)
-    found = [option for mode in MODES if mode in auto.candidates for option in finder.options(mode)]
+    finder = _Finder(settings, machine, most_ranks(settings, machine))
+    found = [option for mode in MODES for option in finder.options(mode)]
     candidates = tuple(option for option in found if isinstance(option, Candidate))
     left_out = tuple(option for option in found if isinstance(option, LeftOut))
     if not candidates:
         reasons = "; ".join(f"{option.name}: {option.reason}" for option in left_out)
         raise ConfigError(
-            f"placement.mode is auto, but none of {', '.join(auto.candidates)} is possible on {machine} ({reasons}); "
-            "change placement.auto.ranks, add to placement.auto.candidates, or choose a placement yourself"
+            f"placement.mode is auto, but none of {', '.join(MODES)} is possible on {machine} ({reasons}); "
+            "change placement.auto.ranks, or choose a placement yourself"
         )
     return Options(machine, candidates, left_out)
 

@@ -65,11 +65,11 @@ class ReplicaWork:
 class Book:
     """What the books of all roles have: `slots` of each replica's cache, and who has one.
 
-    `forked_tokens` counts the tokens that forks have saved, on all replicas.
+    `prefilled_tokens` counts what prefills were planned to compute, and `forked_tokens` what forks have saved, on all replicas.
     """
 
     def __init__(self, replicas: int, slots: int, columns: Mapping[str, int], groups: Grouping):
-        self.slots, self.groups, self.forked_tokens = slots, groups, 0
+        self.slots, self.groups, self.forked_tokens, self.prefilled_tokens = slots, groups, 0, 0
         self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size)
         self._ledger = self._replicas.ledger
         self._num_open = np.zeros(replicas, dtype=np.int64)
@@ -159,9 +159,11 @@ class Book:
         first of them computes it.
         """
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
+        if self.groups.size == 1 or not self.groups.fork:
+            return sources
         cached, homes = self._ledger[CACHED], self._ledger[REPLICA]
         fresh = np.flatnonzero(wanting & (cached[rows] <= 0) & (depth > 0))
-        if self.groups.size == 1 or not self.groups.fork or not len(fresh):
+        if not len(fresh):
             return sources
         held = np.flatnonzero(self._current())
         both = np.concatenate([held, rows[fresh]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,13 @@ from oppo_megatron.schedule.rounds import Growths
 from oppo_megatron.schedule.weaving.cut import even_portions
 
 
+class Unread(NamedTuple):
+    """Sequences of which a role has not read all, and where the columns of its book have them until it is next told of others."""
+
+    columns: Columns
+    rows: Ints
+
+
 class ScoringBook(Book):
     """The book of a scoring role.
 
@@ -49,21 +56,28 @@ class ScoringBook(Book):
         columns = columns_of(rollouts)
         return bool(self._missing(columns, self._ledger.rows(columns.seq_ids)).any())
 
-    def pending(self, rollouts: Sequence[Rollout] | Columns) -> tuple[Ints, Ints]:
+    def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
+        """Those of which something is missing; all that have, or will have, are placed."""
+        columns = columns_of(rollouts)
+        rows = self._ledger.rows(columns.seq_ids)
+        missing = self._missing(columns, rows)
+        self._replicas.place(columns, missing | ~columns.finished)
+        which = np.flatnonzero(missing)
+        return Unread(columns.at(which), rows[which])
+
+    def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
         """Of each sequence with new tokens that this role has not read: its replica, and how many they are."""
-        columns, rows, missing = self._placed(rollouts)
-        columns, rows = columns.at(missing), rows[missing]
+        columns, rows = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
         depth, cached = self._depth(columns), np.maximum(self._ledger[CACHED][rows], 0)
         forked = self._sources(rows, depth, np.ones(len(rows), dtype=np.bool_)) != ABSENT
         news = self._targets(columns) - np.where(forked, depth, cached)
         return self._ledger[REPLICA][rows[news > 0]], news[news > 0]
 
     def plan(
-        self, rollouts: Sequence[Rollout] | Columns, budget: int, own: Collection[int] | None = None
+        self, rollouts: Sequence[Rollout] | Columns | Unread, budget: int, own: Collection[int] | None = None
     ) -> list[ReplicaWork]:
         """The next micro-batches (at most `budget` tokens each) of every replica; the book counts them as done."""
-        columns, rows, missing = self._placed(rollouts)
-        columns, rows = columns.at(missing), rows[missing]
+        columns, rows = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
         ours = self._ours(own)
         self._admit(columns, rows, ours)
         admitted = self._ledger[CACHED][rows] != ABSENT
@@ -72,6 +86,7 @@ class ScoringBook(Book):
         self._fork(columns, rows, ours)
         table = self._grow(columns, rows)
         grows = table.new > 0
+        self.prefilled_tokens += int(table.new[grows].sum())
         for replica, work in ours.items():
             here = homes == replica
             work.prefill = packed(table.at(np.flatnonzero(here & grows)), work.fork, budget)
@@ -107,14 +122,6 @@ class ScoringBook(Book):
 
     def _pairs_of_outputs(self, mask: Bools) -> Pairs:
         return pairs_of(self._ledger.where(mask), self._ledger[OUTPUTS][mask])
-
-    def _placed(self, rollouts: Sequence[Rollout] | Columns) -> tuple[Columns, Ints, Bools]:
-        """Columns, rows of the ledger, and of which something is missing; all that have, or will have, are placed."""
-        columns = columns_of(rollouts)
-        rows = self._ledger.rows(columns.seq_ids)
-        missing = self._missing(columns, rows)
-        self._replicas.place(columns.at(missing | ~columns.finished))
-        return columns, rows, missing
 
     def _targets(self, columns: Columns) -> Ints:
         """Tokens of each sequence that this role has use for now."""
@@ -234,6 +241,7 @@ class ActorBook(Book):
         forked = sources != ABSENT
         self.forked_tokens += int(depth[forked].sum())
         cached = np.where(forked, depth, cached)
+        self.prefilled_tokens += int((due - cached)[running].sum())
         decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
         again = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
         for replica, work in ours.items():

@@ -8,6 +8,7 @@ complete are cut off here, so the chunk equals the one that a single process wou
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -16,12 +17,12 @@ from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRow, ChunkRows
 
 
 class StopSignal(Protocol):
-    """What ends a round early: told of every finished sequence, `ready` once the batch is complete."""
+    """What ends a round early: told of all finished sequences, `ready` once the batch is complete."""
 
     @property
     def ready(self) -> bool: ...
 
-    def finish(self, seq_id: int) -> None: ...
+    def finish(self, *seq_ids: int) -> None: ...
 
 
 def merge_rows(index: int, start: int, rows: ChunkRows | Iterable[ChunkRow], stop: StopSignal) -> Chunk:
@@ -39,12 +40,10 @@ def merge_rows(index: int, start: int, rows: ChunkRows | Iterable[ChunkRow], sto
 def _stop_clock(start: int, rows: ChunkRows, stop: StopSignal) -> int:
     ended = np.flatnonzero(rows.finish_clocks != GOES_ON)
     ended = ended[np.argsort(rows.finish_clocks[ended], kind="stable")]
-    ends: dict[int, list[int]] = {}
-    for clock, seq_id in zip(rows.finish_clocks[ended].tolist(), rows.seq_ids[ended].tolist(), strict=True):
-        ends.setdefault(clock, []).append(seq_id)
-    for clock, seq_ids in ends.items():
-        for seq_id in seq_ids:
-            stop.finish(seq_id)
+    clocks, seq_ids = rows.finish_clocks[ended], rows.seq_ids[ended].tolist()
+    edges = [0, *(np.flatnonzero(np.diff(clocks)) + 1).tolist(), len(seq_ids)]
+    for first, end in pairwise(edges if seq_ids else ()):
+        stop.finish(*seq_ids[first:end])
         if stop.ready:
-            return clock
+            return int(clocks[first])
     return start + int(rows.counts.max(initial=0))

@@ -22,7 +22,7 @@ from oppo_megatron.schedule.checking.proof import require_provable
 from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.planning.book import Book, ReplicaWork
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook, Unread
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.components import component_of
@@ -97,7 +97,8 @@ class RoundPlanner:
         """
         active = columns_of(decode)
         read = self._read(columns_of(score), readable, decodes=bool(decode))
-        cut = self._cut(active, read, chunk)
+        unread = {name: self.scorers[name].unread(columns) for name, columns in read.items()}
+        cut = self._cut(active, unread, chunk)
         works: dict[str, list[ReplicaWork]] = {}
         steps = self.actor.steps(active, chunk)
         if decode:
@@ -105,7 +106,7 @@ class RoundPlanner:
                 active, steps, cut.micro_batches, self.micro_batch_tokens, order, self._own("actor")
             )
         if score:
-            works |= {n: book.plan(read[n], cut.prefill_tokens, self._own(n)) for n, book in self.scorers.items()}
+            works |= {n: book.plan(unread[n], cut.prefill_tokens, self._own(n)) for n, book in self.scorers.items()}
         actor = works.get("actor", [])
         round_ = Round(
             index,
@@ -128,6 +129,11 @@ class RoundPlanner:
     def forked_tokens(self) -> int:
         """Tokens of prompts that forks have saved so far, of all roles on all ranks."""
         return sum(book.forked_tokens for book in (self.actor, *self.scorers.values()))
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens that prefills have computed so far, likewise."""
+        return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
         """Plan by `costs` from now on.  All ranks do so between the same two rounds."""
@@ -155,13 +161,13 @@ class RoundPlanner:
             some = score.at(np.isin(score.seq_ids, readable))
         return {n: none if n in late else some if book.perishable else score for n, book in self.scorers.items()}
 
-    def _cut(self, decode: Columns, read: Mapping[str, Columns], chunk: int) -> Cut:
+    def _cut(self, decode: Columns, unread: Mapping[str, Unread], chunk: int) -> Cut:
         """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
         (micro_batches, asked), placement = self.weave, self.site.placements["actor"]
         tokens = None if asked == "auto" else min(asked, self.micro_batch_tokens)
         if self.generator != "woven" or placement.pp == 1:
             return Cut(1 if micro_batches == "auto" else micro_batches, tokens or self.micro_batch_tokens)
-        pending = {name: self.scorers[name].pending(read[name]) for name in self._beside}
+        pending = {name: self.scorers[name].pending(unread[name]) for name in self._beside}
         growths = np.concatenate([news for _, news in pending.values()]) if pending else np.zeros(0, dtype=np.int64)
         work = Work(
             num_sequences=_coarse(max(self.actor.running(decode))),

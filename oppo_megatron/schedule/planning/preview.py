@@ -84,8 +84,7 @@ def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tupl
 def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
     """Rounds until the batch has been decoded, then until it has been scored."""
     prompt, chunk = (0,) * prompt_tokens, config.overlap.chunk.tokens
-    count = config.rollout.batch_size + delta_rule(config.overlap).initial
-    rollouts = [Rollout(Prompt(number, number, "", prompt), number) for number in range(count)]
+    rollouts = [Rollout(Prompt(number, number, "", prompt), number) for number in range(_in_flight(config))]
     stream, number = plan_step(config).stream, 1
     while sum(rollout.finished for rollout in rollouts) < config.rollout.batch_size:
         active = [rollout for rollout in rollouts if not rollout.finished]
@@ -109,11 +108,20 @@ def _grow(rollouts: Sequence[Rollout], round_: Round, clock: int, most: int) -> 
             rollout.finish_clock, rollout.finish_reason = clock, "length"
 
 
+def _in_flight(config: TrainConfig) -> int:
+    """Sequences of the batch and of delta, which counts groups."""
+    return config.rollout.batch_size + delta_rule(config.overlap).initial * config.rollout.group_size
+
+
 def _assumed(config: TrainConfig, site: Site, prompt_tokens: int) -> tuple[str, ...]:
     batch, delta, dp = config.rollout.batch_size, delta_rule(config.overlap).initial, site.placements["actor"].dp
+    size = config.rollout.group_size
+    groups = f" groups of {size}" if size > 1 else ""
+    unfiltered = ("no filter (every group is kept)",) if config.filter is not None else ()
     return (
-        f"{batch + delta} sequences (rollout.batch_size {batch} + delta {delta}) over {dp} "
+        f"{_in_flight(config)} sequences (rollout.batch_size {batch} + delta {delta}{groups}) over {dp} "
         f"{'replica' if dp == 1 else 'replicas'} of the actor",
+        *unfiltered,
         f"prompts of {prompt_tokens} tokens",
         f"responses of {config.rollout.max_response_tokens} tokens (none ends sooner)",
         f"chunks of {config.overlap.chunk.tokens}",

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
-from oppo_megatron.columns import Columns, Ints, columns_of
+from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger
 
@@ -36,8 +36,9 @@ class Replicas:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self.ledger
 
-    def place(self, held: Sequence[Rollout] | Columns) -> None:
-        """Give a replica to each of `held` that has none; `held` are all that the replicas have to do with now.
+    def place(self, held: Sequence[Rollout] | Columns, among: Bools | None = None) -> None:
+        """Give a replica to each of `held` that has none; `held` are all that the replicas have to do with now, or those of
+        them where `among` [n] says so.
 
         One of a group that has a replica follows it.  Of the other groups the longest first (ties: the first of `held`), each
         to the replica that holds the fewest tokens, prompts and responses so far (ties: the fewest sequences, then the
@@ -46,8 +47,11 @@ class Replicas:
         """
         columns = columns_of(held)
         rows = self.ledger.rows(columns.seq_ids)
-        if not (self.ledger[REPLICA][rows] == ABSENT).any():
+        homeless = self.ledger[REPLICA][rows] == ABSENT
+        if not (homeless if among is None else homeless & among).any():
             return
+        if among is not None:
+            columns, rows = columns.at(among), rows[among]
         if self._group_size > 1:
             self._follow(columns.seq_ids, rows)
         homes = self.ledger[REPLICA][rows]
@@ -127,18 +131,25 @@ def _dealt(parts: Sequence[_Part], arrivals: Sequence[tuple[int, int, int]], gro
 
     A part with slots for a whole group is not crowded by it, and one without is, as sequences are no fewer than those
     unfinished.  So the parts with slots come first, by tokens and sequences: a heap has what they have of both.  (Less than
-    a whole group is dealt as if it were whole.)
+    a whole group is dealt as if it were whole.)  One whole number has tokens, sequences and replica, in this order of weight:
+    it is compared and added to faster than a tuple.
     """
     if len(parts) == 1:
         return [parts[0].replica] * len(arrivals)
     found: list[int] = []
-    heap = [(p.tokens, p.sequences, p.replica) for p in parts if p.sequences + group_size <= p.slots]
+    bits = len(parts).bit_length()
+    mask = (1 << bits) - 1
+    above = (sum(p.sequences for p in parts) + sum(sequences for _, sequences, _ in arrivals)).bit_length() + bits
+    heap = [p.tokens << above | p.sequences << bits | p.replica for p in parts if p.sequences + group_size <= p.slots]
     heapify(heap)
+    free = [p.slots - p.sequences - group_size for p in parts]  # sequences that leave room for another group
     for tokens, sequences, _ in arrivals if heap else ():
-        load, count, replica = heap[0]
+        first = heap[0]
+        replica = first & mask
         found.append(replica)
-        if count + sequences + group_size <= parts[replica].slots:
-            heapreplace(heap, (load + tokens, count + sequences, replica))
+        free[replica] -= sequences
+        if free[replica] >= 0:
+            heapreplace(heap, first + (tokens << above) + (sequences << bits))
         else:
             heappop(heap)
             if not heap:

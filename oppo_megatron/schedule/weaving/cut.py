@@ -20,7 +20,7 @@ A scorer of another layout is taken to have the actor's stages, each at the cost
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple, TypeVar
@@ -131,43 +131,68 @@ def _laps(work: Work, micro_batches: Ints, costs: Costs) -> _Laps:
 
 def _predicted(work: Work, sizes: Ints, costs: Costs, laps: _Laps) -> Floats:
     """Of each cut, [cuts]; `sizes` are their prefill micro-batches'."""
-    message_s = _message_s(work, costs)
-    steps = max(0, work.steps - 1)
+    message_s, steps = _message_s(work, costs), max(0, work.steps - 1)
     gaps = np.full(laps.end_s.shape, float(steps))  # left of each stage
     ends = steps * laps.seconds + laps.end_s
     drain = np.zeros_like(ends)
-    for role, tokens in work.prefill_tokens.items():
-        if not tokens:
-            continue
-        count = -(-tokens // sizes)
-        seconds = _prefill_s(work, role, tokens / count, costs)
-        longest = _prefill_s(work, role, np.minimum(tokens, sizes), costs)
-        begun, before, ready = gaps[0].copy(), count, np.zeros_like(laps.seconds)
-        for stage, missed in enumerate(_missed(laps, longest, message_s)):
-            none = longest[stage] <= 0
-            in_a_gap = np.where(none, count, np.trunc(laps.gap_s[stage] / np.where(none, 1.0, longest[stage]) + ROUNDING))
-            gaps[stage] = np.maximum(0.0, np.minimum(gaps[stage], begun - missed))
-            woven = np.minimum(before, np.trunc(gaps[stage] * in_a_gap + ROUNDING))
-            gaps[stage] -= woven / np.where(woven > 0, in_a_gap, 1.0)
-            rest = woven < count
-            start = np.maximum(ends[stage], np.where(woven == before, ready, 0.0))
-            ready = np.where(rest, start + seconds[stage] + message_s, ready)
-            ends[stage] = np.where(rest, start + (count - woven) * seconds[stage], ends[stage])
-            later = seconds[stage + 1 :].sum(axis=0) + (work.pp - 1 - stage) * message_s
-            drain[stage] = np.where(rest, np.maximum(drain[stage], later), drain[stage])
-            before = woven
+    tokens = {role: number for role, number in work.prefill_tokens.items() if number}
+    counts = [-(-number // sizes) for number in tokens.values()]
+    seconds = [
+        _prefill_s(work, role, np.concatenate([number / count, np.minimum(number, sizes)]), costs)
+        for (role, number), count in zip(tokens.items(), counts, strict=True)
+    ]
+    longest = [both[:, len(sizes) :] for both in seconds]
+    missed: Iterable[Floats] = _missed(laps, np.stack(longest, axis=1), message_s) if longest else ()
+    for each, own, count, gone_by in zip(seconds, longest, counts, missed, strict=True):
+        own_s = each[:, : len(sizes)]
+        none = own <= 0
+        in_a_gap = np.where(none, count, np.trunc(laps.gap_s / np.where(none, 1.0, own) + ROUNDING))
+        gaps = np.maximum(0.0, np.minimum(gaps, gaps[0] - gone_by))
+        woven = np.minimum.accumulate(np.minimum(count, np.trunc(gaps * in_a_gap + ROUNDING)))
+        gaps -= woven / np.where(woven > 0, in_a_gap, 1.0)
+        rest = woven < count
+        _put_behind(ends, own_s, woven, count, message_s)
+        np.maximum(drain, _later(own_s, message_s), out=drain, where=rest)
     found: Floats = (ends + drain).max(axis=0)
     return found
 
 
-def _missed(laps: _Laps, seconds: Floats, message_s: float) -> Iterator[Floats]:
-    """By stage, its gaps that go by before it has a role's first micro-batch, which takes it `seconds`."""
-    lap, ready = laps.seconds, laps.end_s[0]
-    for end, gap, own in zip(laps.end_s, laps.gap_s, seconds, strict=True):
-        late = (ready + own - end - gap) / np.where(lap > 0, lap, 1.0)
-        missed = np.where(lap > 0, np.maximum(0.0, np.ceil(late - ROUNDING)), 0.0)
-        yield missed
-        ready = np.maximum(ready, end + missed * lap) + own + message_s
+def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, message_s: float) -> None:
+    """Move `ends` [stages, cuts] by what the gaps do not hold of a role's `count` micro-batches.
+
+    It comes no sooner than it comes from the stage before, where that has put as many behind.
+    """
+    rest, as_before = woven < count, woven == np.concatenate([count[None], woven[:-1]])
+    left, ready = (count - woven) * seconds, np.zeros_like(ends[0])
+    for stage, end in enumerate(ends):
+        start = np.maximum(end, np.where(as_before[stage], ready, 0.0))
+        np.add(start + seconds[stage], message_s, out=ready, where=rest[stage])
+        np.add(start, left[stage], out=end, where=rest[stage])
+
+
+def _later(seconds: Floats, message_s: float) -> Floats:
+    """What the stages behind each take for one micro-batch, with its messages, [stages, cuts]."""
+    later = np.zeros_like(seconds)
+    for stage in range(1, len(seconds)):
+        later[:stage] += seconds[stage]
+    later += np.arange(len(seconds) - 1, -1, -1)[:, None] * message_s
+    return later
+
+
+def _missed(laps: _Laps, seconds: Floats, message_s: float) -> Floats:
+    """The gaps of each stage that go by before it has a role's first micro-batch, [roles, stages, cuts].
+
+    `seconds` [stages, roles, cuts] are what that takes it.
+    """
+    decodes, found = laps.seconds > 0, np.zeros_like(seconds)
+    lap, ready = np.where(decodes, laps.seconds, 1.0), laps.end_s[0]
+    for stage, (end, gap, own) in enumerate(zip(laps.end_s, laps.gap_s, seconds, strict=True)):
+        late = (ready + own - end - gap) / lap
+        missed = np.where(decodes, np.maximum(0.0, np.ceil(late - ROUNDING)), 0.0)
+        found[stage] = missed
+        ready = np.maximum(ready, end + missed * laps.seconds) + own + message_s
+    by_role: Floats = found.swapaxes(0, 1)
+    return by_role
 
 
 def _message_s(work: Work, costs: Costs) -> float:
@@ -199,15 +224,21 @@ def _seconds(lines: Sequence[Linear], numbers: Ints | Floats) -> Floats:
 def _sizes(work: Work, laps: _Laps, costs: Costs, budget: int, grain: int) -> list[list[int]]:
     """By number of decode micro-batches, the sizes of prefill micro-batches worth trying: the budget, its half and so on, and
     those that just fill a gap."""
-    halves, lines = [budget], [_prefill_lines(work, role, costs) for role in work.prefill_tokens]
+    halves = [budget]
     while halves[-1] // 2 >= grain:
         halves.append(halves[-1] // 2)
-    fits = [np.zeros((0, len(laps.seconds)))]
-    parts = np.arange(1, MOST_IN_A_GAP + 1)[:, None]
-    for stage, gap in enumerate(laps.gap_s):
-        score = costs.score if stage == work.pp - 1 else Linear(0.0, 0.0)
-        own = [(a.fixed_s + score.fixed_s, a.per_token_s + score.per_token_s) for a in (role[stage] for role in lines)]
-        each = [(gap / parts - fixed_s) / per_token_s for fixed_s, per_token_s in own if per_token_s > 0]
-        fits += [np.minimum.reduce(each)] if each else []
-    found = (np.concatenate(fits) + ROUNDING).astype(np.int64) // grain * grain
+    lines = [_prefill_lines(work, role, costs) for role in work.prefill_tokens]
+    if not lines:
+        return [halves] * len(laps.seconds)
+    fixed_s, per_token_s = np.array([[(line.fixed_s, line.per_token_s) for line in own] for own in lines]).T
+    fixed_s[-1] += costs.score.fixed_s
+    per_token_s[-1] += costs.score.per_token_s
+    parts = laps.gap_s[:, None] / np.arange(1, MOST_IN_A_GAP + 1)[:, None]  # [stages, parts, cuts]
+    bounded = per_token_s > 0  # [stages, roles]
+    fits = np.full(parts.shape, np.inf)
+    for role, own in enumerate(bounded.T):
+        fit = (parts[own] - fixed_s[own, role, None, None]) / per_token_s[own, role, None, None]
+        fits[own] = np.minimum(fits[own], fit)
+    fits = fits[bounded.any(axis=1)].reshape(-1, parts.shape[2])
+    found = (fits + ROUNDING).astype(np.int64) // grain * grain
     return [[*halves, *sorted(size for size in set(own) if 0 < size < budget)] for own in found.T.tolist()]

@@ -44,6 +44,45 @@ class Gaps:
             self._take(rank, bisect_right(self._starts[rank], start) - 1, start, start + duration)
         return start
 
+    def fill(self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int]) -> Ints:
+        """`place` each of n one after the other, none before that of the same line before it has ended; the starts, [n].
+
+        Those at the end that come behind all gaps, and are ready one after the other, follow each other: what one of them leaves
+        free before it is too early for the next.  So nothing is searched for them.
+        """
+        ends = [0] * (max(lines, default=0) + 1)
+        behind = self._behind(ranks, ready, durations)
+        found = self._one_by_one(ranks, ready[:behind], durations[:behind], lines, ends)
+        if self._behind(ranks, ready[behind:], durations[behind:]):  # a gap has been left meanwhile
+            found += self._one_by_one(ranks, ready[behind:], durations[behind:], lines[behind:], ends)
+        elif behind < len(lines):
+            rest = durations[behind:]
+            before = np.cumsum(rest) - rest
+            starts = before + np.maximum.accumulate(np.maximum(ready[behind:], self.end(ranks)) - before)
+            self.append(ranks, starts, starts + rest)
+            found += starts.tolist()
+        return np.array(found, dtype=np.int64)
+
+    def _behind(self, ranks: Sequence[int], ready: Ints, durations: Ints) -> int:
+        """From which of n on all end behind the gaps that the ranks have now, and are ready one after the other."""
+        last = max((self._ends[rank][-2] for rank in ranks if len(self._ends[rank]) > 1), default=0)
+        early = (ready + durations <= last) | (durations <= 0)
+        early[:-1] |= ready[1:] < ready[:-1]
+        found = np.flatnonzero(early)
+        return int(found[-1]) + 1 if len(found) else 0
+
+    def _one_by_one(
+        self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int], ends: list[int]
+    ) -> list[int]:
+        """The starts of each; `ends` of the lines move on."""
+        found, place = list[int](), self.place
+        for earliest, duration, line in zip(ready.tolist(), durations.tolist(), lines, strict=False):
+            before = ends[line]
+            start = place(ranks, earliest if earliest > before else before, duration)
+            ends[line] = start + duration
+            found.append(start)
+        return found
+
     def append(self, ranks: Sequence[int], starts: Ints, ends: Ints) -> None:
         """Occupy `ranks` from each of `starts` [n] to its end, one after the other; nothing is placed there from the first on."""
         for rank in ranks:

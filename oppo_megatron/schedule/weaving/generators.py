@@ -7,8 +7,8 @@ actions of all ranks, sorted by start, are an order in which everything an actio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from heapq import heapify, heappop, heapreplace
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heapreplace
 
 import numpy as np
 
@@ -25,20 +25,20 @@ Generator = Callable[[Round, Site, Costs], Schedule]
 
 def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
     """The actor's part first on each rank, then the scorers'."""
-    layout = _Layout(round, site, costs)
-    layout.place_actor()
-    layout.free.close()
-    layout.place_scorers()
-    return layout.schedule()
+    placer = Placer(round, site, costs)
+    placer.place_actor()
+    placer.free.close()
+    placer.place_scorers()
+    return placer.schedule()
 
 
 def intra(round: Round, site: Site, costs: Costs) -> Schedule:
     """The scorers' part first on each rank, then the actor's: on ranks of their own, scorers work beside the actor."""
-    layout = _Layout(round, site, costs)
-    layout.place_scorers()
-    layout.free.close()
-    layout.place_actor()
-    return layout.schedule()
+    placer = Placer(round, site, costs)
+    placer.place_scorers()
+    placer.free.close()
+    placer.place_actor()
+    return placer.schedule()
 
 
 def woven(round: Round, site: Site, costs: Costs) -> Schedule:
@@ -48,10 +48,10 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
     """
     if site.placements["actor"].pp == 1:
         return intra(round, site, costs)
-    layout = _Layout(round, site, costs)
-    layout.place_actor()
-    layout.place_scorers()
-    return layout.schedule()
+    placer = Placer(round, site, costs)
+    placer.place_actor()
+    placer.place_scorers()
+    return placer.schedule()
 
 
 GENERATORS: Mapping[str, Generator] = {"sequential": sequential, "intra": intra, "woven": woven}
@@ -127,18 +127,34 @@ def _close(
     return starts
 
 
-class _Line:
+def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> None:
+    """Have all prefills of `lines` placed: next is always the line whose first stage is done with its last one first.
+
+    `place` is told the line, which of its prefills, and when its first stage is done; it returns when that is so again.
+    """
+    turns = [(0, n, 0) for n, line in enumerate(lines) if len(line.times)]
+    while turns:
+        earliest, n, j = turns[0]
+        done = place(n, j, earliest)
+        if j + 1 < len(lines[n].times):
+            heapreplace(turns, (done, n, j + 1))
+        else:
+            heappop(turns)
+
+
+class Line:
     """A replica of a role while it is placed: its stages' ranks, what its prefills take on each stage, and all that is placed.
 
-    `ends` is when each stage is done with the last prefill; `starts` and `placed` are of the prefills, by stage.
+    `times` are [prefills, stages].  `ends` is when each stage is done with the last prefill; `starts` and `placed` are of the
+    prefills, by stage.
     """
 
-    def __init__(self, placement: RolePlacement, replica: int, times: list[list[int]]):
+    def __init__(self, placement: RolePlacement, replica: int, times: Ints):
         self.ranks = [placement.stage_ranks(replica, stage) for stage in range(placement.pp)]
         self.times = times
         self.ends = [0] * placement.pp
-        self.starts: list[list[int]] = [[] for _ in self.ranks]
-        self.placed: list[list[int]] = [[] for _ in self.ranks]
+        self.starts: Sequence[list[int]] | Ints = [[] for _ in self.ranks]
+        self.placed: Sequence[list[int]] | Ints = [[] for _ in self.ranks]
         self.decoded: Times | None = None
 
     def whole(self) -> Times:
@@ -148,7 +164,7 @@ class _Line:
         return Times(*(np.concatenate(both, axis=1) for both in zip(prefilled, self.decoded, strict=True)))
 
 
-class _Layout:
+class Placer:
     """One virtual timeline of a round, being filled.
 
     Each stage of a replica keeps its units in the order in which they are placed; `free` says what time is left.
@@ -157,14 +173,14 @@ class _Layout:
     def __init__(self, round: Round, site: Site, costs: Costs):
         self.round, self.site, self.costs = round, site, costs
         self.message = nanoseconds(costs.message_s)
-        self._lines: dict[Team, _Line] = {}
+        self._lines: dict[Team, Line] = {}
         shortest = []
         for role, replicas in {"actor": (), **round.prefill}.items():
             placement = site.placements[role]
             for replica in range(placement.dp if role == "actor" else len(replicas)):
                 prefill, scored = self._prefill_times(role, _of_replica(replicas, replica))
                 shortest += [int(prefill.min())] if prefill.size else []
-                self._lines[role, replica] = _Line(placement, replica, scored.tolist())
+                self._lines[role, replica] = Line(placement, replica, scored)
         self.free = Gaps(site.ranks, min(shortest, default=1))
         self._num_placed = 0
 
@@ -172,30 +188,58 @@ class _Layout:
         """Its prefill, then its decoding, each as early as it can be."""
         for replica in range(self.site.placements["actor"].dp):
             line = self._lines["actor", replica]
-            for times in line.times:
-                self._place_prefill(line, times)
+            none = np.zeros(len(line.times), dtype=np.int64)
+            of = none.tolist()
+            self._place_later([line], of, self.free.fill(line.ranks[0], none, line.times[:, 0], of))
             self._place_decode(line, _of_replica(self.round.decode, replica))
 
     def place_scorers(self) -> None:
         """Their micro-batches, by turns: next is always the replica whose first stage is done with its last one first."""
         roles = [role for role in self.site.placements if role != "actor" and role in self.round.prefill]
-        lines = {(roles.index(role), replica): line for (role, replica), line in self._lines.items() if role in roles}
-        turns = [(0, order, replica, 0) for (order, replica), line in lines.items() if line.times]
-        heapify(turns)
-        while turns:
-            _, order, replica, j = turns[0]
-            line = lines[order, replica]
-            done = self._place_prefill(line, line.times[j])
-            if j + 1 < len(line.times):
-                heapreplace(turns, (done, order, replica, j + 1))
-            else:
-                heappop(turns)
+        teams = sorted((roles.index(role), replica, role) for role, replica in self._lines if role in roles)
+        lines = [self._lines[role, replica] for _, replica, role in teams]
+        if any(line.ranks != lines[0].ranks for line in lines):
+            by_turns(lines, lambda n, j, _: self._place_prefill(lines[n], lines[n].times[j].tolist()))
+        elif lines:
+            self._place_by_stage(lines)
 
     def schedule(self) -> Schedule:
         """What was placed."""
         return Schedule(Timetable(self.round, self.site, {team: line.whole() for team, line in self._lines.items()}))
 
-    def _place_decode(self, line: _Line, batches: tuple[Batch, ...]) -> None:
+    def _place_by_stage(self, lines: Sequence[Line]) -> None:
+        """Lines on the same ranks.  Turns are told by the first stage alone, and no other stage has time of it: so all is placed
+        there first, then on the second."""
+        of, starts = list[int](), list[int]()
+        durations = [line.times[:, 0].tolist() for line in lines]
+
+        def place(n: int, j: int, earliest: int) -> int:
+            of.append(n)
+            starts.append(self.free.place(lines[0].ranks[0], earliest, durations[n][j]))
+            return int(starts[-1] + durations[n][j])
+
+        by_turns(lines, place)
+        self._place_later(lines, of, np.array(starts, dtype=np.int64))
+
+    def _place_later(self, lines: Sequence[Line], of: Sequence[int], first: Ints) -> None:
+        """What is placed on the first stage of `lines`, on the same ranks, goes through the others.
+
+        `of` says whose next micro-batch each is, `first` when it begins.
+        """
+        ranks, of_N = lines[0].ranks, np.array(of, dtype=np.int64)
+        times, starts = np.empty((len(of), len(ranks)), dtype=np.int64), np.empty((len(ranks), len(of)), dtype=np.int64)
+        for n, line in enumerate(lines):
+            times[of_N == n] = line.times
+        starts[0] = first
+        for stage in range(1, len(ranks)):
+            ready = starts[stage - 1] + times[:, stage - 1] + self.message
+            starts[stage] = self.free.fill(ranks[stage], ready, times[:, stage], of)
+        placed = self._num_placed + np.arange(times.size).reshape(times.shape).T
+        self._num_placed += times.size
+        for n, line in enumerate(lines):
+            line.starts, line.placed = starts[:, of_N == n], placed[:, of_N == n]
+
+    def _place_decode(self, line: Line, batches: tuple[Batch, ...]) -> None:
         if not (batches and self.round.steps):
             return
         stages, steps = range(len(line.ranks)), self.round.steps
@@ -210,7 +254,7 @@ class _Layout:
         self._num_placed += starts.size
         line.decoded = Times(starts.reshape(-1, len(stages)).T, placed.T)
 
-    def _place_prefill(self, line: _Line, times: list[int]) -> int:
+    def _place_prefill(self, line: Line, times: list[int]) -> int:
         """Place the next micro-batch on all tensor ranks of each stage.  Returns when the first stage is done with it."""
         place, ends, ready = self.free.place, line.ends, 0
         for stage, (ranks, duration) in enumerate(zip(line.ranks, times, strict=True)):
@@ -229,11 +273,10 @@ class _Layout:
 
     def _prefill_times(self, role: str, batches: tuple[Batch, ...]) -> tuple[Ints, Ints]:
         """Of each micro-batch by stage, [n, stages]; and with its score on the last."""
-        tokens = np.array([Growths.of(batch).new.sum() for batch in batches], dtype=np.int64)
+        tokens, rows = Growths.sums(batches)
         lines = [self.costs.prefill_at(role, stage) for stage in range(self.site.placements[role].pp)]
         seconds = np.stack([line.fixed_s + tokens * line.per_token_s for line in lines], axis=1)
         scored = seconds.copy()
         if role != "actor":
-            rows = np.array([Growths.of(batch).rows.sum() for batch in batches], dtype=np.int64)
             scored[:, -1] += self.costs.score.fixed_s + rows * self.costs.score.per_token_s
         return in_nanoseconds(seconds), in_nanoseconds(scored)

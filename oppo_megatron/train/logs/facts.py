@@ -25,6 +25,7 @@ class StepFacts:
     tail_waste: float = 0.0
     length_gap: float = 0.0
     backfilled: int = 0  # rollouts admitted after the step had begun
+    prefilled_tokens: int = 0  # computed by prefills of all roles on all ranks
     forked_tokens: int = 0  # of prompts, that no role on any rank has computed again
     step_s: float = 0.0
     decode_s: float = 0.0  # rounds that decoded

@@ -14,6 +14,7 @@ from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.estimates import Figures
+from oppo_megatron.control.occupancy import group_length_gap
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.layout.holdings import planned_memory
 from oppo_megatron.layout.placements import role_placements
@@ -45,7 +46,7 @@ class Journal:
         self.run_dir = RunDirectory(config.run_dir)
         self.tokenizer, self.keep_rollouts = tokenizer, config.logging.rollouts
         actor = role_placements(config)["actor"]
-        self.single_stage = actor.pp == 1
+        self.single_stage, self.group_size = actor.pp == 1, config.rollout.group_size
         self.planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
         self.log = MetricsLog(self.run_dir.metrics)
         self.trackers = trackers
@@ -74,6 +75,7 @@ class Journal:
     ) -> None:
         """The step's line, but for the critic's update, which may still run."""
         fields = self._timing(facts, spans) | _experience(facts, experience) | _lengths(facts, batch, carried)
+        fields["group_length_gap"] = group_length_gap(batch, self.group_size)
         fields |= facts.filtered | facts.actor | facts.memory | {"skipped": facts.skipped}
         if facts.skipped is not None:
             self.progress.note(f"step {facts.step} is skipped: {facts.skipped}")
@@ -191,6 +193,7 @@ class Journal:
             "checkpoint_bytes": facts.checkpoint_bytes,
             "checkpoint_hidden_s": facts.checkpoint_hidden_s,
             "tokens": facts.tokens_decoded,
+            "prefilled_tokens": facts.prefilled_tokens,
             "forked_tokens": facts.forked_tokens,
             "running_mean": facts.tokens_decoded / facts.decode_steps if facts.decode_steps else 0.0,
             "tail_waste": facts.tail_waste,

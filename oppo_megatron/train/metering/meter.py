@@ -71,7 +71,7 @@ class StepMeter:
     _started: float = 0.0
     _before_s: float = 0.0  # what the step took before an interruption
     _planned_s: float = 0.0
-    _forked_tokens: int = 0
+    _prefills: tuple[int, int] = (0, 0)
     _round_s: float = 0.0
     _phase: RolloutPhase | None = None
 
@@ -89,7 +89,7 @@ class StepMeter:
         """A step begins, or goes on after an interruption."""
         self._started = time.monotonic()
         self._phase, self._before_s, self._planned_s = phase, phase.spent_s, self.rounds.planning_s
-        self._forked_tokens = self.rounds.planner.forked_tokens
+        self._prefills = self._planned_prefills()
         self.clock.begin()
         self.tracer.begin(phase.facts.step)
 
@@ -134,7 +134,7 @@ class StepMeter:
         if begun_at > phase.begun:  # the first round reads the step's prompts, too
             phase.law.add(chunk.clock - begun_at, tokens, self._round_s)
         phase.spent_s = self._elapsed_s()
-        self._count_forks()
+        self._count_prefills()
 
     @contextlib.contextmanager
     def drain(self) -> Iterator[None]:
@@ -147,7 +147,7 @@ class StepMeter:
     def scoring_round(self) -> None:
         """A round that decodes nothing has ended."""
         self.clock.round(self._waited_for_chunks(), decoded=False)
-        self._count_forks()
+        self._count_prefills()
 
     def scoring_seconds(self) -> dict[str, float]:
         """Seconds by label that this rank spent on the scoring roles in the step so far."""
@@ -203,10 +203,14 @@ class StepMeter:
             self._complete(step, critic_stats | memory.peak_fields())
         self.settled = step
 
-    def _count_forks(self) -> None:
-        forked = self.rounds.planner.forked_tokens
-        self.facts.forked_tokens += forked - self._forked_tokens
-        self._forked_tokens = forked
+    def _count_prefills(self) -> None:
+        before, self._prefills = self._prefills, self._planned_prefills()
+        self.facts.prefilled_tokens += self._prefills[0] - before[0]
+        self.facts.forked_tokens += self._prefills[1] - before[1]
+
+    def _planned_prefills(self) -> tuple[int, int]:
+        """(tokens computed, tokens that forks saved) since the run began."""
+        return self.rounds.planner.prefilled_tokens, self.rounds.planner.forked_tokens
 
     def _elapsed_s(self) -> float:
         return self._before_s + time.monotonic() - self._started

@@ -44,8 +44,9 @@ if TYPE_CHECKING:  # mypy knows no class that is made at run time; these have it
 else:
     _Signals = _of_dataclass(StepSignals)
 
-    class _Facts(_of_dataclass(StepFacts, without=(*LATER_FACTS, "forked_tokens"))):
-        forked_tokens: Count = 0  # older checkpoints have none
+    class _Facts(_of_dataclass(StepFacts, without=(*LATER_FACTS, "prefilled_tokens", "forked_tokens"))):
+        prefilled_tokens: Count = 0  # older checkpoints have neither
+        forked_tokens: Count = 0
 
 
 class _Buffer(_Strict):
