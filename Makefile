@@ -10,7 +10,7 @@
 #   make test-nvrx     restarts by nvidia-resiliency-ext's real ft_launcher, installed into .nvrx
 #   make test-gpulibs  calls of transformer-engine, flash-attn and apex against their Python, put into .gpulibs; no GPU needed
 #   make test-aligner    creates .venv-aligner, tests the NeMo-Aligner plugin against the real package
-#   make test-oracles    creates .venv-oracles with TRL, verl and OpenRLHF, compares losses and advantages with theirs
+#   make test-oracles    creates .venv-oracles with TRL, verl and OpenRLHF, compares losses, advantages and whole steps with theirs
 #   make bench-trl ARGS='--steps 8 --repeats 3'    creates .venv-trl with TRL, compares its trainers with ours (--algorithm grpo)
 # A command that finds .venv up to date with pyproject.toml and constraints.txt installs nothing.
 

@@ -6,7 +6,7 @@ decode steps that the actor has made since the run began (one decode step gives 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,35 @@ class Prompt:
     tokens: tuple[int, ...]
     fields: dict[str, Any] = field(default_factory=dict)
     place: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Members:
+    """The responses to one prompt, whose sequence ids are neighbours: `trained` ones, then, if `greedy`, one that is decoded
+    greedily.  The greedy one is scored by the reward alone, is the baseline of the others, and is never trained."""
+
+    trained: int = 1
+    greedy: bool = False
+
+    @property
+    def size(self) -> int:
+        """Responses in all."""
+        return self.trained + self.greedy
+
+    def is_greedy(self, seq_id: int) -> bool:
+        return self.greedy and seq_id % self.size == self.trained
+
+    def of_groups(self, seq_ids: Iterable[int]) -> list[int]:
+        """All sequences of the groups that these belong to."""
+        groups = dict.fromkeys(seq_id // self.size for seq_id in seq_ids)
+        return [group * self.size + place for group in groups for place in range(self.size)]
+
+    def to_train(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """Those that are trained, in their order."""
+        return [rollout for rollout in rollouts if not self.is_greedy(rollout.seq_id)] if self.greedy else rollouts
+
+
+ALONE = Members()
 
 
 class Rollout:
@@ -137,6 +166,14 @@ class Rollout:
         self._joined()
         self._append(row)
         self.finish_clock, self.finish_reason = row.finish_clock, row.finish_reason
+
+    def cut(self, num_tokens: int, clock: int) -> None:
+        """The response has ended, at `clock`, with the first `num_tokens` that it has."""
+        lists = self._joined()
+        assert 0 < num_tokens <= len(lists[0]) and not self.finished
+        for each in lists:
+            del each[num_tokens:]
+        self.finish_clock, self.finish_reason = clock, "settled"
 
     def follow(self, recorded: Sequence[ChunkRows]) -> None:
         """What is added to `recorded` from now on counts as appended, where it has a row of this sequence.

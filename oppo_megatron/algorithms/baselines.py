@@ -14,15 +14,26 @@ DEVIATION_EPS = 1e-4
 """Added to a deviation that divides (TRL's; verl adds 1e-6)."""
 
 
-def compared(scores_B: Tensor, group_size: int, baseline: Baseline, scale: Scale, eps: float = DEVIATION_EPS) -> Tensor:
+def compared(
+    scores_B: Tensor,
+    group_size: int,
+    baseline: Baseline,
+    scale: Scale,
+    greedy_G: Tensor | None = None,
+    *,
+    eps: float = DEVIATION_EPS,
+) -> Tensor:
     """Scores less their baseline, divided by their scale, [B]; in double precision within.
+
+    `greedy_G`: the score of the greedy response to each prompt, which the baseline `greedy` is.  It depends on the prompt and
+    the weights alone, not on a response that is compared with it, so it leaves the expected gradient as it is.
 
     A group whose scores are all equal is 0 exactly: that is told by its largest and its least score, because a deviation that
     should be 0 may be a rounding, which a small `eps` would blow up.  Deviations divide by n - 1.  A critic's values and
     whitening enter by tokens, elsewhere.
     """
     scores_GN = scores_B.double().view(-1, group_size)
-    centred_GN = _centred(scores_GN, baseline)
+    centred_GN = _centred(scores_GN, baseline, None if greedy_G is None else greedy_G.double())
     if scale == "group_std":
         centred_GN = centred_GN / (_deviation(scores_GN, 1) + eps)
     elif scale == "batch_std":
@@ -32,17 +43,22 @@ def compared(scores_B: Tensor, group_size: int, baseline: Baseline, scale: Scale
     return centred_GN.flatten().to(scores_B.dtype)
 
 
-def equal_groups(scores_B: Tensor, group_size: int) -> Tensor:
-    """For each group, whether all its scores are the same (bool, [G])."""
+def equal_groups(scores_B: Tensor, group_size: int, greedy_G: Tensor | None = None) -> Tensor:
+    """For each group, whether all its scores are the same, that of its greedy response included (bool, [G])."""
     scores_GN = scores_B.view(-1, group_size)
+    if greedy_G is not None:
+        scores_GN = torch.cat([scores_GN, greedy_G[:, None]], 1)
     return scores_GN.amax(1) == scores_GN.amin(1)
 
 
-def _centred(scores_GN: Tensor, baseline: Baseline) -> Tensor:
+def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> Tensor:
     if baseline in ("critic", "none"):
         return scores_GN
     if baseline == "best_worst":
         return _best_worst(scores_GN)
+    if baseline == "greedy":
+        assert greedy_G is not None, "scores are compared with those of greedy responses"
+        return scores_GN - greedy_G[:, None]
     size = scores_GN.shape[1]
     centred_GN = scores_GN - scores_GN.mean(1, keepdim=True)
     if baseline == "others":

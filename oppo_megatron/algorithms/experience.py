@@ -1,6 +1,6 @@
 """Turns scored rollouts into the tensors that an update trains on.
 
-Legend: T all response tokens of the GLOBAL batch (packed, see `packing`), B rows (responses).
+Legend: T all response tokens of the GLOBAL batch (packed, see `packing`), B rows (responses), G prompts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,28 @@ from oppo_megatron.errors import NumericsError, RewardError
 
 
 @dataclass(frozen=True)
+class GreedyRows:
+    """The greedy response to each prompt of a batch, in its order: score, tokens, and whether it was cut; each [G].
+
+    They are a baseline, and not among the batch's rows.
+    """
+
+    scores_G: Tensor
+    lengths_G: Tensor
+    truncated_G: Tensor
+
+    def to(self, device: torch.device) -> GreedyRows:
+        return GreedyRows(self.scores_G.to(device), self.lengths_G.to(device), self.truncated_G.to(device))
+
+
+@dataclass(frozen=True)
 class ScoredBatch:
     """A finished batch with all that the scorers said of it.
 
     `behaviour_logp_T` are the log-probs recorded at sampling, `truncated_B` marks responses cut at the limit (bool),
     the `group_size` responses to a prompt are side by side; `reference_logp_T` is None where there is no reference,
     `values_T` where no critic is trained.  `step_rewards_T`: the part of the scores that is earned at the ends of steps,
-    there; 0 elsewhere, None where the scores are of whole responses.
+    there; 0 elsewhere, None where the scores are of whole responses.  `greedy`: where it is the baseline.
     """
 
     behaviour_logp_T: Tensor
@@ -40,6 +55,12 @@ class ScoredBatch:
     truncated_B: Tensor
     group_size: int = 1
     step_rewards_T: Tensor | None = None
+    greedy: GreedyRows | None = None
+
+    @property
+    def all_scores(self) -> Tensor:
+        """Those of the rows, then those of greedy responses, [B + G]."""
+        return self.scores_B if self.greedy is None else torch.cat([self.scores_B, self.greedy.scores_G])
 
 
 PAIRED = ("pairs", "ties", "chosen_reward_mean", "rejected_reward_mean")
@@ -67,6 +88,7 @@ class ExperienceStats:
     ties: int | None = None  # the other groups
     chosen_reward_mean: float | None = None  # of the pairs' better responses, as the reward gave it
     rejected_reward_mean: float | None = None  # of the worse ones
+    greedy_score_mean: float | None = None  # per prompt, as the reward gave it
 
     def figures(self) -> dict[str, float]:
         """Those that there are, by name."""
@@ -115,8 +137,8 @@ def build_experience(
         _check_inputs(scored, lengths_B)
     with torch.no_grad():
         kl_T = _kl(scored, ppo, lengths_B if check else None)
-        scores_B, shaped_B, moments = _trained_scores(scored, lengths_B, ppo, seen, overlong)
-        rewards_T, compared_T = _rewards(scored, scores_B, kl_T, lengths_B, choices, ppo.kl.mode, kl_coefficient)
+        scores = _trained_scores(scored, lengths_B, ppo, seen, overlong)
+        rewards_T, compared_T = _rewards(scored, scores, kl_T, lengths_B, choices, ppo.kl.mode, kl_coefficient)
         advantages_T, returns_T = _advantages(rewards_T, compared_T, scored.values_T, lengths_B, choices, ppo)
         if check:
             _check_tokens("advantage", advantages_T, lengths_B)
@@ -130,8 +152,8 @@ def build_experience(
             rewards_T=rewards_T,
             lengths_B=lengths_B,
             counted_B=overlong.counted(scored.truncated_B),
-            scores=moments,
-            stats=_summarise(scored, shaped_B, kl_T, rewards_T, advantages_T, returns_T),
+            scores=scores.moments,
+            stats=_summarise(scored, scores.shaped_B, kl_T, rewards_T, advantages_T, returns_T),
         )
 
 
@@ -149,9 +171,20 @@ def _kl(scored: ScoredBatch, ppo: PPOConfig, lengths_B: Tensor | None) -> Tensor
     return kl_T
 
 
+@dataclass(frozen=True)
+class _Scores:
+    """Scores as they are trained on, these without a normalisation, the moments of the batch's (clipped), and those that
+    greedy responses have as a baseline."""
+
+    trained_B: Tensor
+    shaped_B: Tensor
+    moments: Moments
+    greedy_G: Tensor | None
+
+
 def _rewards(
     scored: ScoredBatch,
-    scores_B: Tensor,
+    scores: _Scores,
     kl_T: Tensor | None,
     lengths_B: Tensor,
     choices: AlgorithmConfig,
@@ -163,14 +196,14 @@ def _rewards(
     Rewards of steps stay as they are, and are not divided by the scale: a response's last token gets what its compared score
     is more or less than their sum.  Of pairs, that a response is the better or the worse one is all that counts.
     """
-    steps_T = None if choices.pairs else scored.step_rewards_T
+    steps_T, scores_B = None if choices.pairs else scored.step_rewards_T, scores.trained_B
     if mode == "score" and kl_T is not None:
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
     penalty_T = kl_T if mode == "penalty" and kl_T is not None else torch.zeros_like(scored.behaviour_logp_T)
     rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient, steps_T)
     if not choices.compares:
         return rewards_T, rewards_T
-    compared_B = compared(scores_B, scored.group_size, choices.baseline, choices.scale)
+    compared_B = compared(scores_B, scored.group_size, choices.baseline, choices.scale, scores.greedy_G)
     return rewards_T, token_rewards(compared_B, penalty_T, lengths_B, kl_coefficient, steps_T)
 
 
@@ -199,14 +232,17 @@ def _advantages(
 
 def _trained_scores(
     scored: ScoredBatch, lengths_B: Tensor, ppo: PPOConfig, seen: Moments, overlong: Overlong
-) -> tuple[Tensor, Tensor, Moments]:
-    """Scores as they are trained on; these without a normalisation; and the moments of this batch's, clipped."""
-    clipped_B = clip_scores(scored.scores_B, ppo.reward_clip)
+) -> _Scores:
+    """A greedy response's score is made as the others' are, by the moments of what is trained."""
+    clipped_B, greedy, greedy_G = clip_scores(scored.scores_B, ppo.reward_clip), scored.greedy, None
     moments = Moments.of(clipped_B)
     normalised_B = _normalised(clipped_B, moments, seen, ppo)
     penalties_B = overlong.penalties(lengths_B)
     shaped_B, normalised_B = (_shaped(x_B, scored.truncated_B, ppo) + penalties_B for x_B in (clipped_B, normalised_B))
-    return normalised_B, shaped_B, moments
+    if greedy is not None:
+        greedy_G = _normalised(clip_scores(greedy.scores_G, ppo.reward_clip), moments, seen, ppo)
+        greedy_G = _shaped(greedy_G, greedy.truncated_G, ppo) + overlong.penalties(greedy.lengths_G)
+    return _Scores(normalised_B, shaped_B, moments, greedy_G)
 
 
 def _shaped(scores_B: Tensor, truncated_B: Tensor, ppo: PPOConfig) -> Tensor:
@@ -232,6 +268,9 @@ def _summarise(
 ) -> ExperienceStats:
     num_rows = scored.scores_B.numel()
     scores_B, advantages_T = scored.scores_B.double(), advantages_T.double()
+    greedy_G = None if scored.greedy is None else scored.greedy.scores_G.double()
+    grouped = scored.group_size > 1 or greedy_G is not None
+    equal_G = equal_groups(scores_B, scored.group_size, greedy_G) if grouped else None
     return ExperienceStats(
         score_mean=float(scores_B.mean()),
         score_std=float(scores_B.std(correction=0)),
@@ -243,7 +282,8 @@ def _summarise(
         advantage_mean=float(advantages_T.mean()),
         advantage_std=float(advantages_T.std(correction=0)),
         explained_variance=None if scored.values_T is None else _explained_variance(returns_T, scored.values_T),
-        equal_groups=None if scored.group_size == 1 else float(equal_groups(scores_B, scored.group_size).double().mean()),
+        equal_groups=None if equal_G is None else float(equal_G.double().mean()),
+        greedy_score_mean=None if greedy_G is None else float(greedy_G.mean()),
     )
 
 
@@ -277,11 +317,13 @@ def _check_inputs(scored: ScoredBatch, lengths_B: Tensor) -> None:
     assert scored.scores_B.shape == scored.truncated_B.shape == (num_rows,), (
         f"{num_rows} rows, but scores {scored.scores_B.shape} and truncated {scored.truncated_B.shape}"
     )
-    bad_B = (~scored.scores_B.isfinite()).nonzero().flatten()
-    if bad_B.numel():
-        row = int(bad_B[0])
+    scores_N = scored.all_scores
+    bad_N = (~scores_N.isfinite()).nonzero().flatten()
+    if bad_N.numel():
+        place = int(bad_N[0])
+        row = f"row {place}" if place < num_rows else f"greedy row {place - num_rows}"
         raise RewardError(
-            f"the score of row {row} is {float(scored.scores_B[row])} ({bad_B.numel()} of {num_rows} rows are not "
+            f"the score of {row} is {float(scores_N[place])} ({bad_N.numel()} of {scores_N.numel()} rows are not "
             "finite); a score must be a finite number; check the reward that gave it"
         )
     _check_tokens("behaviour log-prob", scored.behaviour_logp_T, lengths_B)

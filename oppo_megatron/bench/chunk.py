@@ -64,7 +64,7 @@ def chunk_configs(config: TrainConfig, sizes: Sequence[int], adaptive: bool) -> 
         )
     chunks: dict[str, dict[str, Any]] = {str(size): {"tokens": size, "adaptive": False} for size in fitting}
     if adaptive:
-        chunks[ADAPTIVE] = {"adaptive": True}
+        chunks[ADAPTIVE] = {"adaptive": config.overlap.chunk.adaptive or True}
     return {name: _with_chunk(config, change) for name, change in chunks.items()}
 
 

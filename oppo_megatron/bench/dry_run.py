@@ -15,7 +15,7 @@ import numpy as np
 
 from oppo_megatron.chunks import GOES_ON, REASONS, Chunk, ChunkRows
 from oppo_megatron.columns import Ints, columns_of
-from oppo_megatron.config.derived import longest_chunk
+from oppo_megatron.config.derived import batch_rows, longest_chunk, members
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
 from oppo_megatron.control.delta_controllers import make_delta_controller
@@ -94,13 +94,13 @@ class DryRun:
         self.planner = new_planner(config, self.site, generator, self.limit, rank=rank)
         assert config.steps is not None
         self.scheduler = OvercommitScheduler(
-            self._prompts(config.steps * config.rollout.batch_size, prompt_tokens),
+            self._prompts(config.steps * batch_rows(config), prompt_tokens),
             RolloutBuffer(
-                config.rollout.batch_size,
+                batch_rows(config),
                 0,
                 config.overlap.max_staleness,
                 backfill=period is not None,
-                group_size=config.rollout.group_size,
+                group_size=members(config).size,
             ),
             make_delta_controller(delta_rule(config.overlap)),
             period,
@@ -153,9 +153,10 @@ class DryRun:
             batch = self.scheduler.take_batch()
         yield from self._score(step, batch)
         with self.watch.part("controllers"):
-            gap = length_gap(batch, buffer.rollouts)
+            trained, carried = map(members(self.config).to_train, (batch, buffer.rollouts))
+            gap = length_gap(trained, carried)
             self.scheduler.end_step(step, StepSignals(0.0, occupancy.tail_waste, 1.0, gap))
-            self.kl.observe(0.0, len(batch))
+            self.kl.observe(0.0, len(trained))
             steps, tokens = buffer.clock - begun, int(columns_of(batch).response_tokens.sum())
             self.chunk_tuner.observe(step, StepCost(seconds, steps, tokens))
             if self.planner.generator == "woven":  # a run has measured other costs by now, and plans anew

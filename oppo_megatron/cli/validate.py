@@ -82,7 +82,7 @@ def service_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data:
 
 def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     """Read all rows as the run would.  Raises DataError or RewardError; returns what became of them."""
-    from oppo_megatron.config.derived import describe_batch
+    from oppo_megatron.config.derived import describe_batch, describe_settle
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.train.inputs import describe_first, describe_inputs, read_inputs
 
@@ -90,7 +90,8 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
         return _supervised_lines(settings)
     inputs = read_inputs(settings)
     inputs.rewards.close()
-    return [describe_batch(settings), *describe_inputs(inputs), *describe_first(inputs.quarantine), *unreached_services(settings)]
+    settings_told = [describe_batch(settings), *describe_settle(settings)]
+    return [*settings_told, *describe_inputs(inputs), *describe_first(inputs.quarantine), *unreached_services(settings)]
 
 
 def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:

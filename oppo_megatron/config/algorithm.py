@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from oppo_megatron.config.base import Choices, Section
 
-Baseline = Literal["critic", "group_mean", "others", "best_worst", "none"]
+Baseline = Literal["critic", "group_mean", "others", "greedy", "best_worst", "none"]
 Scale = Literal["none", "group_std", "batch_std", "advantage_std", "whiten"]
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_product"]
 Objective = Literal["clip", "cispo", "plain"]
@@ -100,12 +100,17 @@ PRESETS = {
         "DPO on the best response of a group against its worst", "arXiv 2402.04792",
         "best_worst", "none", "token", "dpo", "pair_mean", {"mode": "margin", "coefficient": 0.0}, group_size=2,
     ),
+    "remax": Preset(
+        "the score of one more response, decoded greedily and not trained", "arXiv 2310.10505",
+        "greedy", "none", "token", "clip", "sequence_sum", {"mode": "penalty", "estimator": "k1", "coefficient": 0.05},
+    ),
 }  # fmt: skip
 """By name.  What is not given is the default of its setting."""
 
 Name = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "magistral",
     "online_dpo",
+    "remax",
 ]  # fmt: skip
 
 
@@ -131,7 +136,8 @@ class AlgorithmConfig(Section):
     baseline: Baseline = Field(
         "critic",
         description="what a score is compared with: a critic's values (GAE), the mean of its group's scores, the mean of the "
-        "others in its group, or nothing; best_worst: a group's best response is set against its worst; default: the preset's",
+        "others in its group, that of a greedy response to its prompt, which is decoded beside the others and not trained, or "
+        "nothing; best_worst: a group's best response is set against its worst; default: the preset's",
     )
     scale: Scale = Field(
         "whiten",
@@ -189,7 +195,7 @@ class AlgorithmConfig(Section):
         if critic and not self.critic:
             return (
                 f"algorithm.baseline is {self.baseline}, but algorithm.preset {preset} is what trains a critic; remove it, or "
-                "choose a preset without one (reinforce_pp has no baseline, grpo a group's)"
+                "choose a preset without one (reinforce_pp has no baseline, grpo a group's, remax a greedy response)"
             )
         return None
 
@@ -203,9 +209,15 @@ class AlgorithmConfig(Section):
         return 1.0 if self.pairs else drawn
 
     @property
+    def greedy(self) -> bool:
+        """Whether each prompt has one more response, which is decoded greedily and not trained."""
+        return self.baseline == "greedy"
+
+    @property
     def compares(self) -> bool:
         """Whether a response's score is changed by those of others."""
-        return self.baseline in COMPARED or self.scale in ("group_std", "batch_std", "advantage_std")
+        by_response = self.scale in ("group_std", "batch_std", "advantage_std")
+        return by_response or self.baseline in (*COMPARED, "greedy")
 
     @property
     def needs_group(self) -> bool:

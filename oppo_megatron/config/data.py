@@ -96,7 +96,7 @@ class DataConfig(RowsConfig):
     )
 
 
-RuleName = Literal["arithmetic", "gsm8k", "math", "multiple_choice", "format", "length", "code"]
+RuleName = Literal["arithmetic", "gsm8k", "gsm8k_first", "math", "multiple_choice", "format", "length", "code"]
 """The rules of kind verifier (docs/rewards.md)."""
 
 RULE_WALL_S = {"math": 5.0, "code": 10.0}

@@ -10,6 +10,7 @@ from oppo_megatron.config.evaluation import Standard
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import RoleConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.records import Members
 
 
 def adapters(config: TrainConfig | SupervisedConfig) -> dict[str, LoraConfig]:
@@ -33,21 +34,40 @@ def max_context(config: TrainConfig) -> int:
     return max(each.max_prompt_tokens for each in data) + config.rollout.max_response_tokens
 
 
+READ_GREEDY = ("actor", "reward")
+"""Roles that have anything to do with greedy responses, which are no more than a baseline."""
+
+
+def members(config: TrainSettings) -> Members:
+    """The responses to each prompt."""
+    return Members(config.rollout.group_size, config.algorithm.greedy)
+
+
+def batch_rows(config: TrainSettings) -> int:
+    """Sequences of a batch, greedy ones that are not trained included."""
+    return config.rollout.batch_size // config.rollout.group_size * members(config).size
+
+
 def most_sequences(config: TrainConfig) -> int:
-    """Sequences that are decoded, and scored, at once: the batch and, where steps overlap, the largest delta.
+    """Sequences that are decoded, and scored, at once: the batch and, where steps overlap, the largest delta, greedy ones
+    included.
 
     With backfill the buffer holds up to 2B, but no more than these are unfinished and need a slot of the actor.  A scorer
     reads the last tokens of a finished one in the next round, and then frees its slot: for that one round, what came in
     its place waits.
     """
-    delta, rollout = config.overlap.delta, config.rollout
-    return rollout.batch_size + (max(delta.max, delta.initial) * rollout.group_size if config.overlap.inter else 0)
+    delta = config.overlap.delta
+    return batch_rows(config) + (max(delta.max, delta.initial) * members(config).size if config.overlap.inter else 0)
 
 
-def share_of_sequences(config: TrainConfig, dp: int) -> int:
-    """Sequences that one of `dp` replicas holds at most: its share of them all, in whole groups."""
-    size = config.rollout.group_size
-    return ceil(most_sequences(config) // size / dp) * size
+def share_of_sequences(config: TrainConfig, role: str, dp: int) -> int:
+    """Sequences that one of `dp` replicas of a role holds at most: its share of them all, in whole groups.
+
+    The greedy ones among them are decoded and rewarded; no other role reads them.
+    """
+    each = members(config)
+    of_group = each.size if role in READ_GREEDY else each.trained
+    return ceil(most_sequences(config) // each.size / dp) * of_group
 
 
 def describe_batch(config: TrainSettings) -> str:
@@ -55,10 +75,11 @@ def describe_batch(config: TrainSettings) -> str:
     rollout, ppo = config.rollout, config.ppo
     groups = rollout.batch_size // rollout.group_size
     prompts = f"{groups} groups of {rollout.group_size}" if rollout.group_size > 1 else f"{groups} prompts"
+    greedy = f", and {groups} greedy ones that are not trained" if config.algorithm.greedy else ""
     updates = ppo.epochs * ppo.minibatches
     unfiltered = PRESETS[config.algorithm.preset].filter is not None and config.filter is None
     return (
-        f"algorithm {config.algorithm.preset}: a batch is {rollout.batch_size} responses to {prompts}; "
+        f"algorithm {config.algorithm.preset}: a batch is {rollout.batch_size} responses to {prompts}{greedy}; "
         f"{updates} optimizer step{'s' * (updates > 1)} (epochs {ppo.epochs} x minibatches {ppo.minibatches}) "
         f"of {minibatch_rows(config)} responses"
         + f", at most {minibatch_parts(config)} pairs" * config.algorithm.pairs
@@ -66,10 +87,29 @@ def describe_batch(config: TrainSettings) -> str:
     )
 
 
+def settle_period(config: TrainSettings) -> int | None:
+    """Decode steps from one question for settled prefixes to the next; None: nobody asks."""
+    if config.settle.mode == "off":
+        return None
+    return config.settle.every or config.overlap.admission_period or config.overlap.chunk.tokens
+
+
+def describe_settle(config: TrainSettings) -> list[str]:
+    """How responses end early, in a line, if they do; and that this is biased, if it is."""
+    period, audit = settle_period(config), config.settle.audit
+    if period is None:
+        return []
+    checked = f"one group of {audit} goes on to its end and is checked" if audit else "no group is checked at its end"
+    told = f"settle {config.settle.mode}: rewards are asked every {period} decode steps; {checked}"
+    biased = "WARNING: settle.mode is predicted: the gradient is biased towards short responses, see docs/algorithm.md"
+    return [told, biased] if config.settle.mode == "predicted" else [told]
+
+
 def longest_chunk(config: TrainConfig) -> int:
-    """Decode steps that a round has at most: no more than a response has tokens, and none beyond an admission."""
-    period, longest = config.overlap.admission_period, config.rollout.max_response_tokens
-    return longest if period is None else min(period, longest)
+    """Decode steps that a round has at most: no more than a response has tokens, none beyond an admission or a question for
+    settled prefixes."""
+    ends = config.rollout.max_response_tokens, config.overlap.admission_period, settle_period(config)
+    return min(end for end in ends if end is not None)
 
 
 def minibatch_rows(config: TrainSettings) -> int:

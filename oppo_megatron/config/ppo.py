@@ -18,7 +18,8 @@ class RolloutConfig(Section):
     group_size: Annotated[int, Unit("rollouts")] = Field(
         1,
         ge=1,
-        description="responses to each prompt; must divide the batch size; default: that of `algorithm.preset`",
+        description="responses to each prompt; must divide the batch size; `algorithm.baseline: greedy` adds one, which is not "
+        "trained and in neither number; default: that of `algorithm.preset`",
     )
     max_response_tokens: int = Field(..., ge=1, description="longest response; a longer one is cut")
     temperature: Annotated[float, Unit("factor")] = Field(1.0, ge=0, description="0 means greedy")

@@ -51,6 +51,7 @@ from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
 from oppo_megatron.config.preference_losses import DPOLossConfig
 from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
+from oppo_megatron.config.settling import SettleConfig
 
 
 def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
@@ -100,7 +101,9 @@ class LoggingConfig(Section):
         description="write trace.json: each rank's work over time; actions: every action of every round in it, and the "
         "rounds' schedules in schedules.txt",
     )
-    rollouts: bool = Field(False, description="write every trained rollout to rollouts.jsonl")
+    rollouts: bool = Field(
+        False, description="write every trained rollout, and greedy ones that are a baseline, to rollouts.jsonl"
+    )
 
     @field_validator("console", mode="before")
     @classmethod
@@ -169,6 +172,7 @@ class TrainSettings(RunConfig):
     overlap: OverlapConfig = OverlapConfig()
     filter: FilterConfig | None = Field(None, description="drops groups whose responses are all equally good; null: none is; "
     "default: that of `algorithm.preset` (`dapo` has one, and backfill for it, with `overlap.inter`)")
+    settle: SettleConfig = SettleConfig()
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
     checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()

@@ -58,7 +58,7 @@ class DeviceLane:
         self._sampling, self._eos_ids = sampling, sorted(eos_ids)
         self._places = cache.step_rows()
         device, most = cache.device, cache.num_slots
-        self._state_5M = torch.zeros(5, most, dtype=torch.int64, device=device)
+        self._state_6M = torch.zeros(6, most, dtype=torch.int64, device=device)
         self._ended_M = torch.zeros(most, dtype=torch.bool, device=device)
         self._drawn_4KM = torch.zeros(4, sync_steps, most, dtype=torch.float64, device=device)
         self._eos_E1 = on_device(self._eos_ids, device)[:, None]
@@ -90,11 +90,8 @@ class DeviceLane:
         # What fills up the rows writes where the first one will not write in this window, and has nothing yet.
         aside = min(past[0] + self._window, cache.max_length - 1)
         self._places.load([*slots, *[slots[0]] * filled])
-        state = [
-            (row.token, length, row.position, row.limit, row_state(self._sampling.seed, row.seq_id))
-            for row, length in zip(rows, past, strict=True)
-        ]
-        self._load_state([*state, *[(0, aside, 0, 0, 0)] * filled])
+        state = [self._state(row, length) for row, length in zip(rows, past, strict=True)]
+        self._load_state([*state, *[(0, aside, 0, 0, 0, 0)] * filled])
 
     def step(self) -> None:
         """One more token of each row that goes on."""
@@ -118,11 +115,16 @@ class DeviceLane:
         self._window = self._done
         return self.read() if self._done else []
 
-    def _load_state(self, state: list[tuple[int, int, int, int, int]]) -> None:
-        """In one copy: token, cached length, position, limit and the state of the random numbers of each row, 64 bits."""
+    def _state(self, row: Row, length: int) -> tuple[int, ...]:
+        """Token, cached length, position, limit, the state of its random numbers, 64 bits, and 1 where it is greedy."""
+        chain, greedy = row_state(self._sampling.seed, row.seq_id), self._sampling.members.is_greedy(row.seq_id)
+        return row.token, length, row.position, row.limit, chain, int(greedy)
+
+    def _load_state(self, state: list[tuple[int, ...]]) -> None:
+        """The `_state` of each row, in one copy."""
         size, num_rows = len(state), len(self._rows)
-        table_5B = np.array(state, dtype=np.uint64).view(np.int64).T
-        self._state_5M[:, :size] = on_device(torch.from_numpy(table_5B), self._cache.device)
+        table_6B = np.array(state, dtype=np.uint64).view(np.int64).T
+        self._state_6M[:, :size] = on_device(torch.from_numpy(table_6B), self._cache.device)
         self._ended_M[:num_rows] = False
         self._ended_M[num_rows:size] = True
         self._step_1.zero_()
@@ -130,10 +132,11 @@ class DeviceLane:
     def _advance(self) -> None:
         """One step, by operations of the device alone."""
         size = self._size
-        token_B, cached_B, position_B, limit_B, chain_B = self._state_5M[:, :size].unbind(0)
+        token_B, cached_B, position_B, limit_B, chain_B, greedy_B = self._state_6M[:, :size].unbind(0)
         ended_B = self._ended_M[:size]
         logits_BV = self._model(token_B, self._places.plan(cached_B, self._reach))
-        drawn = draw_at(logits_BV, self._sampling, uniforms_at(chain_B, position_B), self._model.vocab)
+        mixed_B = greedy_B.bool() if self._sampling.members.greedy else None
+        drawn = draw_at(logits_BV, self._sampling, uniforms_at(chain_B, position_B), self._model.vocab, mixed_B)
         self._drawn_4KM[:, :, :size].index_copy_(1, self._step_1, drawn.table().unsqueeze(1))
         self._step_1 += 1
         going_on_B = ~ended_B

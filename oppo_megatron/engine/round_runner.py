@@ -99,6 +99,20 @@ class RoundRunner:
         """The chunk has been recorded in the rollouts that were active."""
         self.planner.actor.record(rollouts)
 
+    def stop(self, rollouts: Sequence[Rollout]) -> None:
+        """Between two rounds: these are decoded no further, and may have been cut.
+
+        A scorer that has read all that is left of one, or more, reads it anew.
+        """
+        self.planner.actor.stop(rollouts)
+        if self.decode is not None:
+            self.decode.stop([rollout.seq_id for rollout in rollouts])
+        for name, book in self.planner.scorers.items():
+            beyond = book.beyond(rollouts)
+            book.forget(*beyond, unread=True)
+            if name in self.scoring:
+                self.scoring[name].give_up(*beyond)
+
     def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
         """Whether a scorer, here or elsewhere, has not read all of the rollouts; `role`: whether that one has not."""
         return self.planner.owes(rollouts) if role is None else self.planner.scorers[role].owes(rollouts)
@@ -125,8 +139,7 @@ class RoundRunner:
         for book in self.planner.scorers.values():
             book.forget(*seq_ids, unread=True)
         for worker in self.scoring.values():
-            for seq_id in seq_ids:
-                worker.give_up(seq_id)
+            worker.give_up(*seq_ids)
         self.retire(rollouts)
 
     def actor_changed(self) -> None:

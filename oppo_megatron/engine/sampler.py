@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from oppo_megatron.engine.uniforms import uniforms
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.records import ALONE, Members
 
 BELOW_ONE = 1 - 2.0**-24
 """A float32 times this number is the next one below it."""
@@ -32,16 +33,20 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.  Temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary."""
+    """How tokens are drawn.  Temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary.
+
+    Sequences that are greedy by `members` are, whatever the temperature of the others.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    members: Members = ALONE
 
     @classmethod
-    def of(cls, rollout: RolloutConfig, seed: int) -> Sampling:
-        return cls(rollout.temperature, rollout.top_k, rollout.top_p, seed)
+    def of(cls, rollout: RolloutConfig, seed: int, members: Members = ALONE) -> Sampling:
+        return cls(rollout.temperature, rollout.top_k, rollout.top_p, seed, members)
 
 
 @dataclass
@@ -62,6 +67,11 @@ class Draw:
     def table(self) -> Tensor:
         """All of them, one below the other: float64 [4, R], in which tokens are exact."""
         return torch.stack([x.double() for x in (self.tokens, self.logprobs, self.sampling_logprobs, self.masses)])
+
+    def where(self, mask_R: Tensor, other: Draw) -> Draw:
+        """These rows where the mask says so, else those of `other`."""
+        pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return Draw(*(torch.where(mask_R, mine_R, theirs_R) for mine_R, theirs_R in pairs))
 
     def read(self, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> list[list[float]]:
         """Tokens, log-probs and sampling log-probs for the host, in one copy.
@@ -117,15 +127,34 @@ def draw(
     Every rank of the shards makes the call and gets the same answer.  Whether rows gave distributions shows in `Draw.read`.
     """
     u_R = on_device(uniforms(sampling.seed, seq_ids, positions), logits_RV.device, torch.float64)
-    return draw_at(logits_RV, sampling, u_R, shards)
+    greedy_R: Tensor | None = None
+    if sampling.members.greedy:
+        greedy_R = on_device([sampling.members.is_greedy(i) for i in seq_ids], logits_RV.device, torch.bool)
+    return draw_at(logits_RV, sampling, u_R, shards, greedy_R)
 
 
-def draw_at(logits_RV: Tensor, sampling: Sampling, u_R: Tensor, shards: VocabShards | None = None) -> Draw:
-    """`draw` at given numbers in [0, 1), by operations of the device alone: whether rows were distributions is not asked."""
+def draw_at(
+    logits_RV: Tensor,
+    sampling: Sampling,
+    u_R: Tensor,
+    shards: VocabShards | None = None,
+    greedy_R: Tensor | None = None,
+) -> Draw:
+    """`draw` at given numbers in [0, 1), by operations of the device alone: whether rows were distributions is not asked.
+
+    `greedy_R` (bool): which rows take their likeliest token; None: all are drawn alike.
+    """
     shards = shards or VocabShards()
     logits_RV = shards.filled_up(logits_RV)
     if sampling.temperature == 0:
         return _greedy(logits_RV, shards)
+    drawn = _sampled(logits_RV, sampling, u_R, shards)
+    if greedy_R is None:
+        return drawn
+    return _greedy(logits_RV, shards).where(greedy_R, drawn)
+
+
+def _sampled(logits_RV: Tensor, sampling: Sampling, u_R: Tensor, shards: VocabShards) -> Draw:
     scaled_RV = logits_RV if sampling.temperature == 1 else logits_RV / sampling.temperature
     u_R1 = u_R.float()[:, None]
     if sampling.top_k == 0 and sampling.top_p == 1:

@@ -79,11 +79,12 @@ class ScoringWorker:
         """The sequence has been trained."""
         self._outputs.pop(seq_id, None)
 
-    def give_up(self, seq_id: int) -> None:
-        """The sequence leaves untrained, whatever was read of it."""
-        self.forget(seq_id)
-        if seq_id in self.cache:
-            self.cache.close(seq_id)
+    def give_up(self, *seq_ids: int) -> None:
+        """The sequences leave untrained, whatever was read of them."""
+        for seq_id in seq_ids:
+            self.forget(seq_id)
+            if seq_id in self.cache:
+                self.cache.close(seq_id)
 
     def outputs(self) -> dict[int, Tensor]:
         """What has been computed so far, by sequence, each [R]."""

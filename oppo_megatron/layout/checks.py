@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil, lcm
 from typing import Any
 
-from oppo_megatron.config.derived import max_context, minibatch_parts, most_sequences, share_of_sequences
+from oppo_megatron.config.derived import max_context, members, minibatch_parts, most_sequences, share_of_sequences
 from oppo_megatron.config.model import ActorConfig, ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 from oppo_megatron.layout.layouts import Limits, Sizes, fills_shards, format_ranks, suggestion
@@ -244,10 +244,13 @@ def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, sha
     sequences = most_sequences(config)
     asked = _Asked(name, Sizes.of(placement), len(placement.ranks), _limits(config, name, shape))
     problems = _divisions(asked, shape)
-    size = config.rollout.group_size
+    each = members(config)
+    size, own = each.size, each.trained
     if placement.dp * size > sequences:
         most, needed = config.overlap.delta.max, "one" if size == 1 else f"a group of {size}"
-        delta = f" + overlap.delta.max {most}" + f" x rollout.group_size {size}" * (size > 1) if config.overlap.inter else ""
+        groups = f" x rollout.group_size {own}" * (own > 1)
+        delta = f" + overlap.delta.max {most}{groups}" if config.overlap.inter else ""
+        delta += ", and a greedy one for each prompt" * each.greedy
         work = "1 sequence is" if sequences == 1 else f"{sequences} sequences are"
         problems.append(
             f"{name} has dp {placement.dp}, but at most {work} in work at once (rollout.batch_size "
@@ -306,7 +309,7 @@ def _check_kv_budget(config: TrainConfig, name: str, placement: RolePlacement, s
         most = ceil(min(tokens, config.runtime.micro_batch_tokens) / context)
 
     def count(layout: Sizes) -> int:
-        return min(most, share_of_sequences(config, layout.dp))
+        return min(most, share_of_sequences(config, name, layout.dp))
 
     def needed_mb(layout: Sizes) -> float:
         dtype, slot = named_roles(config)[name].dtype, slot_tokens(context, config.runtime.kv_layout)

@@ -229,7 +229,7 @@ def _serving(
 ) -> Iterator[Holding]:
     """Decoding or scoring: weights, cache, and what a call holds."""
     packed = on_cpu and config.runtime.decode_path == "packed"
-    sequences, longest = share_of_sequences(config, placement.dp), max_context(config)
+    sequences, longest = share_of_sequences(config, name, placement.dp), max_context(config)
     context = slot_tokens(longest, config.runtime.kv_layout)
     budget_mb = config.runtime.kv_cache_mb
     slots = kv_slots(model.shape, placement, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)

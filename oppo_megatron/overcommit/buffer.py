@@ -38,7 +38,7 @@ never holds more than B + delta groups, and no round is ended by the last respon
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -211,6 +211,18 @@ class RolloutBuffer:
     def drop(self, groups: Iterable[int]) -> list[Rollout]:
         """These groups, by number, leave untrained."""
         return self._remove(np.flatnonzero(np.isin(self._numbers(), list(groups))))
+
+    def cut(self, lengths: Mapping[int, int]) -> list[Rollout]:
+        """These unfinished rollouts, by sequence, have ended with so many response tokens; what they have beyond is gone."""
+        cut = [self._unfinished.pop(seq_id) for seq_id in lengths]
+        places = self._table.rows(np.array(list(lengths), dtype=np.int64))
+        self._table.columns.response_tokens[places] = list(lengths.values())
+        self._table.columns.finished[places] = True
+        self._table.finish_clocks[places] = self._clock
+        for rollout in cut:
+            rollout.cut(lengths[rollout.seq_id], self._clock)
+        self._running = None
+        return cut
 
     def pass_to(self, clock: int) -> None:
         """Nothing is decoded until then."""

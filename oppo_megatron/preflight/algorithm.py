@@ -17,6 +17,7 @@ def check_algorithm(config: TrainConfig) -> list[str]:
     """Every broken rule of `algorithm`, `ppo` and `rollout.group_size`, a sentence each."""
     return [
         *_check_groups(config),
+        *_check_greedy(config),
         *_check_unread(config),
         *_check_unread_kl(config),
         *_check_objective(config),
@@ -28,7 +29,12 @@ def check_algorithm(config: TrainConfig) -> list[str]:
 def _check_groups(config: TrainConfig) -> Iterator[str]:
     algorithm, batch, size = config.algorithm, config.rollout.batch_size, config.rollout.group_size
     what = f"baseline {algorithm.baseline}, scale {algorithm.scale}"
-    if algorithm.needs_group and size == 1:
+    if algorithm.greedy and algorithm.scale == "group_std":
+        yield (
+            "algorithm.scale is group_std, but algorithm.baseline greedy compares a response with the greedy one, and not with "
+            "its group; choose scale none, batch_std, advantage_std or whiten, or a group's baseline (group_mean, others)"
+        )
+    elif algorithm.needs_group and size == 1:
         yield (
             f"rollout.group_size is 1, but algorithm.preset {algorithm.preset} ({what}) compares the responses to a prompt, "
             "and one has nothing to be compared with; set it to 2 or more"
@@ -47,6 +53,17 @@ def _check_groups(config: TrainConfig) -> Iterator[str]:
         unit = f"rollout.batch_size {batch}" if size == 1 else whole
         fitting = ", ".join(str(count) for count in range(1, groups + 1) if groups % count == 0)
         yield f"ppo.minibatches {minibatches} does not divide {unit}; choose from {fitting}"
+
+
+def _check_greedy(config: TrainConfig) -> Iterator[str]:
+    """What is sampled must be able to differ from what it is compared with."""
+    rollout = config.rollout
+    for name, value in (("temperature", 0), ("top_k", 1)):
+        if config.algorithm.greedy and getattr(rollout, name) == value:
+            yield (
+                f"rollout.{name} is {value}, so that every response is the greedy one that algorithm.baseline greedy compares it "
+                f"with, and nothing is learned; choose another rollout.{name}, or another baseline"
+            )
 
 
 def _check_unread(config: TrainConfig) -> Iterator[str]:

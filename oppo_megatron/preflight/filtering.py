@@ -25,7 +25,7 @@ def _check_filter(config: TrainConfig, asked: FilterConfig) -> Iterator[str]:
             "filter is set, but overlap.backfill is false, and nothing would take the places of groups that are dropped; set "
             "overlap.backfill to true, or filter to null"
         )
-    if rollout.group_size == 1:
+    if rollout.group_size == 1 and not config.algorithm.greedy:
         yield (
             "filter is set, but rollout.group_size is 1, and a response alone is always equally good: every group would be "
             "dropped; set rollout.group_size to 2 or more, or filter to null"

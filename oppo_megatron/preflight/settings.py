@@ -24,6 +24,7 @@ from oppo_megatron.preflight.filtering import check_filtering
 from oppo_megatron.preflight.measuring import check_evaluation, check_heldout
 from oppo_megatron.preflight.preferences import check_preferences
 from oppo_megatron.preflight.reward_parts import check_part, check_waits
+from oppo_megatron.preflight.settling import check_settle
 
 
 def check_train(config: TrainConfig) -> list[str]:
@@ -45,6 +46,7 @@ def check_train(config: TrainConfig) -> list[str]:
         *check_evaluation(config),
         *check_algorithm(config),
         *check_filtering(config),
+        *check_settle(config),
         *_check_step_rewards(config),
         *_check_warmup(config),
         *(problem for name, role in config.trained.items() for problem in _check_optimizer(name, role.optimizer)),

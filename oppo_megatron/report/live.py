@@ -50,7 +50,8 @@ def glance(path: str | os.PathLike[str], now: float | None = None, before: Glanc
     record = read_run(path, spans=False)
     spans, no_spans = _last_spans(run)
     record = replace(record, spans=without_downtime(spans, record.lines), no_spans=no_spans)
-    newest = next(iter(reversed(last_objects(run.rollouts, END_OF_ROLLOUTS))), None)
+    trained = (row for row in reversed(last_objects(run.rollouts, END_OF_ROLLOUTS)) if not row.get("greedy"))
+    newest = next(trained, None)
     return Glance(record, newest, quiet_s, stamp)
 
 

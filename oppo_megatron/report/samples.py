@@ -14,7 +14,7 @@ STEP_OF_LINE = re.compile(rb'\{"step": (\d+),')
 
 
 def sample_responses(record: RunRecord) -> tuple[list[Mapping[str, Any]], str]:
-    """Rollouts of the first, the middle and the last step: lowest, middle and highest reward, and the longest.
+    """Trained rollouts of the first, the middle and the last step: lowest, middle and highest reward, and the longest.
 
     In the order of steps and rewards; and where there are none, why.
     """
@@ -31,7 +31,7 @@ def sample_responses(record: RunRecord) -> tuple[list[Mapping[str, Any]], str]:
 
     try:
         for row in iter_json_lines(record.run.rollouts, is_wanted):
-            if row.get("step") in by_step and number(row, "reward") is not None:
+            if row.get("step") in by_step and number(row, "reward") is not None and not row.get("greedy"):
                 by_step[row["step"]].append(row)
     except DataError as error:
         return [], str(error)

@@ -18,10 +18,10 @@ from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.preflight.settings import check_rewards
 from oppo_megatron.rewards.entry_point import load_entry_point
 from oppo_megatron.rewards.isolated_rule import IsolatedRule
-from oppo_megatron.rewards.isolation import IsolatedFunction
+from oppo_megatron.rewards.isolation import NO_SETTLED, IsolatedFunction
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, read_token
 from oppo_megatron.rewards.remote import RemoteReward
-from oppo_megatron.rewards.rule_parts import Rule, VerifierReward, build_rule
+from oppo_megatron.rewards.rule_parts import FormatReward, Rule, VerifierReward, build_rule
 from oppo_megatron.rewards.rules.lengths import LengthRule
 from oppo_megatron.rewards.user_code import SHOWN_CHARACTERS, ProcessExit, said_of, staying
 
@@ -40,10 +40,14 @@ class ResponseReward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """A user's function, called in this process; RewardError where it raises, or asks to end the process."""
+    """A user's function, called in this process; RewardError where it raises, or asks to end the process.
+
+    `early`: its `settled`, which takes a prefix in place of the response, and may return None.
+    """
 
     entry_point: str
     function: ResponseReward
+    early: ResponseReward | None = None
 
     def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
         try:
@@ -53,6 +57,15 @@ class UserFunction:
             raise RewardError(f"it asked to end the process ({said_of(error)}); return a number, or raise") from error
         except Exception as error:
             raise RewardError(said_of(error)) from error
+
+    @property
+    def never_settles(self) -> str | None:
+        return None if self.early is not None else NO_SETTLED
+
+    def settled(self, prompt: str, prefix: str, fields: Mapping[str, Any]) -> float | None:
+        """By the function's `settled`, which there is.  Raises as a call does."""
+        assert self.early is not None
+        return UserFunction(self.entry_point, self.early)(prompt, prefix, fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +133,11 @@ def _function(
         isolated = IsolatedFunction(part.entry_point, part.options, part.isolation, inherited)
         isolated.check()
         return isolated
-    function = load_entry_point(part.entry_point, part.options)
-    return UserFunction(part.entry_point, partial(function, **part.options) if part.options else function)
+    function, options = load_entry_point(part.entry_point, part.options), part.options
+    early = load_entry_point(f"{part.entry_point}.settled", options) if hasattr(function, "settled") else None
+    if early is not None and options:
+        early = partial(early, **options)
+    return UserFunction(part.entry_point, partial(function, **options) if options else function, early)
 
 
 def _about(function: ResponseReward | RemoteReward | Rule | None) -> str:
@@ -177,6 +193,29 @@ class RewardSum:
                     check_fields(fields)
             except RewardError as error:
                 raise RewardError(f"reward part {summand.label!r}: {error}") from error
+
+    def never_settle(self) -> dict[str, str]:
+        """The parts that no prefix ever settles, by label, with the reason."""
+        return {part.label: why for part in self.summands if (why := _never_settles(part.function)) is not None}
+
+    def settled(self, item: ScoreItem, place: str = "") -> dict[str, float]:
+        """What each part gives for every response that begins with that of `item`, by label; others are left out.
+
+        Raises `RewardError` naming sequence, `place` (file:line of the prompt's row) and part.
+        """
+        found = dict[str, float]()
+        for summand in self.summands:
+            if not isinstance(summand.function, Settling) or summand.function.never_settles is not None:
+                continue
+            what = f"{_of(item, place)}: `settled` of reward part {summand.label!r}"
+            try:
+                value = summand.function.settled(item.prompt, item.response, item.fields)
+                if value is not None:
+                    found[summand.label] = _finite(value, "it")
+            except RewardError as error:
+                remedy = "it must give a finite number or None for every prefix: correct it"
+                raise RewardError(f"{what} failed: {error}; {remedy}") from (error.__cause__ or error)
+        return found
 
     def reads_model(self, labels: Collection[str]) -> bool:
         """Whether one of these parts is the reward model's score."""
@@ -266,6 +305,16 @@ class RewardSum:
                     each.forget(item.seq_id)
             raise
         return parts
+
+
+Settling = VerifierReward | FormatReward | UserFunction | IsolatedFunction
+"""What may tell early: `settled(prompt, prefix, fields)`, unless `never_settles` says why not."""
+
+
+def _never_settles(function: ResponseReward | RemoteReward | Rule | None) -> str | None:
+    if isinstance(function, Settling):
+        return function.never_settles
+    return "it is known at the end of a response only"
 
 
 def _value(summand: Summand, item: ScoreItem, model_score: float | None, sequence: str, num_tokens: int | None) -> Any:

@@ -33,6 +33,7 @@ CHILD = "oppo_megatron.rewards.isolated_child"
 MARK = "OPPO_ISOLATED"
 """Environment variable of the process and of all that it starts: by its value they are found when they are to end."""
 END_S = 2.0
+NO_SETTLED = "the function has no `settled`"
 
 
 class Unanswered(RewardError):
@@ -60,6 +61,7 @@ class IsolatedFunction:
         self._cpu_s = math.ceil(limits.wall_s) if cpu_s is None else cpu_s
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
+        self._settles = False
         self._mark = ""
         self._thread = self._to_child = self._from_child = -1
 
@@ -76,14 +78,26 @@ class IsolatedFunction:
 
         For a limit and a crash it is `Unanswered`, but not while the process starts.
         """
+        return float(self._called({"prompt": prompt, "response": response, "fields": dict(fields)}))
+
+    @property
+    def never_settles(self) -> str | None:
+        """Why no prefix is ever settled, if so; known once the process has started, as in `check`."""
+        return None if self._settles else NO_SETTLED
+
+    def settled(self, prompt: str, prefix: str, fields: Mapping[str, Any]) -> float | None:
+        """By the function's `settled`, which there is.  Raises as a call does."""
+        value = self._called({"prompt": prompt, "response": prefix, "fields": dict(fields), "settled": True})
+        return None if value is None else float(value)
+
+    def _called(self, call: Mapping[str, Any]) -> Any:
         if self._process is None:
             self._start()
         assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"
-        call = {"prompt": prompt, "response": response, "fields": dict(fields)}
         answer = self._ask(call, self.limits.wall_s, f"{self.entry_point} gave no score within isolate.wall_s")
         if "error" in answer:
             raise RewardError(f"{self.entry_point} failed in its process: {answer['error']}")
-        return float(answer["value"])
+        return answer["value"]
 
     def interrupt(self) -> None:
         """Kill the process, from any thread: a call that is under way fails."""
@@ -131,9 +145,10 @@ class IsolatedFunction:
             answer = self._ask(task, START_S, f"{self.entry_point} was not loaded within")
         except Unanswered as error:
             raise RewardError(str(error)) from error
-        if answer != {"ready": True}:
+        if answer.get("ready") is not True:
             self.close()
             raise RewardError(f"{self.entry_point} cannot be loaded in its process: {answer.get('error', answer)}")
+        self._settles = bool(answer.get("settles"))
 
     def _ask(self, message: Mapping[str, Any], limit_s: float, late: str) -> dict[str, Any]:
         """Send a line and read the next one.  Whatever goes wrong ends the process, and is `Unanswered` but for a wrong line."""

@@ -3,6 +3,7 @@
     gsm8k        the last `#### n`, or a last line `A: n` (the form of the model solutions published with GSM8K)
     arithmetic   the same; without either, a last line that is a number or ends in `= n`
     flexible     gsm8k with `lenient`: the same; without either, the last number of all
+    gsm8k_first  the first `#### n`, whatever follows its line
 
 A number may be negative, decimal, a fraction, have thousands commas, a currency sign before and a full stop or a unit
 after it. `1,200.0`, `$1200` and `2400/2` are equal.
@@ -83,10 +84,23 @@ def flexible_answer(text: str) -> Fraction | None:
     return parse_number(number.lstrip("+-") if joined else number)  # `7-5`, `7 - 5` and `GPT-4` have no sign
 
 
+def first_answer(text: str) -> Fraction | None:
+    """The answer in the first line with a mark, behind its first mark; None if that is no number, or there is no mark."""
+    mark = _MARK.search(text)
+    return parse_number(mark[1].partition("####")[0]) if mark else None
+
+
+def first_settled(prefix: str, expected: Any) -> float | None:
+    """The score by `first_answer` once the line of the first mark has ended; None before.  Raises as `expected_answer`."""
+    mark = _MARK.search(prefix)
+    return verify("gsm8k_first", prefix, expected) if mark and mark.end() < len(prefix) else None
+
+
 ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {
     "gsm8k": gsm8k_answer,
     "arithmetic": arithmetic_answer,
     "flexible": flexible_answer,
+    "gsm8k_first": first_answer,
 }
 """The reader of each rule; `flexible` is that of gsm8k with `lenient`."""
 

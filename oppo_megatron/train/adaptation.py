@@ -12,7 +12,7 @@ from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
 from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.control.occupancy import length_gap
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Rollout, StepSignals
+from oppo_megatron.records import ALONE, Members, Rollout, StepSignals
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
 from oppo_megatron.train.logs.facts import StepFacts
@@ -36,6 +36,7 @@ class Adaptation:
     planner: RoundPlanner
     costs: CostMeter
     tunes_chunk: bool
+    members: Members = ALONE
 
     def learn_costs(self, step: int) -> None:
         """What all ranks measured becomes the cost model of the next step's rounds, where they are woven by it.
@@ -55,7 +56,7 @@ class Adaptation:
         """Delta and KL after an update of the actor; their inputs are the same on every rank."""
         assert facts.scores is not None
         with facts.planning():
-            facts.length_gap = length_gap(batch, self.scheduler.buffer.rollouts)
+            facts.length_gap = length_gap(batch, self.members.to_train(self.scheduler.buffer.rollouts))
             if not actor_trained:
                 facts.delta_reason = f"step {facts.step}: delta stays, the critic warms up"
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from oppo_megatron.config.derived import members
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.heldout_split import describe_seen
 from oppo_megatron.data.length_trace import forced_quantile
@@ -12,6 +13,7 @@ from oppo_megatron.data.prompts import PromptSet, load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.stops import require_stop_texts
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from oppo_megatron.errors import ConfigError
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 
 if TYPE_CHECKING:
@@ -55,14 +57,27 @@ def read_inputs(config: TrainSettings) -> Inputs:
     require_separators(config, tokenizer)
     longest = config.rollout.max_response_tokens
     rewards, quarantine = build_reward_functions(config.rewards, max_response_tokens=longest), Quarantine()
+    require_settling(config, rewards)
     prompts = load_prompts(
-        config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=config.rollout.group_size
+        config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=members(config).size
     )
     heldout = judges = None
     if config.evaluation is not None:
         judges = build_reward_functions(config.evaluation.judges, max_response_tokens=longest)
         heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judges.check)
     return Inputs(tokenizer, rewards, prompts, heldout, judges, quarantine, lengths)
+
+
+def require_settling(config: TrainSettings, rewards: RewardSum) -> None:
+    """Raises ConfigError where responses are to end early, and a part of the reward never lets them."""
+    if config.settle.mode != "off" and (silent := rewards.never_settle()):
+        raise ConfigError(
+            [
+                f"settle.mode is {config.settle.mode}, but reward part {label!r} settles nothing: {why}; give it what it needs "
+                "(docs/rewards.md), or set settle.mode to off"
+                for label, why in silent.items()
+            ]
+        )
 
 
 def require_separators(config: TrainSettings, tokenizer: Tokenizer) -> None:

@@ -98,17 +98,18 @@ class TrainingLoop:
         self.state.phase = None
         if not batch:
             return True
-        self.meter.facts.filtered = self.rollouts.filter_figures()
         self._finish_scoring(batch)
+        trained = self.exchange.members.to_train(batch)
         if plan.forward_ahead:
-            self.updates.begin(step, batch)
+            self.updates.begin(step, trained)
         scored = self._gather_scores(step, batch)
+        self.meter.facts.filtered = self.rollouts.filter_figures() | self.rollouts.settle_figures()
         self.adaptation.learn_costs(step)
-        experience, breach = self.updates.make(step, batch, scored)
+        experience, breach = self.updates.make(step, trained, scored)
         actor_trained = self.updates.trains_actor(step)
         self._end_update(plan, changed=breach is None, actor_trained=actor_trained)
         if breach is None:
-            self.adaptation.learn_batch(self.meter.facts, batch, experience, actor_trained=actor_trained)
+            self.adaptation.learn_batch(self.meter.facts, trained, experience, actor_trained=actor_trained)
         else:
             self.meter.facts.skipped = breach.reason
         self.adaptation.learn_times(self.meter.facts, self.meter.cost())

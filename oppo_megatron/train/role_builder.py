@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.decode_gap import GapLimit
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.derived import max_context, num_updates, share_of_sequences
+from oppo_megatron.config.derived import max_context, members, num_updates, share_of_sequences
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.executor import Executor, RoleWorker
@@ -66,7 +66,7 @@ class RoleBuilder:
 
     def num_slots(self, role: str) -> int:
         """Cache slots of one replica where the budget allows."""
-        return share_of_sequences(self.config, self.topology.site.placements[role].dp)
+        return share_of_sequences(self.config, role, self.topology.site.placements[role].dp)
 
     def actor(self) -> Actor | None:
         role = self._trained("actor", "lm")
@@ -134,7 +134,7 @@ class RoleBuilder:
         return DecodeWorker(
             actor.role.serving,
             self._cache("actor", actor.role.serving),
-            sampling=Sampling.of(self.config.rollout, self.config.seed),
+            sampling=Sampling.of(self.config.rollout, self.config.seed, members(self.config)),
             stopping=self._stopping,
             outlet=ChunkOutlet(device) if sends else None,
             sync_steps=self.config.runtime.sync_steps(device.type),

@@ -1,6 +1,7 @@
 """Brings the scorers' results to every rank.
 
-Legend: B rollouts of the batch, T their response tokens (packed), P parts of the reward.
+Legend: B rollouts of the batch that are trained, T their response tokens (packed), N rollouts with greedy ones among them,
+P parts of the reward.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.algorithms.experience import ScoredBatch
+from oppo_megatron.algorithms.experience import GreedyRows, ScoredBatch
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.liveness.failures import noted
 from oppo_megatron.data.tokenizer import Tokenizer
@@ -23,12 +24,14 @@ from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.stream import share
 from oppo_megatron.layout.placements import RolePlacement, scorers_leader
 from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.records import Rollout
+from oppo_megatron.overcommit.settling import Prefix, Settler
+from oppo_megatron.records import ALONE, Members, Rollout
 from oppo_megatron.rewards.functions import NOTHING_KNOWN as NO_PART
 from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import CRITIC_STATS, Critic
+from oppo_megatron.train.settling import read_prefix, require_as_settled
 from oppo_megatron.train.step_rewards import StepRewards
 
 TIMES = ("score", "wait_tokens")
@@ -61,7 +64,7 @@ class ScoreExchange:
     """Collective of the world, once a step.  Sizes follow from the batch, which every rank knows.
 
     `actor` and `critic`: of this rank; `steps`: where the reward model is a process reward model.  A reward that is no
-    finite number is a NaN on every rank; `refusal` says why, on the scorers' first.
+    finite number is a NaN on every rank; `refusal` says why, on the scorers' first.  `settler` has what rewards were settled as.
     """
 
     rank: int
@@ -70,11 +73,12 @@ class ScoreExchange:
     rewards: RewardSum
     tokenizer: Tokenizer
     activity: Activity = field(default_factory=Activity)
-    group_size: int = 1
+    members: Members = ALONE
     actor: Actor | None = None
     critic: Critic | None = None
     steps: StepRewards | None = None
     refusal: str | None = None
+    settler: Settler | None = None
 
     def gather(
         self,
@@ -87,27 +91,30 @@ class ScoreExchange:
     ) -> tuple[ScoredBatch, ScoreReport]:
         """Scores, values and reference log-probs of the batch on every rank.  Raises RewardError on the scorers' first.
 
+        Of greedy responses among it, which are not trained, the reward alone.
+
         `seconds` are this rank's totals of the step over the scoring roles, `work` those of its rounds; `measured` is asked
         once all scores are here; `known` are parts of rewards that `judge` has given.
         """
-        lengths = [len(r.tokens) for r in batch]
-        reference_T = self._share("reference", batch, lengths, rounds).float() if "reference" in self.placements else None
-        values_T = self._share("critic", batch, lengths, rounds).float() if "critic" in self.placements else None
-        model_B, step_rewards_T = self._model_scores(batch, rounds)
-        totals_B, parts = self._rewards(batch, model_B, known)
+        trained = self.members.to_train(batch)
+        reference_T, values_T = (self._of_tokens(role, trained, rounds) for role in ("reference", "critic"))
+        model_N, step_rewards_T = self._model_scores(batch, rounds)
+        totals_N, parts = self._rewards(batch, model_N, known)
+        totals_B, greedy = self._apart(batch, totals_N.float())
         times = [seconds.get(name, 0.0) for name in TIMES] + list(work)
         mine = torch.tensor(times, dtype=torch.float64) if self.rank == self._leader else None
         busy_s, idle_s, *leaders_work = self.shared("times", mine, len(times), self._leader).tolist()
-        logp_T = on_device([x for r in batch for x in r.logprobs], self.device, torch.float32)
+        logp_T = on_device([x for r in trained for x in r.logprobs], self.device, torch.float32)
         scored = ScoredBatch(
             behaviour_logp_T=logp_T,
             reference_logp_T=reference_T,
             values_T=values_T,
-            scores_B=totals_B.float(),
-            lengths_B=lengths,
-            truncated_B=on_device([r.finish_reason == "length" for r in batch], self.device, torch.bool),
-            group_size=self.group_size,
+            scores_B=totals_B,
+            lengths_B=[len(r.tokens) for r in trained],
+            truncated_B=on_device([r.finish_reason == "length" for r in trained], self.device, torch.bool),
+            group_size=self.members.trained,
             step_rewards_T=step_rewards_T,
+            greedy=greedy,
         )
         critic = self.critic_stats()
         ess, *of_rollout = self._of_actor(measured()).tolist()
@@ -125,9 +132,27 @@ class ScoreExchange:
         def parts(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
             place, num_tokens = rollout.prompt.place, len(rollout.tokens)
             found = self.rewards.parts(item, score, place, num_tokens, of=labels)
+            self._require_as_settled(found, item, rollout)
             return [found[label] for label in labels]
 
         return self._scored(rollouts, model_N, len(labels), parts).tolist()
+
+    def prefixes(self, rollouts: Sequence[Rollout]) -> list[Prefix]:
+        """What the rewards say of responses that are still decoded, on every rank.  Raises RewardError on the scorers' first."""
+
+        def numbers(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
+            found = read_prefix(self.rewards, item, rollout.tokens, self.tokenizer.decode, rollout.prompt.place)
+            return [float(found.num_tokens), *found.parts]
+
+        table = self._scored(rollouts, None, 1 + len(self.rewards.summands), numbers).tolist()
+        return [Prefix(tuple(parts), int(num_tokens)) for num_tokens, *parts in table]
+
+    def _require_as_settled(self, parts: Mapping[str, float], item: ScoreItem, rollout: Rollout) -> None:
+        """Raises RewardError where a part is not what it was settled as."""
+        note = None if self.settler is None else self.settler.notes.get(rollout.seq_id)
+        if self.settler is not None and note is not None:
+            beginning = self.tokenizer.decode(rollout.tokens[: note.num_tokens])
+            require_as_settled(parts, note, self.settler.labels, item, rollout.prompt.place, beginning)
 
     def request(self, rollouts: Sequence[Rollout], known: Collection[str] = ()) -> None:
         """Ask services and rules' processes for the scores of finished rollouts, while others are still decoded.
@@ -177,6 +202,12 @@ class ScoreExchange:
                 torch.cuda.current_stream(self.device).synchronize()
         return shared
 
+    def _of_tokens(self, role: str, batch: Sequence[Rollout], rounds: RoundRunner) -> Tensor | None:
+        """A role's output of each response token [T], if there is such a role."""
+        if role not in self.placements:
+            return None
+        return self._share(role, batch, [len(r.tokens) for r in batch], rounds).float()
+
     def _share(self, role: str, batch: Sequence[Rollout], sizes: Sequence[int], rounds: RoundRunner) -> Tensor:
         """A role's outputs of the batch, `sizes` of each rollout, from whichever replica scored it, in the batch's order."""
         placement, book = self.placements[role], rounds.planner.scorers[role]
@@ -193,16 +224,39 @@ class ScoreExchange:
         return torch.cat([pieces[i] for i in range(len(batch))])
 
     def _model_scores(self, rollouts: Sequence[Rollout], rounds: RoundRunner) -> tuple[Tensor | None, Tensor | None]:
-        """The reward model's score of each rollout [N], and the part of it that tokens earn [T], if there is such."""
+        """The reward model's score of each rollout [N], and the part of it that trained tokens earn [T], if there is such."""
         if "reward" not in self.placements:
             return None, None
         if self.steps is None:
             return self._share("reward", rollouts, [1] * len(rollouts), rounds), None
         outputs_T = self._share("reward", rollouts, [len(r.tokens) for r in rollouts], rounds)
-        return self.steps.of_tokens(outputs_T, [r.tokens for r in rollouts])
+        scores_N, earned = self.steps.of_tokens(outputs_T, [r.tokens for r in rollouts])
+        return scores_N, self._of_trained(rollouts, earned)
 
-    def _rewards(self, batch: Sequence[Rollout], model_B: Tensor | None, known: Known) -> tuple[Tensor, dict[str, float]]:
-        """Total reward of each rollout [B], and the mean of each part."""
+    def _of_trained(self, rollouts: Sequence[Rollout], values: Tensor | None) -> Tensor | None:
+        """Of numbers of all response tokens, those of rollouts that are trained."""
+        if values is None or not self.members.greedy:
+            return values
+        pieces = zip(rollouts, values.split([len(r.tokens) for r in rollouts]), strict=True)
+        return torch.cat([piece for rollout, piece in pieces if not self.members.is_greedy(rollout.seq_id)])
+
+    def _apart(self, batch: Sequence[Rollout], totals_N: Tensor) -> tuple[Tensor, GreedyRows | None]:
+        """Scores of what is trained, [B], and the greedy responses with theirs."""
+        if not self.members.greedy:
+            return totals_N, None
+        greedy = [rollout for rollout in batch if self.members.is_greedy(rollout.seq_id)]
+        lengths_G = on_device([len(r.tokens) for r in greedy], self.device, torch.int64)
+        cut_G = on_device([r.finish_reason == "length" for r in greedy], self.device, torch.bool)
+        rows = GreedyRows(totals_N[self._places(batch, greedy=True)], lengths_G, cut_G)
+        return totals_N[self._places(batch, greedy=False)], rows
+
+    def _places(self, rollouts: Sequence[Rollout], *, greedy: bool) -> Tensor:
+        """Where the greedy ones stand, or the others."""
+        places = [i for i, rollout in enumerate(rollouts) if self.members.is_greedy(rollout.seq_id) == greedy]
+        return on_device(places, self.device, torch.int64)
+
+    def _rewards(self, batch: Sequence[Rollout], model_N: Tensor | None, known: Known) -> tuple[Tensor, dict[str, float]]:
+        """Total reward of each rollout [N], and the mean of each part over those that are trained."""
         labels = [summand.label for summand in self.rewards.summands]
         self.request(batch, {label for rollout in batch for label in known.get(rollout.seq_id, ())})
 
@@ -212,11 +266,13 @@ class ScoreExchange:
                 item.prompt, item.response, item.fields, score, item.seq_id, place, num_tokens,
                 known.get(item.seq_id, NO_PART),
             )  # fmt: skip
+            self._require_as_settled(found.parts, item, rollout)
             return [found.total, *found.parts.values()]
 
         self.refusal = None
-        shared = self._scored(batch, model_B, 1 + len(labels), reward)
-        return shared[:, 0], dict(zip(labels, shared[:, 1:].mean(0).tolist(), strict=True))
+        shared = self._scored(batch, model_N, 1 + len(labels), reward)
+        parts = shared[self._places(batch, greedy=False), 1:] if self.members.greedy else shared[:, 1:]
+        return shared[:, 0], dict(zip(labels, parts.mean(0).tolist(), strict=True))
 
     def _scored(
         self,

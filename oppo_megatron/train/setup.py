@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.derived import longest_chunk
+from oppo_megatron.config.derived import batch_rows, longest_chunk, members
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner
 from oppo_megatron.control.delta_controllers import make_delta_controller
@@ -41,6 +41,7 @@ from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
+from oppo_megatron.train.settling import build_settler
 from oppo_megatron.train.step_rewards import StepRewards
 from oppo_megatron.train.topology import build_topology
 from oppo_megatron.train.updates import Updates
@@ -51,7 +52,7 @@ def build_loop(
 ) -> TrainingLoop:
     """Groups, models, optimizers and books of this rank, for what of the run is `ahead`."""
     prompts = prompt_stream(config, inputs.prompts, ahead)
-    total_steps = ahead.total_steps(config.steps, prompts.planned, config.rollout.batch_size)
+    total_steps = ahead.total_steps(config.steps, prompts.planned, batch_rows(config))
     with world.activity.doing("process groups", waits=True):
         topology = build_topology(config, world.device)
     algorithm, memory = Algorithm.of(config), MemoryMeter.begin(world.device)
@@ -90,19 +91,21 @@ def _assemble(
 ) -> TrainingLoop:
     actor, critic, rounds, meter = parts.actor, parts.critic, parts.rounds, parts.meter
     scheduler, kl = parts.scheduler, KLController(config.ppo.kl)
+    settler = build_settler(config, scheduler.buffer, inputs.rewards)
     exchange = ScoreExchange(
         world.rank, world.device, rounds.planner.site.placements, inputs.rewards, inputs.tokenizer, world.activity,
-        config.rollout.group_size, actor, critic, StepRewards.of(config.rewards, inputs.tokenizer),
+        members(config), actor, critic, StepRewards.of(config.rewards, inputs.tokenizer),
+        settler=settler,
     )  # fmt: skip
     adaptation = Adaptation(
         world, scheduler, ChunkTuner(config.overlap.chunk, longest_chunk(config)), kl, rounds.planner, meter.tracer.meter,
-        tunes_chunk=config.overlap.intra,
+        tunes_chunk=config.overlap.intra, members=members(config),
     )  # fmt: skip
     updates = Updates(
         config, world, actor, critic, parts.guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position
     )
     groups = build_filter(config, scheduler, inputs.rewards)
-    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning, groups)
+    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning, groups, settler)
     evaluator = _evaluator(config, inputs, builder)
     state = RunState(rollouts, updates, adaptation, evaluator, meter)
     return TrainingLoop(config, world, rollouts, exchange, updates, adaptation, evaluator, saver, meter, state)
@@ -116,10 +119,10 @@ def _critic_placement(config: TrainConfig, site: Site) -> CriticPlacement:
 def _scheduler(config: TrainConfig, prompts: PromptStream, ahead: Ahead) -> OvercommitScheduler:
     overlap, period = config.overlap, config.overlap.admission_period
     buffer = RolloutBuffer(
-        config.rollout.batch_size, 0, overlap.max_staleness, backfill=period is not None, group_size=config.rollout.group_size,
+        batch_rows(config), 0, overlap.max_staleness, backfill=period is not None, group_size=members(config).size,
         filtered=config.filter is not None,
     )  # fmt: skip
-    to_train = None if config.filter is None else ahead.to_train(config.steps, config.rollout.batch_size)
+    to_train = None if config.filter is None else ahead.to_train(config.steps, batch_rows(config))
     return OvercommitScheduler(prompts, buffer, make_delta_controller(delta_rule(overlap)), period, to_train)
 
 
@@ -159,7 +162,7 @@ def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RU
 
     With a filter nobody knows how many that are: the scheduler stops admission, in time for the same.
     """
-    limit = None if config.filter is not None else ahead.limit(config.steps, config.rollout.batch_size)
+    limit = None if config.filter is not None else ahead.limit(config.steps, batch_rows(config))
     return PromptStream(
         prompts,
         config.seed,

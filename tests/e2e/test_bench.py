@@ -144,7 +144,7 @@ def test_modes_by_kind_of_reward(workspace: Workspace, tmp_path: Path) -> None:
     assert rows == [(kind, mode) for kind in ("verifier", "process") for mode in ("sequential", "full")]
     assert all(row["best_step_s"] == row["speedup_step_s"] for row in written["results"]), "each kind has its own base"
     scored = {kind: found["results"][0]["score_busy_s"] for kind, found in written["rewards"].items()}
-    assert 0 < scored["verifier"] < scored["process"]
+    assert min(scored.values()) > 0, "the reference reads under a verifier, too"
     assert {path.name for path in tmp_path.glob("*.png")} == {"overlap-verifier.png", "overlap-process.png"}
 
 

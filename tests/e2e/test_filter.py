@@ -84,6 +84,21 @@ def test_groups_that_are_all_the_same_are_dropped(workspace: Workspace, sequenti
     assert_once(workspace, "sequential", sequential)
 
 
+@pytest.mark.long
+def test_a_response_is_dropped_where_its_greedy_one_scores_the_same(workspace: Workspace) -> None:
+    """A group of one and its greedy baseline, in another layout too."""
+    changes = {"algorithm": {"preset": "remax"}, "filter": {}, "rollout.group_size": 1, "overlap.intra": True}
+    one = run_ppo_ranks(dapo(workspace, "greedy", delta=1, **changes))
+    assert [len(batch) for batch in one.batches()] == [BATCH] * STEPS and len(one.greedy) == STEPS * BATCH
+    rewards = {row["seq_id"]: row["reward"] for row in [*one.rollouts, *one.greedy]}
+    assert all(rewards[seq_id] != rewards[seq_id + 1] for seq_id in rewards if seq_id % 2 == 0)
+    assert dropped(one) > 1 and all(line["equal_groups"] == 0 for line in one.metrics)
+    calls = calls_of(workspace, "greedy").read_text().splitlines()
+    assert len(calls) == 2 * (STEPS * BATCH + dropped(one)), "each response once"
+    apart = {"placement": {"mode": "disaggregated", "actor": {"tp": 2}}, "overlap.chunk.tokens": 7}
+    assert_same(run_ppo_ranks(dapo(workspace, "greedy-apart", delta=1, **changes | apart)), one)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_streamed_chunks_of_any_size_train_the_same(workspace: Workspace, sequential: Outcome, chunk: int) -> None:
     changes = {"overlap.intra": True, "overlap.chunk.tokens": chunk}

@@ -110,7 +110,7 @@ def test_the_chunk_size_changes_nothing(workspace: Workspace, plain: Outcome, ch
 @pytest.mark.parametrize("preset", CRITIC_FREE)
 @pytest.mark.long
 def test_every_preset_and_group_size_is_the_same_streamed(workspace: Workspace, preset: str, size: int) -> None:
-    if size == 1 and (PRESETS[preset].baseline != "none" or PRESETS[preset].scale == "group_std"):
+    if size == 1 and (PRESETS[preset].baseline not in ("none", "greedy") or PRESETS[preset].scale == "group_std"):
         size = 4  # one response is compared with nothing
     name = f"{preset}-{size}"
     one = run_ppo_ranks(grouped(workspace, f"{name}-plain", preset, size))
@@ -127,12 +127,15 @@ def test_a_preset_trains_with_carried_groups(workspace: Workspace, preset: str) 
     batches = run.batches()
     trained = [seq_id for batch in batches for seq_id in batch]
     assert len(trained) == len(set(trained)) == 48
+    greedy = PRESETS[preset].baseline == "greedy"
+    whole = size + greedy  # sequence ids of a prompt
     for batch in batches:
-        assert [seq_id % size for seq_id in batch] == list(range(size)) * (16 // size)
+        assert [seq_id % whole for seq_id in batch] == list(range(size)) * (16 // size)
+    assert [row["seq_id"] for row in run.greedy] == [i + size for i in trained[::size]] * greedy
     assert sum(row["deferrals"] for row in run.rollouts) > 0, "some groups should be carried"
     deferrals: dict[int, set[int]] = {}
-    for row in run.rollouts:
-        deferrals.setdefault(row["seq_id"] // size, set()).add(row["deferrals"])
+    for row in [*run.rollouts, *run.greedy]:
+        deferrals.setdefault(row["seq_id"] // whole, set()).add(row["deferrals"])
     assert all(len(of_group) == 1 for of_group in deferrals.values())
     dropped = sum(line.get("groups_dropped") or 0 for line in run.metrics)
     assert (PRESETS[preset].filter is not None or not dropped) and len(deferrals) == 48 // size

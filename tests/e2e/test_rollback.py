@@ -78,6 +78,22 @@ def test_a_run_goes_back_leaves_the_prompts_out_and_ends(workspace: Workspace, l
         assert sums[last] == sums[last.replace("saved", "restored")], "the state is the checkpoint's"
 
 
+@pytest.mark.long
+def test_greedy_responses_are_left_out_with_their_group(workspace: Workspace) -> None:
+    """They are not in the rejected batch, but their prompt is; what goes on has whole groups."""
+    remax = {"algorithm": {"preset": "remax"}, "critic": None, "ppo.kl": {}}
+    config = poisoned(workspace, "greedy", [40], **CARRIED, **remax)
+    outcome, _, (line,) = run(config)
+    left_out = set(line["left_out"])
+    assert {40, 41} <= left_out and left_out == {position ^ 1 for position in left_out}
+    rejected = read_rejected(Path(config["run_dir"]) / "rejected" / f"step-{line['step']}.safetensors")
+    assert len(rejected.batch) == BATCH and all(rollout.seq_id % 2 == 0 for rollout in rejected.batch)
+    assert rejected.scored.greedy is not None and len(rejected.scored.greedy.scores_G) == BATCH
+    trained = [row["seq_id"] for row in outcome.rollouts]
+    assert len(trained) == len(set(trained)) == 5 * BATCH and not set(trained) & left_out
+    assert [row["seq_id"] for row in outcome.greedy] == [seq_id + 1 for seq_id in trained]
+
+
 def test_an_update_that_only_the_actors_ranks_see_takes_all_ranks_back_until_it_may_no_more(
     workspace: Workspace,
 ) -> None:

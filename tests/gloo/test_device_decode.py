@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.records import Members
 from tests.gloo.conftest import save_small
 from tests.gloo.jobs_device_decode import Course, Way
 from tests.support.ranks import run_ranks
@@ -32,6 +33,7 @@ COURSES = [
         (6, 1, 11),
     ]  # fmt: skip
 ]
+COURSES.append(Course(7, 2, 5, Sampling(seed=7, members=Members(1, greedy=True))))  # every other sequence is greedy
 PLAIN = Way()
 WAYS = [
     Way(2),

@@ -65,6 +65,7 @@ def sample(seed: int, spread: float, grouped: bool) -> Sample:
         new.append((begin + spread * noise[2]).requires_grad_())
         reference.append(begin + 0.5 * noise[3])
         values.append(noise[4])
+    of_greedy = (torch.randint(-4, 5, (groups,), generator=draw) / 4).tolist()
     batch = Batch(
         scores_B=scores,
         groups=[row // size for row in range(rows)],
@@ -72,6 +73,7 @@ def sample(seed: int, spread: float, grouped: bool) -> Sample:
         old=old,
         reference=reference,
         values=values,
+        greedy={prompt: (score, False) for prompt, score in enumerate(of_greedy)},
     )
     return Sample(batch, new, proximal, size)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from oppo_megatron.algorithms import experience
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.baselines import compared
-from oppo_megatron.algorithms.experience import ScoredBatch
+from oppo_megatron.algorithms.experience import GreedyRows, ScoredBatch
 from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import KLConfig, PPOConfig
@@ -36,7 +36,8 @@ class Implementation:
 
 
 def _replay_advantages(batch: Batch, recipe: Recipe) -> Rows:
-    return formulas.advantages_of(batch, batch.scores_B, recipe, recipe.kl_coefficient)[0]
+    greedy = {prompt: score for prompt, (score, _) in batch.greedy.items()}
+    return formulas.advantages_of(batch, batch.scores_B, greedy, recipe, recipe.kl_coefficient)[0]
 
 
 def _replay_loss(
@@ -84,10 +85,16 @@ def _product_advantages(batch: Batch, recipe: Recipe) -> Rows:
         lengths_B=batch.lengths,
         truncated_B=torch.tensor(batch.cut),
         group_size=algorithm.group_size,
+        greedy=_greedy(batch) if recipe.baseline == "greedy" else None,
     )
     # What is added to a deviation differs from one implementation to the next (ours is TRL's).
     with mock.patch.object(experience, "compared", partial(compared, eps=recipe.std_eps)):
         return algorithm.experience(scored, recipe.kl_coefficient).advantages_T.split(batch.lengths)
+
+
+def _greedy(batch: Batch) -> GreedyRows:
+    scores, cut = zip(*(batch.greedy[prompt] for prompt in dict.fromkeys(batch.groups)), strict=True)
+    return GreedyRows(torch.tensor(scores), torch.ones(len(scores), dtype=torch.int64), torch.tensor(cut))
 
 
 def _product_loss(

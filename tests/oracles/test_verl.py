@@ -112,6 +112,8 @@ ADVANTAGES: dict[str, tuple[Recipe, str, dict[str, Any]]] = {
         "reinforce_plus_plus",
         {"config": verl.AlgoConfig(1.0), "kl": "k3", "coefficient": 0.1},
     ),
+    "remax": (preset("remax", kl="none"), "remax", {}),
+    "remax, KL penalty": (preset("remax", kl_coefficient=0.1), "remax", {"kl": "k1", "coefficient": 0.1}),
     "gae": (Recipe(kl="none", gamma=0.97, gae_lambda=0.9), "gae", {"gamma": 0.97, "lam": 0.9}),
     "gae, KL penalty": (
         Recipe(kl_coefficient=0.1), "gae", {"gamma": 1.0, "lam": 0.95, "kl": "k1", "coefficient": 0.1},

@@ -66,6 +66,8 @@ def advantages(sample: Sample, name: str, *, kl: str | None = None, coefficient:
     given: dict[str, Any] = {"token_level_rewards": rewards_BL, "response_mask": mask_BL, **options}
     if name in ("grpo", "rloo", "reinforce_plus_plus_baseline"):
         given["index"] = np.array(batch.groups)
+    if name == "remax":
+        given["reward_baselines"] = torch.tensor([batch.greedy[prompt][0] for prompt in batch.groups])
     if name == "gae":
         assert batch.values is not None
         given["values"] = padded(batch.values)

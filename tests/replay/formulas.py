@@ -7,8 +7,8 @@ Legend: B rows of a batch; lists have one tensor a row, [tokens of the row].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ WHITEN_EPS = 1e-8
 class Batch:
     """What a step was given.  `groups` names the prompt of each row; `cut`: whether it was cut at the limit.
 
-    `old` are the log-probs at the draw, `values` the critic's at the step's start, if there is one.
+    `old` are the log-probs at the draw, `values` the critic's at the step's start, if there is one.  `greedy`: of the greedy
+    response to each prompt, by the prompt's name, its score and whether it was cut; they are no rows.
     """
 
     scores_B: Tensor
@@ -32,6 +33,7 @@ class Batch:
     old: Rows
     reference: Rows
     values: Rows | None = None
+    greedy: Mapping[int, tuple[float, bool]] = field(default_factory=dict)
 
     @property
     def lengths(self) -> list[int]:
@@ -44,26 +46,40 @@ def kl_of(new: Tensor, reference: Tensor, estimator: str) -> Tensor:
     return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[estimator]
 
 
-def scores_for_training(batch: Batch, recipe: Recipe, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores after clipping, normalising and what a cut response gets; and those that the next batch has `seen`."""
-    scores_B = batch.scores_B
-    if recipe.reward_clip is not None:
-        scores_B = scores_B.clamp(-recipe.reward_clip, recipe.reward_clip)
-    seen = torch.cat([seen, scores_B.double()])
+def scores_for_training(batch: Batch, recipe: Recipe, seen: Tensor) -> tuple[Tensor, dict[int, float], Tensor]:
+    """Scores after clipping, normalising and what a cut response gets; the same of greedy ones, by prompt, which are
+    normalised by the others' moments; and the scores that the next batch has `seen`."""
+    clipped_B = clipped(batch.scores_B, recipe)
+    seen = torch.cat([seen, clipped_B.double()])
+    over = seen if recipe.reward_normalization == "running" else clipped_B.double()
+    greedy = {
+        prompt: float(shaped(clipped(torch.tensor([score]), recipe), [cut], over, recipe)[0])
+        for prompt, (score, cut) in batch.greedy.items()
+    }
+    return shaped(clipped_B, batch.cut, over, recipe), greedy, seen
+
+
+def clipped(scores_B: Tensor, recipe: Recipe) -> Tensor:
+    return scores_B if recipe.reward_clip is None else scores_B.clamp(-recipe.reward_clip, recipe.reward_clip)
+
+
+def shaped(scores_B: Tensor, cut: Sequence[bool], over: Tensor, recipe: Recipe) -> Tensor:
+    """Clipped scores, normalised by those in `over`, and what a cut response gets."""
     if recipe.reward_normalization != "none":
-        over = seen if recipe.reward_normalization == "running" else scores_B.double()
         scores_B = ((scores_B - over.mean()) / torch.sqrt(over.var(correction=0) + WHITEN_EPS)).float()
-    cut_B = torch.tensor(batch.cut)
+    cut_B = torch.tensor(cut)
     if recipe.truncated_score is not None:
         scores_B = torch.where(cut_B, torch.full_like(scores_B, recipe.truncated_score), scores_B)
-    return scores_B - recipe.missing_eos_penalty * cut_B, seen
+    return scores_B - recipe.missing_eos_penalty * cut_B
 
 
-def less_baseline(scores_B: Tensor, groups: Sequence[int], recipe: Recipe) -> Tensor:
+def less_baseline(scores_B: Tensor, groups: Sequence[int], recipe: Recipe, greedy: Mapping[int, float]) -> Tensor:
     """r_i - b_i, [B]; exactly 0 in a group whose rewards are all equal."""
     if recipe.baseline == "best_worst":
         return best_and_worst(scores_B, groups)
     out_B = scores_B.clone()
+    if recipe.baseline == "greedy":
+        return scores_B - torch.tensor([greedy[group] for group in groups], dtype=scores_B.dtype)
     if recipe.baseline not in ("group_mean", "others"):
         return out_B
     for members in members_of(groups):
@@ -112,12 +128,14 @@ def members_of(groups: Sequence[int]) -> list[list[int]]:
     return [[row for row, group in enumerate(groups) if group == each] for each in dict.fromkeys(groups)]
 
 
-def advantages_of(batch: Batch, scores_B: Tensor, recipe: Recipe, coefficient: float) -> tuple[Rows, Rows]:
-    """Advantages and returns of each token."""
+def advantages_of(
+    batch: Batch, scores_B: Tensor, greedy: Mapping[int, float], recipe: Recipe, coefficient: float
+) -> tuple[Rows, Rows]:
+    """Advantages and returns of each token; `greedy`: scores of greedy responses, by prompt."""
     kl = [kl_of(old, reference, recipe.estimator) for old, reference in zip(batch.old, batch.reference, strict=True)]
     if recipe.kl == "score":
         scores_B = scores_B - coefficient * torch.stack([row.sum() for row in kl])
-    row_B = scaled(less_baseline(scores_B, batch.groups, recipe), scores_B, batch.groups, recipe)
+    row_B = scaled(less_baseline(scores_B, batch.groups, recipe, greedy), scores_B, batch.groups, recipe)
     advantages, returns = [], []
     for number, per_token in enumerate(kl):
         rewards = -coefficient * per_token if recipe.kl == "penalty" else torch.zeros_like(per_token)

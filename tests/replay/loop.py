@@ -96,6 +96,12 @@ def logprobs(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
     return table[torch.arange(len(response)), torch.tensor(response)], -(table.exp() * table).sum(-1)
 
 
+def likeliest(model: Any, row: Row) -> Tensor:
+    """The largest log-prob that a token could have had, at each place of the response."""
+    prompt, response = row["prompt_tokens"], row["tokens"]
+    return model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1).amax(-1)
+
+
 def values(model: Any, row: Row) -> Tensor:
     """The critic's value of every state in which a token of the response was drawn."""
     prompt, response = row["prompt_tokens"], row["tokens"]
@@ -125,6 +131,7 @@ class Replay:
         rows = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
         self.batches = [[row for row in rows if row["step"] == step] for step in sorted({row["step"] for row in rows})]
         self.group_size = self.config["rollout"].get("group_size", 1)
+        self.neighbours = self.group_size + (self.recipe.baseline == "greedy")  # sequence ids of a prompt
         # Greedy draws are of the policy at temperature 1.
         self.temperature = self.config["rollout"]["temperature"] or 1.0
         # Pairs are compared at temperature 1.
@@ -162,10 +169,11 @@ class Replay:
             assert not ppo["critic_warmup_steps"], "every step is a version"
             self.kept.append({name: each.clone() for name, each in self.actor.model.state_dict().items()})
             out.gaps.append(self._furthest(rows))
-        batch = self._batch(rows)
-        scores_B, seen = scores_for_training(batch, recipe, self.seen)
-        self.seen = seen
-        advantages, returns = advantages_of(batch, scores_B, recipe, self.coefficient)
+        greedy_rows = [row for row in rows if row.get("greedy")]
+        rows = [row for row in rows if not row.get("greedy")]
+        batch = self._batch(rows, greedy_rows)
+        scores_B, greedy, self.seen = scores_for_training(batch, recipe, self.seen)
+        advantages, returns = advantages_of(batch, scores_B, greedy, recipe, self.coefficient)
         old, importance = self._ratio_base(rows, batch)
         out.coefficients.append(self.coefficient)
         rate = math.nan
@@ -190,14 +198,17 @@ class Replay:
             self._follow_target(batch)
 
     @torch.no_grad()
-    def _batch(self, rows: Sequence[Row]) -> Batch:
+    def _batch(self, rows: Sequence[Row], greedy: Sequence[Row]) -> Batch:
         return Batch(
             scores_B=torch.tensor([row["reward"] for row in rows], dtype=torch.float64).float(),
-            groups=[row["seq_id"] // self.group_size for row in rows],
+            groups=[row["seq_id"] // self.neighbours for row in rows],
             cut=[row["finish_reason"] == "length" for row in rows],
             old=[torch.tensor(row["logprobs"], dtype=torch.float64).float() for row in rows],
             reference=[logprobs(self.reference, row, self.compared)[0] for row in rows],
             values=None if self.critic is None else [values(self.critic.model, row) for row in rows],
+            greedy={
+                row["seq_id"] // self.neighbours: (row["reward"], row["finish_reason"] == "length") for row in greedy
+            },
         )
 
     @torch.no_grad()
@@ -222,7 +233,8 @@ class Replay:
 
     @torch.no_grad()
     def _furthest(self, rows: Sequence[Row]) -> float:
-        """A token's recorded log-prob against a forward pass of the weights of its version."""
+        """A token's recorded log-prob against a forward pass of the weights of its version; how far a greedy token is from the
+        likeliest one, too."""
         gap, now = 0.0, self.kept[-1]
         for version, weights in enumerate(self.kept):
             touched = [row for row in rows if version in row["versions"]]
@@ -231,7 +243,10 @@ class Replay:
             self.actor.model.load_state_dict(weights)
             for row in touched:
                 of_version = torch.tensor(row["versions"]) == version
-                found = logprobs(self.actor.model, row, self.temperature)[0]
+                temperature = 1.0 if row.get("greedy") else self.temperature
+                found = logprobs(self.actor.model, row, temperature)[0]
+                if row.get("greedy"):
+                    gap = max(gap, float((likeliest(self.actor.model, row) - found)[of_version].max()))
                 gap = max(gap, float((found - torch.tensor(row["logprobs"]))[of_version].abs().max()))
         self.actor.model.load_state_dict(now)
         return gap

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Baseline = Literal["critic", "group_mean", "others", "best_worst", "none"]
+Baseline = Literal["critic", "group_mean", "others", "greedy", "best_worst", "none"]
 Scale = Literal["none", "group_std", "batch_std", "advantage_std", "whiten"]
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_product"]
 Objective = Literal["clip", "cispo", "plain", "dpo"]
@@ -110,5 +110,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "online_dpo": {
         "baseline": "best_worst", "scale": "none", "objective": "dpo", "reduction": "pair_mean", "kl": "margin",
     },
+    "remax": {"baseline": "greedy", "scale": "none", "reduction": "sequence_sum"},
 }  # fmt: skip
 """What each preset chooses; what it leaves out comes from the settings, or is plain PPO's."""

@@ -74,7 +74,7 @@ CASES: dict[str, Case] = {
 }
 GROUPED: dict[str, dict[str, Any]] = {
     "grpo": {}, "dr_grpo": {}, "dapo": {"ppo.dual_clip": 3.0}, "gspo": {"ppo.clip": 0.1, "ppo.clip_high": 0.2}, "cispo": {},
-    "rloo": {}, "reinforce_pp_baseline": {}, "magistral": {},
+    "rloo": {}, "reinforce_pp_baseline": {}, "magistral": {}, "remax": {},
 }  # fmt: skip
 """Presets of groups, and what is set beside them."""
 CHOSEN = {"gspo": {"clip_low": 0.1, "clip_high": 0.2}}
@@ -103,6 +103,13 @@ CASES |= {
         | {"placement": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"tp": 2}}, "runtime.micro_batch_tokens": 136}
     ),
 }
+CASES["remax, one response, replicas"] = Case(
+    WITHOUT_CRITIC
+    | {"algorithm": {"preset": "remax"}, "ppo.kl": {"coefficient": 0.2}, "ppo.reward_normalization": "running"}
+    | {"ppo.missing_eos_penalty": 0.5, "rollout.temperature": 0.8}
+    | {"overlap.delta": {"rule": "fixed", "initial": 6, "min": 6, "max": 6}}
+    | REPLICAS
+)
 WITHOUT_VERSIONS = ("critic warm-up",)
 """Where a step is no version of the policy."""
 IN_MAKE_TEST = ("ppo",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +74,19 @@ class Workspace:
 
 @dataclass
 class Outcome:
-    """A finished run: rollouts in the order of training, metrics, final weights by role (of a critic: none where none is)."""
+    """A finished run: rollouts in the order of training, metrics, final weights by role (of a critic: none where none is).
+
+    `greedy`: rollouts that were a baseline, and not trained.
+    """
 
     rollouts: list[dict[str, Any]]
     metrics: list[dict[str, Any]]
     actor: dict[str, torch.Tensor]
     critic: dict[str, torch.Tensor]
+    greedy: list[dict[str, Any]] = field(default_factory=list)
 
     def tokens(self) -> dict[int, list[int]]:
-        return {row["seq_id"]: row["tokens"] for row in self.rollouts}
+        return {row["seq_id"]: row["tokens"] for row in [*self.rollouts, *self.greedy]}
 
     def batches(self) -> list[list[int]]:
         """Sequence ids of each step's batch, in their order."""
@@ -102,7 +106,10 @@ def read_outcome(run: Path) -> Outcome:
         return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
     weights = {path.parent.name: load_file(path) for path in run.glob("weights/*/model.safetensors")}
-    return Outcome(lines("rollouts.jsonl"), lines("metrics.jsonl"), weights["actor"], weights.get("critic", {}))
+    greedy, trained = [], []
+    for row in lines("rollouts.jsonl"):
+        (greedy if row.get("greedy") else trained).append(row)
+    return Outcome(trained, lines("metrics.jsonl"), weights["actor"], weights.get("critic", {}), greedy)
 
 
 def weight_distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -27,10 +27,10 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
 
 
-def plain_compared(groups: list[list[float]], baseline: str, scale: str) -> list[float]:
+def plain_compared(groups: list[list[float]], baseline: str, scale: str, greedy: list[float]) -> list[float]:
     scores = [score for group in groups for score in group]
     centred = []
-    for group in groups:
+    for group, of_greedy in zip(groups, greedy, strict=True):
         mean = sum(group) / len(group)
         for place, score in enumerate(group):
             if baseline == "group_mean":
@@ -39,6 +39,8 @@ def plain_compared(groups: list[list[float]], baseline: str, scale: str) -> list
                 centred.append(score - (sum(group) - score) / (len(group) - 1))
             elif baseline == "best_worst":
                 centred.append(float((place == group.index(max(group))) - (place == group.index(min(group)))))
+            elif baseline == "greedy":
+                centred.append(score - of_greedy)
             else:
                 centred.append(score)
     if scale == "group_std":
@@ -56,8 +58,10 @@ def plain_compared(groups: list[list[float]], baseline: str, scale: str) -> list
 @pytest.mark.parametrize("baseline", get_args(Baseline))
 def test_scores_are_compared_as_plain_loops_do(baseline: Baseline, scale: Scale) -> None:
     groups = [[0.5, -1.0, 2.0, 0.0], [1.0, 1.5, 1.25, -3.0], [0.0, 0.0, 0.0, 1.0]]
-    scores_B = torch.tensor([score for group in groups for score in group], dtype=DOUBLE)
-    assert compared(scores_B, 4, baseline, scale).tolist() == pytest.approx(plain_compared(groups, baseline, scale))
+    scores_B, greedy = torch.tensor([score for group in groups for score in group], dtype=DOUBLE), [0.25, -2.0, 1.0]
+    greedy_G = torch.tensor(greedy, dtype=DOUBLE) if baseline == "greedy" else None
+    expected = plain_compared(groups, baseline, scale, greedy)
+    assert compared(scores_B, 4, baseline, scale, greedy_G).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3, -5e7])

@@ -68,7 +68,10 @@ def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured() -> None:
     configs = chunk.chunk_configs(base, [8, 64, 128], adaptive=True)
     assert list(configs) == ["8", "64", "adaptive"], "128 is beyond the limit"
     assert configs["8"].overlap.chunk.tokens == 8 and not configs["8"].overlap.chunk.adaptive
-    assert configs["adaptive"].overlap.chunk == base.overlap.chunk.model_copy(update={"adaptive": True})
+    assert configs["adaptive"].overlap.chunk == base.overlap.chunk
+    off = base.overlap.model_copy(update={"chunk": base.overlap.chunk.model_copy(update={"adaptive": False})})
+    unsearched = base.model_copy(update={"overlap": off})
+    assert chunk.chunk_configs(unsearched, [8], adaptive=True)["adaptive"].overlap.chunk.adaptive is True
     with pytest.raises(ConfigError, match="none is within rollout.max_response_tokens, 64"):
         chunk.chunk_configs(base, [128], adaptive=True)
     with pytest.raises(ConfigError, match="overlap.intra=true"):

@@ -89,7 +89,7 @@ def test_defaults_bounds_and_types_are_shown() -> None:
         "| `batch_size` | integer, ≥ 1 | rollouts | required | trained rollouts a step (the paper's B) |",
         "| `top_p` | number, > 0, ≤ 1 | share | `1.0` |",
         '| `estimator` | `k1`, `k2`, `k3` |  | `"k1"` |',
-        "| `candidates` | list of integer > 0 | tokens | `[16, 32, 64]` |",
+        "| `adaptive` | `true` or `false` or list of integer > 0 | tokens | `true` |",
         "| `reference` | [Role](#role) or `null` |  | `null` |",
         "| `path` | path or list of path |  | required |",
     ):

@@ -65,7 +65,7 @@ def test_right(part: dict[str, Any]) -> None:
         (FUNCTION | {"url": URL, "token_env": "A"}, "url and token_env, but only kind http takes them"),
         (FUNCTION | {"remote": {"timeout_s": 3}}, "remote, but only kind http takes them"),
         ({"kind": "verifier", "name": "gsm8k", "isolate": {"wall_s": 3}}, "isolate, but only kind python takes them"),
-        (RULE, "without a `name`; add one of arithmetic, gsm8k, math, multiple_choice, format, length, code"),
+        (RULE, "without a `name`; add one of arithmetic, gsm8k, gsm8k_first, math, multiple_choice, format, length, code"),
         (RULE | {"name": "format"}, "without a `pattern`; add a regular expression"),
         (RULE | {"name": "length"}, "without `buffer_tokens`; add over how many tokens"),
         (

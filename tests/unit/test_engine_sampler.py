@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,21 @@ from oppo_megatron.engine import sampler
 from oppo_megatron.engine.sampler import Sampling, draw, draw_at, uniforms_at
 from oppo_megatron.engine.uniforms import row_state, uniforms
 from oppo_megatron.errors import NumericsError
+from oppo_megatron.records import Members
 
 MASK = 2**64 - 1
+EARLIER_SAMPLINGS = {
+    "whole": Sampling(seed=5),
+    "cool": Sampling(0.7, seed=5),
+    "truncated": Sampling(1.3, top_k=12, top_p=0.8, seed=5),
+    "greedy": Sampling(0.0),
+}
+EARLIER_DRAWS = {
+    "whole": [[21, 67, 44, 77], [15, 72, 74, 77], [20, 48, 50, 34]],
+    "cool": [[21, 66, 44, 77], [15, 72, 74, 77], [20, 48, 50, 34]],
+    "truncated": [[88, 48, 19, 16], [70, 11, 50, 16], [88, 29, 87, 77]],
+    "greedy": [[33, 17, 1, 22]] * 3,
+}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-45])
@@ -180,9 +194,38 @@ def test_a_row_draws_the_same_alone_and_among_others() -> None:
         assert together != draw(logits, sampling, range(16), range(101, 117)).tokens.tolist()
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("sampling", [Sampling(seed=3), Sampling(0.8, 7, 0.9, seed=3), Sampling(1.3, seed=3)])
+def test_greedy_sequences_take_the_best_token_and_move_no_bit_of_the_others(sampling: Sampling, size: int) -> None:
+    """Beside `size` others of each group; also where the numbers are made on the device."""
+    logits_RV = torch.randn(24, 300, generator=torch.Generator().manual_seed(4))
+    mixed, seq_ids, positions = replace(sampling, members=Members(size, greedy=True)), range(40, 64), range(24)
+    found, plain = draw(logits_RV, mixed, seq_ids, positions), draw(logits_RV, sampling, seq_ids, positions)
+    greedy_R = torch.tensor([seq_id % (size + 1) == size for seq_id in seq_ids])
+    best = draw(logits_RV, Sampling(0.0), seq_ids, positions)
+    for each in ("tokens", "logprobs", "sampling_logprobs", "masses"):
+        assert torch.equal(getattr(found, each)[~greedy_R], getattr(plain, each)[~greedy_R]), each
+        assert torch.equal(getattr(found, each)[greedy_R], getattr(best, each)[greedy_R]), each
+    assert torch.equal(found.tokens[greedy_R], logits_RV[greedy_R].argmax(-1))
+    assert not torch.equal(found.tokens, plain.tokens), "some greedy row should have drawn another token"
+    u_R = torch.tensor(uniforms(3, seq_ids, positions), dtype=torch.float64)
+    assert torch.equal(draw_at(logits_RV, mixed, u_R, greedy_R=greedy_R).table(), found.table())
+
+
+def test_draws_are_those_that_they_have_always_been() -> None:
+    """Tokens as earlier versions drew them: a run goes on with the draws that it began with."""
+    logits_RV = (torch.arange(4 * 90) % 37).view(4, 90).double().sin().float() * 3
+    drawn = {
+        name: [draw(logits_RV, sampling, [7, 8, 9, 2**40], [position] * 4).tokens.tolist() for position in (0, 1, 500)]
+        for name, sampling in EARLIER_SAMPLINGS.items()
+    }
+    assert drawn == EARLIER_DRAWS
+
+
 def test_sampling_takes_the_rollout_section() -> None:
     section = RolloutConfig(batch_size=1, max_response_tokens=4, temperature=0.6, top_k=9, top_p=0.8)
     assert Sampling.of(section, 42) == Sampling(0.6, 9, 0.8, 42)
+    assert Sampling.of(section, 42, Members(2, greedy=True)).members == Members(2, greedy=True)
 
 
 UINT64 = st.integers(0, MASK)

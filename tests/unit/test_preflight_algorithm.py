@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from oppo_megatron.config.algorithm import CHOICES, PRESETS, AlgorithmConfig
-from oppo_megatron.config.derived import describe_batch, minibatch_parts, most_sequences
+from oppo_megatron.config.derived import batch_rows, describe_batch, minibatch_parts, most_sequences, share_of_sequences
 from oppo_megatron.config.ppo import KLConfig, PPOConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import check_layouts
@@ -78,6 +78,29 @@ def test_a_batch_is_told_in_rows_groups_and_optimizer_steps(settings: dict[str, 
     assert most_sequences(config) == 128 + 8 * 8, "delta counts groups"
 
 
+def test_greedy_responses_are_told_apart_from_those_of_the_batch(settings: dict[str, Any]) -> None:
+    """They are in flight, but in neither the batch size nor the group size."""
+    settings["algorithm"] = {"preset": "remax"}
+    put(settings, "rollout.batch_size", 120)
+    config = TrainConfig.model_validate(settings)
+    assert describe_batch(config) == (
+        "algorithm remax: a batch is 120 responses to 120 prompts, and 120 greedy ones that are not trained; 1 optimizer step "
+        "(epochs 1 x minibatches 1) of 120 responses"
+    )
+    assert (batch_rows(config), most_sequences(config)) == (240, 240 + 8 * 2)
+    assert {role: share_of_sequences(config, role, 2) for role in ("actor", "reward", "reference")} == {
+        "actor": 128, "reward": 128, "reference": 64,
+    }  # fmt: skip
+    put(settings, "rollout.group_size", 4)
+    several = TrainConfig.model_validate(settings)
+    assert describe_batch(several).startswith(
+        "algorithm remax: a batch is 120 responses to 30 groups of 4, and 30 greedy ones that are not trained; "
+    )
+    assert (batch_rows(several), most_sequences(several)) == (150, 150 + 8 * 5)
+    assert [share_of_sequences(several, role, 1) for role in ("actor", "reference")] == [190, 152]
+    assert check_train(several) == [] and not several.algorithm.needs_group
+
+
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"rollout.group_size": 1}, "rollout.group_size is 1, but algorithm.preset grpo (baseline group_mean, scale group_std)"),
     ({"rollout.batch_size": 100}, "must be a multiple of rollout.group_size 8 (a batch has whole groups); set it to 96 or 104"),
@@ -98,6 +121,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"algorithm": {"preset": "dapo"}, "ppo.kl": {"coefficient": 0.01}}, "ppo.kl.coefficient is 0.01, but ppo.kl.mode is none"),
     ({"ppo.kl": {"mode": "loss", "estimator": "k1"}}, "ppo.kl.estimator k1 is 0 in expectation"),
+    (
+        {"algorithm": {"preset": "remax", "scale": "group_std"}},
+        "algorithm.scale is group_std, but algorithm.baseline greedy compares a response with the greedy one",
+    ),
+    (
+        {"algorithm": {"preset": "remax"}, "rollout.temperature": 0.0},
+        "rollout.temperature is 0, so that every response is the greedy one",
+    ),
+    ({"algorithm": {"preset": "remax"}, "rollout.top_k": 1}, "rollout.top_k is 1, so that every response is the greedy one"),
     ({"ppo.kl": {"mode": "score", "gradient": "reverse"}}, "ppo.kl.gradient is reverse, but ppo.kl.mode score has no gradient"),
 ]  # fmt: skip
 
@@ -146,6 +178,8 @@ def test_each_broken_rule_is_named_alone(settings: dict[str, Any], changes: dict
     [
         ({"algorithm": {"preset": "grpo", "baseline": "critic"}}, "baseline is critic, but algorithm.preset grpo has none"),
         ({"algorithm": {"preset": "ppo", "baseline": "group_mean"}}, "algorithm.preset ppo is what trains a critic"),
+        ({"algorithm": {"preset": "ppo", "baseline": "greedy"}}, r"algorithm.preset ppo is what trains a critic.*remax a greedy"),
+        ({"algorithm": {"preset": "remax"}, "critic": {"checkpoint": "x"}}, "critic is given, but algorithm.preset remax has"),
         ({"algorithm": {"preset": "ppo"}}, "critic is missing, but algorithm.preset ppo trains one"),
         ({"critic": {"checkpoint": "x"}}, "critic is given, but algorithm.preset grpo has none"),
         ({"algorithm": {"preset": "dapo"}, "reference": {"checkpoint": "x"}}, "reference is given, but ppo.kl.mode is none"),

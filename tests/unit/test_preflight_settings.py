@@ -220,7 +220,7 @@ def test_stop_ids_are_of_the_vocabulary(settings: dict[str, Any]) -> None:
 
 
 def supervised(settings: dict[str, Any]) -> dict[str, Any]:
-    common = {key: settings[key] for key in ("run_dir", "tokenizer", "data")}
+    common = {key: settings[key] for key in ("run_dir", "tokenizer")} | {"data": {"path": settings["data"]["path"]}}
     return {**common, "model": {"checkpoint": settings["actor"]["checkpoint"]}, "max_tokens": 64}
 
 

@@ -155,6 +155,14 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     assert section(page, "samples").all("article")
 
 
+def test_responses_to_read_are_those_that_are_trained(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rollouts=False)
+    rows = [rollout(4, k, "greedy" if k % 2 else "sampled") | {"greedy": bool(k % 2)} for k in range(6)]
+    run.rollouts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    responses = [pre.text() for pre in page_of(run, out=tmp_path / "out").all("pre", **{"class": "response"})]
+    assert responses and set(responses) == {"sampled"}
+
+
 def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a<script>alert(1)</script>&amp;")
     bad = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b[31m\u202e\ud800"

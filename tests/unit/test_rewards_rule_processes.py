@@ -36,7 +36,7 @@ def code(wall_s: float = 3.0, **settings: Any) -> RewardSum:
 
 @pytest.fixture(scope="module")
 def math() -> Iterator[RewardSum]:
-    isolate = {"wall_s": 3.0, "memory_mb": 2048}
+    isolate = {"wall_s": 6.0, "memory_mb": 2048}  # the first comparison imports sympy
     rewards = build_reward_functions([RewardPart(kind="verifier", name="math", isolate=isolate, processes=1)])
     yield rewards
     rewards.close()
@@ -87,7 +87,7 @@ def test_mathematical_equality(math: RewardSum, response: str, expected: Any, sc
 def test_a_hanging_comparison_costs_a_row_its_time_and_not_the_run(math: RewardSum) -> None:
     began = time.monotonic()
     assert math.score("", r"\boxed{10^{10^{10}}}", {"answer": "12"}, None, 0) == 0.0
-    assert 2.0 < time.monotonic() - began < 60.0, "it ran into the limit, or the case no longer tests it"
+    assert 5.0 < time.monotonic() - began < 60.0, "it ran into the limit, or the case no longer tests it"
     assert math.score("", r"\boxed{12}", {"answer": "12"}, None, 1) == 1.0
 
 

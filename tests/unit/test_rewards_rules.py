@@ -132,7 +132,7 @@ def test_a_long_response_is_read_at_once(text: str) -> None:
     ],
 )
 def test_formats(pattern: str, match: str, response: str, score: float) -> None:
-    rewards = build_reward_functions([rule("format", pattern=pattern, match=match, weight=2.0)])
+    rewards = build_reward_functions([rule("format", pattern=pattern, lenient=match == "search", weight=2.0)])
     rewards.check({})
     reward = rewards.evaluate("", response, {}, None, 0)
     assert reward.parts == {"format": score} and reward.total == 2.0 * score

@@ -269,3 +269,32 @@ def test_a_fork_with_a_fault_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", list(FAULTS)[:3])
 def test_the_checker_of_schedules_sees_what_their_order_decides(name: str) -> None:
     assert "continues sequence 1 at 4 tokens where its cache holds 0" in told(FAULTS[name][0])[1]
+
+
+# --- greedy sequences ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_a_scorer_that_does_not_read_greedy_sequences_gives_them_no_slot(fork: bool) -> None:
+    """Two groups of two and a greedy one each, on two replicas that have slots for two: only the reward reads all."""
+    rollouts = [*group(0, 3, 4, 2, 3, 9), *group(3, 3, 5, 1, 1, 9)]
+    groups, greedy = Grouping(3, fork, greedy=True), {2, 5}
+    reference = ScoringBook("reference", 2, 2, groups, reads_greedy=False)
+    reward = ScoringBook("reward", 2, 3, groups)
+    read: dict[str, set[int]] = {}
+    for book in (reference, reward):
+        works = book.plan(rollouts, BUDGET)
+        grown = [growth for work in works for batch in work.prefill for growth in batch]
+        read[book.role] = {growth.seq_id for growth in grown}
+        assert all(len({growth.seq_id // 3 for batch in work.prefill for growth in batch}) == 1 for work in works)
+        assert not any(work.evict for work in works)
+    assert read == {"reference": {0, 1, 3, 4}, "reward": {0, 1, 2, 3, 4, 5}}
+    assert sum(reference.pending(rollouts)[1]) == 0
+    for rollout in rollouts:
+        rollout.tokens += [0]
+        rollout.finish_clock = 1
+    assert reference.owes(rollouts) and not reference.owes([r for r in rollouts if r.seq_id in greedy])
+    assert reward.owes([r for r in rollouts if r.seq_id in greedy])
+    reference.plan(rollouts, BUDGET)
+    assert not reference.owes(rollouts)
+    reference.forget(*(r.seq_id for r in rollouts))

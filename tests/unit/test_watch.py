@@ -77,6 +77,8 @@ def test_what_did_not_change_is_not_read_again(tmp_path: Path) -> None:
     assert second.record is first.record and second.quiet_s >= first.quiet_s
     append(run.rollouts, rollout(4, 9, "a new one"))
     assert glance(run.path, before=second).newest["response"] == "a new one"
+    append(run.rollouts, rollout(4, 10, "the greedy one beside it") | {"greedy": True})
+    assert glance(run.path).newest["response"] == "a new one", "what is trained is shown"
 
 
 def test_without_a_terminal_it_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,13 +27,16 @@ _PLAIN = re.compile(
 
 
 class FormatRule:
-    """`pattern` on a whole response (`whole`), or on any stretch of it.  Raises ValueError if it is no regular expression."""
+    """`pattern` on a whole response (`whole`), or on any stretch of it.  Raises ValueError if it is no regular expression.
+
+    `can_settle`: whether `settled` ever says more than None.
+    """
 
     def __init__(self, pattern: str, *, whole: bool):
         self._pattern, self._whole = compile_pattern(pattern), whole
         # A match of the whole begins and ends where the text does, whatever `^` and `$` around the pattern say.
         plain = pattern.removeprefix("^").removesuffix("$") if whole else pattern
-        self._can_settle = bool(_PLAIN.fullmatch(plain))
+        self.can_settle = bool(_PLAIN.fullmatch(plain))
 
     def score(self, response: str) -> float:
         match = self._pattern.fullmatch if self._whole else self._pattern.search
@@ -44,7 +47,7 @@ class FormatRule:
 
     def settled(self, prefix: str) -> float | None:
         """0.0 once no continuation of the prefix can match as a whole; 1.0 once a stretch of it matches."""
-        if not self._can_settle:
+        if not self.can_settle:
             return None
         try:
             if self._whole:

@@ -32,11 +32,13 @@ sequence has a slot and does not run, updates made since its cache was begun."""
 class Grouping:
     """`size` sequences with neighbouring ids answer one prompt, sequence s in group s // size.  They share a replica.
 
-    `fork`: the prompt's cache is computed once there, and forked for the others.
+    `fork`: the prompt's cache is computed once there, and forked for the others.  `greedy`: the last of each group is decoded
+    greedily.
     """
 
     size: int = 1
     fork: bool = True
+    greedy: bool = False
 
 
 ALONE = Grouping()
@@ -63,14 +65,16 @@ class ReplicaWork:
 
 
 class Book:
-    """What the books of all roles have: `slots` of each replica's cache, and who has one.
+    """What the books of all roles have: `slots` of each replica's cache, and who has one; `most`: of a group (None: all).
 
     `prefilled_tokens` counts what prefills were planned to compute, and `forked_tokens` what forks have saved, on all replicas.
     """
 
-    def __init__(self, replicas: int, slots: int, columns: Mapping[str, int], groups: Grouping):
+    def __init__(
+        self, replicas: int, slots: int, columns: Mapping[str, int], groups: Grouping, most: int | None = None
+    ):
         self.slots, self.groups, self.forked_tokens, self.prefilled_tokens = slots, groups, 0, 0
-        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size)
+        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most)
         self._ledger = self._replicas.ledger
         self._num_open = np.zeros(replicas, dtype=np.int64)
         self._num_opened = 0

@@ -42,23 +42,33 @@ class ScoringBook(Book):
     reference and critic give an output for each response token t from position P + t - 1 (P prompt tokens), so they never
     read the last one.  A sequence's slot is freed when its outputs are complete.  With too few slots a finished sequence
     takes the place of the youngest unfinished one, which is prefilled again later; its outputs stay valid.
+
+    Not `reads_greedy`: greedy sequences are nothing to this role.
     """
 
     def __init__(
-        self, role: str, replicas: int, slots: int, groups: Grouping = ALONE, *, every_token: bool = False
+        self,
+        role: str,
+        replicas: int,
+        slots: int,
+        groups: Grouping = ALONE,
+        *,
+        every_token: bool = False,
+        reads_greedy: bool = True,
     ):
-        super().__init__(replicas, slots, {OUTPUTS: 0}, groups)
+        self._leaves_out = groups.greedy and not reads_greedy
+        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out)
         self.role, self.every_token = role, every_token or role != "reward"
         self.perishable = role == "critic"  # each update makes what it has computed stale
 
     def owes(self, rollouts: Sequence[Rollout] | Columns) -> bool:
         """Whether one of the rollouts has tokens that this role has not read."""
-        columns = columns_of(rollouts)
+        columns = self._read(rollouts)
         return bool(self._missing(columns, self._ledger.rows(columns.seq_ids)).any())
 
     def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
         """Those of which something is missing; all that have, or will have, are placed."""
-        columns = columns_of(rollouts)
+        columns = self._read(rollouts)
         rows = self._ledger.rows(columns.seq_ids)
         missing = self._missing(columns, rows)
         self._replicas.place(columns, missing | ~columns.finished)
@@ -103,6 +113,15 @@ class ScoringBook(Book):
         self._ledger[OUTPUTS][rows] = 0
         self._replicas.remove(*seq_ids)
 
+    def beyond(self, rollouts: Sequence[Rollout]) -> list[int]:
+        """Of rollouts that have been cut, the sequences of which this role has read all that is left, or more: it has no plan to
+        close them."""
+        columns = columns_of(rollouts)
+        rows = self._ledger.rows(columns.seq_ids)
+        read: Bools = self._ledger[CACHED][rows] >= self._targets(columns)
+        found: list[int] = columns.seq_ids[read].tolist()
+        return found
+
     def reset(self) -> None:
         """The weights changed: nothing that is cached or computed is valid any more."""
         self._ledger[OUTPUTS][:] = 0
@@ -122,6 +141,11 @@ class ScoringBook(Book):
 
     def _pairs_of_outputs(self, mask: Bools) -> Pairs:
         return pairs_of(self._ledger.where(mask), self._ledger[OUTPUTS][mask])
+
+    def _read(self, rollouts: Sequence[Rollout] | Columns) -> Columns:
+        """Those of the rollouts that this role reads."""
+        columns, size = columns_of(rollouts), self.groups.size
+        return columns.at(columns.seq_ids % size != size - 1) if self._leaves_out else columns
 
     def _targets(self, columns: Columns) -> Ints:
         """Tokens of each sequence that this role has use for now."""
@@ -278,6 +302,13 @@ class ActorBook(Book):
         self._close(rows[ended])
         self._ledger[REPLICA][rows[ended]] = ABSENT
         self._ledger[OUTLIVED][rows[ended]] = 0
+
+    def stop(self, rollouts: Sequence[Rollout]) -> None:
+        """These are decoded no further, from between two rounds on."""
+        rows = self._ledger.rows(columns_of(rollouts).seq_ids)
+        self._close(rows[self._ledger[CACHED][rows] != ABSENT])
+        self._ledger[REPLICA][rows] = ABSENT
+        self._ledger[OUTLIVED][rows] = 0
 
     def invalidate(self) -> None:
         """The weights changed: caches must be computed again."""

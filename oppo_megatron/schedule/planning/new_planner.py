@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from oppo_megatron.config.derived import max_context, share_of_sequences
+from oppo_megatron.config.derived import READ_GREEDY, max_context, members, share_of_sequences
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.memory import kv_slots, slot_tokens
 from oppo_megatron.layout.placements import RolePlacement, named_roles
@@ -33,7 +33,8 @@ def new_planner(
     `limit(seq_id)` is the most tokens of a response; `rank` and `transport` as in `RoundPlanner`.
     """
     slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
-    groups = Grouping(config.rollout.group_size, config.debug.fork)
+    each = members(config)
+    groups, steps = Grouping(each.size, config.debug.fork, greedy=each.greedy), config.scores_steps
     return RoundPlanner(
         site,
         generator,
@@ -42,7 +43,9 @@ def new_planner(
         max_context(config),
         ActorBook(site.placements["actor"].dp, slots["actor"], limit, groups),
         {
-            role: ScoringBook(role, placement.dp, slots[role], groups, every_token=config.scores_steps)
+            role: ScoringBook(
+                role, placement.dp, slots[role], groups, every_token=steps, reads_greedy=role in READ_GREEDY
+            )
             for role, placement in site.placements.items()
             if role != "actor"
         },
@@ -55,7 +58,7 @@ def new_planner(
 
 def cache_slots(config: TrainConfig, role: str, placement: RolePlacement) -> int:
     """Sequences that the cache of one replica holds: its share of all, or what runtime.kv_cache_mb allows."""
-    model, share = named_roles(config)[role], share_of_sequences(config, placement.dp)
+    model, share = named_roles(config)[role], share_of_sequences(config, role, placement.dp)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     if budget_mb is None:
         return share

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from oppo_megatron.config.derived import max_context
+from oppo_megatron.config.derived import batch_rows, max_context, members
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements
@@ -84,16 +84,17 @@ def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tupl
 def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
     """Rounds until the batch has been decoded, then until it has been scored."""
     prompt, chunk = (0,) * prompt_tokens, config.overlap.chunk.tokens
+    rows = batch_rows(config)
     rollouts = [Rollout(Prompt(number, number, "", prompt), number) for number in range(_in_flight(config))]
     stream, number = plan_step(config).stream, 1
-    while sum(rollout.finished for rollout in rollouts) < config.rollout.batch_size:
+    while sum(rollout.finished for rollout in rollouts) < rows:
         active = [rollout for rollout in rollouts if not rollout.finished]
         planned = planner.plan(number, active, rollouts if stream else [], chunk, list)
         yield planned
         _grow(rollouts, planned.round, number, config.rollout.max_response_tokens)
         planner.actor.record(active)
         number += 1
-    batch = [rollout for rollout in rollouts if rollout.finished][: config.rollout.batch_size]
+    batch = [rollout for rollout in rollouts if rollout.finished][:rows]
     while any(book.owes(batch) for book in planner.scorers.values()):
         yield planner.plan(number, [], batch, chunk, list)
         number += 1
@@ -110,13 +111,13 @@ def _grow(rollouts: Sequence[Rollout], round_: Round, clock: int, most: int) -> 
 
 def _in_flight(config: TrainConfig) -> int:
     """Sequences of the batch and of delta, which counts groups."""
-    return config.rollout.batch_size + delta_rule(config.overlap).initial * config.rollout.group_size
+    return batch_rows(config) + delta_rule(config.overlap).initial * members(config).size
 
 
 def _assumed(config: TrainConfig, site: Site, prompt_tokens: int) -> tuple[str, ...]:
     batch, delta, dp = config.rollout.batch_size, delta_rule(config.overlap).initial, site.placements["actor"].dp
-    size = config.rollout.group_size
-    groups = f" groups of {size}" if size > 1 else ""
+    each = members(config)
+    groups = f" groups of {each.trained}" * (each.trained > 1) + ", and a greedy one for each prompt" * each.greedy
     unfiltered = ("no filter (every group is kept)",) if config.filter is not None else ()
     return (
         f"{_in_flight(config)} sequences (rollout.batch_size {batch} + delta {delta}{groups}) over {dp} "

@@ -21,12 +21,21 @@ REPLICA = "replica"
 class Replicas:
     """Each sequence's replica, where it stays until it leaves.  `slots`: the number of slots of one replica's cache.
 
-    Of sequences in groups, `group_size` with neighbouring ids, a group has one replica.
+    Of sequences in groups, `group_size` with neighbouring ids, a group has one replica, and no more than `most` of a group
+    are placed (None: all).
     `ledger` has the replicas in its column REPLICA, and what else a book keeps of its sequences (`columns`).
     """
 
-    def __init__(self, num_replicas: int, slots: int, columns: Mapping[str, int] | None = None, group_size: int = 1):
+    def __init__(
+        self,
+        num_replicas: int,
+        slots: int,
+        columns: Mapping[str, int] | None = None,
+        group_size: int = 1,
+        most: int | None = None,
+    ):
         self._num_replicas, self._slots, self._group_size = num_replicas, slots, group_size
+        self._most = group_size if most is None else most
         self.ledger = Ledger(REPLICA, {REPLICA: ABSENT} | dict(columns or {}))
 
     def of(self, seq_id: int) -> int:
@@ -65,7 +74,7 @@ class Replicas:
         arrivals = [column[order].tolist() for column in (tokens, np.bincount(group), unfinished)]
         parts = self._parts(columns.at(homes != ABSENT), homes[homes != ABSENT])
         found = np.empty_like(first)
-        found[order] = _dealt(parts, list(zip(*arrivals, strict=True)), self._group_size)
+        found[order] = _dealt(parts, list(zip(*arrivals, strict=True)), self._most)
         self.ledger[REPLICA][rows[new]] = found[group]
 
     def _follow(self, seq_ids: Ints, rows: Ints) -> None:

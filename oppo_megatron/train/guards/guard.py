@@ -18,6 +18,7 @@ from oppo_megatron.algorithms.advantages import Moments
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.config.derived import members
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.guards import CODE_SIZE, NO_BREACH, Breach, Rules, decode, gravest
@@ -127,7 +128,7 @@ class Guard:
             obstacle = self.rollbacks.obstacle(MAX_ROLLBACKS)
             if obstacle is not None:
                 raise self._error(breach, evidence, f"{obstacle}; it was because {breach.message}")
-            rejected = [rollout.seq_id for rollout in evidence.batch]
+            rejected = members(self.config).of_groups(rollout.seq_id for rollout in evidence.batch)
             self.rollbacks.go_back(
                 evidence.step, breach.reason, rejected, position, self.num_written, keeper=self.rank == self.site.source
             )

@@ -3,7 +3,7 @@
 `step-N.safetensors` holds the tensors (`TENSORS`), `step-N.jsonl` beside it a first line about the step and then a line
 about each rollout.  The files hold numbers and text only, no pickle.
 
-Legend: B rollouts, P their prompt tokens, T their response tokens (both packed).
+Legend: B rollouts, P their prompt tokens, T their response tokens (both packed), G greedy responses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from oppo_megatron.algorithms.experience import ScoredBatch
+from oppo_megatron.algorithms.experience import GreedyRows, ScoredBatch
 from oppo_megatron.errors import DataError
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rundir.directory import atomic_writer, encode_json
@@ -31,9 +31,12 @@ TENSORS = {
     "prompt_lengths_B": torch.int64, "prompt_tokens_P": torch.int64, "lengths_B": torch.int64, "tokens_T": torch.int64,
     "versions_T": torch.int64, "behaviour_logp_T": torch.float64, "reference_logp_T": torch.float32,
     "values_T": torch.float32, "scores_B": torch.float32, "truncated_B": torch.bool, "step_rewards_T": torch.float32,
+    "greedy_scores_G": torch.float32, "greedy_lengths_G": torch.int64, "greedy_truncated_G": torch.bool,
 }  # fmt: skip
 OPTIONAL = ("reference_logp_T", "values_T", "step_rewards_T")
 """May be empty: there was no such role, or scores are of whole responses."""
+SOMETIMES = ("step_rewards_T", "greedy_scores_G", "greedy_lengths_G", "greedy_truncated_G")
+"""May be missing: scores are of whole responses, and no greedy response is their baseline."""
 NUMBERS: dict[str, type | tuple[type, ...]] = {
     "step": int, "seed": int, "total_steps": int, "policy_version": int, "kl_coefficient": (int, float), "config": str,
     "reason": str, "figures": dict, "history": dict,
@@ -98,6 +101,8 @@ class RejectedBatch:
         }
         if scored.step_rewards_T is not None:
             tensors["step_rewards_T"] = scored.step_rewards_T
+        if scored.greedy is not None:
+            tensors |= {f"greedy_{name}": tensor for name, tensor in vars(scored.greedy).items()}
         return {name: tensor.detach().to("cpu", TENSORS[name]).contiguous() for name, tensor in tensors.items()}
 
 
@@ -110,7 +115,7 @@ def read_rejected(path: Path) -> RejectedBatch:
         raise _unusable(path, f"its .jsonl does not begin with format {FORMAT!r}")
     _check_head(path, head)
     try:
-        tensors = {"step_rewards_T": torch.empty(0), **load_file(path)}  # none where scores are of whole responses
+        tensors = {name: torch.empty(0, dtype=TENSORS[name]) for name in SOMETIMES} | load_file(path)
     except (OSError, SafetensorError) as error:
         raise _unusable(path, str(error)) from error
     _check_tensors(path, tensors, len(lines) - 1)
@@ -123,6 +128,7 @@ def read_rejected(path: Path) -> RejectedBatch:
         lengths_B=tensors["lengths_B"].tolist(),
         truncated_B=tensors["truncated_B"],
         step_rewards_T=tensors["step_rewards_T"] if len(tensors["step_rewards_T"]) else None,
+        greedy=GreedyRows(*(tensors[name] for name in SOMETIMES[1:])) if len(tensors["greedy_scores_G"]) else None,
     )
     return RejectedBatch(Facts(**{name: head[name] for name in NUMBERS}), rollouts, scored)
 
@@ -150,7 +156,9 @@ def _check_tensors(path: Path, tensors: Mapping[str, Tensor], num_rollouts: int)
         tensor = tensors.get(name)
         if tensor is None or tensor.dtype != dtype or tensor.dim() != 1:
             raise _unusable(path, f"{name} is missing or of another kind")
-    counts = {"B": num_rollouts, "P": 0, "T": 0}
+    counts = {"B": num_rollouts, "P": 0, "T": 0, "G": len(tensors["greedy_scores_G"])}
+    if counts["G"] and num_rollouts % counts["G"]:
+        raise _unusable(path, f"{num_rollouts} rollouts are no whole groups of {counts['G']} prompts")
     for name, axis in (("prompt_lengths_B", "P"), ("lengths_B", "T")):
         if bool((tensors[name] < 1).any()) or bool((tensors[name] > 2**31).any()):
             raise _unusable(path, f"{name} has a length below 1 or beyond reason")

@@ -89,6 +89,7 @@ def _require_fit(rejected: RejectedBatch, config: TrainConfig) -> None:
         problems.append(
             f"the batch has no values, but algorithm.preset {config.algorithm.preset} updates a critic; name its run's preset"
         )
+    problems += _greedy_problems(rejected, config)
     if len(rejected.batch) % config.rollout.group_size:
         problems.append(
             f"rollout.group_size is {config.rollout.group_size}, but the batch has {len(rejected.batch)} rollouts; give its run's"
@@ -105,10 +106,27 @@ def _require_fit(rejected: RejectedBatch, config: TrainConfig) -> None:
         raise ConfigError(problems)
 
 
+def _greedy_problems(rejected: RejectedBatch, config: TrainConfig) -> list[str]:
+    """What keeps its greedy responses from being the baseline, if one is asked for."""
+    greedy, size = rejected.scored.greedy, config.rollout.group_size
+    if not config.algorithm.greedy:
+        return []
+    if greedy is None:
+        return ["the batch has no greedy responses, but algorithm.baseline is greedy; name its run's preset"]
+    if len(greedy.scores_G) * size != len(rejected.batch):
+        return [
+            f"rollout.group_size is {size}, but the batch has {len(rejected.batch)} rollouts and {len(greedy.scores_G)} greedy "
+            "responses, one for each group; give its run's"
+        ]
+    return []
+
+
 def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Replayed:
     facts, topology = rejected.facts, build_topology(config, world.device)
     tensors = {name: x for name, x in vars(rejected.scored).items() if isinstance(x, torch.Tensor)}
     moved: dict[str, Any] = {name: x.to(world.device) for name, x in tensors.items()}
+    greedy = rejected.scored.greedy
+    moved["greedy"] = None if greedy is None else greedy.to(world.device)
     scored = replace(rejected.scored, **moved, group_size=config.rollout.group_size)
     algorithm = Algorithm.of(config)
     history = History.of(facts.history)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from oppo_megatron.train.score_exchange import ScoreReport
 
-LATER_FACTS = ("scores", "actor", "rewards", "memory", "filtered")
+LATER_FACTS = ("scores", "actor", "rewards", "greedy_rewards", "memory", "filtered")
 """Those that are known after the rollout phase, within which a checkpoint may interrupt a step."""
 
 
@@ -38,14 +38,15 @@ class StepFacts:
     chunk_reason: str = ""
     version: int = 0
     skipped: str | None = None  # why nothing was trained
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # of what is trained
+    greedy_rewards: list[float] = field(default_factory=list)
     checkpoint_s: float = 0.0  # waiting for checkpoints before this step
     checkpoint_bytes: int = 0  # of those that became whole
     checkpoint_hidden_s: float = 0.0  # and what of their writing the run did not wait for
     memory: dict[str, int | None] = field(default_factory=dict)  # bounds of what fits
     scores: ScoreReport | None = None
     actor: dict[str, float] = field(default_factory=dict)
-    filtered: dict[str, float | None] = field(default_factory=dict)  # what a filter of groups has done
+    filtered: dict[str, float | None] = field(default_factory=dict)  # by a filter, and for settled rewards
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oppo_megatron.algorithms.experience import PAIRED, Experience
-from oppo_megatron.config.derived import best_standard
+from oppo_megatron.config.derived import best_standard, members
 from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.estimates import Figures
@@ -45,8 +45,9 @@ class Journal:
     ):
         self.run_dir = RunDirectory(config.run_dir)
         self.tokenizer, self.keep_rollouts = tokenizer, config.logging.rollouts
+        self.members = members(config)
         actor = role_placements(config)["actor"]
-        self.single_stage, self.group_size = actor.pp == 1, config.rollout.group_size
+        self.single_stage = actor.pp == 1
         self.planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
         self.log = MetricsLog(self.run_dir.metrics)
         self.trackers = trackers
@@ -74,8 +75,10 @@ class Journal:
         spans: SpanRecorder,
     ) -> None:
         """The step's line, but for the critic's update, which may still run."""
-        fields = self._timing(facts, spans) | _experience(facts, experience) | _lengths(facts, batch, carried)
-        fields["group_length_gap"] = group_length_gap(batch, self.group_size)
+        trained = self.members.to_train(batch)
+        fields = self._timing(facts, spans) | _experience(facts, experience)
+        fields |= _lengths(facts, trained, self.members.to_train(carried))
+        fields["group_length_gap"] = group_length_gap(trained, self.members.trained)
         fields |= facts.filtered | facts.actor | facts.memory | {"skipped": facts.skipped}
         if facts.skipped is not None:
             self.progress.note(f"step {facts.step} is skipped: {facts.skipped}")
@@ -87,22 +90,24 @@ class Journal:
     def _write_rollouts(self, facts: StepFacts, batch: Sequence[Rollout]) -> None:
         if not self.keep_rollouts:
             return
+        rewards = iter(facts.rewards), iter(facts.greedy_rewards)
         with self.run_dir.rollouts.open("a", encoding="utf-8") as file:
-            for rollout, reward in zip(batch, facts.rewards, strict=True):
+            for rollout in batch:
+                greedy = self.members.is_greedy(rollout.seq_id)
                 line = {
                     "step": facts.step,
                     "seq_id": rollout.seq_id,
                     "prompt": rollout.prompt.text,
                     "prompt_tokens": rollout.prompt.tokens,
                     "response": self.tokenizer.decode(rollout.tokens),
-                    "reward": reward,
+                    "reward": next(rewards[greedy]),
                     "tokens": rollout.tokens,
                     "logprobs": rollout.logprobs,
                     "versions": rollout.versions,
                     "deferrals": rollout.deferrals,
                     "finish_clock": rollout.finish_clock,
                     "finish_reason": rollout.finish_reason,
-                }
+                } | ({"greedy": greedy} if self.members.greedy else {})
                 file.write(encode_json(line) + "\n")
 
     def complete(self, step: int, late: dict[str, Any]) -> None:
@@ -206,6 +211,7 @@ def _experience(facts: StepFacts, experience: Experience) -> dict[str, Any]:
     return {
         "reward_mean": stats.score_mean,
         "reward_std": stats.score_std,
+        "greedy_reward_mean": stats.greedy_score_mean,
         "reward_parts": facts.scores.parts,
         "penalised_reward_mean": stats.reward_mean,
         "kl_mean": stats.kl_mean,

@@ -168,7 +168,9 @@ class StepMeter:
         """All ranks have met for the scores, and know what the critic's update of the step before has come to."""
         self.clock.meet()
         facts, memory = self.facts, self.memory.by_rank
-        facts.scores, facts.kl_coefficient, facts.rewards = report, kl_coefficient, scored.scores_B.tolist()
+        facts.scores, facts.kl_coefficient = report, kl_coefficient
+        rewards, num_rows = scored.all_scores.tolist(), scored.scores_B.numel()
+        facts.rewards, facts.greedy_rewards = rewards[:num_rows], rewards[num_rows:]
         facts.memory = memory.bounds()
         before = facts.step - 1
         if self.journal is not None and self.settled < before:

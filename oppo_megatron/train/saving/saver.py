@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.derived import best_standard
+from oppo_megatron.config.derived import batch_rows, best_standard, members
 from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.config.run import TrainConfig
@@ -114,10 +114,10 @@ class Saver(CheckpointKeeper):
         most = None if passes is None else passes * a_pass
         require_prompts(ahead, most, a_pass)
         if RunDirectory(self.config.run_dir).finished:
-            require_work(ahead, self.config.steps, most, self.config.rollout.batch_size)
+            require_work(ahead, self.config.steps, most, batch_rows(self.config))
         if ahead.done != self.config.steps:
             rollout, held = self.config.rollout, found.held(left_out)
-            deferrals = [line["deferrals"] for line in held[:: rollout.group_size]]
+            deferrals = [line["deferrals"] for line in held[:: members(self.config).size]]
             groups = rollout.batch_size // rollout.group_size
             require_bounded_deferrals(deferrals, groups, rollout.group_size, self.config.overlap.max_staleness)
         return ahead

@@ -78,6 +78,7 @@ def data_state(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
         "rows": len(prompts),
         "fingerprint": fingerprint,
         "group_size": config.rollout.group_size,
+        "greedy": config.algorithm.greedy,
     }
 
 
@@ -88,9 +89,11 @@ def require_same_data(saved: dict[str, Any], now: dict[str, Any], noun: str = "p
         "shuffle": "data.shuffle",
         "rows": f"the number of usable {noun}",
         "group_size": "rollout.group_size",
+        "greedy": "whether a prompt has a greedy response (algorithm.baseline)",
     }
+    usual = {"group_size": 1, "greedy": False}  # of an older run, and of sft and rm, which have no groups
     for name, words in known.items():
-        before, here = saved.get(name, 1), now.get(name, 1)  # an older run had no groups, as sft and rm have none
+        before, here = saved.get(name, usual.get(name)), now.get(name, usual.get(name))
         if before != here:
             raise CheckpointError(
                 f"{words} is {here}, but the checkpoint's run has {before}: the {noun} would come in another "

@@ -84,12 +84,22 @@ class _Scheduler(_Strict):
 
 
 class _Filter(_Strict):
-    """Scores in force, by sequence and part; null is a score that is no finite number."""
+    """Scores in force, by sequence and part; null is a score that is no finite number.  Those foreseen are finite."""
 
     labels: list[str]
     scores: list[tuple[Count, list[float | None]]]
+    foreseen: list[tuple[Count, list[float]]] = []
     kept: Count
     dropped: Count
+
+
+class _Settle(_Strict):
+    """What responses were settled as: sequence, tokens, parts.  `audited`: rows, and tokens beyond."""
+
+    labels: list[str]
+    notes: list[tuple[Count, Count, list[float]]]
+    audited: tuple[Count, Count]
+    cut: Count
 
 
 class _Chunk(_Strict):
@@ -173,6 +183,7 @@ class _Data(_Strict):
     rows: Count
     fingerprint: str
     group_size: Count = 1
+    greedy: bool = False
 
 
 class _Adapters(_Strict):
@@ -205,6 +216,7 @@ class _State(_Strict):
     best_metric: str | None = REWARD
     early_stop: EarlyStopState | None = None
     filter: _Filter | None = None  # older checkpoints have none
+    settle: _Settle | None = None
 
 
 class _Line(_Strict):

@@ -1,0 +1,136 @@
+"""Responses that end early: once nothing that follows changes their rewards, they are decoded no further.
+
+Rewards are asked on a clock of their own, the decode steps: between two rounds, at every multiple of a period.  A response
+whose prefix is settled ends there, with the token that settled it; what was decoded beyond is thrown away.  So what is
+trained depends on tokens, rewards and the period, and on nothing else: not on seconds, chunk sizes or placements.
+
+The groups of an audit go on to their ends all the same.  What they were settled as is noted, as it is of those that were cut,
+for who evaluates their rewards: it has to be what they come to.
+
+Where groups are filtered, what is known of a response that is still decoded is *foreseen*: a group whose rewards are all known
+by then, and equal, is dropped at once (`filter.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.records import Rollout
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What rewards say of a response so far.
+
+    `parts`: what each part gives for every continuation, NaN where they differ.  `num_tokens`: of the shortest prefix that
+    settles all parts; 0 where none does.
+    """
+
+    parts: tuple[float, ...]
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Rewards are asked every `period` decode steps.  One group of `audit` (0: none) is not cut; the `seed` says which."""
+
+    period: int
+    audit: int = 0
+    seed: int = 0
+
+    def left(self, clock: int) -> int:
+        """Decode steps until they are asked next."""
+        return self.period - clock % self.period
+
+    def audits(self, group: int) -> bool:
+        return bool(self.audit) and (group + self.seed) % self.audit == 0
+
+
+@dataclass
+class Audited:
+    """Responses of the run that were settled, and went on to their ends; tokens that they had beyond."""
+
+    rows: int = 0
+    tokens: int = 0
+
+
+class Settler:
+    """What is settled of the responses that the buffer holds, alike on every rank.  `labels`: the parts of the reward."""
+
+    def __init__(self, buffer: RolloutBuffer, clock: Clock, labels: Sequence[str]):
+        self.buffer, self.clock, self.labels = buffer, clock, tuple(labels)
+        self.notes: dict[int, Prefix] = {}
+        self.audited = Audited()
+        self.num_cut = 0
+
+    def begin_step(self) -> None:
+        """A step's responses are counted anew."""
+        self.num_cut = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether rewards are asked now, between two rounds."""
+        return self.buffer.clock % self.clock.period == 0
+
+    def asked(self) -> list[Rollout]:
+        """The responses that they are asked for, in the order of admission."""
+        return [r for r in self.buffer.active if r.num_response_tokens and r.seq_id not in self.notes]
+
+    def take(self, asked: Sequence[Rollout], prefixes: Sequence[Prefix]) -> list[Rollout]:
+        """What rewards say of those that were asked for comes into force.  Returns the responses that end with it."""
+        found = {r.seq_id: prefix for r, prefix in zip(asked, prefixes, strict=True) if prefix.num_tokens}
+        self.notes |= found
+        cut = {seq_id: prefix.num_tokens for seq_id, prefix in found.items() if not self._is_audited(seq_id)}
+        self.num_cut += len(cut)
+        return self.buffer.cut(cut) if cut else []
+
+    def foreseen(self, asked: Sequence[Rollout], prefixes: Sequence[Prefix]) -> dict[int, Prefix]:
+        """What is known of those that go on, of no audit's groups."""
+        pairs = zip(asked, prefixes, strict=True)
+        return {r.seq_id: p for r, p in pairs if not r.finished and not self._is_audited(r.seq_id)}
+
+    def retire(self, rollouts: Iterable[Rollout]) -> None:
+        """They have left the buffer."""
+        for rollout in rollouts:
+            note = self.notes.pop(rollout.seq_id, None)
+            if note is not None and rollout.finished and rollout.finish_reason != "settled":
+                self.audited.rows += 1
+                self.audited.tokens += len(rollout.tokens) - note.num_tokens
+
+    def figures(self) -> dict[str, float | None]:
+        """Of the step, for its line in the metrics; `settled_tokens` goes by what audited responses had beyond, so far."""
+        rows, tokens = self.audited.rows, self.audited.tokens
+        saved = self.num_cut * tokens / rows if rows else None
+        return {
+            "settled_rows": self.num_cut,
+            "settled_tokens": saved,
+            "audited_rows": rows,
+            "audited_tokens": tokens,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """In plain JSON types."""
+        notes = [[seq_id, note.num_tokens, list(note.parts)] for seq_id, note in self.notes.items()]
+        audited = [self.audited.rows, self.audited.tokens]
+        return {"labels": list(self.labels), "notes": notes, "audited": audited, "cut": self.num_cut}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from `state`; what other parts of a reward were settled as is forgotten."""
+        if state is None:
+            return
+        self.audited, self.num_cut = Audited(*state["audited"]), state["cut"]
+        if state["labels"] == list(self.labels):
+            self.notes = {seq_id: Prefix(tuple(parts), num_tokens) for seq_id, num_tokens, parts in state["notes"]}
+
+    def _is_audited(self, seq_id: int) -> bool:
+        return self.clock.audits(seq_id // self.buffer.group_size)
+
+
+def known(prefix: Prefix, labels: Sequence[str], of: Sequence[str]) -> list[float] | None:
+    """The parts `of` a prefix, in their order, where all of them are settled; `labels` are those of `prefix.parts`."""
+    values = [prefix.parts[labels.index(label)] for label in of]
+    return None if any(map(math.isnan, values)) else values

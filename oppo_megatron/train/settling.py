@@ -1,0 +1,76 @@
+"""Settled prefixes of responses: read from the rewards, and held against what the rewards come to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from oppo_megatron.config.derived import settle_period
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import RewardError
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.overcommit.settling import Clock, Prefix, Settler
+from oppo_megatron.rewards.functions import RewardSum
+from oppo_megatron.rewards.protocol import ScoreItem
+from oppo_megatron.token_text import INCOMPLETE, Decode
+
+SHOWN_CHARACTERS = 500
+
+
+def build_settler(config: TrainConfig, buffer: RolloutBuffer, rewards: RewardSum) -> Settler | None:
+    """None where all responses go on to their ends."""
+    period = settle_period(config)
+    if period is None:
+        return None
+    labels = [summand.label for summand in rewards.summands]
+    return Settler(buffer, Clock(period, config.settle.audit, config.seed), labels)
+
+
+def read_prefix(rewards: RewardSum, item: ScoreItem, tokens: Sequence[int], decode: Decode, place: str) -> Prefix:
+    """What the rewards say of the response of `item` so far, whose `tokens` these are.
+
+    What is settled stays so, so the shortest prefix is found by halving.  An incomplete character at a prefix's end is left
+    out: the rest of it is still to come.  Raises RewardError as `RewardSum.settled`.
+    """
+
+    def settled(num_tokens: int) -> dict[str, float]:
+        text = item.response if num_tokens == len(tokens) else decode(tokens[:num_tokens])
+        return rewards.settled(replace(item, response=text.rstrip(INCOMPLETE)), place)
+
+    found, low, high = settled(len(tokens)), 1, len(tokens)
+    if len(found) < len(rewards.summands):
+        return Prefix(tuple(found.get(summand.label, math.nan) for summand in rewards.summands))
+    while low < high:
+        middle = (low + high) // 2
+        sooner = settled(middle)
+        if len(sooner) == len(found):
+            found, high = sooner, middle
+        else:
+            low = middle + 1
+    return Prefix(tuple(found[summand.label] for summand in rewards.summands), high)
+
+
+def require_as_settled(
+    parts: Mapping[str, float],
+    note: Prefix,
+    labels: Sequence[str],
+    item: ScoreItem,
+    place: str,
+    beginning: str,
+) -> None:
+    """Raises RewardError where a part of a response's reward is not what it was settled as, with the response's `beginning`."""
+    for label, early in zip(labels, note.parts, strict=True):
+        if label in parts and parts[label] != early:
+            raise RewardError(
+                f"sequence {item.seq_id} (of {place}): reward part {label!r} was settled as {early:g} by the first "
+                f"{note.num_tokens} tokens, but gives {parts[label]:g} for the response; its `settled` must speak only where "
+                "every continuation gets the same: correct it, or set settle.mode to off. "
+                f"Settled at: {_shown(beginning)}; the response: {_shown(item.response)}"
+            )
+
+
+def _shown(text: str) -> str:
+    """Of a long text its end."""
+    cut = text[-SHOWN_CHARACTERS:]
+    return repr(cut) if len(cut) == len(text) else f"...{cut!r} ({len(text)} characters)"

@@ -1,0 +1,253 @@
+"""Optimizer steps of our commands against the same steps by TRL's trainers: the weights that both end with.
+
+Both begin from the same directories, in float32, and have the same rows in the same order, or the rollouts that our run drew.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("trl") is None:
+    pytest.skip("needs trl, in an environment of its own: make test-oracles", allow_module_level=True)
+
+from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset, write_steps
+from oppo_megatron.data.tokenizer import load_tokenizer
+from tests.e2e.test_supervised import run, settings, tensors_of
+from tests.oracles.trl_trainers import Trained, arguments, train_groups, train_marked, train_pairs, train_steps
+from tests.support.hf import save_tiny
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
+from tests.support.tokenizers import save_byte_level
+
+STEPS, BATCH, GROUP, LONGEST = 3, 8, 4, 24
+PAD = 1
+"""With which a response may end, too, where TRL asks whether it was cut."""
+CLOSE, MOVED = 1e-5, 1e-3
+OPTIMIZER = {"lr": 2e-3, "decay": "cosine", "betas": [0.8, 0.9], "eps": 1e-3, "weight_decay": 0.1}
+"""Adam's divisor is well above rounding.  Each case has a bound of the gradient that some of its steps reach and some do not:
+where all are clipped, or none, Adam makes the same weights of a loss that is too large by a factor."""
+MODEL, REFERENCE, SCALAR = "model", "reference", "scalar"
+ACTOR = Path("runs", "run", "weights", "actor")
+BETA = 0.3
+Row = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts, pairs, marked rows (each prompt once) and steps, a tokenizer, a model, its reference, and a classifier."""
+    root = tmp_path_factory.mktemp("inputs")
+    sizes = DatasetSizes(sft=1, pairs=STEPS * BATCH, prompts=32, heldout=1)
+    files = write_dataset(root, seed=7, sizes=sizes, shape=Shape(max_operations=4))
+    write_steps(root / "steps.jsonl", seed=7, count=STEPS * BATCH, shape=Shape(max_operations=4))
+    pairs = lines(files["pairs"])
+    with (root / "marked.jsonl").open("w") as file:
+        for number, pair in enumerate(pairs):
+            wanted = number % 3 > 0
+            row = {"prompt": pair["prompt"], "completion": pair["chosen" if wanted else "rejected"], "label": wanted}
+            file.write(json.dumps(row) + "\n")
+    save_byte_level(root / "tokenizer", [pair["prompt"] + pair["chosen"] for pair in pairs])
+    for name, seed in ((MODEL, 0), (REFERENCE, 5)):
+        save_tiny(root / name, "qwen2", vocab_size=320, seed=seed)
+    save_tiny(root / SCALAR, "qwen2", "scalar", vocab_size=320)
+    return root
+
+
+def lines(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def supervised(
+    kind: str, inputs: Path, run_dir: Path, rows: str, clip: float, model: str = MODEL, **changes: Any
+) -> list[Row]:
+    """Metrics of the finished run of `oppo dpo`, `kto` or `prm`, in micro-batches of a few rows."""
+    usual = {
+        "batch_size": BATCH,
+        "steps": STEPS,
+        "tokenizer": {"path": inputs / "tokenizer"},
+        "data": {"path": inputs / rows, "shuffle": False, **changes.pop("data", {})},
+        "model": {"checkpoint": inputs / model},
+        "optimizer": OPTIMIZER | {"clip_grad": clip},
+    }
+    return run(kind, settings(inputs, kind, run_dir, **usual | changes))
+
+
+def require_same_weights(ours: Path, theirs: Trained, begin: Path) -> None:
+    """Every tensor, which should have moved."""
+    trained, start = tensors_of(ours), tensors_of(begin)
+    assert trained.keys() == theirs.weights.keys() == start.keys()
+    for name, weight in theirs.weights.items():
+        assert (weight - start[name]).abs().max() > MOVED, f"{name} did not move: nothing is tested"
+        assert (trained[name] - weight).abs().max() < CLOSE, name
+
+
+def require_same_steps(metrics: list[Row], theirs: Trained, clip: float) -> None:
+    assert [line["loss"] for line in metrics] == pytest.approx(theirs.losses, rel=1e-4)
+    require_same_norms(metrics, theirs, clip)
+
+
+def require_same_norms(metrics: list[Row], theirs: Trained, clip: float, passes: int = 1) -> None:
+    """Ours are means over the passes of a step."""
+    norms = [sum(theirs.norms[i : i + passes]) / passes for i in range(0, len(theirs.norms), passes)]
+    assert [line["grad_norm"] for line in metrics] == pytest.approx(norms, rel=1e-4)
+    assert min(theirs.norms) < clip < max(theirs.norms), "some steps should be clipped, and some not"
+
+
+def require_same_tokens(inputs: Path, rows: list[Row], columns: dict[str, str], theirs: Trained) -> None:
+    """Prompts and answers, with their EOS; `columns`: of rows, by those of TRL's data."""
+    tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer"))
+    for row, found in zip(rows, theirs.data, strict=True):
+        assert found["prompt_ids"] == tokenizer.encode(row["prompt"])
+        for theirs_name, name in columns.items():
+            assert found[theirs_name] == [*tokenizer.encode(row[name]), tokenizer.eos_id]
+
+
+PAIRED: dict[str, tuple[Row, Row, float]] = {
+    "sigmoid": ({}, {"loss_type": ["sigmoid"]}, 15.0),
+    "robust": ({"loss": "robust", "label_smoothing": 0.2}, {"loss_type": ["robust"], "label_smoothing": 0.2}, 25.0),
+    "ipo, which TRL averages": ({"loss": "ipo", "average": True}, {"loss_type": ["ipo"]}, 20.0),
+}
+"""`dpo`, what TRL calls it, and the bound of the gradient."""
+
+
+@pytest.mark.parametrize("case", PAIRED)
+def test_dpo(inputs: Path, tmp_path: Path, case: str) -> None:
+    rule, their_rule, clip = PAIRED[case]
+    reference = {"checkpoint": inputs / REFERENCE}
+    metrics = supervised(
+        "dpo", inputs, tmp_path / "run", "pairs.jsonl", clip, reference=reference, dpo={"beta": BETA, **rule}
+    )
+    rows = lines(inputs / "pairs.jsonl")
+    common = arguments(tmp_path / "trl", OPTIMIZER | {"clip_grad": clip}, STEPS, BATCH)
+    theirs = train_pairs(
+        common, rows, inputs / MODEL, inputs / REFERENCE, inputs / "tokenizer", beta=BETA, **their_rule
+    )
+    require_same_tokens(inputs, rows, {"chosen_ids": "chosen", "rejected_ids": "rejected"}, theirs)
+    require_same_steps(metrics, theirs, clip)
+    require_same_weights(tmp_path / "run" / "weights", theirs, inputs / MODEL)
+
+
+@pytest.mark.parametrize(("loss", "clip"), [("kto", 5.0), ("apo_zero_unpaired", 3.0)])
+def test_kto(inputs: Path, tmp_path: Path, loss: str, clip: float) -> None:
+    """No two rows of a batch have one prompt, and a batch is one of TRL's micro-batches: so the mismatched rows are the same."""
+    rule = {"loss": loss, "beta": BETA, "wanted": 1.0, "unwanted": 1.5}
+    metrics = supervised(
+        "kto", inputs, tmp_path / "run", "marked.jsonl", clip, reference={"checkpoint": inputs / REFERENCE}, kto=rule
+    )
+    rows = lines(inputs / "marked.jsonl")
+    assert len({row["prompt"] for row in rows}) == len(rows)
+    common = arguments(tmp_path / "trl", OPTIMIZER | {"clip_grad": clip}, STEPS, BATCH)
+    theirs = train_marked(
+        common, rows, inputs / MODEL, inputs / REFERENCE, inputs / "tokenizer",
+        loss_type=loss, beta=BETA, desirable_weight=1.0, undesirable_weight=1.5,
+    )  # fmt: skip
+    require_same_tokens(inputs, rows, {"completion_ids": "completion"}, theirs)
+    require_same_steps(metrics, theirs, clip)
+    require_same_weights(tmp_path / "run" / "weights", theirs, inputs / MODEL)
+    if loss == "kto":
+        assert min(line["reference_point"] for line in metrics) > 0, "z0 is cut off at 0: it is not tested"
+
+
+def test_prm(inputs: Path, tmp_path: Path) -> None:
+    """TRL writes a separator behind the last step, too; what we have beyond that is EOS, behind all labels."""
+    clip = 9.0
+    metrics = supervised(
+        "prm", inputs, tmp_path / "run", "steps.jsonl", clip, SCALAR, data={"completion_template": "{completion}\n"}
+    )
+    rows = lines(inputs / "steps.jsonl")
+    common = arguments(tmp_path / "trl", OPTIMIZER | {"clip_grad": clip}, STEPS, BATCH)
+    theirs = train_steps(common, rows, inputs / SCALAR, inputs / "tokenizer", separator="\n")
+    tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer"))
+    for row, found in zip(rows, theirs.data, strict=True):
+        answer = "".join(f"{step}\n" for step in row["completions"])
+        assert found["input_ids"] == [*tokenizer.encode(row["prompt"]), *tokenizer.encode(answer)]
+    require_same_steps(metrics, theirs, clip)
+    require_same_weights(tmp_path / "run" / "weights", theirs, inputs / SCALAR)
+
+
+TWICE = {"ppo.epochs": 2}
+SMALL = {"rewards": [{"kind": "model", "weight": 0.05}]}
+"""Where scores are not scaled, and log-probs not averaged."""
+GROUPED: dict[str, tuple[Row, Row, float]] = {
+    "grpo": ({"ppo.kl": {"coefficient": 0.2}}, {"loss_type": "grpo", "beta": 0.2, "use_bias_correction_kl": False}, 8.0),
+    "grpo without KL": ({"ppo.kl": {"mode": "none"}}, {"loss_type": "grpo"}, 8.0),
+    "dr_grpo": ({}, {"loss_type": "dr_grpo", "scale_rewards": "none"}, 3.0),
+    "dapo": ({}, {"loss_type": "dapo", "epsilon_high": 0.28}, 7.0),
+    "rloo": (SMALL | {"ppo.kl": {"coefficient": 0.01}}, {"beta": 0.01}, 5.0),
+    "grpo, twice": (
+        TWICE | {"ppo.kl": {"coefficient": 0.2}}, {"loss_type": "grpo", "beta": 0.2, "use_bias_correction_kl": False}, 8.0,
+    ),
+    "grpo, twice, reverse KL": (
+        TWICE | {"ppo.kl": {"coefficient": 0.2, "gradient": "reverse"}}, {"loss_type": "grpo", "beta": 0.2}, 8.0,
+    ),
+    "dapo, cut ones masked": (
+        {"overlong": {"mask": True}, "rollout.max_response_tokens": 60, "rollout.stop": [PAD]},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "max_completion_length": 60, "mask_truncated_completions": True},
+        5.0,
+    ),
+    "dapo, twice": (TWICE, {"loss_type": "dapo", "epsilon_high": 0.28}, 5.0),
+    "gspo, twice": (
+        TWICE | {"ppo.clip": 0.4, "ppo.clip_high": 0.8},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.4, "epsilon_high": 0.8},
+        5.0,
+    ),
+    "cispo, twice": (
+        TWICE | {"ppo.ratio_cap": 1.1}, {"loss_type": "cispo", "scale_rewards": "batch", "epsilon_high": 1.1}, 5.0,
+    ),
+    "rloo, twice": (
+        TWICE | SMALL | {"ppo.kl": {"coefficient": 0.01}, "ppo.clip": 0.9, "ppo.clip_high": 9.0},
+        {"beta": 0.01, "epsilon": 0.9, "epsilon_high": 9.0},
+        5.0,
+    ),
+}  # fmt: skip
+"""Settings of ours beside the preset that a name begins with, what TRL calls them, and the bound of the gradient."""
+
+
+def rolled_out(
+    inputs: Path, root: Path, preset: str, size: int, clip: float, **changes: Any
+) -> tuple[Outcome, list[list[Row]]]:
+    """A finished run of `oppo train` without carried rollouts, so that those of a step are of the policy that it trains; and the
+    rows of each step."""
+    config = Workspace(root).config(
+        "run",
+        tokenizer={"path": str(inputs / "tokenizer")},
+        data={"path": str(inputs / "prompts.jsonl"), "max_prompt_tokens": 48},
+        algorithm={"preset": preset},
+        actor={"checkpoint": str(inputs / MODEL), "optimizer": OPTIMIZER | {"clip_grad": clip}},
+        critic=None,
+        reward={"checkpoint": str(inputs / SCALAR)},
+        rollout={"batch_size": BATCH, "group_size": size, "max_response_tokens": LONGEST, "stop": list(range(40))},
+        ppo={"minibatches": 1},
+        steps=STEPS,
+        **{"ppo.epochs": 1} | changes,
+    )
+    outcome = run_ppo_ranks(config)
+    assert len({len(row["tokens"]) for row in outcome.rollouts}) > 5, "responses should differ in length"
+    return outcome, [[row for row in outcome.rollouts if row["step"] == step + 1] for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("case", GROUPED)
+def test_groups(inputs: Path, tmp_path: Path, case: str) -> None:
+    """With one pass over a step's rollouts, or two."""
+    changes, rule, clip = GROUPED[case]
+    passes = changes.get("ppo.epochs", 1)
+    reference = {"reference": {"checkpoint": str(inputs / REFERENCE)}} if rule.get("beta") else {}
+    preset = case.split()[0].strip(",")
+    outcome, batches = rolled_out(inputs, tmp_path, preset, GROUP, clip, **reference, **changes)
+    common = arguments(tmp_path / "trl", OPTIMIZER | {"clip_grad": clip}, STEPS * passes, BATCH)
+    theirs = train_groups(
+        common, batches, GROUP, inputs / MODEL, inputs / REFERENCE, inputs / "tokenizer",
+        num_iterations=passes, **{"max_completion_length": LONGEST} | rule,
+    )  # fmt: skip
+    require_same_norms(outcome.metrics, theirs, clip, passes)
+    require_same_weights(tmp_path / ACTOR, theirs, inputs / MODEL)
+    if "overlong" in changes:
+        cut = [row["finish_reason"] == "length" for row in outcome.rollouts]
+        assert 4 < sum(cut) < len(cut) - 4, "some responses should be cut, and some not"
+    if passes > 1:
+        assert min(theirs.norms) > 0, "nothing is left of a second pass"
+        assert max(line["clip_fraction"] for line in outcome.metrics) > 0, "no ratio is held: its bounds are not tested"
