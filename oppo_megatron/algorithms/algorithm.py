@@ -5,42 +5,61 @@ Legend: T response tokens (packed, see `packed`), B responses, N of them in a mi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
-from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience
-from oppo_megatron.algorithms.losses import ActorTargets, PolicyStats, Surrogate, ValueStats, actor_loss, value_loss
+from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience, with_pairs
+from oppo_megatron.algorithms.losses import (
+    POLICY_FIGURES,
+    ActorTargets,
+    Surrogate,
+    ValueStats,
+    actor_loss,
+    policy_figures,
+    value_loss,
+)
 from oppo_megatron.algorithms.overlong import NO_LIMIT, Overlong
+from oppo_megatron.algorithms.pairs import PAIR_FIGURES, pair_figures, pair_loss, pair_weights
 from oppo_megatron.algorithms.reduction import row_weights
 from oppo_megatron.algorithms.staleness import ratio_base
+from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.config.preference_losses import DPOLossConfig
 from oppo_megatron.config.run import TrainConfig
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the choices of a configuration come to.  `longest` is the limit of a response, in tokens."""
+    """What the choices of a configuration come to.
+
+    `longest` is the limit of a response, in tokens; `drawn_at` the temperature at which they are drawn; `dpo` the loss of pairs,
+    where the loss is theirs.
+    """
 
     choices: AlgorithmConfig
     ppo: PPOConfig
     group_size: int
     longest: int
     overlong: Overlong = NO_LIMIT
+    drawn_at: float = 1.0
+    dpo: DPOLossConfig | None = None
 
     @classmethod
     def of(cls, config: TrainConfig) -> Algorithm:
-        size, longest = config.rollout.group_size, config.rollout.max_response_tokens
-        return cls(config.algorithm, config.ppo, size, longest, Overlong(config.overlong, longest))
+        rollout, longest = config.rollout, config.rollout.max_response_tokens
+        overlong = Overlong(config.overlong, longest)
+        return cls(config.algorithm, config.ppo, rollout.group_size, longest, overlong, rollout.temperature, config.dpo)
 
     def experience(
         self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN
     ) -> Experience:
         """What the update trains on.  Raises as `build_experience` does."""
-        return build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.overlong)
+        made = build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.overlong)
+        return with_pairs(made, scored, knows_kl=self.drawn_at == 1) if self.choices.pairs else made
 
     @property
     def needs_proximal(self) -> bool:
@@ -50,7 +69,25 @@ class Algorithm:
     @property
     def needs_lengths(self) -> bool:
         """Whether the actor's loss needs to know where responses end."""
-        return self.choices.ratio != "token"
+        return self.choices.ratio != "token" or self.choices.pairs
+
+    @property
+    def reads_known(self) -> bool:
+        """Whether it is known before the scores which rows an update reads."""
+        return not self.choices.pairs or self.group_size == 2
+
+    def units(self, rows: Sequence[int], experience: Experience | None = None) -> list[list[int]]:
+        """The rows that an update reads of a minibatch's, groups side by side; those that share a micro-batch together.
+
+        All, each alone; with pairs two of each group together.  `experience` may be None where `reads_known`.
+        """
+        if not self.choices.pairs:
+            return [[row] for row in rows]
+        groups = [row // self.group_size for row in rows[:: self.group_size]]
+        if self.group_size == 2:
+            return [[2 * group, 2 * group + 1] for group in groups]
+        assert experience is not None and experience.pairs is not None
+        return [experience.pairs[group] for group in groups]
 
     def ratio_base(
         self, behaviour_logp_T: Tensor, proximal_logp_T: Tensor | None, lengths_B: Tensor
@@ -60,14 +97,28 @@ class Algorithm:
 
     def row_weights(self, lengths_N: Sequence[int], counted_N: Sequence[bool] | None = None) -> list[float]:
         """How much a token of each response of a minibatch counts in the actor's loss; see `reduction`."""
+        if self.choices.reduction == "pair_mean":
+            assert counted_N is not None, "pairs are known by the rows that count"
+            return pair_weights(sum(lengths_N), counted_N)
         return row_weights(lengths_N, self.group_size, self.choices.reduction, self.longest, counted_N)
 
     def actor_loss(
         self, logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, kl_coefficient: float, num_tokens: int
-    ) -> tuple[Tensor, PolicyStats]:
-        """The actor's loss of a micro-batch; `num_tokens` is the token count of the global minibatch."""
+    ) -> tuple[Tensor, TokenStats]:
+        """The actor's loss of a micro-batch; `num_tokens` is the token count of the rows read of the global minibatch."""
+        if self.dpo is not None:
+            return pair_loss(logp_T, entropy_T, targets, self.dpo, num_tokens)
         surrogate = Surrogate.of(self.choices, self.ppo)
         return actor_loss(logp_T, entropy_T, targets, surrogate, self.ppo, kl_coefficient, num_tokens)
+
+    @property
+    def figure_names(self) -> tuple[str, ...]:
+        """Of `figures`."""
+        return PAIR_FIGURES if self.choices.pairs else POLICY_FIGURES
+
+    def figures(self, reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """What an update has come to, of the sums that its losses gave by optimizer step."""
+        return pair_figures(reports) if self.choices.pairs else policy_figures(reports)
 
     def critic_loss(
         self, values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, num_tokens: int

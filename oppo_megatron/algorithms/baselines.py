@@ -54,6 +54,8 @@ def equal_groups(scores_B: Tensor, group_size: int, greedy_G: Tensor | None = No
 def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> Tensor:
     if baseline in ("critic", "none"):
         return scores_GN
+    if baseline == "best_worst":
+        return _best_worst(scores_GN)
     if baseline == "greedy":
         assert greedy_G is not None, "scores are compared with those of greedy responses"
         return scores_GN - greedy_G[:, None]
@@ -62,6 +64,18 @@ def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> 
     if baseline == "others":
         centred_GN = centred_GN * size / max(size - 1, 1)
     return centred_GN.masked_fill(equal_groups(scores_GN.flatten(), size)[:, None], 0.0)
+
+
+def _best_worst(scores_GN: Tensor) -> Tensor:
+    """1 for the best response of each group, -1 for the worst, of equals the first; 0 for others, and where all are equal.
+
+    NaN throughout a group with a score that is none.
+    """
+    signs_GN = torch.zeros_like(scores_GN)
+    signs_GN.scatter_(1, scores_GN.argmax(1, keepdim=True), 1.0)
+    signs_GN.scatter_(1, scores_GN.argmin(1, keepdim=True), -1.0)
+    signs_GN = signs_GN.masked_fill(equal_groups(scores_GN.flatten(), scores_GN.shape[1])[:, None], 0.0)
+    return signs_GN.masked_fill(scores_GN.isnan().any(1, keepdim=True), torch.nan)
 
 
 def _deviation(x: Tensor, dim: int) -> Tensor:

@@ -5,7 +5,8 @@ Legend: T all response tokens of the GLOBAL batch (packed, see `packing`), B row
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from oppo_megatron.algorithms.baselines import compared, equal_groups
 from oppo_megatron.algorithms.kl import kl_per_token
 from oppo_megatron.algorithms.overlong import NO_LIMIT, Overlong
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums
+from oppo_megatron.algorithms.pairs import rows_of_pairs
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError, RewardError
@@ -61,6 +63,10 @@ class ScoredBatch:
         return self.scores_B if self.greedy is None else torch.cat([self.scores_B, self.greedy.scores_G])
 
 
+PAIRED = ("pairs", "ties", "chosen_reward_mean", "rejected_reward_mean")
+"""Figures of `ExperienceStats` that there are with a loss of pairs."""
+
+
 @dataclass(frozen=True)
 class ExperienceStats:
     """Summary of a batch.  Standard deviations are of the population (one row has 0); None: there is no such role."""
@@ -78,6 +84,10 @@ class ExperienceStats:
         float | None
     )  # 1 - var(returns - values) / var(returns); 0 where returns vary by no more than rounding
     equal_groups: float | None = None  # share of groups whose scores are all the same: they teach an actor nothing
+    pairs: int | None = None  # groups whose best response beats their worst, by the scores that are trained on
+    ties: int | None = None  # the other groups
+    chosen_reward_mean: float | None = None  # of the pairs' better responses, as the reward gave it
+    rejected_reward_mean: float | None = None  # of the worse ones
     greedy_score_mean: float | None = None  # per prompt, as the reward gave it
 
     def figures(self) -> dict[str, float]:
@@ -103,6 +113,7 @@ class Experience:
     scores: Moments  # of this batch's, clipped: what a running normalisation remembers
     stats: ExperienceStats
     counted_B: Tensor | None = None  # whether the actor's loss counts a response; None: it counts all
+    pairs: list[list[int]] | None = None  # of each group the rows that a loss of pairs reads
 
 
 def build_experience(
@@ -183,9 +194,9 @@ def _rewards(
     """Rewards of the tokens, KL included where it enters them, and the same of scores that have been `compared`; both [T].
 
     Rewards of steps stay as they are, and are not divided by the scale: a response's last token gets what its compared score
-    is more or less than their sum.
+    is more or less than their sum.  Of pairs, that a response is the better or the worse one is all that counts.
     """
-    steps_T, scores_B = scored.step_rewards_T, scores.trained_B
+    steps_T, scores_B = None if choices.pairs else scored.step_rewards_T, scores.trained_B
     if mode == "score" and kl_T is not None:
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
     penalty_T = kl_T if mode == "penalty" and kl_T is not None else torch.zeros_like(scored.behaviour_logp_T)
@@ -274,6 +285,22 @@ def _summarise(
         equal_groups=None if equal_G is None else float(equal_G.double().mean()),
         greedy_score_mean=None if greedy_G is None else float(greedy_G.mean()),
     )
+
+
+def with_pairs(experience: Experience, scored: ScoredBatch, knows_kl: bool) -> Experience:
+    """The same with what there is of pairs; advantages are 1 in a better response, -1 in a worse one, else 0.
+
+    `knows_kl`: whether the reference's log-probs are of the temperature of the draws, as a KL needs them.
+    """
+    signs_B, scores_B = experience.advantages_T[last_tokens(experience.lengths_B)], scored.scores_B.double()
+    chosen, rejected = scores_B[signs_B > 0], scores_B[signs_B < 0]
+    pairs = chosen.numel()
+    means = (float(x.mean()) if pairs else None for x in (chosen, rejected))
+    figures: dict[str, Any] = dict(zip(PAIRED, (pairs, signs_B.numel() // scored.group_size - pairs, *means), strict=True))
+    if not knows_kl:
+        experience, figures = replace(experience, kl_T=None), figures | {"kl_mean": None}
+    rows = rows_of_pairs(signs_B, scored.group_size)
+    return replace(experience, counted_B=signs_B != 0, pairs=rows, stats=replace(experience.stats, **figures))
 
 
 def _explained_variance(returns_T: Tensor, values_T: Tensor) -> float:

@@ -7,6 +7,7 @@ ranks add up to the minibatch's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +83,7 @@ class Surrogate:
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig, ppo: PPOConfig) -> Surrogate:
+        assert algorithm.objective != "dpo", "the loss of pairs is another one"
         cap = 1 + ppo.clip_high if algorithm.objective == "cispo" and ppo.clip_high is not None else None
         return cls(ppo.clip, ppo.clip_high, ppo.dual_clip, cap, algorithm.ratio, algorithm.objective)
 
@@ -137,6 +139,29 @@ def policy_loss(
         max_ratio=maximum(ratio_T),
     )
     return losses_T.sum() / num_tokens, stats
+
+
+POLICY_FIGURES = (
+    "actor_loss", "clip_fraction", "approx_kl", "ratio_mean", "ratio_max", "importance_weight_mean", "entropy",
+)  # fmt: skip
+
+
+def policy_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`POLICY_FIGURES` of an update with these reports of its optimizer steps."""
+    tokens = sum(report["num_tokens"] for report in reports)
+    mean = {
+        name: sum(report[name] for report in reports) / tokens
+        for name in ("loss", "clipped", "approx_kl", "ratio", "weight", "entropy")
+    }
+    return {
+        "actor_loss": mean["loss"],
+        "clip_fraction": mean["clipped"],
+        "approx_kl": mean["approx_kl"],
+        "ratio_mean": mean["ratio"],
+        "ratio_max": max(report["max_ratio"] for report in reports),
+        "importance_weight_mean": mean["weight"],
+        "entropy": mean["entropy"],
+    }
 
 
 def shared(terms_T: Tensor, share_T: Tensor | None) -> Tensor:

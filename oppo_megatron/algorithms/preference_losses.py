@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from oppo_megatron.algorithms.stats import count, total
-from oppo_megatron.config.preference import DPOLossConfig, KTOLossConfig
+from oppo_megatron.config.preference_losses import DPOLossConfig, KTOLossConfig
 
 
 def sequence_sums(logp_R: Tensor, counts: Sequence[int]) -> Tensor:

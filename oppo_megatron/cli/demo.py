@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 OUT = Path("runs/demo")
 CONFIGS = Path("examples/arithmetic")
+OWN = ("ppo", "online_dpo")
+"""Presets with a configuration file of their own; the others are grpo.yaml with another preset."""
 RUNS = {"sequential": False, "oppo": True}
 """The two runs of the algorithm, and whether the overlaps are on."""
 
@@ -35,6 +37,9 @@ QUICK = {
         "steps=3", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_response_tokens=64",
         "overlap.delta={initial: 1, max: 1}", "filter=null",
     ],
+    "online_dpo": [
+        "steps=3", "rollout.batch_size=16", "rollout.max_response_tokens=64", "overlap.delta={initial: 1, max: 1}",
+    ],
 }  # fmt: skip
 """What `--quick` changes in each configuration file.  A policy that knows nothing leaves a filter of groups nothing."""
 
@@ -53,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--configs",
         type=Path,
         metavar="DIR",
-        help=f"folder of sft.yaml, rm.yaml, ppo.yaml, grpo.yaml; default: {CONFIGS}",
+        help=f"folder of sft.yaml, rm.yaml, ppo.yaml, grpo.yaml, online_dpo.yaml; default: {CONFIGS}",
     )
 
 
@@ -92,7 +97,7 @@ def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:
     """
     from oppo_megatron.errors import ConfigError
 
-    names = [f"{name}.yaml" for name in (["sft", "rm", "ppo"] if algorithm == "ppo" else ["sft", "grpo"])]
+    names = [f"{name}.yaml" for name in ("sft", *(["rm"] if algorithm == "ppo" else []), _file_of(algorithm))]
     places = [given] if given is not None else [CONFIGS, Path(__file__).parents[2] / CONFIGS]
     for place in places:
         if all((place / name).is_file() for name in names):
@@ -103,16 +108,21 @@ def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:
     )
 
 
+def _file_of(algorithm: str) -> str:
+    """The name of its configuration file."""
+    return algorithm if algorithm in OWN else "grpo"
+
+
 def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo") -> list[Stage]:
     """The stages in the order in which they are made; each lies in `out` under its name.
 
     Preset ppo is ppo.yaml, after a reward model.  The others have no critic, and are rewarded by the verifier alone: they are
-    grpo.yaml, after the warm start.
+    grpo.yaml, or their own file, after the warm start.
     """
     data, tokenizer = _inputs(out, {**(QUICK_DATA if quick else DATA), "seed": seed})
 
     def training(kind: str, name: str, title: str, places: Mapping[str, Path], after: Sequence[Stage]) -> Stage:
-        file = configs / f"{kind if kind != 'train' else 'ppo' if algorithm == 'ppo' else 'grpo'}.yaml"
+        file = configs / f"{_file_of(algorithm) if kind == 'train' else kind}.yaml"
         changes = [f"seed={seed}", *(QUICK[file.stem] if quick else [])]
         if kind == "train":
             changes += [*_preset(algorithm), *(f"overlap.{it}={str(RUNS[name]).lower()}" for it in ("intra", "inter"))]

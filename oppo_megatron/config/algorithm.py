@@ -14,11 +14,14 @@ from pydantic import Field, model_validator
 
 from oppo_megatron.config.base import Choices, Section
 
-Baseline = Literal["critic", "group_mean", "others", "greedy", "none"]
+Baseline = Literal["critic", "group_mean", "others", "greedy", "best_worst", "none"]
 Scale = Literal["none", "group_std", "batch_std", "advantage_std", "whiten"]
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_product"]
 Objective = Literal["clip", "cispo", "plain"]
 Reduction = Literal["token_mean", "sequence_mean", "constant", "group_token_mean", "sequence_sum"]
+AnyObjective = Literal[Objective, "dpo"]
+AnyReduction = Literal[Reduction, "pair_mean"]
+"""Those of tokens, and those of pairs."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class Preset:
     baseline: Baseline
     scale: Scale
     ratio: Ratio
-    objective: Objective
-    reduction: Reduction
+    objective: AnyObjective
+    reduction: AnyReduction
     kl: Mapping[str, Any]
     ppo: Mapping[str, Any] = field(default_factory=dict)
     group_size: int = 1
@@ -43,6 +46,9 @@ class Preset:
         return {name: getattr(self, name) for name in CHOICES}
 
 
+OF_PAIRS = {"baseline": "best_worst", "objective": "dpo", "reduction": "pair_mean"}
+"""What a preset of pairs chooses, and no other one."""
+COMPARED = ("group_mean", "others", "best_worst")
 CHOICES = ("baseline", "scale", "ratio", "objective", "reduction")
 NO_KL = {"mode": "none"}
 
@@ -90,6 +96,10 @@ PRESETS = {
         "a group's mean, then the batch's deviation; each group counts alike", "arXiv 2506.10910",
         "group_mean", "advantage_std", "token", "clip", "group_token_mean", NO_KL, {"clip_high": 0.28}, group_size=8,
     ),
+    "online_dpo": Preset(
+        "DPO on the best response of a group against its worst", "arXiv 2402.04792",
+        "best_worst", "none", "token", "dpo", "pair_mean", {"mode": "margin", "coefficient": 0.0}, group_size=2,
+    ),
     "remax": Preset(
         "the score of one more response, decoded greedily and not trained", "arXiv 2310.10505",
         "greedy", "none", "token", "clip", "sequence_sum", {"mode": "penalty", "estimator": "k1", "coefficient": 0.05},
@@ -99,6 +109,7 @@ PRESETS = {
 
 Name = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "magistral",
+    "online_dpo",
     "remax",
 ]  # fmt: skip
 
@@ -126,7 +137,7 @@ class AlgorithmConfig(Section):
         "critic",
         description="what a score is compared with: a critic's values (GAE), the mean of its group's scores, the mean of the "
         "others in its group, that of a greedy response to its prompt, which is decoded beside the others and not trained, or "
-        "nothing; default: the preset's",
+        "nothing; best_worst: a group's best response is set against its worst; default: the preset's",
     )
     scale: Scale = Field(
         "whiten",
@@ -139,15 +150,16 @@ class AlgorithmConfig(Section):
         description="whose ratio of new to old policy is clipped: each token's; the response's, as the geometric mean of its "
         "tokens'; that value with each token's gradient; or the response's product; default: the preset's",
     )
-    objective: Objective = Field(
+    objective: AnyObjective = Field(
         "clip",
         description="clip: the clipped surrogate; cispo: log-probs weighted by capped ratios, which have no gradient; "
-        "plain: log-probs, without a ratio; default: the preset's",
+        "plain: log-probs, without a ratio; dpo: the loss of a pair, by section `dpo`; default: the preset's",
     )
-    reduction: Reduction = Field(
+    reduction: AnyReduction = Field(
         "token_mean",
         description="the weight of a token in the loss of a minibatch of N responses in G groups, T tokens: 1/T; 1/(N its "
-        "response's tokens); 1/(N rollout.max_response_tokens); 1/(G its group's tokens); or 1/N; default: the preset's",
+        "response's tokens); 1/(N rollout.max_response_tokens); 1/(G its group's tokens); or 1/N; pair_mean: 1/pairs, of a "
+        "pair's loss; default: the preset's",
     )
 
     @model_validator(mode="before")
@@ -163,8 +175,18 @@ class AlgorithmConfig(Section):
 
     @property
     def contradiction(self) -> str | None:
-        """A critic makes a preset ppo: the others have no section for it, and ppo no use for a group's baseline."""
+        """A critic makes a preset ppo: the others have no section for it, and ppo no use for a group's baseline.  Pairs make
+        online_dpo."""
         preset, critic = self.preset, PRESETS[self.preset].baseline == "critic"
+        for name, value in OF_PAIRS.items():
+            found = getattr(self, name)
+            if preset == "online_dpo" and found != value:
+                return f"algorithm.{name} is {found}, but algorithm.preset online_dpo is made of {value}; remove it"
+            if preset != "online_dpo" and found == value:
+                return (
+                    f"algorithm.{name} is {found}, but algorithm.preset {preset} has no pairs; remove it, or choose preset "
+                    "online_dpo"
+                )
         if self.critic and not critic:
             return (
                 f"algorithm.baseline is critic, but algorithm.preset {preset} has none; remove it, or choose preset ppo with the "
@@ -178,6 +200,15 @@ class AlgorithmConfig(Section):
         return None
 
     @property
+    def pairs(self) -> bool:
+        """Whether the loss is of pairs of responses to a prompt."""
+        return self.objective == "dpo"
+
+    def temperature(self, drawn: float) -> float:
+        """That of the log-probs that the loss compares, the reference's included: `drawn`, at which tokens are, or of pairs 1."""
+        return 1.0 if self.pairs else drawn
+
+    @property
     def greedy(self) -> bool:
         """Whether each prompt has one more response, which is decoded greedily and not trained."""
         return self.baseline == "greedy"
@@ -186,17 +217,18 @@ class AlgorithmConfig(Section):
     def compares(self) -> bool:
         """Whether a response's score is changed by those of others."""
         by_response = self.scale in ("group_std", "batch_std", "advantage_std")
-        return by_response or self.baseline in ("group_mean", "others", "greedy")
+        return by_response or self.baseline in (*COMPARED, "greedy")
 
     @property
     def needs_group(self) -> bool:
         """Whether a response is compared with others to its prompt."""
-        return self.baseline in ("group_mean", "others") or self.scale == "group_std"
+        return self.baseline in COMPARED or self.scale == "group_std"
 
 
 def with_preset(settings: Any) -> Any:
-    """The settings with what belongs to `algorithm.preset` beside the choices: the KL, bounds of the ratio, the group size, and
-    the filter of groups with the backfill that it needs (not with `overlap.inter: false`, which excludes both)."""
+    """The settings with what belongs to `algorithm.preset` beside the choices: the KL, bounds of the ratio, the group size, the
+    loss of a pair, and the filter of groups with the backfill that it needs (not with `overlap.inter: false`, which excludes
+    both)."""
     if not isinstance(settings, dict):
         return settings
     algorithm = settings.get("algorithm", {})
@@ -204,6 +236,8 @@ def with_preset(settings: Any) -> Any:
     preset = PRESETS.get(str(name))
     if preset is None:
         return settings
+    if preset.objective == "dpo":
+        settings = {"dpo": {}} | settings
     ppo, rollout = settings.get("ppo", {}), settings.get("rollout")
     if isinstance(ppo, dict) and isinstance(ppo.get("kl", {}), dict):
         kl = ppo.get("kl", {})

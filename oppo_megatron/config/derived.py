@@ -82,6 +82,7 @@ def describe_batch(config: TrainSettings) -> str:
         f"algorithm {config.algorithm.preset}: a batch is {rollout.batch_size} responses to {prompts}{greedy}; "
         f"{updates} optimizer step{'s' * (updates > 1)} (epochs {ppo.epochs} x minibatches {ppo.minibatches}) "
         f"of {minibatch_rows(config)} responses"
+        + f", at most {minibatch_parts(config)} pairs" * config.algorithm.pairs
         + "; groups of equal reward are trained, too (no filter without overlap.inter and overlap.backfill)" * unfiltered
     )
 
@@ -114,6 +115,12 @@ def longest_chunk(config: TrainConfig) -> int:
 def minibatch_rows(config: TrainSettings) -> int:
     """Rollouts of one optimizer step."""
     return max(1, config.rollout.batch_size // config.ppo.minibatches)
+
+
+def minibatch_parts(config: TrainSettings) -> int:
+    """What replicas divide among them in an optimizer step: its rollouts, or its pairs, each of a group."""
+    rows = minibatch_rows(config)
+    return max(1, rows // config.rollout.group_size) if config.algorithm.pairs else rows
 
 
 def num_updates(config: TrainConfig, role: str, steps: int) -> int:

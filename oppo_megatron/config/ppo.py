@@ -47,11 +47,11 @@ class KLConfig(Section):
     """Distance kept from the reference policy."""
 
     estimator: Literal["k1", "k2", "k3"] = Field("k1", description="KL of one sampled token; see docs/algorithm.md")
-    mode: Literal["none", "penalty", "score", "loss"] = Field(
+    mode: Literal["none", "penalty", "score", "loss", "margin"] = Field(
         "penalty",
         description="none: there is no reference; penalty: subtracted from the reward of each token; score: a response's sum is "
-        "subtracted from its score, before a baseline is; loss: a term of the actor's loss (estimator k2 or k3); default: that "
-        "of `algorithm.preset`",
+        "subtracted from its score, before a baseline is; loss: a term of the actor's loss (estimator k2 or k3); margin: none, "
+        "but the margins of pairs are measured against the reference (preset online_dpo); default: that of `algorithm.preset`",
     )
     gradient: Literal["estimator", "reverse"] = Field(
         "estimator",

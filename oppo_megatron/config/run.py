@@ -49,6 +49,7 @@ from oppo_megatron.config.model import (
 )
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
+from oppo_megatron.config.preference_losses import DPOLossConfig
 from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
 from oppo_megatron.config.settling import SettleConfig
 
@@ -165,6 +166,8 @@ class TrainSettings(RunConfig):
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     ppo: PPOConfig = PPOConfig()
+    dpo: DPOLossConfig | None = Field(None, description="the loss of a pair of responses; default: DPO's with preset "
+    "online_dpo, an error with others")
     overlong: OverlongConfig = OverlongConfig()
     overlap: OverlapConfig = OverlapConfig()
     filter: FilterConfig | None = Field(None, description="drops groups whose responses are all equally good; null: none is; "
@@ -191,6 +194,12 @@ class TrainSettings(RunConfig):
             )
         if not self.algorithm.critic and self.critic is not None:
             raise ValueError(f"critic is given, but algorithm.preset {preset} has none; remove the section")
+        if self.algorithm.pairs != (self.dpo is not None):
+            raise ValueError(
+                "dpo is null, but algorithm.preset online_dpo has a loss of pairs; remove it"
+                if self.dpo is None
+                else f"dpo is given, but algorithm.preset {preset} has no pairs; remove the section, or choose online_dpo"
+            )
         if mode == "none" and self.reference is not None:
             raise ValueError(
                 f"reference is given, but ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set), and nothing "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil, lcm
 from typing import Any
 
-from oppo_megatron.config.derived import max_context, members, minibatch_rows, most_sequences, share_of_sequences
+from oppo_megatron.config.derived import max_context, members, minibatch_parts, most_sequences, share_of_sequences
 from oppo_megatron.config.model import ActorConfig, ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 from oppo_megatron.layout.layouts import Limits, Sizes, fills_shards, format_ranks, suggestion
@@ -262,15 +262,16 @@ def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, sha
 def _check_training(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
     """The layout in which a role is updated, and the schedule of its update."""
     role = config.trained[name]
-    train, rows = role.train, minibatch_rows(config)
+    train, parts = role.train, minibatch_parts(config)
     limits = _training_limits(config, role, shape)
     asked = _Asked(f"{name}.train", Sizes.of(placement, train.vpp), len(placement.ranks), limits)
     problems, serving = [], role_placements(config)[name]
     if asked.sizes != Sizes.of(serving):  # else its divisions are reported there
         problems += _divisions(asked, shape) or _check_common_rows(asked, serving, shape)
-    if placement.dp > rows:
+    if placement.dp > parts:
+        what = f"{parts} {'pair' if config.algorithm.pairs else 'row'}{'s' * (parts > 1)}"
         problems.append(
-            f"{name} is trained with dp {placement.dp}, but a minibatch has {rows} row{'s' * (rows > 1)} (rollout.batch_size "
+            f"{name} is trained with dp {placement.dp}, but a minibatch has {what} (rollout.batch_size "
             f"{config.rollout.batch_size} / ppo.minibatches {config.ppo.minibatches}) and each replica needs one; lower "
             f"{name}.train.dp or ppo.minibatches{asked.near}"
         )
@@ -343,14 +344,14 @@ def _limits(config: TrainConfig, name: str, shape: Shape | None) -> Limits | Non
         return None
     role, sequences, min_tp = named_roles(config)[name], most_sequences(config), 1
     if isinstance(role, TrainedRoleConfig) and (name != "actor" or config.actor.generate is None):
-        sequences = min(sequences, minibatch_rows(config)) if role.train.dp is None else sequences
+        sequences = min(sequences, minibatch_parts(config)) if role.train.dp is None else sequences
         min_tp = 2 if role.train.sequence_parallel and role.train.tp is None else 1
     return model_limits(shape, sequences, min_tp)
 
 
 def _training_limits(config: TrainConfig, role: TrainedRoleConfig, shape: Shape | None) -> Limits | None:
     min_tp = 2 if role.train.sequence_parallel else 1
-    return None if shape is None else model_limits(shape, minibatch_rows(config), min_tp)
+    return None if shape is None else model_limits(shape, minibatch_parts(config), min_tp)
 
 
 def _check_gaps(config: TrainConfig) -> list[str]:

@@ -14,6 +14,9 @@ from torch import Tensor
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.schedule.packing import pack_by_tokens
 
+Answered = tuple[Sequence[int], Sequence[int]]
+"""Tokens of a prompt and of a response."""
+
 
 @dataclass
 class MicroBatch:
@@ -73,8 +76,17 @@ def pack_responses(
     ]
 
 
+def pack_together(units: Sequence[Sequence[Answered]], budget: int, device: torch.device) -> list[MicroBatch]:
+    """As `pack_responses`, but the responses of a unit are in one micro-batch, side by side; `index` counts units."""
+    lengths = [sum(len(prompt) + len(response) - 1 for prompt, response in unit) for unit in units]
+    return [
+        whole_responses(index, [each for i in index for each in units[i]], device)
+        for index in pack_by_tokens(lengths, budget)
+    ]
+
+
 def whole_responses(
-    index: list[int], answered: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device
+    index: list[int], answered: Sequence[Answered], device: torch.device
 ) -> MicroBatch:
     """One micro-batch of prompts with their responses, rows as in `pack_responses`; `index` says where they come from."""
     tokens: list[int] = []

@@ -229,7 +229,7 @@ class TrainedModel:
         """
         assert self.goes_ahead
         self._ahead = None
-        self.begun.note(len(batch.index), len(batch.tokens_T))
+        self.begun.note(len(batch.index), len(batch.tokens_T), batch.part)
         model, ddp = self.model, self.ddp[0]
         ddp.train()
         try:

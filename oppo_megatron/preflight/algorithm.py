@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.ppo import KLConfig, PPOConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.preflight.preferences import check_smoothing
+
+OF_POLICIES = ("clip", "clip_high", "dual_clip", "entropy_coefficient", "staleness")
+"""Settings of `ppo` about ratios of policies, and its entropy."""
 
 
 def check_algorithm(config: TrainConfig) -> list[str]:
@@ -14,8 +19,10 @@ def check_algorithm(config: TrainConfig) -> list[str]:
         *_check_groups(config),
         *_check_greedy(config),
         *_check_unread(config),
+        *_check_unread_kl(config),
         *_check_objective(config),
         *_check_kl(config.ppo),
+        *_check_pairs(config),
     ]
 
 
@@ -69,7 +76,10 @@ def _check_unread(config: TrainConfig) -> Iterator[str]:
             "value_clip",
             "critic_warmup_steps",
         )
-    if algorithm.objective == "plain":
+    if algorithm.pairs:
+        unread["a pair is compared by the policy and the reference alone, whoever drew it"] = OF_POLICIES
+        unread["of a pair only which response is the better one counts"] = ("gamma", "reward_normalization")
+    elif algorithm.objective == "plain":
         unread["algorithm.objective is plain, which has no ratio"] = ("clip_high", "dual_clip")
     elif algorithm.objective == "cispo":
         unread["algorithm.objective is cispo, whose bound is ppo.clip_high"] = ("dual_clip",)
@@ -78,15 +88,24 @@ def _check_unread(config: TrainConfig) -> Iterator[str]:
         for name in names:
             if getattr(ppo, name) != getattr(usual, name):
                 yield f"ppo.{name} is {getattr(ppo, name)}, but {why}, and nothing reads it; remove it"
-    if ppo.kl.mode == "none":
-        plain = KLConfig()
-        for name in ("coefficient", "target", "estimator", "gradient"):
-            if getattr(ppo.kl, name) != getattr(plain, name):
-                of = f"that of algorithm.preset {algorithm.preset}, unless it is set"
-                yield (
-                    f"ppo.kl.{name} is {getattr(ppo.kl, name)}, but ppo.kl.mode is none ({of}), and nothing reads it; remove "
-                    "it, or set ppo.kl.mode to penalty, score or loss"
-                )
+
+
+def _check_unread_kl(config: TrainConfig) -> Iterator[str]:
+    """Settings of a KL where there is none."""
+    kl, preset = config.ppo.kl, config.algorithm.preset
+    if kl.mode == "margin":
+        usual = KLConfig(**PRESETS["online_dpo"].kl)
+        why = "with pairs the reference is in their margins alone"
+        remedy = "or set dpo.beta, which holds the policy to the reference"
+    elif kl.mode == "none" and not config.algorithm.pairs:
+        usual = KLConfig()
+        why = f"ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set)"
+        remedy = "or set ppo.kl.mode to penalty, score or loss"
+    else:
+        return
+    for name in ("coefficient", "target", "estimator", "gradient"):
+        if getattr(kl, name) != getattr(usual, name):
+            yield f"ppo.kl.{name} is {getattr(kl, name)}, but {why}, and nothing reads it; remove it, {remedy}"
 
 
 def _check_objective(config: TrainConfig) -> Iterator[str]:
@@ -98,8 +117,48 @@ def _check_objective(config: TrainConfig) -> Iterator[str]:
             f"algorithm.objective is plain, whose gradient is that of the policy that sampled, but ppo.epochs {ppo.epochs} and "
             f"ppo.minibatches {ppo.minibatches} make further updates of the same batch; set both to 1, or choose clip"
         )
-    if algorithm.ratio != "token" and algorithm.objective == "plain":
-        yield f"algorithm.ratio is {algorithm.ratio}, but algorithm.objective plain has no ratio; remove it"
+    if algorithm.ratio != "token" and algorithm.objective in ("plain", "dpo"):
+        yield f"algorithm.ratio is {algorithm.ratio}, but algorithm.objective {algorithm.objective} has no ratio; remove it"
+    if algorithm.scale != "none" and algorithm.pairs:
+        yield f"algorithm.scale is {algorithm.scale}, but a pair has no advantage to be scaled; remove it"
+
+
+def _check_pairs(config: TrainConfig) -> Iterator[str]:
+    """What pairs of responses need, and what they have no place for."""
+    mode, rollout, tokens = config.ppo.kl.mode, config.rollout, config.runtime.micro_batch_tokens
+    if not config.algorithm.pairs or config.dpo is None:
+        if mode == "margin":
+            yield (
+                f"ppo.kl.mode is margin, but algorithm.preset {config.algorithm.preset} has no pairs; choose penalty, score, "
+                "loss or none, or preset online_dpo"
+            )
+        return
+    yield from check_smoothing(config.dpo)
+    if mode != "margin":
+        why = "without which no margin is known" if mode == "none" else "and has no term of the KL"
+        yield (
+            f"ppo.kl.mode is {mode}, but algorithm.preset online_dpo measures its pairs against the reference, {why}; remove it"
+        )
+    if rollout.temperature == 0:
+        yield (
+            "rollout.temperature is 0, but greedy responses to a prompt are all the same, and no pair; raise it (1 is usual)"
+        )
+    if config.overlong.mask:
+        yield (
+            "overlong.mask is true, but a pair needs both of its responses; remove it, or make cut responses the worse ones "
+            "with ppo.missing_eos_penalty"
+        )
+    if config.guards.ratio_max.limit is not None:
+        yield (
+            f"guards.ratio_max.limit is {config.guards.ratio_max.limit:g}, but algorithm.preset online_dpo has no ratio; "
+            "remove it"
+        )
+    longest = 2 * (config.data.max_prompt_tokens + rollout.max_response_tokens)
+    if longest // 2 <= tokens < longest:
+        yield (
+            f"runtime.micro_batch_tokens is {tokens}, but a pair may have {longest} tokens (twice data.max_prompt_tokens + "
+            f"rollout.max_response_tokens) and must fit, for it cannot be divided; raise it to {longest}, or lower the limits"
+        )
 
 
 def _check_kl(ppo: PPOConfig) -> Iterator[str]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from oppo_megatron.config.paths import irregular_path
-from oppo_megatron.config.preference import DPOConfig, DPOLossConfig, KTOConfig, PreferenceConfig
+from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
+from oppo_megatron.config.preference_losses import DPOLossConfig
 from oppo_megatron.config.run import SupervisedConfig
 
 
 def check_preferences(config: SupervisedConfig) -> Iterator[str]:
     """Every broken rule of `oppo dpo` and `oppo kto`; none of other commands."""
     if isinstance(config, DPOConfig):
-        yield from _check_smoothing(config.dpo)
+        yield from check_smoothing(config.dpo)
         yield from _check_pair(config)
     if isinstance(config, KTOConfig) and config.kto.loss == "kto" and config.batch_size < 2:
         yield (
@@ -35,7 +36,8 @@ def _check_file(config: PreferenceConfig) -> Iterator[str]:
         yield problem
 
 
-def _check_smoothing(rule: DPOLossConfig) -> Iterator[str]:
+def check_smoothing(rule: DPOLossConfig) -> Iterator[str]:
+    """A share of wrong pairs where, and only where, the loss has a place for it."""
     if rule.loss == "robust" and not rule.label_smoothing:
         yield (
             "dpo.loss is robust, but dpo.label_smoothing is 0, with which it is sigmoid; set label_smoothing to the share of "

@@ -60,9 +60,9 @@ POLICY = (
         from_zero=True,
     ),
     Curve(
-        "actor-loss", "Policy loss", "clipped surrogate a token", {"actor_loss": ""},
+        "actor-loss", "Policy loss", "clipped surrogate a token; of pairs their loss", {"actor_loss": ""},
         "Healthy: noise around a value near 0. It need not fall, for each batch has new advantages; a drift, or noise that "
-        "grows, means that advantages or ratios do.",
+        "grows, means that advantages or ratios do. A loss of pairs begins at 0.69 (DPO's) and falls.",
     ),
     Curve(
         "response-length", "Response length", "mean tokens of a trained response", {"trained_len_mean": ""},
@@ -79,6 +79,18 @@ POLICY = (
         "groups", "Groups that teach", "share of groups", {"keep_rate": "kept by the filter", "equal_groups": "all the same"},
         "Of groups whose responses all score the same nothing is learned; a filter drops them. Healthy: most are kept. A fall "
         "means that the prompts have become too easy, or are too hard: take others, or a larger `rollout.group_size`.",
+        from_zero=True,
+    ),
+    Curve(
+        "implicit-rewards", "Implicit rewards of pairs", "β times the log-ratio to the reference",
+        {"implicit_reward_chosen": "chosen", "implicit_reward_rejected": "rejected"},
+        "Healthy: the two lines part. Where both fall, better responses become unlikely, too: raise `dpo.beta`, lower the "
+        "learning rate, or set `dpo.nll`.",
+    ),
+    Curve(
+        "pair-accuracy", "Pairs on their right side", "share of pairs", {"pair_accuracy": ""},
+        "How often the better response has the larger implicit reward, before each optimizer step. Healthy: it climbs from about "
+        "0.5. Noise without a climb: the reward prefers what the policy cannot tell apart, or the learning rate is low.",
         from_zero=True,
     ),
 )  # fmt: skip

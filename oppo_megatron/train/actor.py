@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,8 @@ from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.trained_role import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, begin_update, run_update, stats_dict, update_packing
 
-STATS = (
-    "actor_loss", "clip_fraction", "approx_kl", "ratio_mean", "ratio_max", "importance_weight_mean", "entropy", "ess",
-    "logprob_gap", "logprob_gap_judged", "grad_norm", "lr",
-)  # fmt: skip
+STATS = ("ess", "logprob_gap", "logprob_gap_judged", "grad_norm", "lr")
+"""Beside the figures of the algorithm's loss."""
 
 
 WHOLE_EVERY = 10
@@ -73,7 +72,8 @@ class Actor:
         Every rank of the actor makes the call.
         """
         self._begun = self._prepare(batch, settings)
-        begin_update(self.role.trained, batch, settings, self.memory_limit)
+        if self.algorithm.reads_known:
+            begin_update(self.role.trained, batch, settings, self.memory_limit, self.algorithm.units)
 
     def abandon(self) -> None:
         """The update that was begun, if one was, is not made: the weights serve on as they are."""
@@ -95,7 +95,7 @@ class Actor:
         extra = self._loss_inputs(batch, experience, begun.proximal_T, settings)
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
-            logp, entropy = token_logprobs(output, micro.targets_R, self._vocab, self.temperature)
+            logp, entropy = token_logprobs(output, micro.targets_R, self._vocab, self._compared_at)
             targets = ActorTargets(
                 micro.extra["old_logp"],
                 micro.extra["advantages"],
@@ -105,18 +105,20 @@ class Actor:
                 on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None,
             )
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
-            return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output) if first else {})
+            return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output.detach()) if first else {})
 
         def weights(rows: Sequence[int]) -> list[float]:
             lengths, counted_B = [len(batch[i].tokens) for i in rows], experience.counted_B
             return self.algorithm.row_weights(lengths, None if counted_B is None else counted_B[list(rows)].tolist())
 
-        reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit, weights)
-        summary = self.role.share(self._summary(reports, begun.gap), STATS)
+        units = partial(self.algorithm.units, experience=experience)
+        reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit, weights, units)
+        names = (*self.algorithm.figure_names, *STATS)
+        summary = self.role.share(self._summary(reports, begun.gap), names)
         self.ess = summary["ess"]
         moved = self.role.publish()
         most = self.memory_limit.within(settings.micro_batch_tokens)
-        packing = update_packing(batch, self._groups.dp, settings, most)
+        packing = update_packing(batch, self._groups.dp, settings, most, units)
         return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
 
     def set_aside(self) -> Callable[[], None]:
@@ -140,6 +142,11 @@ class Actor:
     @property
     def _groups(self) -> RoleGroups:
         return self.role.trained.model.groups
+
+    @property
+    def _compared_at(self) -> float:
+        """The temperature of the loss's log-probs; `temperature` is that of the draws."""
+        return self.algorithm.choices.temperature(self.temperature)
 
     @property
     def _vocab(self) -> VocabShards:
@@ -196,7 +203,12 @@ class Actor:
         return BegunUpdate(logp_T, {name: float(value) for name, value in gap.items()})
 
     def _first_sums(self, micro: MicroBatch, logp_R: Tensor, logits_RV: Tensor) -> dict[str, Tensor]:
-        """Before the first update: the gap between decode and training, and the moments of the current / behaviour ratio."""
+        """Before the first update: the gap between decode and training, and the moments of the current / behaviour ratio.
+
+        `logp_R` are those of the loss.
+        """
+        if self._compared_at != self.temperature:
+            logp_R, _ = token_logprobs(logits_RV, micro.targets_R, self._vocab, self.temperature)
         difference_R = logp_R - micro.extra["behaviour_logp"]
         ratio_R = difference_R.double().exp()
         largest_R = largest_logits(logits_RV, self._vocab)
@@ -211,19 +223,7 @@ class Actor:
             return {}
         first = reports[0]
         gap = gap or {name: first[name] for name in GAP_STATS}
-        tokens = sum(r["num_tokens"] for r in reports)
-        mean = {
-            k: sum(r[k] for r in reports) / tokens
-            for k in ("loss", "clipped", "approx_kl", "ratio", "weight", "entropy")
-        }
-        return {
-            "actor_loss": mean["loss"],
-            "clip_fraction": mean["clipped"],
-            "approx_kl": mean["approx_kl"],
-            "ratio_mean": mean["ratio"],
-            "ratio_max": max(r["max_ratio"] for r in reports),
-            "importance_weight_mean": mean["weight"],
-            "entropy": mean["entropy"],
+        return self.algorithm.figures(reports) | {
             "ess": first["weight_sum"] ** 2 / (first["weight_squares"] * first["num_tokens"]),
             "logprob_gap": gap["max_logprob_gap"],
             "logprob_gap_judged": judged_gap(self.gap_limit, **gap),

@@ -157,8 +157,9 @@ class RoleBuilder:
             else:
                 model = self._model(name, head).requires_grad_(False)
             cache = self._cache(name, model)
+            temperature = self.config.algorithm.temperature(self.config.rollout.temperature)
             workers[name] = ScoringWorker(
-                name, model, cache, temperature=self.config.rollout.temperature, memory_limit=self.memory_limits.score
+                name, model, cache, temperature=temperature, memory_limit=self.memory_limits.score
             )
         return workers
 

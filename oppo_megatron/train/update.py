@@ -16,7 +16,7 @@ from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
 from oppo_megatron.algorithms.packed import tokens_of_rows
 from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.mcore.batch import MicroBatch, pack_responses, split_rows
+from oppo_megatron.mcore.batch import MicroBatch, pack_together, split_rows
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits, in_smaller_ones
 from oppo_megatron.mcore.training import StepReport, TrainedModel
@@ -29,6 +29,15 @@ UpdateLoss = Callable[[MicroBatch, Tensor, int, bool], tuple[Tensor, dict[str, T
 
 RowWeights = Callable[[Sequence[int]], list[float]]
 """Rows of a minibatch, groups side by side -> weight of a token of each."""
+
+
+Units = Callable[[Sequence[int]], list[list[int]]]
+"""Rows of a minibatch, groups side by side -> those that are read; rows that need each other, in one micro-batch, together."""
+
+
+def each_alone(rows: Sequence[int]) -> list[list[int]]:
+    """All rows are read, and need no other."""
+    return [[row] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -75,20 +84,24 @@ class History:
 
 
 def begin_update(
-    trained: TrainedModel, batch: Sequence[Rollout], settings: UpdateSettings, memory_limit: MemoryLimit | None = None
+    trained: TrainedModel,
+    batch: Sequence[Rollout],
+    settings: UpdateSettings,
+    memory_limit: MemoryLimit | None = None,
+    units: Units = each_alone,
 ) -> None:
     """The part of `run_update` with the same batch that needs nothing but the batch: the first micro-batch's forward pass.
 
     Nothing where the pipeline has stages.  Every rank of every replica makes the call, as that of `run_update`.
     """
     groups, memory_limit = trained.model.groups, memory_limit or MemoryLimits().train
-    rows = next(_shares(batch, groups.dp, settings))[groups.dp_rank]
-    if not (trained.goes_ahead and rows):
+    mine = next(_shares(batch, groups.dp, settings, units))[groups.dp_rank]
+    if not (trained.goes_ahead and mine):
         return
     lengths = torch.tensor([len(r.tokens) for r in batch])
 
     def first(most: int) -> None:
-        trained.ahead(_micro_batches(batch, rows, lengths, {}, most, settings.device)[0])
+        trained.ahead(_micro_batches(batch, mine, lengths, {}, most, settings.device)[0])
 
     in_smaller_ones(first, settings.micro_batch_tokens, memory_limit, trained.begun, trained.bound_to_peers)
 
@@ -101,9 +114,10 @@ def run_update(
     settings: UpdateSettings,
     memory_limit: MemoryLimit | None = None,
     weights: RowWeights | None = None,
+    units: Units = each_alone,
 ) -> list[dict[str, float]]:
     """One optimizer step for each minibatch of each epoch; a report of each.  `extra_T` are tensors the loss needs; by `weights`
-    it has another, `share`, for each token of a minibatch.
+    it has another, `share`, for each token of a minibatch's rows, which are those of its `units`.
 
     Every rank of every replica gives the whole batch.  A minibatch is divided among the replicas by tokens; its loss and its
     report are the whole minibatch's, whatever their number.  Where this rank runs out of memory in a micro-batch, it makes
@@ -112,23 +126,22 @@ def run_update(
     reports, memory_limit = [], memory_limit or MemoryLimits().train
     lengths = torch.tensor([len(r.tokens) for r in batch])
     groups = trained.model.groups
-    for number, shares in enumerate(_shares(batch, groups.dp, settings)):
-        minibatch, rows = sorted(i for share in shares for i in share), shares[groups.dp_rank]
-        num_tokens = int(lengths[minibatch].sum())
+    for number, shares in enumerate(_shares(batch, groups.dp, settings, units)):
+        minibatch, mine = sorted(i for share in shares for unit in share for i in unit), shares[groups.dp_rank]
         shared_T = extra_T if weights is None else extra_T | _shares_of_tokens(lengths, minibatch, weights, settings)
 
         def minibatch_loss(
-            micro: MicroBatch, output: Tensor, num_tokens: int = num_tokens, first: bool = number == 0
+            micro: MicroBatch, output: Tensor, num_tokens: int = int(lengths[minibatch].sum()), first: bool = number == 0
         ) -> tuple[Tensor, dict[str, Tensor]]:
             return loss(micro, output, num_tokens, first)
 
         def step(
             most: int,
-            rows: list[int] = rows,
+            mine: list[list[int]] = mine,
             extra: dict[str, Tensor] = shared_T,
             loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = minibatch_loss,
         ) -> StepReport:
-            return trained.step(_micro_batches(batch, rows, lengths, extra, most, settings.device), loss)
+            return trained.step(_micro_batches(batch, mine, lengths, extra, most, settings.device), loss)
 
         report = in_smaller_ones(step, settings.micro_batch_tokens, memory_limit, trained.begun, trained.bound_to_peers)
         reports.append({"grad_norm": report.grad_norm, "lr": report.lr} | report.stats)
@@ -149,31 +162,39 @@ def _shares_of_tokens(
 
 def _micro_batches(
     batch: Sequence[Rollout],
-    rows: list[int],
+    units: list[list[int]],
     lengths: Tensor,
     extra_T: dict[str, Tensor],
     most: int,
     device: torch.device,
 ) -> list[MicroBatch]:
-    """Rows of the batch in micro-batches of at most `most` tokens, each with its part of `extra_T`."""
-    prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
-    micros = pack_responses(prompts, responses, most, device)
-    chosen, row_lengths = on_device(tokens_of_rows(lengths, rows), device), lengths[rows].tolist()
+    """Units of the batch's rows in micro-batches of at most `most` tokens, each with its part of `extra_T`."""
+    answered = [[(batch[i].prompt.tokens, batch[i].tokens) for i in unit] for unit in units]
+    micros = pack_together(answered, most, device)
+    chosen = on_device(tokens_of_rows(lengths, [i for unit in units for i in unit]), device)
+    unit_lengths = [sum(len(response) for _, response in unit) for unit in answered]
     for name, values_T in extra_T.items():
-        for micro, piece in zip(micros, split_rows(values_T[chosen], row_lengths, micros), strict=True):
+        for micro, piece in zip(micros, split_rows(values_T[chosen], unit_lengths, micros), strict=True):
             micro.extra[name] = piece
     return micros
 
 
 def update_packing(
-    batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings, most: int | None = None
+    batch: Sequence[Rollout],
+    num_replicas: int,
+    settings: UpdateSettings,
+    most: int | None = None,
+    units: Units = each_alone,
 ) -> dict[str, float]:
     """How full the micro-batches of an update by so many replicas are: as `run_update` packs them, on all replicas.
 
     `most`: this rank's bound, if another than the settings'; the other replicas are taken to have the same.
     """
     read = [rollout.num_tokens - 1 for rollout in batch]  # a last token predicts nothing and is not read
-    steps = [[[read[i] for i in share] for share in shares] for shares in _shares(batch, num_replicas, settings)]
+    steps = [
+        [[sum(read[i] for i in unit) for unit in share] for share in shares]
+        for shares in _shares(batch, num_replicas, settings, units)
+    ]
     return packing_figures([Packing.of(parts, most or settings.micro_batch_tokens) for parts in steps])
 
 
@@ -182,11 +203,14 @@ def stats_dict(stats: TokenStats) -> dict[str, Tensor]:
     return {f.name: getattr(stats, f.name) for f in fields(stats)}
 
 
-def _shares(batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings) -> Iterator[list[list[int]]]:
-    """The rows of each replica, for every optimizer step: a minibatch divided by tokens."""
+def _shares(
+    batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings, units: Units
+) -> Iterator[list[list[list[int]]]]:
+    """The units of each replica, for every optimizer step: a minibatch divided by tokens."""
     for minibatch in minibatches_of(len(batch), settings):
-        parts = balance([batch[i].num_tokens for i in minibatch], num_replicas)
-        yield [[minibatch[i] for i in part] for part in parts]
+        read = units(minibatch)
+        parts = balance([sum(batch[i].num_tokens for i in unit) for unit in read], num_replicas)
+        yield [[read[i] for i in part] for part in parts]
 
 
 def minibatches_of(num_rows: int, settings: UpdateSettings) -> Iterator[list[int]]:

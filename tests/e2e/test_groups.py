@@ -70,10 +70,39 @@ def test_streaming_in_any_layout_changes_nothing(workspace: Workspace, plain: Ou
     assert_same(run_ppo_ranks(grouped(workspace, name, "grpo", 4, **changes)), plain)
 
 
+@pytest.fixture(scope="module")
+def paired(workspace: Workspace) -> Outcome:
+    return run_ppo_ranks(grouped(workspace, "paired", "online_dpo", 4, **{"rollout.temperature": 0.9}))
+
+
+ZERO_DELTA: dict[str, Any] = {"overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 0, "min": 0, "max": 0}}
+
+
+@pytest.mark.parametrize("inter", [{}, ZERO_DELTA], ids=["intra", "both overlaps"])
+@pytest.mark.parametrize(
+    "placement", [each if each == "PP2 | TP2" else pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS]
+)
+def test_pairs_are_the_same_in_any_layout(
+    workspace: Workspace, paired: Outcome, placement: str, inter: dict[str, Any]
+) -> None:
+    """Best against worst of four, as without overlap in one process; each pair on one replica."""
+    name = "paired-" + "".join(c for c in placement if c.isalnum()) + str(len(inter))
+    changes = {"placement": LAYOUTS[placement], "overlap.intra": True, "rollout.temperature": 0.9} | inter
+    run = run_ppo_ranks(grouped(workspace, name, "online_dpo", 4, **changes))
+    assert_same(run, paired)
+    for ours, theirs in zip(run.metrics, paired.metrics, strict=True):
+        assert (ours["pairs"], ours["ties"]) == (theirs["pairs"], theirs["ties"]) == (4, 0)
+        for figure in ("pair_margin", "implicit_reward_chosen", "implicit_reward_rejected", "chosen_reward_mean"):
+            assert ours[figure] == pytest.approx(theirs[figure], abs=1e-4), figure
+        assert ours["pair_accuracy"] == theirs["pair_accuracy"]
+        assert ours["chosen_reward_mean"] > ours["rejected_reward_mean"]
+        assert ours["kl_mean"] is ours["kl_coefficient"] is None, "draws and reference are of two temperatures"
+        assert ours["ess"] == pytest.approx(1.0) and "ratio_max" not in ours
+
+
 @pytest.mark.parametrize("chunk", [1, 64])
 def test_the_chunk_size_changes_nothing(workspace: Workspace, plain: Outcome, chunk: int) -> None:
-    zero = {"overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 0, "min": 0, "max": 0}}
-    changes = {"overlap.intra": True, "overlap.chunk.tokens": chunk} | zero
+    changes = {"overlap.intra": True, "overlap.chunk.tokens": chunk} | ZERO_DELTA
     assert_same(run_ppo_ranks(grouped(workspace, f"chunk-{chunk}", "grpo", 4, **changes)), plain)
 
 
@@ -130,9 +159,10 @@ def test_a_rule_without_a_reference_leaves_no_scorer(workspace: Workspace) -> No
     assert not [name for line in one.metrics for name in line if name.startswith("critic_")]
 
 
-def test_a_run_stopped_within_a_group_goes_on_to_the_bit(workspace: Workspace) -> None:
-    whole = run_ppo_ranks(grouped(workspace, "whole", "grpo", 4, **CARRIED, steps=3))
-    config = grouped(workspace, "stopped", "grpo", 4, **CARRIED, steps=3)
+@pytest.mark.parametrize("preset", ["grpo", pytest.param("online_dpo", marks=pytest.mark.long)])
+def test_a_run_stopped_within_a_group_goes_on_to_the_bit(workspace: Workspace, preset: str) -> None:
+    whole = run_ppo_ranks(grouped(workspace, f"whole-{preset}", preset, 4, **CARRIED, steps=3))
+    config = grouped(workspace, f"stopped-{preset}", preset, 4, **CARRIED, steps=3)
     ended = run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=3, rank=0, most=None)
     assert ended == [False], "the run was over before it was to stop"
     held = [json.loads(line) for line in next(Path(config["run_dir"]).glob("checkpoints/*/rollouts.jsonl")).open()]

@@ -32,6 +32,7 @@ SETTINGS: tuple[Mistake, ...] = (
             "placement={mode: colocated, actor: {tp: 2}}", "tp", "3"),
     setting("more stages than layers", "placement={mode: colocated, actor: {pp: 5}}",
             "placement={mode: colocated, actor: {pp: 4}}", "pp", "5", "4"),
+    setting("a loss of pairs without pairs", "dpo.beta=0.2", "ppo.kl.coefficient=0.2", "dpo is given", "ppo has no pairs"),
     setting("a wrong key", "rolout.batch_size=8", "rollout.batch_size=8", "rollout"),
     setting("a wrong key in a section", "rollout.batchsize=8", "rollout.batch_size=8", "batch_size"),
     setting("a section as a number", "overlap=3", "overlap.intra=true", "overlap"),

@@ -75,6 +75,8 @@ def shaped(scores_B: Tensor, cut: Sequence[bool], over: Tensor, recipe: Recipe) 
 
 def less_baseline(scores_B: Tensor, groups: Sequence[int], recipe: Recipe, greedy: Mapping[int, float]) -> Tensor:
     """r_i - b_i, [B]; exactly 0 in a group whose rewards are all equal."""
+    if recipe.baseline == "best_worst":
+        return best_and_worst(scores_B, groups)
     out_B = scores_B.clone()
     if recipe.baseline == "greedy":
         return scores_B - torch.tensor([greedy[group] for group in groups], dtype=scores_B.dtype)
@@ -90,6 +92,17 @@ def less_baseline(scores_B: Tensor, groups: Sequence[int], recipe: Recipe, greed
             out_B[row] = scores_B[row] - baseline
         if inside.max() == inside.min():
             out_B[members] = 0.0
+    return out_B
+
+
+def best_and_worst(scores_B: Tensor, groups: Sequence[int]) -> Tensor:
+    """1 for the first best row of a group and -1 for its first worst, [B]; 0 for others, and where all are equal."""
+    out_B = torch.zeros_like(scores_B)
+    for members in members_of(groups):
+        best = max(members, key=lambda row: float(scores_B[row]))
+        worst = min(members, key=lambda row: float(scores_B[row]))
+        if scores_B[best] > scores_B[worst]:
+            out_B[best], out_B[worst] = 1.0, -1.0
     return out_B
 
 
@@ -208,6 +221,17 @@ def kl_losses(new: Tensor, old: Tensor, reference: Tensor, recipe: Recipe) -> Te
     return value * (new - old).exp() if recipe.kl_gradient == "ratio" else value
 
 
+def pair_loss(new: Rows, reference: Rows, signs: Sequence[float], groups: Sequence[int], recipe: Recipe) -> Tensor:
+    """-log sigmoid of beta times the margin: of the log-ratios to the reference, better response less worse; mean over pairs."""
+    losses = []
+    for members in members_of(groups):
+        better, worse = ([row for row in members if signs[row] == sign] for sign in (1, -1))
+        if better and worse:
+            ratios = [(new[row].double() - reference[row].double()).sum() for row in (better[0], worse[0])]
+            losses.append(torch.log1p(torch.exp(-recipe.beta * (ratios[0] - ratios[1]))))
+    return torch.stack(losses).mean().float() if losses else sum(row.sum() for row in new) * torch.zeros(())
+
+
 def actor_loss(
     new: Rows,
     entropies: Rows,
@@ -220,6 +244,8 @@ def actor_loss(
     coefficient: float,
 ) -> Tensor:
     """The loss of one minibatch.  `old` is what ratios are taken against, `importance` the weight of a stale token."""
+    if recipe.objective == "dpo":
+        return pair_loss(new, reference, [float(row[-1]) for row in advantages], groups, recipe)
     total = torch.zeros(())
     for row, weight in enumerate(token_weights([len(each) for each in new], groups, recipe)):
         losses = row_losses(new[row], old[row], advantages[row], recipe)

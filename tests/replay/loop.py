@@ -134,6 +134,8 @@ class Replay:
         self.neighbours = self.group_size + (self.recipe.baseline == "greedy")  # sequence ids of a prompt
         # Greedy draws are of the policy at temperature 1.
         self.temperature = self.config["rollout"]["temperature"] or 1.0
+        # Pairs are compared at temperature 1.
+        self.compared = 1.0 if self.recipe.objective == "dpo" else self.temperature
         self.coefficient, self.seen, self.versions = (
             self.recipe.kl_coefficient,
             torch.zeros(0, dtype=torch.float64),
@@ -178,7 +180,7 @@ class Replay:
         cut = (ppo["minibatches"], ppo["epochs"], self.config["seed"], step)
         for chosen in minibatches(len(rows), self.group_size, *cut):
             if trains_actor:
-                found = [logprobs(self.actor.model, rows[i], self.temperature) for i in chosen]
+                found = [logprobs(self.actor.model, rows[i], self.compared) for i in chosen]
                 loss = actor_loss(
                     [new for new, _ in found], [entropy for _, entropy in found],
                     [old[i] for i in chosen], None if importance is None else [importance[i] for i in chosen],
@@ -202,7 +204,7 @@ class Replay:
             groups=[row["seq_id"] // self.neighbours for row in rows],
             cut=[row["finish_reason"] == "length" for row in rows],
             old=[torch.tensor(row["logprobs"], dtype=torch.float64).float() for row in rows],
-            reference=[logprobs(self.reference, row, self.temperature)[0] for row in rows],
+            reference=[logprobs(self.reference, row, self.compared)[0] for row in rows],
             values=None if self.critic is None else [values(self.critic.model, row) for row in rows],
             greedy={
                 row["seq_id"] // self.neighbours: (row["reward"], row["finish_reason"] == "length") for row in greedy

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Baseline = Literal["critic", "group_mean", "others", "greedy", "none"]
+Baseline = Literal["critic", "group_mean", "others", "greedy", "best_worst", "none"]
 Scale = Literal["none", "group_std", "batch_std", "advantage_std", "whiten"]
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_product"]
-Objective = Literal["clip", "cispo", "plain"]
-Reduction = Literal["token_mean", "sequence_mean", "constant", "group_token_mean", "sequence_sum"]
-KL = Literal["none", "penalty", "score", "loss"]
+Objective = Literal["clip", "cispo", "plain", "dpo"]
+Reduction = Literal["token_mean", "sequence_mean", "constant", "group_token_mean", "sequence_sum", "pair_mean"]
+KL = Literal["none", "penalty", "score", "loss", "margin"]
 Gradient = Literal["estimator", "reverse", "ratio"]
 
 
@@ -20,8 +20,9 @@ class Recipe:
     """One algorithm.
 
     `std_eps` is added to a standard deviation.  `cap` is the largest ratio of cispo, `dual_clip` the most that a negative
-    advantage is multiplied by.  `longest` is the divisor of the reduction `constant`, in tokens.  `kl_gradient`: that of the
-    estimator as it is; that of the reverse KL (d times the gradient of the log-prob); or the estimator times the ratio.
+    advantage is multiplied by, `beta` the factor of a pair's margin.  `longest` is the divisor of the reduction `constant`, in
+    tokens.  `kl_gradient`: that of the estimator as it is; that of the reverse KL (d times the gradient of the log-prob); or the
+    estimator times the ratio.
     """
 
     baseline: Baseline = "critic"
@@ -35,6 +36,7 @@ class Recipe:
     clip_high: float = 0.2
     dual_clip: float | None = None
     cap: float = 5.0
+    beta: float = 0.1
     longest: int = 1
     std_eps: float = 1e-6
     estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -63,6 +65,7 @@ class Recipe:
             clip_high=ppo["clip"] if ppo["clip_high"] is None else ppo["clip_high"],
             dual_clip=ppo["dual_clip"],
             cap=1 + (ppo["clip_high"] or 4.0),
+            beta=(config["dpo"] or {"beta": 0.1})["beta"],
             std_eps=1e-4,
             longest=config["rollout"]["max_response_tokens"],
             estimator=kl["estimator"],
@@ -104,6 +107,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 0.28,
     },
     "cispo": {"baseline": "group_mean", "scale": "batch_std", "objective": "cispo", "kl": "none"},
+    "online_dpo": {
+        "baseline": "best_worst", "scale": "none", "objective": "dpo", "reduction": "pair_mean", "kl": "margin",
+    },
     "remax": {"baseline": "greedy", "scale": "none", "reduction": "sequence_sum"},
 }  # fmt: skip
 """What each preset chooses; what it leaves out comes from the settings, or is plain PPO's."""

@@ -87,6 +87,22 @@ for preset, beside in GROUPED.items():
     CASES[f"{preset}, decoupled, replicas"] = Case(
         common | REPLICAS | {"ppo.staleness": "decoupled"}, CHOSEN.get(preset, {})
     )
+PAIRED = {
+    "algorithm": {"preset": "online_dpo"}, "critic": None, "ppo.kl": {}, "ppo.gamma": 1.0, "rollout.batch_size": 8,
+    "rollout.group_size": 2, "overlap.delta": {"rule": "fixed", "initial": 4, "min": 4, "max": 4},
+}  # fmt: skip
+"""Pairs, in two minibatches and two epochs as all; a narrow `reward_clip` beside them makes ties."""
+CASES |= {
+    "online_dpo": Case(PAIRED | {"ppo.reward_clip": 0.2}),
+    "online_dpo, replicas": Case(PAIRED | REPLICAS | {"ppo.reward_clip": 0.2, "dpo": {"beta": 0.5}}),
+    "online_dpo, best of four, replicas": Case(
+        PAIRED | REPLICAS | {"rollout.batch_size": 16, "rollout.group_size": 4, "rollout.temperature": 0.8}
+    ),
+    "online_dpo, PP2 | TP2, small micro-batches": Case(
+        PAIRED
+        | {"placement": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"tp": 2}}, "runtime.micro_batch_tokens": 136}
+    ),
+}
 CASES["remax, one response, replicas"] = Case(
     WITHOUT_CRITIC
     | {"algorithm": {"preset": "remax"}, "ppo.kl": {"coefficient": 0.2}, "ppo.reward_normalization": "running"}
@@ -124,6 +140,8 @@ def test_a_run_is_what_its_records_come_to(workspace: Workspace, name: str) -> N
     if versions:
         assert_carried(outcome)
         assert len(replayed.gaps) == config["steps"] and max(replayed.gaps) < GAP
+    if "ppo.reward_clip" in case.changes and case.changes.get("algorithm") == PAIRED["algorithm"]:
+        assert all(sum(line[kind] for line in outcome.metrics) > 1 for kind in ("pairs", "ties"))
 
 
 @pytest.mark.long

@@ -32,11 +32,13 @@ def plain_compared(groups: list[list[float]], baseline: str, scale: str, greedy:
     centred = []
     for group, of_greedy in zip(groups, greedy, strict=True):
         mean = sum(group) / len(group)
-        for score in group:
+        for place, score in enumerate(group):
             if baseline == "group_mean":
                 centred.append(score - mean)
             elif baseline == "others":
                 centred.append(score - (sum(group) - score) / (len(group) - 1))
+            elif baseline == "best_worst":
+                centred.append(float((place == group.index(max(group))) - (place == group.index(min(group)))))
             elif baseline == "greedy":
                 centred.append(score - of_greedy)
             else:
@@ -65,7 +67,7 @@ def test_scores_are_compared_as_plain_loops_do(baseline: Baseline, scale: Scale)
 @pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3, -5e7])
 @pytest.mark.parametrize("size", [2, 3, 8, 17])
 @pytest.mark.parametrize("scale", ["none", "group_std", "batch_std"])
-@pytest.mark.parametrize("baseline", ["group_mean", "others"])
+@pytest.mark.parametrize("baseline", ["group_mean", "others", "best_worst"])
 def test_a_group_of_equal_scores_has_no_advantage_at_all(
     baseline: Baseline, scale: Scale, size: int, score: float
 ) -> None:

@@ -49,14 +49,14 @@ def test_the_stages_of_a_preset(algorithm: str, quick: bool, tmp_path: Path) -> 
         scorers = ["reference", "critic", "reward"] if algorithm == "ppo" else ["reference"]
         assert [*named_roles(config)] == ["actor", *([] if preset.kl["mode"] == "none" else scorers)]
         assert world_size(config) == 2
-        size = 1 if algorithm == "ppo" else 4 if quick else 8
+        size = {"ppo": 1, "online_dpo": 4}.get(algorithm, 4 if quick else 8)
         assert config.rollout.group_size == size and config.overlap.delta.max > 0
 
 
 def test_the_arithmetic_examples_are_what_the_demo_runs() -> None:
     """But for paths, the size that fills both cores, and the place of a preset without a reference."""
     folder = ROOT / CONFIGS
-    for name in ("ppo", "grpo", "dapo"):
+    for name in ("ppo", "grpo", "dapo", "online_dpo"):
         file, out = folder / f"{name}.yaml", beside(OUT, name)
         own, stage = load_config(TrainConfig, file), plan(out, folder, 1, False, name)[-1]
         theirs = trained(stage)

@@ -9,9 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from oppo_megatron.config.algorithm import CHOICES, PRESETS, AlgorithmConfig
-from oppo_megatron.config.derived import batch_rows, describe_batch, most_sequences, share_of_sequences
+from oppo_megatron.config.derived import batch_rows, describe_batch, minibatch_parts, most_sequences, share_of_sequences
 from oppo_megatron.config.ppo import KLConfig, PPOConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.preflight.settings import check_train
 from tests.unit.test_preflight_settings import put, settings_without_critic
@@ -133,6 +134,37 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+BROKEN += [({"algorithm": {"preset": "online_dpo"}, **changes}, message) for changes, message in (
+    ({"rollout.group_size": 1}, "rollout.group_size is 1, but algorithm.preset online_dpo (baseline best_worst, scale none)"),
+    (
+        {"ppo.kl": {"mode": "none"}},
+        "ppo.kl.mode is none, but algorithm.preset online_dpo measures its pairs against the reference, without which",
+    ),
+    ({"ppo.kl": {"mode": "penalty"}}, "ppo.kl.mode is penalty, but algorithm.preset online_dpo measures its pairs"),
+    ({"ppo.kl": {"coefficient": 0.1}}, "ppo.kl.coefficient is 0.1, but with pairs the reference is in their margins alone"),
+    ({"ppo.kl": {"target": 6.0}}, "ppo.kl.target is 6.0, but with pairs the reference is in their margins alone"),
+    ({"ppo.clip": 0.1}, "ppo.clip is 0.1, but a pair is compared by the policy and the reference alone, whoever drew it"),
+    ({"ppo.staleness": "decoupled"}, "ppo.staleness is decoupled, but a pair is compared by the policy and the reference"),
+    ({"ppo.entropy_coefficient": 0.1}, "ppo.entropy_coefficient is 0.1, but a pair is compared"),
+    ({"ppo.reward_normalization": "batch"}, "ppo.reward_normalization is batch, but of a pair only which response is the better"),
+    ({"ppo.gamma": 0.9}, "ppo.gamma is 0.9, but of a pair only which response is the better one counts"),
+    ({"ppo.gae_lambda": 0.9}, "ppo.gae_lambda is 0.9, but algorithm.preset online_dpo has no critic"),
+    ({"algorithm.ratio": "sequence"}, "algorithm.ratio is sequence, but algorithm.objective dpo has no ratio"),
+    ({"algorithm.scale": "group_std"}, "algorithm.scale is group_std, but a pair has no advantage to be scaled"),
+    ({"rollout.temperature": 0.0}, "rollout.temperature is 0, but greedy responses to a prompt are all the same, and no pair"),
+    ({"overlong": {"mask": True}}, "overlong.mask is true, but a pair needs both of its responses"),
+    ({"guards.ratio_max.limit": 9.0}, "guards.ratio_max.limit is 9, but algorithm.preset online_dpo has no ratio"),
+    ({"dpo": {"loss": "robust"}}, "dpo.loss is robust, but dpo.label_smoothing is 0"),
+    ({"dpo": {"loss": "ipo", "label_smoothing": 0.1}}, "dpo.label_smoothing is 0.1, but dpo.loss ipo has none"),
+    (
+        {"runtime.micro_batch_tokens": 399},
+        "runtime.micro_batch_tokens is 399, but a pair may have 400 tokens (twice data.max_prompt_tokens + "
+        "rollout.max_response_tokens) and must fit, for it cannot be divided; raise it to 400",
+    ),
+)]  # fmt: skip
+BROKEN.append(({"ppo.kl": {"mode": "margin", "coefficient": 0.0, "estimator": "k1"}}, "algorithm.preset grpo has no pairs"))
+
+
 @pytest.mark.parametrize(("changes", "message"), BROKEN, ids=[str(changes) for changes, _ in BROKEN])
 def test_each_broken_rule_is_named_alone(settings: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     for key, value in changes.items():
@@ -151,12 +183,47 @@ def test_each_broken_rule_is_named_alone(settings: dict[str, Any], changes: dict
         ({"algorithm": {"preset": "ppo"}}, "critic is missing, but algorithm.preset ppo trains one"),
         ({"critic": {"checkpoint": "x"}}, "critic is given, but algorithm.preset grpo has none"),
         ({"algorithm": {"preset": "dapo"}, "reference": {"checkpoint": "x"}}, "reference is given, but ppo.kl.mode is none"),
+        (
+            {"algorithm": {"preset": "online_dpo", "baseline": "group_mean"}},
+            "baseline is group_mean, but algorithm.preset online_dpo is made of best_worst; remove it",
+        ),
+        (
+            {"algorithm": {"preset": "online_dpo", "objective": "clip"}},
+            "objective is clip, but algorithm.preset online_dpo is made of dpo; remove it",
+        ),
+        (
+            {"algorithm": {"preset": "grpo", "reduction": "pair_mean"}},
+            "reduction is pair_mean, but algorithm.preset grpo has no pairs; remove it, or choose preset online_dpo",
+        ),
+        ({"algorithm": {"preset": "online_dpo"}, "critic": {"checkpoint": "x"}}, "critic is given, but algorithm.preset online"),
+        ({"algorithm": {"preset": "online_dpo"}, "dpo": None}, "dpo is null, but algorithm.preset online_dpo has a loss of"),
+        ({"dpo": {"beta": 0.2}}, "dpo is given, but algorithm.preset grpo has no pairs; remove the section, or choose"),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
 def test_roles_that_a_preset_has_not_are_refused(settings: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TrainConfig.model_validate(settings | changes)
+
+
+def test_pairs_are_told_with_the_batch_and_have_dpos_loss(settings: dict[str, Any]) -> None:
+    settings |= {"algorithm": {"preset": "online_dpo"}, "dpo": {"beta": 0.2}, "ppo": {"minibatches": 4}}
+    config = TrainConfig.model_validate(settings)
+    assert check_train(config) == []
+    assert describe_batch(config) == (
+        "algorithm online_dpo: a batch is 128 responses to 64 groups of 2; 4 optimizer steps (epochs 1 x minibatches 4) of 32 "
+        "responses, at most 16 pairs"
+    )
+    assert config.dpo is not None and (config.dpo.loss, config.dpo.beta) == ("sigmoid", 0.2)
+    assert minibatch_parts(config) == 16
+
+
+def test_a_replica_without_a_pair_is_refused(settings: dict[str, Any]) -> None:
+    settings |= {"algorithm": {"preset": "online_dpo"}, "ppo": {"minibatches": 16}}
+    settings["placement"] = {"mode": "colocated", "actor": {"dp": 5}}
+    config = TrainConfig.model_validate(settings)
+    problems = check_layouts(config, {})
+    assert len(problems) == 1 and "trained with dp 5, but a minibatch has 4 pairs (rollout.batch_size 128" in problems[0]
 
 
 def test_the_gradient_of_the_reverse_kl_lets_k1_into_the_loss(settings: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.errors import CapacityError
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.out_of_memory import Begun
 from oppo_megatron.mcore.training import StepReport
@@ -53,6 +55,11 @@ def rollouts(lengths: list[tuple[int, int]]) -> list[Rollout]:
     ]
 
 
+def side_by_side(rows: Sequence[int]) -> list[list[int]]:
+    """Pairs of rows."""
+    return [list(rows[place : place + 2]) for place in range(0, len(rows), 2)]
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
@@ -79,3 +86,57 @@ def test_the_figures_are_those_of_what_is_trained(
         "packing_efficiency": pytest.approx(tokens / (len(micros) * budget)),
         "padding_saved": pytest.approx(1 - tokens / padded),
     }
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=2, max_size=16).filter(lambda x: len(x) % 2 == 0),
+    replicas=st.integers(1, 3),
+    minibatches=st.integers(1, 3),
+    budget=st.integers(34, 60),
+)
+def test_a_pair_is_in_one_micro_batch_of_one_replica(
+    lengths: list[tuple[int, int]], replicas: int, minibatches: int, budget: int
+) -> None:
+    """Side by side, and memory that runs out is told of pairs; the figures of packing are those of pairs."""
+    batch, cut = rollouts(lengths), UpdateSettings(1, minibatches, budget, seed=4, step=3, device=CPU, group_size=2)
+    recorders = [Recorder(Groups(replicas, rank)) for rank in range(replicas)]
+
+    numbers_T = torch.cat([torch.full((len(rollout.tokens),), i) for i, rollout in enumerate(batch)])
+    for recorder in recorders:
+        run_update(recorder, batch, {"numbers": numbers_T}, None, cut, units=side_by_side)
+    micros = [micro for recorder in recorders for step in recorder.steps for micro in step]
+    assert all(len(micro.tokens_T) <= budget and micro.part == "pair" for micro in micros)
+    assert all(torch.equal(micro.extra["numbers"], micro.targets_R) for micro in micros), "each row has its own numbers"
+    found = []
+    for micro in micros:
+        rows = [int(part[0]) for part in micro.targets_R.split(list(micro.counts))]
+        found += side_by_side(rows)
+    assert sorted(found) == side_by_side(range(len(batch)))
+    tokens = sum(len(micro.tokens_T) for micro in micros)
+    packing = update_packing(batch, replicas, cut, units=side_by_side)
+    assert packing["packing_efficiency"] == pytest.approx(tokens / (len(micros) * budget))
+
+
+@dataclass
+class ShortOfMemory(Recorder):
+    """Has no memory for a micro-batch of more than `room` tokens."""
+
+    room: int = 0
+
+    def step(self, batches: list[MicroBatch], loss: Any) -> StepReport:
+        for micro in batches:
+            self.begun.note(len(micro.index), len(micro.tokens_T), micro.part)
+            if len(micro.tokens_T) > self.room:
+                raise MemoryError
+        return super().step(batches, loss)
+
+
+def test_a_pair_is_not_divided_where_memory_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
+    batch, cut = rollouts([(3, 5)] * 8), UpdateSettings(1, 1, 56, seed=4, step=3, device=CPU, group_size=2)
+    roomy = ShortOfMemory(Groups(1, 0), room=20)
+    run_update(roomy, batch, {}, None, cut, units=side_by_side)
+    assert [micro.lengths for micro in roomy.steps[0]] == [[7, 7]] * 4
+    assert "at most 28 from here on" in capsys.readouterr().err, "halved once, and a pair of 14 fits twice"
+    with pytest.raises(CapacityError, match="of one pair, 14 tokens long, alone"):
+        run_update(ShortOfMemory(Groups(1, 0), room=13), batch, {}, None, cut, units=side_by_side)

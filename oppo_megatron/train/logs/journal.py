@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.algorithms.experience import Experience
+from oppo_megatron.algorithms.experience import PAIRED, Experience
 from oppo_megatron.config.derived import best_standard, members
 from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.config.run import TrainConfig
@@ -215,12 +215,13 @@ def _experience(facts: StepFacts, experience: Experience) -> dict[str, Any]:
         "reward_parts": facts.scores.parts,
         "penalised_reward_mean": stats.reward_mean,
         "kl_mean": stats.kl_mean,
-        "kl_coefficient": None if stats.kl_mean is None else facts.kl_coefficient,
+        "kl_coefficient": None if stats.kl_mean is None or stats.pairs is not None else facts.kl_coefficient,
         "value_mean": stats.value_mean,
         "return_mean": stats.return_mean,
         "advantage_std": stats.advantage_std,
         "explained_variance": stats.explained_variance,
         "equal_groups": stats.equal_groups,
+        **({} if stats.pairs is None else {name: getattr(stats, name) for name in PAIRED}),
         "delta": facts.delta,
         "delta_reason": facts.delta_reason,
         "chunk_tokens": facts.chunk_tokens,

@@ -20,13 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.mcore.batch import Answered
 
 KIND = "oppo_megatron reference log-probs 1"
 KEY_BYTES = 16
-
-Answered = tuple[Sequence[int], Sequence[int]]
-"""Tokens of a prompt and of an answer."""
-
 
 def key_of(prompt: Sequence[int], answer: Sequence[int]) -> bytes:
     """What an answer is found by."""

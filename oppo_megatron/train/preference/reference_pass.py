@@ -22,13 +22,13 @@ from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.preference import PreferenceConfig
 from oppo_megatron.data.supervised_rows import Passed, batches
 from oppo_megatron.errors import DataError
-from oppo_megatron.mcore.batch import MicroBatch, pack_responses
+from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_responses
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import Begun, MemoryLimit, in_smaller_ones
 from oppo_megatron.mcore.training import forward_rows, shared_with_peers
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.preference.fingerprint import reference_fingerprint
-from oppo_megatron.train.preference.logprob_file import Answered, UnusableFileError, read_logprobs, write_logprobs
+from oppo_megatron.train.preference.logprob_file import UnusableFileError, read_logprobs, write_logprobs
 from oppo_megatron.train.preference.tasks import Preferences, answer_logprobs
 from oppo_megatron.train.score_exchange import sum_over_ranks
 

@@ -19,15 +19,14 @@ from oppo_megatron.data.preference_rows import Marked, load_marked, load_unequal
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Pair
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.mcore.batch import MicroBatch, whole_responses
+from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_together
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss
 from oppo_megatron.mcore.vocab_shards import VocabShards
-from oppo_megatron.schedule.packing import pack_by_tokens
 from oppo_megatron.train.heldout_rows import Measure
-from oppo_megatron.train.preference.logprob_file import Answered, LogprobTable
+from oppo_megatron.train.preference.logprob_file import LogprobTable
 
 RowT = TypeVar("RowT", bound=tuple[list[int], ...])
 
@@ -67,16 +66,13 @@ class Preferences(ABC, Generic[RowT]):
 
     def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]:
         """Packed rows, at most `budget` tokens together; all answers of a row, which need each other, are in one."""
-        return [
-            self._packed(index, [each for i in index for each in self.answers(rows[i])], device)
-            for index in pack_by_tokens([self.num_tokens(row) for row in rows], budget)
-        ]
-
-    def _packed(self, index: list[int], answered: Sequence[Answered], device: torch.device) -> MicroBatch:
-        batch = whole_responses(index, answered, device)
-        batch.extra["reference"] = on_device([self.reference.of(*each) for each in answered], device, torch.float64)
-        batch.extra["counts"] = on_device(list(batch.counts), device, torch.float64)
-        return batch
+        answers = [self.answers(row) for row in rows]
+        batches = pack_together(answers, budget, device)
+        for batch in batches:
+            known = [self.reference.of(*each) for i in batch.index for each in answers[i]]
+            batch.extra["reference"] = on_device(known, device, torch.float64)
+            batch.extra["counts"] = on_device(list(batch.counts), device, torch.float64)
+        return batches
 
     def loss(self, rows: Sequence[RowT], vocab: VocabShards) -> Loss:
         """Mean over all `rows`: pairs, or completions."""

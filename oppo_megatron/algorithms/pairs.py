@@ -1,0 +1,98 @@
+"""Online DPO (arXiv 2402.04792): of each group the best response and the worst, and the loss of the pair.
+
+A group whose scores are all equal is no pair: its rows weigh nothing.  The loss compares the policy with the reference alone, so
+it asks for no policy that sampled.
+
+Legend: T response tokens of a micro-batch, B responses of a batch in groups side by side, P pairs, two rows of a group each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.algorithms.losses import ActorTargets
+from oppo_megatron.algorithms.packed import last_tokens, row_sums
+from oppo_megatron.algorithms.preference_losses import pair_columns
+from oppo_megatron.algorithms.stats import TokenStats, count, total
+from oppo_megatron.config.preference_losses import DPOLossConfig
+
+PAIR_FIGURES = (
+    "actor_loss", "pair_accuracy", "pair_margin", "implicit_reward_chosen", "implicit_reward_rejected", "entropy",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PairStats(TokenStats):
+    """Sums over the tokens (`entropy`) and the pairs (all others) of an update; `loss` is that of each pair."""
+
+    entropy: Tensor
+    pairs: Tensor
+    loss: Tensor
+    accuracy: Tensor
+    margin: Tensor
+    reward_chosen: Tensor
+    reward_rejected: Tensor
+
+
+def rows_of_pairs(signs_B: Tensor, group_size: int) -> list[list[int]]:
+    """For each group, in order, the rows of its best and of its worst response; of one that is no pair the first two.
+
+    `signs_B`: 1 of the best, -1 of the worst, 0 of the others.
+    """
+    found = []
+    for first, signs in zip(range(0, signs_B.numel(), group_size), signs_B.view(-1, group_size).tolist(), strict=True):
+        places = [place for place, sign in enumerate(signs) if sign] or [0, 1]
+        found.append([first + place for place in places[:2]])  # of a group without numbers no more either
+    return found
+
+
+def pair_weights(num_tokens: int, counted_N: Sequence[bool]) -> list[float]:
+    """Weights of the rows of a minibatch [N], 1 over its pairs in units of 1/T as `reduction.row_weights` has them; 0 of a row
+    that is in no pair."""
+    pairs = sum(counted_N) / 2
+    return [num_tokens / pairs if counted else 0.0 for counted in counted_N]
+
+
+def pair_loss(
+    logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, rule: DPOLossConfig, num_tokens: int
+) -> tuple[Tensor, PairStats]:
+    """The loss of a micro-batch that has two rows of a group side by side: its share of the mean over the minibatch's pairs.
+
+    The sign of a row's advantages says whether it is the better one; `share_T` is by `pair_weights`, and 0 of no pair.
+    """
+    assert targets.lengths_R is not None and targets.share_T is not None and targets.reference_logp_T is not None
+    lengths_R = targets.lengths_R
+    ends_R = last_tokens(lengths_R)
+    first_P, _ = targets.advantages_T[ends_R].view(-1, 2).unbind(-1)
+    weight_P, _ = targets.share_T[ends_R].view(-1, 2).unbind(-1)
+    weight_P = weight_P * first_P.abs()  # as it is, but not finite where the scores were not
+    logp_R, reference_R = (row_sums(x_T.double(), lengths_R) for x_T in (logp_T, targets.reference_logp_T))
+    ordered = [_best_first(x_R, first_P) for x_R in (logp_R, reference_R, lengths_R.double())]
+    columns = pair_columns(ordered[0], ordered[1], ordered[2], rule)
+    loss = (columns["loss"] * weight_P).sum() / num_tokens
+    counted_P = (weight_P > 0).double()
+    stats = PairStats(
+        num_tokens=count(logp_T),
+        entropy=total(entropy_T),
+        pairs=total(counted_P),
+        **{name: total(each * counted_P) for name, each in columns.items()},
+    )
+    return loss.to(logp_T.dtype), stats
+
+
+def pair_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`PAIR_FIGURES` of an update with these reports of its optimizer steps; means over pairs are 0 where there was none."""
+    sums = {name: sum(report[name] for report in reports) for name in reports[0] if name in PairStats.__dataclass_fields__}
+    pairs = max(1.0, sums["pairs"])
+    means = (sums[name] / pairs for name in ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected"))
+    return dict(zip(PAIR_FIGURES, (*means, sums["entropy"] / sums["num_tokens"]), strict=True))
+
+
+def _best_first(x_R: Tensor, first_P: Tensor) -> Tensor:
+    """Numbers of rows, those of each pair in the order better, worse; `first_P` is negative where the worse one is first."""
+    x_P2 = x_R.view(-1, 2)
+    return torch.where((first_P < 0)[:, None], x_P2.flip(-1), x_P2).flatten()
