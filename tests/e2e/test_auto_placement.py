@@ -29,12 +29,12 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-NAMES = ["single", "disaggregated 1 | 1", "disaggregated 1 | 1 (reference: actor)"]
+NAMES = ["single", "disaggregated 1 | 1", "disaggregated 1 | 1 (reference: actor)", "colocated dp 2", "colocated tp 2"]
 
 
 def write(workspace: Workspace, name: str, **changes: Any) -> tuple[Path, Path]:
-    """A configuration file of two possible placements, and its run directory."""
-    auto = {"steps": 2, "ranks": 2, "candidates": ["single", "disaggregated"]}
+    """A configuration file of placements on at most two ranks, and its run directory."""
+    auto = {"steps": 2, "ranks": 2}
     common = {
         "placement": {"mode": "auto", "auto": auto},
         "runtime": {"device": "cpu"},
@@ -91,7 +91,7 @@ def test_one_that_fails_is_left_out(workspace: Workspace, capfd: pytest.CaptureF
     out = capfd.readouterr().out
     failed = next(line for line in out.splitlines() if line.startswith("failed: disaggregated 1 | 1: "))
     assert "cannot be shared" in failed and str(run / "placement" / "disaggregated-1-1-1.log") in failed
-    assert "single trains" in out and "of 3 placements it is the only one that ran." in out
+    assert "single trains" in out and "of 5 placements it is the only one that ran." in out
     assert "placement: {mode: single}\n" in out
     assert read(run / "placement.json")["chosen"]["name"] == "single" and not (run / "metrics.jsonl").exists()
 
@@ -103,6 +103,6 @@ def test_if_all_fail_the_error_is_told(workspace: Workspace, capfd: pytest.Captu
     path, run = write(workspace, "all-fail", **{"data.path": str(bad)})
     assert main(["train", str(path)]) == 2
     err = capfd.readouterr().err
-    assert "none of 3 placements could be measured; the first, single, ended with:" in err
+    assert "none of 5 placements could be measured; the first, single, ended with:" in err
     assert f"{bad}:2: not JSON" in err and "Traceback" not in err
     assert not (run / "placement.json").exists() and not (run / "metrics.jsonl").exists()

@@ -196,7 +196,7 @@ GROUPED: dict[str, tuple[Row, Row, float]] = {
         5.0,
     ),
     "cispo, twice": (
-        TWICE | {"ppo.ratio_cap": 1.1}, {"loss_type": "cispo", "scale_rewards": "batch", "epsilon_high": 1.1}, 5.0,
+        TWICE | {"ppo.clip_high": 0.1}, {"loss_type": "cispo", "scale_rewards": "batch", "epsilon_high": 1.1}, 5.0,
     ),
     "rloo, twice": (
         TWICE | SMALL | {"ppo.kl": {"coefficient": 0.01}, "ppo.clip": 0.9, "ppo.clip_high": 9.0},

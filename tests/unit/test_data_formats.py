@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import DataConfig
+from oppo_megatron.config.data import DataConfig, PromptDataConfig
 from oppo_megatron.data.examples import read_completions, read_pairs, read_prompts
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine, RowProblems
@@ -181,8 +181,9 @@ def test_real_dialogues_compressed(
 def test_the_first_row_is_shown_as_it_was_cut(tmp_path: Path) -> None:
     path, quarantine = tmp_path / "rows.jsonl", Quarantine()
     path.write_text('{"prompt": ""}\n{"prompt": "abcdef", "completion": "ghi"}\n')
-    config = DataConfig(path=path, max_prompt_tokens=3, long_rows="truncate", bad_rows="quarantine")
-    load_prompts(config, CharacterTokenizer(), quarantine=quarantine)
+    config = DataConfig(path=path, bad_rows="quarantine")
+    prompts = PromptDataConfig(path=path, max_prompt_tokens=3, long_rows="truncate", bad_rows="quarantine")
+    load_prompts(prompts, CharacterTokenizer(), quarantine=quarantine)
     assert quarantine.first == {"prompt": "def"}
     load_completions(config, CharacterTokenizer(), max_tokens=8, long_rows="truncate", quarantine=quarantine)
     assert quarantine.first == {"prompt": "def"}, "of the first data set that was read"

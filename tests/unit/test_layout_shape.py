@@ -305,7 +305,7 @@ def test_settings_files_and_shapes_are_reported_together(train_settings: dict[st
 
 
 def test_supervised_kinds_need_different_heads(train_settings: dict[str, Any]) -> None:
-    common = {key: train_settings[key] for key in ("run_dir", "tokenizer", "data")}
+    common = {key: train_settings[key] for key in ("run_dir", "tokenizer")} | {"data": {"path": train_settings["data"]["path"]}}
     settings = {**common, "model": train_settings["actor"], "max_tokens": 256}
     assert supervised_problems(SFTConfig.model_validate(settings)) == []
     assert any("fresh_head" in problem for problem in supervised_problems(RewardModelConfig.model_validate(settings)))
