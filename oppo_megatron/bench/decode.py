@@ -27,14 +27,14 @@ from oppo_megatron.bench.limit import Response, decode_batches, decode_seconds
 from oppo_megatron.bench.peaks import describe_machine, measure_peaks
 from oppo_megatron.bench.pictures import draw_decode
 from oppo_megatron.cluster.world import World, open_world
-from oppo_megatron.config.debug import DebugConfig
+from oppo_megatron.config.debug import DebugConfig, log_normal
 from oppo_megatron.config.explain import explain
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.links import Links
 from oppo_megatron.engine.round_runner import Decoding, decoder
 from oppo_megatron.engine.sampler import Sampling
-from oppo_megatron.engine.stopping import Stopping, log_normal
+from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.integrations.bare_loop import BareLoop, plain, prepacked
 from oppo_megatron.mcore.cpu.prepacked import can_prepack

@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from oppo_megatron.bench.flops import weight_bytes
 from oppo_megatron.bench.overlap import switches
 from oppo_megatron.bench.peaks import describe_machine
 from oppo_megatron.bench.timed_processes import run_within
@@ -26,6 +25,7 @@ from oppo_megatron.config.model import Dtype
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.flops import weight_bytes
 from oppo_megatron.layout.holdings import train_holdings
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import read_metrics

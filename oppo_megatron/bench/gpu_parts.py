@@ -19,11 +19,10 @@ from typing import Any
 import torch
 
 from oppo_megatron.bench.decode import HuggingFace
-from oppo_megatron.bench.flops import weight_bytes
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.bench.limit import Response, decode_steps
 from oppo_megatron.cluster.world import choose_device, open_world
-from oppo_megatron.config.debug import ForcedLengths
+from oppo_megatron.config.debug import ForcedLengths, log_normal
 from oppo_megatron.config.model import KVLayout, ModelConfig, ParallelConfig, RuntimeConfig
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker
@@ -31,8 +30,9 @@ from oppo_megatron.engine.links import Links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
-from oppo_megatron.engine.stopping import Stopping, log_normal
+from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
+from oppo_megatron.layout.flops import weight_bytes
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.layout.shape import kv_bytes_per_token
 from oppo_megatron.mcore.groups import RoleGroups, build_groups

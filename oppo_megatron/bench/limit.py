@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from oppo_megatron.bench.figures import format_table
-from oppo_megatron.bench.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.bench.peaks import Peaks, measure_peaks
 from oppo_megatron.bench.suite import Run, Runs, Suite
 from oppo_megatron.config.derived import most_sequences
 from oppo_megatron.config.model import Dtype, ParallelConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.layout.placements import named_roles, world_size
 from oppo_megatron.layout.shape import kv_bytes_per_token
 from oppo_megatron.modeldir.headers import read_hf_config

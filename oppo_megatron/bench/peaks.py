@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from oppo_megatron.bench.flops import Shape, head_linear, layer_linears
 from oppo_megatron.cores import processor, usable_cores
 from oppo_megatron.layout.cpu_kernels import MOST_ROWS
+from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
 from oppo_megatron.mcore.cpu.prepacked import can_prepack, product
 
 SQUARES = (512, 1024, 2048)

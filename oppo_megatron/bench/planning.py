@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 from oppo_megatron.bench.dry_run import DryRound, DryRun
-from oppo_megatron.bench.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.records import Prompt

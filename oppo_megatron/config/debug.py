@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from oppo_megatron.config.base import Section, Unit
+
+Quantile = Callable[[float], float]
+"""Inverse of a distribution function: from a share in [0, 1) to a length in tokens."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,13 @@ class ForcedLengths:
     trace: Path | None = None
     column: str | None = None
     scale: float | Literal["auto"] = "auto"
+
+
+def log_normal(forced: ForcedLengths) -> Quantile:
+    """Lengths whose logarithm is normal, with a median in tokens."""
+    assert forced.median is not None, "checked with the configuration"
+    median, sigma = forced.median, forced.sigma
+    return lambda u: median * math.exp(sigma * NormalDist().inv_cdf(max(u, 2.0**-53)))
 
 
 class DebugConfig(Section):

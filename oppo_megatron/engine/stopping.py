@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 
 from oppo_megatron.chunks import FinishReason
-from oppo_megatron.config.debug import ForcedLengths
+from oppo_megatron.config.debug import ForcedLengths, Quantile, log_normal
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.engine.stop_text import StopText
 from oppo_megatron.engine.uniforms import uniforms
@@ -16,8 +14,6 @@ from oppo_megatron.token_text import Decode
 
 LENGTH_DRAW = 2**63  # stands where a token's position stands in its draw, so that no token shares the number
 KEPT_LENGTHS = 65536  # a length is asked for in every round
-Quantile = Callable[[float], float]
-"""Inverse of a distribution function: from a share in [0, 1) to a length in tokens."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +73,3 @@ class Stopping:
 def all_ids(eos_ids: Sequence[int], stop_token_ids: Sequence[int]) -> tuple[int, ...]:
     """Each id that ends a response, once."""
     return tuple(dict.fromkeys([*eos_ids, *stop_token_ids]))
-
-
-def log_normal(forced: ForcedLengths) -> Quantile:
-    """Lengths whose logarithm is normal, with a median in tokens."""
-    assert forced.median is not None, "checked with the configuration"
-    median, sigma = forced.median, forced.sigma
-    return lambda u: median * math.exp(sigma * NormalDist().inv_cdf(max(u, 2.0**-53)))

@@ -40,12 +40,15 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": {"config", "control", "rewards", "data", "serving"},
     "integrations": {"config", "modeldir", "rundir", "control", "rewards", "mcore"},
     "report": {"rundir"},
+    "sim": {"config", "modeldir", "layout", "schedule"},
     "bench": {"config", "modeldir", "rundir", "layout", "preflight", "overcommit", "control", "schedule", "data"}
     | {"cluster", "mcore", "engine", "train", "integrations", "report"},
     "cli": {"config", "modeldir", "rundir", "layout", "preflight", "schedule", "data", "cluster", "train", "policy"}
-    | {"serving", "evaluation", "integrations", "report", "bench"},
+    | {"serving", "evaluation", "integrations", "report", "sim", "bench"},
 }
-TORCH_FREE = SHARED | {"config", "modeldir", "rundir", "layout", "preflight", "overcommit", "control", "schedule", "report"}
+TORCH_FREE = SHARED | {
+    "config", "modeldir", "rundir", "layout", "preflight", "overcommit", "control", "schedule", "report", "sim",
+}  # fmt: skip
 LONG_FILE, LONG_FUNCTION, LONG_CONFIG = 400, 40, 60
 
 

@@ -58,8 +58,10 @@ def test_each_kind_explains_itself(kind: str, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert KINDS[kind].ABOUT.splitlines()[0] in out
     of_runs = {"--steps", "--repeats", "--prompt-tokens", "--trace", "--lognormal"}
-    options = {"--out"} | (set() if kind in ("decode", "gpu", "seeds") else of_runs)  # these have no configuration
-    options = {"--ranks", "--sequences"} if kind == "planning" else options  # it makes no runs and writes no files
+    without = ("decode", "gpu", "seeds", "laws", "real")  # these have no configuration
+    options = {"--out"} | (set() if kind in without else of_runs)
+    own = {"planning": {"--ranks", "--sequences"}, "prices": {"--cluster", "--costs", "--lognormal"}}  # these make no runs
+    options = own.get(kind, options)
     assert all(option in out for option in options)
 
 

@@ -6,13 +6,29 @@ import argparse
 import signal
 import sys
 
-from oppo_megatron.cli.bench import chunk, decode, delta, fork, gpu, overhead, overlap, planning, scaling, seeds, weave
+from oppo_megatron.cli.bench import (
+    chunk,
+    decode,
+    delta,
+    fork,
+    gpu,
+    laws,
+    overhead,
+    overlap,
+    planning,
+    prices,
+    real,
+    scaling,
+    seeds,
+    weave,
+)
 from oppo_megatron.cli.parser import add_debug_argument
 from oppo_megatron.cli.signals import ending_by_signal
 
 KINDS = {
     "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "fork": fork, "scaling": scaling,
     "overhead": overhead, "planning": planning, "seeds": seeds, "gpu": gpu,
+    "laws": laws, "prices": prices, "real": real,
 }  # fmt: skip
 """Each module has HELP (a line), ABOUT (what its help begins with) and `add_arguments`, which names the function to call."""
 

@@ -10,7 +10,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from oppo_megatron.bench.flops import (
+from oppo_megatron.bench.limit import Response, decode_batches, decode_steps
+from oppo_megatron.bench.peaks import Peaks, measure_peaks
+from oppo_megatron.cluster.world import open_world
+from oppo_megatron.config.model import ModelConfig, RuntimeConfig
+from oppo_megatron.layout.flops import (
     causal_pairs,
     forward_flops,
     head_linear,
@@ -18,10 +22,6 @@ from oppo_megatron.bench.flops import (
     training_flops,
     weight_bytes,
 )
-from oppo_megatron.bench.limit import Response, decode_batches, decode_steps
-from oppo_megatron.bench.peaks import Peaks, measure_peaks
-from oppo_megatron.cluster.world import open_world
-from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.layout.memory import stage_parameters
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.layers.attention import PackedPlan

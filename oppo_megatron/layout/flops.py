@@ -50,11 +50,10 @@ def forward_flops(shape: Shape, tokens: int, pairs: int, rows: int, *, scalar: b
     each token with each position that it attends to, itself included (`causal_pairs`): scores and weighted values take
     2 q operations each.
     """
-    query = shape["num_attention_heads"] * head_dim(shape)
+    query = int(shape["num_attention_heads"]) * head_dim(shape)
     products = 2 * tokens * sum(linear.size for linear in layer_linears(shape))
-    return (
-        shape["num_hidden_layers"] * (products + 4 * query * pairs) + 2 * rows * head_linear(shape, scalar=scalar).size
-    )
+    layers = int(shape["num_hidden_layers"])
+    return layers * (products + 4 * query * pairs) + 2 * rows * head_linear(shape, scalar=scalar).size
 
 
 def training_flops(shape: Shape, tokens: int, pairs: int, rows: int, *, scalar: bool) -> int:
@@ -72,5 +71,5 @@ def causal_pairs(past: int, new: int) -> int:
 
 def weight_bytes(shape: Shape, dtype: str, *, scalar: bool) -> int:
     """Bytes of all matrices that a forward reads: layers and head.  Of the embedding it reads single rows."""
-    layers = shape["num_hidden_layers"] * sum(linear.size for linear in layer_linears(shape))
+    layers = int(shape["num_hidden_layers"]) * sum(linear.size for linear in layer_linears(shape))
     return DTYPE_BYTES[dtype] * (layers + head_linear(shape, scalar=scalar).size)

@@ -1,0 +1,76 @@
+"""`oppo bench prices`: what each role and phase of a configuration would take on a cluster that is described."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oppo_megatron.cli.bench.common import add_length_arguments, forced_lengths, refuse_figures
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.run import TrainConfig
+
+HELP = "seconds of each role and phase of a configuration on a cluster, by the cost laws"
+ABOUT = """Predicts a step of a configuration on the cluster that a cluster.yaml describes: seconds of each role and phase, one
+after the other, and what the fullest rank holds. Needs neither the cluster nor the weights. --costs writes the laws as the
+lines that `oppo schedule --costs` reads."""
+COLUMNS = {"role": "role", "phase": "phase", "layout": "layout", "seconds": "seconds", "% of a step": "percent"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
+    )
+    parser.add_argument(
+        "--cluster", type=Path, required=True, metavar="cluster.yaml", help="docs/planner.md has an example"
+    )
+    parser.add_argument(
+        "--costs", type=Path, metavar="FILE.json", help="write the cost lines of decoding and prefill there"
+    )
+    add_length_arguments(parser)
+    parser.set_defaults(measure=_prices)
+
+
+def _prices(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.figures import format_table
+    from oppo_megatron.cli.run import load_train
+    from oppo_megatron.rundir.directory import write_json
+    from oppo_megatron.schedule.weaving.costs_file import costs_tree
+    from oppo_megatron.sim.clusters.reading import read_cluster
+    from oppo_megatron.sim.pricing.decoding import Decoding
+    from oppo_megatron.sim.pricing.model import host_of
+    from oppo_megatron.sim.pricing.prices import Prices, total_s
+
+    if args.costs is not None:
+        refuse_figures(args.costs)
+    config = load_train(args.config, [*args.overrides, *forced_lengths(args)])
+    cluster, lengths = read_cluster(args.cluster), _lengths(config)
+    prices = Prices(config, cluster, Decoding(config.data.max_prompt_tokens, lengths))
+    rows = list(prices.rows())
+    total = total_s(rows)
+    print(format_table(COLUMNS, [{**vars(row), "percent": 100 * row.seconds / total} for row in rows]))
+    print(f"a step without any overlap: {total:.3g} s, of {len(lengths)} responses, {sum(lengths) / len(lengths):.0f} tokens on "
+          f"average, {max(lengths)} at most, to prompts of {config.data.max_prompt_tokens}")  # fmt: skip
+    room = cluster.gpu.memory_bytes / 1e9
+    print(f"the fullest rank holds {prices.fullest_gb():.1f} of {room:g} GB")
+    for constant, source in [*cluster.sources(), ("host", host_of(cluster).source)]:
+        print(f"{constant}: {source}")
+    if args.costs is not None:
+        write_json(args.costs, costs_tree(prices.costs()))
+        print(f"cost lines: {args.costs}")
+    return 0
+
+
+def _lengths(config: TrainConfig) -> list[int]:
+    """Of the responses of a batch: evenly from the forced distribution, longest last; without one, all of full length."""
+    from oppo_megatron.config.debug import log_normal
+    from oppo_megatron.data.length_trace import forced_quantile
+
+    count, most = config.rollout.batch_size, config.rollout.max_response_tokens
+    forced = config.debug.lengths
+    if forced is None:
+        return [most] * count
+    quantile = forced_quantile(forced, most) or log_normal(forced)
+    return [max(1, min(most, round(quantile((i + 0.5) / count)))) for i in range(count)]

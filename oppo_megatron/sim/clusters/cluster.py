@@ -1,0 +1,35 @@
+"""A cluster: equal nodes of equal processors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from oppo_megatron.sim.clusters.gpus import Gpu
+from oppo_megatron.sim.clusters.links import Between, Inside
+from oppo_megatron.sim.clusters.sources import Source
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`between` is None where there is one node.  Ranks are numbered node by node."""
+
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu
+    inside: Inside
+    between: Between | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.gpus_per_node
+
+    def sources(self) -> Iterator[tuple[str, Source]]:
+        """The source of every constant, by name."""
+        yield from ((f"gpu.{name}", source) for name, source in self.gpu.sources.items())
+        yield "inside", self.inside.source
+        if self.between is not None:
+            yield "between", self.between.source

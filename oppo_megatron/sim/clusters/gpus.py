@@ -1,0 +1,73 @@
+"""Processors by name: peaks, memory, and the constants of the laws of a layer (`laws/layer.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from oppo_megatron.sim.clusters.sources import Source, assumed, published
+
+LAYERS = "microsoft/vidur, data/profiling/compute, commit 7d47513; fitted"
+PEAKS = "stas00/ml-engineering, compute/accelerator"
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """Constants of the laws of a layer, pure numbers and seconds.
+
+    They are constants of a fit, not shares of a peak: a `memory` of 1.0 does not mean that the peak is reached.
+    `elementwise` is of a layer's norms, rotations, activation and sums as fused kernels; `plain` of one large pass over
+    tensors, as a sum of two is.
+    """
+
+    compute: float
+    memory: float
+    fixed_s: float
+    power: float
+    elementwise: float
+    elementwise_fixed_s: float
+    plain: float
+    attention: float = 0.5
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One processor: operations a second in bfloat16, bytes a second of its memory, bytes of memory.
+
+    `sources` has the source of each constant, by the name of its field; that of `efficiencies` stands for all of them, but
+    `efficiencies.attention`, which is assumed.
+    """
+
+    name: str
+    flops: float
+    bytes_per_s: float
+    memory_bytes: float
+    efficiencies: Efficiencies
+    sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
+
+
+A100_LAWS = Efficiencies(0.74, 0.82, 20e-6, 1.4, 0.49, 10e-6, 0.85)
+H100_LAWS = Efficiencies(0.76, 1.00, 25e-6, 1.3, 0.56, 10e-6, 0.96)
+CPU_LAWS = Efficiencies(0.8, 0.8, 20e-6, 1.3, 0.5, 20e-6, 0.8)
+ATTENTION = {"efficiencies.attention": assumed("half of the peak while prompts are read")}
+
+
+def _sources(peaks: Source, memory: Source, laws: Source) -> Mapping[str, Source]:
+    return {"flops": peaks, "bytes_per_s": peaks, "memory_bytes": memory, "efficiencies": laws} | ATTENTION
+
+
+SHEET = published("NVIDIA's data sheet")
+CORE = assumed("a core of a server; measure yours with `oppo bench decode --limit`")
+GPUS: Mapping[str, Gpu] = {
+    "a100-80": Gpu("a100-80", 312e12, 2.039e12, 80e9, A100_LAWS, _sources(SHEET, SHEET, published(LAYERS))),
+    "h100": Gpu("h100", 989e12, 3.35e12, 80e9, H100_LAWS, _sources(published(PEAKS), SHEET, published(LAYERS))),
+    "h200": Gpu(
+        "h200", 989e12, 4.8e12, 141e9, H100_LAWS,
+        _sources(published(PEAKS), SHEET, assumed("as an H100's: no layers measured on an H200 were found")),
+    ),
+    "cpu": Gpu(
+        "cpu", 0.1e12, 10e9, 8e9, CPU_LAWS,
+        _sources(CORE, CORE, assumed("no layers measured")),
+    ),
+}  # fmt: skip
+"""`cpu` is one core, as a rank takes it."""

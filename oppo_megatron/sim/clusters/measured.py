@@ -1,0 +1,61 @@
+"""The file of constants that `oppo bench laws` fits, and that `measured` of cluster.yaml names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from oppo_megatron.config.base import Section
+from oppo_megatron.config.explain import explain
+from oppo_megatron.config.paths import missing_path
+from oppo_megatron.errors import ConfigError
+
+Share = Annotated[float, Field(gt=0, le=2)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class EfficienciesSection(Section):
+    """`Efficiencies` of a processor."""
+
+    compute: Share
+    memory: Share
+    fixed_s: Seconds
+    power: Annotated[float, Field(ge=1)]
+    elementwise: Share
+    elementwise_fixed_s: Seconds
+    plain: Share
+
+
+class LineSection(Section):
+    """A line of messages."""
+
+    alpha_s: Seconds
+    bytes_per_s: Annotated[float, Field(gt=0)]
+
+
+class MeasuredConfig(Section):
+    """Fitted constants; what is null was not measured, and stays as published.
+
+    `efficiencies` are relative to the peaks of the processor that they were fitted with.
+    """
+
+    source: Annotated[str, Field(min_length=1)]
+    efficiencies: EfficienciesSection | None = None
+    collective: dict[int, LineSection] = Field(default_factory=dict)
+    send: LineSection | None = None
+
+
+def read_measured(path: Path) -> MeasuredConfig:
+    """Raises ConfigError with every problem."""
+    if not path.is_file():
+        raise ConfigError(missing_path("`measured` of cluster.yaml", path))
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        return MeasuredConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError([f"{path}: {problem}" for problem in explain(MeasuredConfig, error)]) from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; it must be JSON, as `oppo bench laws --out` writes it") from error

@@ -1,0 +1,1 @@
+"""Calls on devices in virtual time."""

@@ -1,0 +1,1 @@
+"""Seconds of operations, messages and moves as functions of sizes, and the fit of their constants to measurements."""

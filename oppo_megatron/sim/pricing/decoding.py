@@ -1,0 +1,106 @@
+"""Seconds of decoding a batch, and the laws as the lines that schedules are planned with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from oppo_megatron.schedule.weaving.costs import Costs, Linear
+from oppo_megatron.schedule.weaving.cut import Work, choose_cut, predict_s
+from oppo_megatron.sim.laws.communication import send_s
+from oppo_megatron.sim.laws.layer import WIDTH
+from oppo_megatron.sim.pricing.model import LaidModel, Tokens, host_of
+
+BLOCKS = 32
+"""Pieces of the time in which sequences end: within one, all are taken to run on, at the block's middle position."""
+SAMPLED_WIDTH = 4
+"""Bytes of a logit while tokens are drawn."""
+PASSES = 6
+"""Over the logits in a draw: temperature, softmax, cumulative sums."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Responses of `lengths` tokens to prompts of `prompt_tokens`."""
+
+    prompt_tokens: int
+    lengths: Sequence[int]
+    captured: bool = True
+
+
+def decode_s(actor: LaidModel, decoding: Decoding) -> float:
+    """Until the last response of the slowest replica ends; sequences leave as they end.
+
+    A step is a lap of all micro-batches of a replica (`schedule/weaving/cut.py`); the prompts' prefill is not counted.
+    """
+    lengths = sorted(decoding.lengths, reverse=True)
+    replicas = [lengths[replica :: actor.placement.dp] for replica in range(actor.placement.dp)]
+    return max(_replica_s(actor, decoding, np.array(share)) for share in replicas if share)
+
+
+def _replica_s(actor: LaidModel, decoding: Decoding, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
+    ends = np.unique(np.linspace(0, int(lengths.max()), BLOCKS + 1).astype(int))
+    total = 0.0
+    for begin, end in zip(ends.tolist(), ends[1:].tolist(), strict=False):
+        running = int(np.rint(np.minimum(np.maximum(lengths - begin, 0), end - begin).sum() / (end - begin)))
+        sequences, position = max(1, running), decoding.prompt_tokens + (begin + end) / 2
+        costs = decode_costs(actor, sequences, position, captured=decoding.captured)
+        work = Work(sequences, end - begin, actor.placement.pp, {})
+        total += predict_s(work, choose_cut(work, costs, sequences, prefill_tokens=sequences), costs)
+    return total
+
+
+def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured: bool) -> Costs:
+    """Lines through the smallest and the largest micro-batch of so many sequences, at this position."""
+    pp = actor.placement.pp
+    few = max(1, sequences // (2 * pp))
+
+    def step(stage: int, size: int) -> float:
+        return actor.step_s(stage, Tokens.step(size, size * position), captured=captured)
+
+    decode = tuple(line_through(few, step(stage, few), sequences, step(stage, sequences)) for stage in range(pp))
+    draw = PASSES * SAMPLED_WIDTH * actor.shape["vocab_size"] / actor.placement.tp / actor.cluster.gpu.bytes_per_s
+    return Costs(decode, Linear(0.0, draw), message_s=_message_s(actor, sequences / pp))
+
+
+def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequences: int, prefill_tokens: int) -> Costs:
+    """The cost lines of a configuration, which `oppo schedule --costs` reads.
+
+    Decoding is at the batch's size of a replica, halfway through; prefill from an eighth of a micro-batch to a whole one,
+    behind half a sequence.
+    """
+    position = decoding.prompt_tokens + sum(decoding.lengths) / len(decoding.lengths) / 2
+    actor = models["actor"]
+    decode = decode_costs(actor, sequences, position, captured=decoding.captured)
+    prefill = {
+        role: tuple(_prefill_line(model, stage, prefill_tokens, position) for stage in range(model.placement.pp))
+        for role, model in models.items()
+    }
+    score = max(_score_s(model) for model in models.values())
+    return Costs(decode.decode, decode.sample, prefill, score=Linear(0.0, score), message_s=decode.message_s)
+
+
+def line_through(few: float, few_s: float, many: float, many_s: float) -> Linear:
+    """A line that does not fall; constant where both sizes are the same."""
+    each = max(0.0, (many_s - few_s) / (many - few)) if many > few else 0.0
+    return Linear(max(0.0, few_s - few * each), each)
+
+
+def _prefill_line(model: LaidModel, stage: int, tokens: int, position: float) -> Linear:
+    few = max(1, tokens // 8)
+    seconds = [model.forward_s(stage, Tokens(size, size * position, 0.0, 0.0)) for size in (few, tokens)]
+    return line_through(few, seconds[0], tokens, seconds[1])
+
+
+def _score_s(model: LaidModel) -> float:
+    """Of one output row, behind the head's weights."""
+    last = model.placement.pp - 1
+    return max(0.0, (model.head_s(last, 4096) - model.head_s(last, 2048)) / 2048)
+
+
+def _message_s(actor: LaidModel, rows: float) -> float:
+    if actor.placement.pp == 1:
+        return send_s(actor.cluster, WIDTH * actor.shape["hidden_size"] * rows, between=False)
+    return max(actor.hop_s(stage, rows) for stage in range(actor.placement.pp - 1)) + host_of(actor.cluster).replay_s

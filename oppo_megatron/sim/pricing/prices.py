@@ -1,0 +1,120 @@
+"""A configuration on a cluster: seconds and bytes of each role and phase of a step, nothing overlapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from oppo_megatron.config.derived import minibatch_rows
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.holdings import SCALAR_ROLES, rank_memory, train_holdings
+from oppo_megatron.layout.placements import (
+    has_own_training_weights,
+    named_roles,
+    role_placements,
+    training_placements,
+    world_size,
+)
+from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.pricing.decoding import Decoding, decode_s, predicted_costs
+from oppo_megatron.sim.pricing.model import LaidModel
+from oppo_megatron.sim.pricing.phases import Batch, Update, Weights, inference_s, reallocation_s, update_s
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of a phase of a role in one step, and the layout that it has there."""
+
+    role: str
+    phase: str
+    layout: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prices:
+    """A configuration whose responses have these lengths, on a cluster."""
+
+    config: TrainConfig
+    cluster: Cluster
+    decoding: Decoding
+
+    def __post_init__(self) -> None:
+        ranks = world_size(self.config)
+        if ranks > self.cluster.num_ranks:
+            raise ConfigError(
+                f"the configuration has {ranks} ranks, but the cluster {self.cluster.num_ranks} "
+                f"({self.cluster.nodes} x {self.cluster.gpus_per_node}); add nodes, or take a smaller layout"
+            )
+
+    def models(self) -> dict[str, LaidModel]:
+        """The roles as they decode and score."""
+        placements = role_placements(self.config)
+        return {
+            name: LaidModel(self.cluster, read_hf_config(role), name in SCALAR_ROLES, placements[name])
+            for name, role in named_roles(self.config).items()
+        }
+
+    def rows(self) -> Iterator[Price]:
+        """In the order of a step."""
+        models = self.models()
+        for name, model in models.items():
+            if name == "actor":
+                yield _price(name, "prompts", model, inference_s(model, self._batch(model, prompts_only=True)))
+                yield _price(name, "decode", model, decode_s(model, self.decoding))
+            else:
+                yield _price(name, "score", model, inference_s(model, self._batch(model)))
+        yield from self._updates(models)
+
+    def costs(self) -> Costs:
+        """The lines of these roles, for schedules."""
+        models = self.models()
+        sequences = -(-len(self.decoding.lengths) // models["actor"].placement.dp)
+        return predicted_costs(models, self.decoding, sequences, self.config.runtime.micro_batch_tokens)
+
+    def fullest_gb(self) -> float:
+        """What `--dry-run` counts of the rank that holds most, in 10^9 bytes."""
+        on_cpu = self.cluster.gpu.name == "cpu"
+        held = rank_memory(train_holdings(self.config, on_cpu=on_cpu))
+        return max(memory.total for memory in held.values()) / 1e9
+
+    def _updates(self, models: dict[str, LaidModel]) -> Iterator[Price]:
+        placements = training_placements(self.config)
+        for name, role in self.config.trained.items():
+            serving, train = models[name], role.train
+            sequence_parallel = train.sequence_parallel and placements[name].tp > 1
+            model = LaidModel(self.cluster, serving.shape, serving.scalar, placements[name], sequence_parallel)
+            yield _price(name, "update", model, update_s(model, self._update(model, name)))
+            if has_own_training_weights(serving.placement, placements[name], train.vpp):
+                trained, target = Weights(placements[name], train.vpp), Weights(serving.placement)
+                seconds = reallocation_s(self.cluster, model.shape, trained, target, scalar=model.scalar)
+                yield _price(name, "weights", serving, seconds)
+
+    def _update(self, model: LaidModel, name: str) -> Update:
+        config, ppo = self.config, self.config.ppo
+        share = minibatch_rows(config) / model.placement.dp
+        batch = Batch(share * self._length, self._length, config.runtime.micro_batch_tokens)
+        return Update(batch, ppo.epochs * ppo.minibatches, config.trained[name].train)
+
+    def _batch(self, model: LaidModel, *, prompts_only: bool = False) -> Batch:
+        length = self.decoding.prompt_tokens if prompts_only else self._length
+        share = -(-len(self.decoding.lengths) // model.placement.dp)
+        return Batch(share * length, length, self.config.runtime.micro_batch_tokens)
+
+    @property
+    def _length(self) -> float:
+        return self.decoding.prompt_tokens + fmean(self.decoding.lengths)
+
+
+def total_s(prices: Sequence[Price]) -> float:
+    """Seconds of a step in which nothing overlaps."""
+    return sum(price.seconds for price in prices)
+
+
+def _price(role: str, phase: str, model: LaidModel, seconds: float) -> Price:
+    placement = model.placement
+    return Price(role, phase, f"tp {placement.tp} x pp {placement.pp} x dp {placement.dp}", seconds)

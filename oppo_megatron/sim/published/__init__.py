@@ -1,0 +1,1 @@
+"""Plans and times that others have published, and how near the laws come to them."""

@@ -1,0 +1,99 @@
+"""`cluster.yaml`: names, numbers, measured files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.clusters.gpus import GPUS, H100_LAWS, Efficiencies
+from oppo_megatron.sim.clusters.links import INSIDE, Line
+from oppo_megatron.sim.clusters.reading import read_cluster
+
+TWO = "nodes: 2\ngpu: h100\nbetween: {gb_per_s: 50, nics: 8}\n"
+NUMBERS = "gpu: {memory_gb: 96, tflops: 500, gb_per_s: 2000}\ninside: {alpha_us: 16, gb_per_s: 200}\n"
+
+
+def cluster_of(folder: Path, text: str) -> Cluster:
+    path = folder / "cluster.yaml"
+    path.write_text(text, encoding="utf-8")
+    return read_cluster(path)
+
+
+def test_names_give_published_constants(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, TWO)
+    assert (cluster.num_ranks, cluster.node_of(7), cluster.node_of(8)) == (16, 0, 1)
+    assert cluster.gpu is GPUS["h100"] and cluster.inside is INSIDE["h100"]
+    assert cluster.between is not None and cluster.between.node_bytes_per_s == 400e9
+
+
+def test_numbers_stand_for_a_gpu(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, NUMBERS + "gpus_per_node: 4\n")
+    assert (cluster.gpu.flops, cluster.gpu.bytes_per_s, cluster.gpu.memory_bytes) == (500e12, 2000e9, 96e9)
+    assert cluster.gpu.efficiencies == H100_LAWS and cluster.inside.of_ranks(2) == Line(16e-6, 200e9)
+    assert cluster.between is None
+
+
+def test_every_constant_has_a_source(tmp_path: Path) -> None:
+    texts = [TWO, NUMBERS, *(f"gpu: {name}\n" for name in GPUS)]
+    for text in texts:
+        sources = dict(cluster_of(tmp_path, text).sources())
+        constants = {"gpu.flops", "gpu.bytes_per_s", "gpu.memory_bytes", "gpu.efficiencies", "inside"}
+        assert constants <= sources.keys() and all(source.where for source in sources.values())
+    assert sources["gpu.efficiencies"].kind == "assumed"  # the last one is a CPU
+    given = dict(cluster_of(tmp_path, NUMBERS).sources())
+    assert str(given["gpu.flops"]) == "given: `gpu.tflops` of cluster.yaml" and given["inside"].kind == "given"
+    assert dict(cluster_of(tmp_path, "gpu: h200\n").sources())["gpu.efficiencies"].kind == "assumed"
+
+
+def test_a_measured_file_replaces_constants(tmp_path: Path) -> None:
+    fitted = {
+        "compute": 0.6,
+        "memory": 0.7,
+        "fixed_s": 1e-5,
+        "power": 2,
+        "elementwise": 0.5,
+        "elementwise_fixed_s": 0.0,
+    }
+    lines = {"8": {"alpha_s": 1e-5, "bytes_per_s": 1e11}}
+    tree = {"source": "here", "efficiencies": {**fitted, "plain": 0.8}, "collective": lines}
+    (tmp_path / "mine.json").write_text(json.dumps(tree))
+    cluster = cluster_of(tmp_path, TWO + "measured: mine.json\n")
+    assert cluster.gpu.efficiencies == Efficiencies(0.6, 0.7, 1e-5, 2, 0.5, 0.0, 0.8)
+    assert cluster.inside.of_ranks(4) == Line(1e-5, 1e11) and cluster.inside.send == INSIDE["h100"].send
+    sources = dict(cluster.sources())
+    assert str(sources["gpu.efficiencies"]) == str(sources["inside"]) == "measured: here"
+    assert sources["gpu.flops"].kind == "published"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gpu: h10\n", ["`gpu`", "'h10'", "h100"]),
+        ("gpu: {memory_gb: 80, tflops: 989, gb_per_s: 0}\n", ["`gpu.gb_per_s`", "0", "greater than 0"]),
+        ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 0}\n", ["`between.gb_per_s`", "greater than 0"]),
+        ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 50, nics: 0}\n", ["`between.nics`", "greater than 0"]),
+        ("gpu: h100\nnodes: 0\n", ["`nodes`", "0", "greater than or equal to 1"]),
+        ("gpu: h100\nnodes: 2\n", ["nodes is 2", "add `between"]),
+        ("gpu: {memory_gb: 80, tflops: 989, gb_per_s: 3000}\n", ["gpus_per_node is 8", "add `inside"]),
+        ("nodes: 1\n", ["`gpu` is missing"]),
+        ("gpu: h100\nmeasured: no.json\n", ["no.json", "does not exist"]),
+        ("gpu: h100\ngpus: 8\n", ["`gpus` is not a setting", "gpu"]),
+        ("gpu: {memory_gb: -1, tflops: 989, gb_per_s: 3000}\ngpus_per_node: 1\n", ["`gpu.memory_gb`", "-1"]),
+        ("gpu: h100\ninside: {gb_per_s: .inf}\n", ["`inside.gb_per_s`", "finite"]),
+    ],
+)
+def test_mistakes_are_told_with_value_rule_and_remedy(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        cluster_of(tmp_path, text)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"source": "x", "efficiencies": {"compute": 0}}', '{"source": ""}'])
+def test_a_broken_measured_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"mine\.json: "):
+        cluster_of(tmp_path, TWO + "measured: mine.json\n")
