@@ -62,7 +62,8 @@ POLICY = (
     Curve(
         "actor-loss", "Policy loss", "clipped surrogate a token; of pairs their loss", {"actor_loss": ""},
         "Healthy: noise around a value near 0. It need not fall, for each batch has new advantages; a drift, or noise that "
-        "grows, means that advantages or ratios do. A loss of pairs begins at 0.69 (DPO's) and falls.",
+        "grows, means that advantages or ratios do. DPO's begins at 0.69 and stays near it, for the "
+        "pairs of each batch are new.",
     ),
     Curve(
         "response-length", "Response length", "mean tokens of a trained response", {"trained_len_mean": ""},
@@ -84,13 +85,14 @@ POLICY = (
     Curve(
         "implicit-rewards", "Implicit rewards of pairs", "β times the log-ratio to the reference",
         {"implicit_reward_chosen": "chosen", "implicit_reward_rejected": "rejected"},
-        "Healthy: the two lines part. Where both fall, better responses become unlikely, too: raise `dpo.beta`, lower the "
-        "learning rate, or set `dpo.nll`.",
+        "Of pairs that have just been drawn, so the lines need not part: what the policy has learned to prefer it draws more "
+        "often. Where both fall, better responses become unlikely, too: raise `dpo.beta`, lower the learning rate, or set "
+        "`dpo.nll`.",
     ),
     Curve(
         "pair-accuracy", "Pairs on their right side", "share of pairs", {"pair_accuracy": ""},
-        "How often the better response has the larger implicit reward, before each optimizer step. Healthy: it climbs from about "
-        "0.5. Noise without a climb: the reward prefers what the policy cannot tell apart, or the learning rate is low.",
+        "How often the better response has the larger implicit reward, before each optimizer step; 0 without a pair. Noise "
+        "around 0.5 is usual, for the pairs are new, and it grows as pairs get few. The reward tells whether the policy learns.",
         from_zero=True,
     ),
 )  # fmt: skip

@@ -191,3 +191,4 @@ def test_adapters_and_bfloat16_in_groups(workspace: Workspace) -> None:
     lora = {"actor": {"init": DEEP, "optimizer": STEADY_ADAM, "lora": {"rank": 4}}, "runtime.dtype": "bfloat16"}
     run = run_ppo_ranks(grouped(workspace, "lora", "rloo", 4, **CARRIED, **lora))
     assert len(run.metrics) == 2 and all(line["grad_norm"] > 0 for line in run.metrics)
+    assert run.actor and all("lora_" in name for name in run.actor)

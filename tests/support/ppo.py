@@ -105,7 +105,8 @@ def read_outcome(run: Path) -> Outcome:
     def lines(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
-    weights = {path.parent.name: load_file(path) for path in run.glob("weights/*/model.safetensors")}
+    # Where a role has an adapter, the adapter's alone.
+    weights = {path.parent.name: load_file(path) for path in run.glob("weights/*/*model.safetensors")}
     greedy, trained = [], []
     for row in lines("rollouts.jsonl"):
         (greedy if row.get("greedy") else trained).append(row)
