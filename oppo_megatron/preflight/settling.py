@@ -70,6 +70,10 @@ Refused = Iterator[tuple[str, str, str]]
 
 def _reductions(config: TrainConfig) -> Refused:
     algorithm, ppo = config.algorithm, config.ppo
+    if algorithm.pairs:
+        why = "the loss of a pair depends on all tokens of its responses"
+        yield f"algorithm.preset is {algorithm.preset}", why, "choose one whose loss is a sum over tokens (dr_grpo)"
+        return
     if algorithm.reduction not in ("constant", "sequence_sum"):
         why = "the weight of a token would change with the length of its response"
         yield f"algorithm.reduction is {algorithm.reduction}", why, "set it to constant or sequence_sum"

@@ -50,6 +50,15 @@ def test_a_filter_without_delta_carries_nothing(settings: dict[str, Any]) -> Non
     assert "overlap.inter is true and carries responses to the next step" in problem, "backfill alone begins the next batch"
 
 
+def test_a_loss_of_pairs_is_refused_with_a_remedy_that_there_is(settings: dict[str, Any]) -> None:
+    (problem,) = check_train(config_of(settings, **{"algorithm.preset": "online_dpo"}))
+    assert problem == (
+        "settle.mode is certain, but algorithm.preset is online_dpo, and the loss of a pair depends on all tokens of its "
+        "responses; choose one whose loss is a sum over tokens (dr_grpo), or set settle.mode to predicted, which is biased, or "
+        "to off"
+    )
+
+
 def test_predicted_says_that_it_is_biased(settings: dict[str, Any]) -> None:
     config = config_of(settings, **{"settle": {"mode": "predicted", "audit": 0}, "algorithm.preset": "grpo"})
     assert check_train(config) == []

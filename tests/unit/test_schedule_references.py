@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_filling_is_placing_one_after_the_other(case: tuple[int, int, list[int],
 class _OneByOne(Placer):
     """Goes through all stages with one micro-batch before it looks at the next."""
 
-    def _place_by_stage(self, lines: list[Line]) -> None:  # type: ignore[override]
+    def _place_by_stage(self, lines: Sequence[Line]) -> None:
         by_turns(lines, lambda n, j, _: self._place_prefill(lines[n], lines[n].times[j].tolist()))
 
 
