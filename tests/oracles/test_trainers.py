@@ -19,7 +19,15 @@ from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset, write_steps
 from oppo_megatron.data.tokenizer import load_tokenizer
 from tests.e2e.test_supervised import run, settings, tensors_of
-from tests.oracles.trl_trainers import Trained, arguments, train_groups, train_marked, train_pairs, train_steps
+from tests.oracles.trl_trainers import (
+    Trained,
+    arguments,
+    train_groups,
+    train_marked,
+    train_online_pairs,
+    train_pairs,
+    train_steps,
+)
 from tests.support.hf import save_tiny
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.tokenizers import save_byte_level
@@ -251,3 +259,20 @@ def test_groups(inputs: Path, tmp_path: Path, case: str) -> None:
     if passes > 1:
         assert min(theirs.norms) > 0, "nothing is left of a second pass"
         assert max(line["clip_fraction"] for line in outcome.metrics) > 0, "no ratio is held: its bounds are not tested"
+
+
+def test_online_dpo(inputs: Path, tmp_path: Path) -> None:
+    clip = 18.0
+    outcome, batches = rolled_out(
+        inputs, tmp_path, "online_dpo", 2, clip,
+        dpo={"beta": BETA}, reference={"checkpoint": str(inputs / REFERENCE)},
+    )  # fmt: skip
+    scores = [row["reward"] for row in outcome.rollouts]
+    assert all(first != second for first, second in zip(scores[::2], scores[1::2], strict=True)), "no pair is a tie"
+    common = arguments(tmp_path / "trl", OPTIMIZER | {"clip_grad": clip}, STEPS, BATCH // 2)
+    theirs = train_online_pairs(
+        common, batches, inputs / MODEL, inputs / REFERENCE, inputs / "tokenizer",
+        loss_type="sigmoid", beta=[BETA], max_new_tokens=LONGEST,
+    )  # fmt: skip
+    require_same_norms(outcome.metrics, theirs, clip)
+    require_same_weights(tmp_path / ACTOR, theirs, inputs / MODEL)

@@ -1,7 +1,8 @@
 """TRL 1.12's trainers as they are, on the rows or rollouts of a run of ours: the weights that they end with.
 
 Theirs are tokenizing, batches, log-probs, advantages, losses, clipping, AdamW and the schedule.  Only what a run drew is given:
-`GRPOTrainer` and `RLOOTrainer` get its completions where they would generate, and its scores where they would judge.
+`GRPOTrainer`, `RLOOTrainer` and `OnlineDPOTrainer` get its completions where they would generate, and its scores where they would
+judge.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from transformers import (
     Qwen2ForTokenClassification,
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.prm import PRMConfig, PRMTrainer
+from trl.trainer.utils import pad
 
 from tests.replay.loop import load
 
@@ -129,7 +132,9 @@ class Recorded:
         return [row["tokens"] for row in self.rows]
 
     def scores(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        assert completion_ids == [row["tokens"] for row in self.rows]
+        """Of these completions, which may be padded."""
+        for found, row in zip(completion_ids, self.rows, strict=True):
+            assert found[: len(row["tokens"])] == row["tokens"]
         return [row["reward"] for row in self.rows]
 
 
@@ -162,6 +167,40 @@ def train_groups(
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for batch in batches for row in batch[::size]]),
         processing_class=tokenizer_of(tokenizer),
     )
+    return _trained_on(recorded, trainer)
+
+
+class GivenOnlineDPO(OnlineDPOTrainer):
+    recorded: Recorded
+
+    def _generate(self, model: Any, prompts: list[str], images: Any = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Prompts and completions with their masks: the first response to every prompt, then the second to every prompt."""
+        prompt_ids = self.processing_class(text=prompts * 2)["input_ids"]
+        completion_ids = self.recorded.completions(prompt_ids)
+        return *self._padded(prompt_ids, "left"), *self._padded(completion_ids, "right")
+
+    def _padded(self, rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
+        ids = pad([torch.tensor(row) for row in rows], self.processing_class.pad_token_id, side)
+        return ids, pad([torch.ones(len(row), dtype=torch.long) for row in rows], 0, side)
+
+
+def train_online_pairs(
+    common: Row, batches: Sequence[Sequence[Row]], model: Path, reference: Path, tokenizer: Path, **rule: Any
+) -> Trained:
+    """By `OnlineDPOTrainer`, whose batches are of prompts; the two rows of a pair follow each other."""
+    recorded = Recorded([[*batch[::2], *batch[1::2]] for batch in batches])
+    trainer = GivenOnlineDPO(
+        load(AutoModelForCausalLM, str(model)),
+        load(AutoModelForCausalLM, str(reference)),
+        [recorded.scores],
+        OnlineDPOConfig(**common, **rule),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for batch in batches for row in batch[::2]]),
+        processing_class=tokenizer_of(tokenizer),
+    )
+    return _trained_on(recorded, trainer)
+
+
+def _trained_on(recorded: Recorded, trainer: Any) -> Trained:
     trainer.recorded = recorded
     trained = _trained(trainer)
     assert not recorded.left, "a batch was not asked for"
