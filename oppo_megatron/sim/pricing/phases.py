@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from itertools import product
 from math import ceil
 
@@ -121,6 +122,7 @@ def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weig
     sizes = {"layer": sum(linear.size for linear in layer_linears(shape))}
     sizes |= {"embedding": head_linear(shape, scalar=False).size, "head": head_linear(shape, scalar=scalar).size}
     here, there = target.placement, source.placement
+    mine_of, theirs_of = _by_coordinates(here), _by_coordinates(there)
     parts, held = _parts(shape, target), _parts(shape, source)
     for (stage, own), (holder, other) in product(enumerate(parts), enumerate(held)):
         for kind, size in sizes.items():
@@ -128,12 +130,17 @@ def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weig
             if not times:
                 continue
             for mine, theirs, share in _overlaps(here.tp, there.tp):
-                holding = np.array([there.rank(replica, holder, theirs) for replica in range(there.dp)])
-                asking = np.array([here.rank(replica, stage, mine) for replica in range(here.dp)])
-                lacking = asking[~np.isin(asking, holding)]
+                holding, asking = theirs_of[holder, :, theirs], mine_of[stage, :, mine]
+                place = np.minimum(np.searchsorted(holding, asking), len(holding) - 1)
+                lacking = asking[holding[place] != asking]
                 if len(lacking):
                     moves.add_all(_nearest(cluster, holding, lacking), lacking, WIDTH * size * float(share), times)
     return moves.seconds()
+
+
+def _by_coordinates(placement: RolePlacement) -> Ints:
+    """Ranks, ascending by each of [stage, replica, shard]."""
+    return np.array(placement.ranks).reshape(placement.pp, placement.dp, placement.tp)
 
 
 def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:
@@ -149,6 +156,7 @@ def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:
     ]
 
 
+@cache
 def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
     """Shards of `here` tensor ranks and of `there`, and the share of a matrix that both hold."""
     found = []

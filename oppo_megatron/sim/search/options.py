@@ -87,36 +87,56 @@ def undominated(options: Iterable[Option], weigh: Weigh, most_bytes: int) -> lis
 
     Of equals the first stays.  Moves are weighed only where the rest does not decide.
     """
-    front = _Front()
-    for option in sorted(options, key=lambda each: (each.times.total, each.number)):
-        if option.profile.fullest > most_bytes or front.beats(option):
+    fitting = [option for option in options if option.profile.fullest <= most_bytes]
+    front = _Front(lcm(*(option.profile.pieces for option in fitting)))
+    for option in sorted(fitting, key=lambda each: (each.times.total, each.number)):
+        if front.beats(option):
             continue
         weighed = weigh(option)
         if weighed is option or not front.beats(weighed):
             front.add(weighed)
-    return sorted(front.options, key=lambda each: (each.times.total, each.number))
+    return sorted(front.options(), key=lambda each: (each.times.total, each.number))
 
 
 class _Front:
-    """Options none of which beats another."""
+    """Options none of which beats another.  Their memories stand in rows of as many pieces each."""
 
-    def __init__(self) -> None:
-        self.options: list[Option] = []
+    def __init__(self, pieces: int):
+        self.pieces = pieces
+        self.all: list[Option] = []
+        self.kept = np.zeros(0, dtype=bool)
+        self.times = np.zeros((0, 2), dtype=np.int64)
+        self.memory = np.zeros((0, 3 * pieces), dtype=np.int64)
+
+    def options(self) -> list[Option]:
+        return [option for option, kept in zip(self.all, self.kept.tolist(), strict=False) if kept]
 
     def beats(self, option: Option) -> bool:
-        return any(_beats(each, option) for each in self.options)
+        rows = np.flatnonzero(self._live() & (self.times[: len(self.all)] <= _times(option)).all(axis=1))
+        return bool(len(rows)) and bool((self.memory[rows] <= self._row(option)).all(axis=1).any())
 
     def add(self, option: Option) -> None:
-        self.options = [each for each in self.options if not _beats(option, each)] + [option]
+        times, row = _times(option), self._row(option)
+        rows = np.flatnonzero(self._live() & (self.times[: len(self.all)] >= times).all(axis=1))
+        self.kept[rows[(self.memory[rows] >= row).all(axis=1)]] = False
+        place = len(self.all)
+        if place == len(self.kept):
+            more = max(16, place)
+            self.kept = np.concatenate([self.kept, np.zeros(more, dtype=bool)])
+            self.times = np.concatenate([self.times, np.zeros((more, 2), dtype=np.int64)])
+            self.memory = np.concatenate([self.memory, np.zeros((more, 3 * self.pieces), dtype=np.int64)])
+        self.all.append(option)
+        self.kept[place], self.times[place], self.memory[place] = True, times, row
+
+    def _live(self) -> npt.NDArray[np.bool_]:
+        return self.kept[: len(self.all)]
+
+    def _row(self, option: Option) -> Bytes:
+        return option.profile.over(self.pieces).reshape(-1)
 
 
-def _beats(one: Option, other: Option) -> bool:
-    if one.times.serving > other.times.serving:
-        return False
-    if one.times.update + one.times.weights > other.times.update + other.times.weights:
-        return False
-    pieces = lcm(one.profile.pieces, other.profile.pieces)
-    return bool((one.profile.over(pieces) <= other.profile.over(pieces)).all())
+def _times(option: Option) -> tuple[int, int]:
+    return option.times.serving, option.times.update + option.times.weights
 
 
 def with_weights(option: Option, weights_ns: int) -> Option:

@@ -4,7 +4,7 @@ Sequential rounds are calls that follow each other (`sim/events/dataflow.py` pla
 roles, updates, moves of weights; calls on ranks apart run side by side.  Where scoring is streamed beside decoding, no step is
 shorter than
 
-    path   decoding, the last chunk's scoring, the actor's update and its move of weights (the critic's too, where it is waited for)
+    path   decoding, the last chunk's scoring, the actor's update and its move of weights (the critic's, too, if waited for)
     busy   all that one rank has to do
 
 and the larger of both is taken.  It falls with no phase, which is what pruning rests on.
@@ -14,22 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from oppo_megatron.sim.search.homes import Homes
 
 
 class Times(NamedTuple):
-    """Nanoseconds of a role's phases: prompts and decoding (the actor) or scoring, the update, and the move of weights."""
+    """Nanoseconds of a role's phases: prompts and decoding (the actor) or scoring, the update, and the move of weights.
 
-    serving: int
-    update: int = 0
-    weights: int = 0
+    Each a whole number; or, of many options at once, an array of them.
+    """
+
+    serving: Any
+    update: Any = 0
+    weights: Any = 0
 
     @property
-    def total(self) -> int:
+    def total(self) -> Any:
         return self.serving + self.update + self.weights
 
 
@@ -69,11 +74,11 @@ class StepRule:
     homes: Homes
     mode: Mode
 
-    def step_ns(self, times: Sequence[Times]) -> int:
-        """Of a step whose roles take so long."""
+    def step_ns(self, times: Sequence[Times]) -> Any:
+        """Of a step whose roles take so long; an array where one of the times is."""
         if not self.mode.streams:
             return times[0].serving + self._scoring_ns(times, 1.0) + self._updates_ns(times)
-        return max(self._path_ns(times), *self._busy(times))
+        return _largest(self._path_ns(times), *self._busy(times))
 
     def parts(self, times: Sequence[Times]) -> Parts:
         """What the seconds of `step_ns` are spent with."""
@@ -90,30 +95,31 @@ class StepRule:
         most = max(range(len(busy)), key=lambda role: (busy[role], -role))
         return self.roles[most], busy[most]
 
-    def _path_ns(self, times: Sequence[Times]) -> int:
+    def _path_ns(self, times: Sequence[Times]) -> Any:
         actor = times[0]
         after = actor.update + actor.weights if self.mode.hides_critic else self._updates_ns(times)
         return actor.serving + self._scoring_ns(times, self.mode.last_share) + after
 
-    def _scoring_ns(self, times: Sequence[Times], share: float) -> int:
+    def _scoring_ns(self, times: Sequence[Times], share: float) -> Any:
         """Until all have scored: each role when those before it have left its ranks."""
-        ends: list[int] = []
+        ends: list[Any] = []
         for role in range(1, len(times)):
-            start = max((ends[other - 1] for other in self._meets[role] if 0 < other < role), default=0)
-            ends.append(start + ceil(times[role].serving * share))
-        return max(ends, default=0)
+            start = _largest(0, *(ends[other - 1] for other in self._meets[role] if 0 < other < role))
+            ends.append(start + _part(times[role].serving, share))
+        return _largest(0, *ends)
 
-    def _updates_ns(self, times: Sequence[Times]) -> int:
+    def _updates_ns(self, times: Sequence[Times]) -> Any:
         """The actor's update, then those on its ranks; weights move when both have left the ranks."""
         actor = times[0]
         alone = actor.update + actor.weights
-        longest = alone
-        for role in range(1, len(times)):
-            own = times[role].update + times[role].weights
-            longest = max(longest, own + alone if role in self._meets[0] else own)
-        return longest
+        others = [
+            each.update + each.weights + (alone if role in self._meets[0] else 0)
+            for role, each in enumerate(times)
+            if role
+        ]
+        return _largest(alone, *others)
 
-    def _busy(self, times: Sequence[Times]) -> list[int]:
+    def _busy(self, times: Sequence[Times]) -> list[Any]:
         return [sum(times[other].total for other in others) for others in self._over]
 
     @cached_property
@@ -128,3 +134,16 @@ class StepRule:
         return tuple(
             tuple(number for number, other in enumerate(self.homes) if other.holds(home)) for home in self.homes
         )
+
+
+def _largest(*values: Any) -> Any:
+    if any(isinstance(value, np.ndarray) for value in values):
+        return reduce(np.maximum, values)
+    return max(values)
+
+
+def _part(nanosecs: Any, share: float) -> Any:
+    """A share of them, rounded up."""
+    if share == 1.0:
+        return nanosecs
+    return np.ceil(nanosecs * share).astype(np.int64) if isinstance(nanosecs, np.ndarray) else ceil(nanosecs * share)

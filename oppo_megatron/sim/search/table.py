@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from math import lcm
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from oppo_megatron.config.derived import members, minibatch_parts, most_sequences
 from oppo_megatron.config.model import TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import serving_problems
 from oppo_megatron.layout.layouts import Sizes, fills_shards, layouts_of
-from oppo_megatron.layout.memory import Memory, Shape
+from oppo_megatron.layout.memory import Shape
 from oppo_megatron.layout.placements import RolePlacement, has_own_training_weights, named_roles
 from oppo_megatron.layout.role_memory import SCALAR_ROLES, stage_memory
 from oppo_megatron.layout.shape import model_limits
@@ -29,9 +29,17 @@ from oppo_megatron.sim.search.options import Option, Profile, undominated, with_
 from oppo_megatron.sim.search.scales import Scales
 from oppo_megatron.sim.search.step import Times
 
+MOST_STAGES = 8
 VIRTUAL = (1, 2, 4)
 """Virtual stages a rank that are tried."""
 RECOMPUTED: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+
+
+class _Priced(NamedTuple):
+    """Layouts of a role over so many ranks, with nanoseconds of serving and of the update."""
+
+    servings: list[tuple[Sizes, int]]
+    trainings: list[tuple[TrainingLayoutConfig, int]]
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class PriceTable:
     budget: int
     scales: Scales = Scales()
     _fronts: dict[tuple[str, int], list[Option]] = field(default_factory=dict)
+    _moves: dict[tuple[str, Sizes, Sizes], int] = field(default_factory=dict)
+    _prices: dict[tuple[str, int], _Priced] = field(default_factory=dict)
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
@@ -67,29 +77,41 @@ class PriceTable:
             self._fronts[key] = undominated(self.options(role, size), lambda each: self.weigh(role, each), self.budget)
         return self._fronts[key]
 
-    def sizes(self, role: str, of: Sequence[int]) -> list[int]:
-        """Those of the numbers of ranks over which some option fits a rank alone."""
-        return [size for size in of if self.front(role, size)]
+    def least(self, role: str, size: int) -> Times | None:
+        """No option over so many ranks has a shorter phase; None where there is no option."""
+        priced = self._priced(role, size)
+        if not priced.servings or (self._is_trained(role) and not priced.trainings):
+            return None
+        updates = [update_ns for _, update_ns in priced.trainings]
+        return Times(min(serving_ns for _, serving_ns in priced.servings), min(updates, default=0))
 
     def options(self, role: str, size: int) -> Iterator[Option]:
         """All that the checks admit, moves of weights not yet priced."""
-        settings, numbers = named_roles(self.config)[role], count()
-        servings = list(self._servings(role, size))
-        if not isinstance(settings, TrainedRoleConfig):
-            for serving in servings:
+        numbers, priced = count(), self._priced(role, size)
+        if not self._is_trained(role):
+            for serving, serving_ns in priced.servings:
                 memory = stage_memory(self.config, role, _over(serving), None, None, on_cpu=self.on_cpu)
-                times = Times(self._serving_ns(role, serving))
-                yield Option(next(numbers), serving, None, times, Profile.of(memory.served))
+                yield Option(next(numbers), serving, None, Times(serving_ns), Profile.of(memory.served))
             return
         memories = _Memories(self, role)
-        trainings = [(train, self._update_ns(role, train)) for train in self._trainings(role, size, settings.train)]
-        for serving in servings:
-            serving_ns = self._serving_ns(role, serving)
-            for train, update_ns in trainings:
+        for serving, serving_ns in priced.servings:
+            for train, update_ns in priced.trainings:
                 number = next(numbers)
                 if _rows_are_shared(self.shapes[role], serving, _sizes(train)):
                     profile = memories.profile(serving, train)
                     yield Option(number, serving, train, Times(serving_ns, update_ns), profile)
+
+    def _priced(self, role: str, size: int) -> _Priced:
+        key = (role, size)
+        if key not in self._prices:
+            settings = named_roles(self.config)[role]
+            servings = [(sizes, self._serving_ns(role, sizes)) for sizes in self._servings(role, size)]
+            trains = self._trainings(role, size, settings.train) if isinstance(settings, TrainedRoleConfig) else ()
+            self._prices[key] = _Priced(servings, [(train, self._update_ns(role, train)) for train in trains])
+        return self._prices[key]
+
+    def _is_trained(self, role: str) -> bool:
+        return isinstance(named_roles(self.config)[role], TrainedRoleConfig)
 
     def weigh(self, role: str, option: Option) -> Option:
         """With the seconds of its move of weights."""
@@ -98,27 +120,25 @@ class PriceTable:
         serving, training = _over(option.serving), _over(option.training)
         if not has_own_training_weights(serving, training, option.train.vpp):
             return option
-        seconds = reallocation_s(
-            self.cluster, self.shapes[role], Weights(training, option.train.vpp), Weights(serving),
-            scalar=role in SCALAR_ROLES,
-        )  # fmt: skip
-        return with_weights(option, nanoseconds(seconds * self.scales.weights))
+        key = (role, option.serving, option.training)
+        if key not in self._moves:
+            source, target = Weights(training, option.train.vpp), Weights(serving)
+            seconds = reallocation_s(self.cluster, self.shapes[role], source, target, scalar=role in SCALAR_ROLES)
+            self._moves[key] = nanoseconds(seconds * self.scales.weights)
+        return with_weights(option, self._moves[key])
 
     def _servings(self, role: str, size: int) -> Iterator[Sizes]:
-        """Tensor ranks within a node."""
         limits = replace(
             model_limits(self.shapes[role]), sequences=most_sequences(self.config) // members(self.config).size
         )
         for sizes in layouts_of(size, limits):
-            if sizes.tp <= self.cluster.gpus_per_node and not serving_problems(
-                self.config, role, _over(sizes), self.shapes[role]
-            ):
+            if self._is_tried(sizes) and not serving_problems(self.config, role, _over(sizes), self.shapes[role]):
                 yield sizes
 
     def _trainings(self, role: str, size: int, own: TrainingLayoutConfig) -> Iterator[TrainingLayoutConfig]:
         limits = model_limits(self.shapes[role], minibatch_parts(self.config))
         for sizes in layouts_of(size, limits, interleaved=True):
-            if sizes.tp > self.cluster.gpus_per_node or sizes.vpp not in VIRTUAL:
+            if not self._is_tried(sizes):
                 continue
             # Norms and sums divided over tensor ranks take less time and less memory; gloo has no such collectives.
             sequence_parallel = sizes.tp > 1 and (own.sequence_parallel or not self.on_cpu)
@@ -126,6 +146,13 @@ class PriceTable:
                 yield own.model_copy(
                     update=sizes._asdict() | {"sequence_parallel": sequence_parallel, "recompute": recompute}
                 )
+
+    def _is_tried(self, sizes: Sizes) -> bool:
+        """Tensor ranks within a node, and no more stages than the role has nodes, or 8 (as ReaL has it)."""
+        per_node = self.cluster.gpus_per_node
+        return (
+            sizes.tp <= per_node and sizes.pp <= max(MOST_STAGES, sizes.num_ranks // per_node) and sizes.vpp in VIRTUAL
+        )
 
     def _serving_ns(self, role: str, sizes: Sizes) -> int:
         model, work = self._model(role, sizes), self._work
@@ -154,8 +181,8 @@ class _Memories:
 
     table: PriceTable
     role: str
-    served: dict[tuple[Sizes, int], tuple[Memory, ...]] = field(default_factory=dict)
-    trained: dict[tuple[Sizes, str, int], tuple[Memory, ...]] = field(default_factory=dict)
+    served: dict[tuple[Sizes, int], Profile] = field(default_factory=dict)
+    trained: dict[tuple[Sizes, str, int], Profile] = field(default_factory=dict)
 
     def profile(self, serving: Sizes, train: TrainingLayoutConfig) -> Profile:
         training = _sizes(train)
@@ -166,10 +193,10 @@ class _Memories:
             found = stage_memory(
                 self.table.config, self.role, _over(serving), _over(training), train, on_cpu=self.table.on_cpu
             )
-            self.served[serves], self.trained[trains] = found.served, found.trained
+            self.served[serves], self.trained[trains] = Profile.of(found.served), Profile.of(found.trained)
             if alike:
                 return Profile.of(found.both)
-        return Profile.of(self.served[serves]).beside(Profile.of(self.trained[trains]))
+        return self.served[serves].beside(self.trained[trains])
 
 
 def _sizes(train: TrainingLayoutConfig) -> Sizes:
