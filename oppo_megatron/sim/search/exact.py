@@ -46,8 +46,12 @@ class Plan:
     @property
     def key(self) -> object:
         """What tells plans apart in the list of the best: the actor's home and layouts."""
-        actor = self.options[0]
-        return self.homes[0], actor.serving, actor.training and actor.training[:3]
+        return key_of(self.homes, self.options[0])
+
+
+def key_of(homes: Homes, actor: Option) -> object:
+    """`Plan.key`."""
+    return homes[0], actor.serving, actor.training and actor.training[:3]
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class _Place(NamedTuple):
 
 def search_exact(search: Search, keep: int, out_of_time: Callable[[], bool] = lambda: False) -> Found:
     """The `keep` best plans.  Where time runs out, `bound_ns` is the least bound of what was not looked at."""
-    heap, best, found = list(_bounds(search)), _Best(keep), Found()
+    heap, best, found = list(_bounds(search)), Best(keep), Found()
     heapq.heapify(heap)
     while heap:
         place = heapq.heappop(heap)
@@ -162,12 +166,13 @@ def _bounds(search: Search) -> Iterator[_Place]:
             yield _Place(bound_ns, False, number)
 
 
-class _Best:
+class Best:
     """The best plans so far, one for each `Plan.key`."""
 
     def __init__(self, keep: int):
         self.keep = keep
         self.plans: list[Plan] = []
+        self.by_key: dict[object, int] = {}
 
     @property
     def limit_ns(self) -> float:
@@ -175,17 +180,18 @@ class _Best:
         return self.plans[-1].step_ns if len(self.plans) >= self.keep else float("inf")
 
     def limit_of(self, key: object) -> float:
-        return min([self.limit_ns, *(plan.step_ns for plan in self.plans if plan.key == key)])
+        return min(self.limit_ns, self.by_key.get(key, self.limit_ns))
 
     def add(self, plan: Plan) -> None:
         others = [each for each in self.plans if each.key != plan.key]
         self.plans = sorted([*others, plan], key=lambda each: each.step_ns)[: self.keep]
+        self.by_key = {each.key: each.step_ns for each in self.plans}
 
 
 class _Descent:
     """Depth first through the options of the roles in given homes, the actor's first."""
 
-    def __init__(self, search: Search, homes: Homes, stacks: Sequence[Stack], best: _Best, found: Found):
+    def __init__(self, search: Search, homes: Homes, stacks: Sequence[Stack], best: Best, found: Found):
         self.search, self.homes, self.stacks, self.best, self.found = search, homes, stacks, best, found
         self.rule = search.rule(homes)
         self.order = _order(search.offers.roles)
@@ -212,7 +218,7 @@ class _Descent:
         rows = rows[np.argsort(bounds[rows], kind="stable")]
         for row, now in self._fitting(role, rows, held, self.open_bytes[depth + 1]):
             option, bound_ns = stack.options[row], int(bounds[row])
-            own = (self.homes[0], option.serving, option.training and option.training[:3]) if role == 0 else key
+            own = key_of(self.homes, option) if role == 0 else key
             if bound_ns >= self.best.limit_of(own):
                 continue
             chosen[role] = option

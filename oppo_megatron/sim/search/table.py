@@ -10,7 +10,7 @@ from math import lcm
 from typing import Literal, NamedTuple
 
 from oppo_megatron.config.derived import members, minibatch_parts, most_sequences
-from oppo_megatron.config.model import TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import serving_problems
 from oppo_megatron.layout.layouts import Sizes, fills_shards, layouts_of
@@ -60,11 +60,11 @@ class PriceTable:
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
-        return tuple(named_roles(self.config))
+        return tuple(self._settings)
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
-        return {name: read_hf_config(role) for name, role in named_roles(self.config).items()}
+        return {name: read_hf_config(role) for name, role in self._settings.items()}
 
     @property
     def on_cpu(self) -> bool:
@@ -104,14 +104,18 @@ class PriceTable:
     def _priced(self, role: str, size: int) -> _Priced:
         key = (role, size)
         if key not in self._prices:
-            settings = named_roles(self.config)[role]
+            settings = self._settings[role]
             servings = [(sizes, self._serving_ns(role, sizes)) for sizes in self._servings(role, size)]
             trains = self._trainings(role, size, settings.train) if isinstance(settings, TrainedRoleConfig) else ()
             self._prices[key] = _Priced(servings, [(train, self._update_ns(role, train)) for train in trains])
         return self._prices[key]
 
     def _is_trained(self, role: str) -> bool:
-        return isinstance(named_roles(self.config)[role], TrainedRoleConfig)
+        return isinstance(self._settings[role], TrainedRoleConfig)
+
+    @cached_property
+    def _settings(self) -> Mapping[str, RoleConfig]:
+        return named_roles(self.config)
 
     def weigh(self, role: str, option: Option) -> Option:
         """With the seconds of its move of weights."""
