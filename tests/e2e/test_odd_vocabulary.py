@@ -23,6 +23,7 @@ def odd(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
     return deep(workspace, name, **{"overlap.intra": True}) | ROLES | changes
 
 
+@pytest.mark.long
 def test_layouts_resumed_one_from_the_other_are_the_plain_run(tmp_path: Path) -> None:
     """TP2 that trains as replicas, stopped within a rollout; then trained as TP2; then one process, which has a row less."""
     workspace = Workspace.create(tmp_path)
