@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from oppo_megatron.cli.main import main
 from tests.e2e.test_resume import checkpoints, stop
 from tests.parity.test_hf_roundtrip import tensors_of
