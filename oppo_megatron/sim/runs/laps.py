@@ -1,0 +1,183 @@
+"""Rounds by laps: a replica's pipeline is the formula of its lap, and nothing is ordered action by action.
+
+Legend: R replicas of a role, U units, P stages, M decode micro-batches of a replica.  With w_p the seconds of stage p for one
+micro-batch (its sample on the last) and h those of a message:
+
+    lap      L = max(sum over M of max w_p, w_0 + ... + w_(P-1) + P h)     a decode step of all micro-batches
+    prefill  m max t_p + (t_0 + ... + t_(P-1) - max t_p + (P - 1) h)       m micro-batches of t_p seconds each
+
+A lap is of the sequences that still run in it: one that has ended leaves its micro-batch, and a micro-batch without any costs
+nothing.  Roles on the same ranks follow each other, but for what woven rounds hide in the gaps of the laps (`predict_s`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from oppo_megatron.columns import Ints
+from oppo_megatron.records import Rollout
+from oppo_megatron.schedule.planning.book import Book
+from oppo_megatron.schedule.planning.ledger import ordinal
+from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.weaving.costs import Costs, at_stage
+from oppo_megatron.schedule.weaving.cut import Cut, Work, predict_s
+from oppo_megatron.sim.runs.loop import Growing, Recorded
+from oppo_megatron.sim.runs.played import Floats, Played
+from oppo_megatron.sim.runs.units import NONE, Units
+
+
+@dataclass(frozen=True)
+class LapRound:
+    """A round's work: `prefill` by role is [3, R]: tokens, sequences, outputs; `homes` are the replicas of those that decode."""
+
+    steps: int
+    cut: Cut
+    prefill: Mapping[str, Ints]
+
+
+class Laps:
+    """Plays the rounds of one run.  `begun` [U] is when each unit begins a round."""
+
+    def __init__(self, planner: RoundPlanner, units: Units, costs: Costs, round_s: float):
+        self.planner, self.units, self.costs, self.round_s = planner, units, costs, round_s
+        self.books: dict[str, Book] = {"actor": planner.actor, **planner.scorers}
+
+    def plan(
+        self, index: int, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None
+    ) -> LapRound:
+        """The books advance; what they add is the round's work."""
+        before = {role: book.prefilled.copy() for role, book in self.books.items()}
+        booked = self.planner.book(active, score, chunk, list, readable)
+        return LapRound(
+            booked.steps, booked.cut, {role: book.prefilled - before[role] for role, book in self.books.items()}
+        )
+
+    def play(self, done: Recorded[LapRound], begun: Floats) -> Played:
+        scored = self._scored(done.planned)
+        if done.chunk is None:
+            return Played(begun + scored + self.round_s, scored, np.zeros_like(begun), None)
+        assert done.grown is not None
+        decoded = self._decoded(done, done.grown)
+        actor = self.units.replicas["actor"]
+        holds, own = actor != NONE, decoded[np.maximum(actor, 0)]
+        ends = begun + self.round_s + scored
+        ends[holds] += own[holds]
+        if self.planner.generator == "woven" and self.planner.site.placements["actor"].pp > 1:
+            ends[holds] -= self._hidden(done, done.grown, scored[holds], own[holds])
+        arrived = float(ends[holds].max())
+        if self.planner.site.placements["actor"].dp > 1:
+            arrived += self.costs.message_s
+        due = np.where(holds, arrived, arrived + self.units.hops * self.costs.message_s)
+        waited = np.where(holds, 0.0, np.maximum(0.0, due - ends))
+        return Played(np.maximum(ends, due), scored, waited, arrived)
+
+    def _scored(self, planned: LapRound) -> Floats:
+        """Seconds of scoring, [U]: the roles of a unit follow each other, and the pipeline of the longest drains once."""
+        steady, drain = np.zeros(len(self.units)), np.zeros(len(self.units))
+        for role, replicas in self.units.replicas.items():
+            if role == "actor" or not planned.prefill[role].any():
+                continue
+            own_steady, own_drain = self._prefilled(role, planned.prefill[role], planned.cut.prefill_tokens)
+            held = replicas != NONE
+            steady[held] += own_steady[replicas[held]]
+            drain[held] = np.maximum(drain[held], own_drain[replicas[held]])
+        return steady + drain
+
+    def _prefilled(self, role: str, work: Ints, budget: int) -> tuple[Floats, Floats]:
+        """Seconds of a role's prefill by replica, [R]: while its slowest stage works, and what drains behind it."""
+        tokens, sequences, outputs = work
+        count = micro_batches(tokens, sequences, budget)
+        each = np.maximum(count, 1)
+        stages = range(self.planner.site.placements[role].pp)
+        lines = [self.costs.prefill_at(role, stage) for stage in stages]
+        seconds = np.stack([line.fixed_s + tokens / each * line.per_token_s for line in lines])
+        if role != "actor":
+            seconds[-1] += self.costs.score.fixed_s + outputs / each * self.costs.score.per_token_s
+        slowest = seconds.max(axis=0)
+        drain = seconds.sum(axis=0) - slowest + (len(lines) - 1) * self.costs.message_s
+        return count * slowest, np.where(count > 0, drain, 0.0)
+
+    def _decoded(self, done: Recorded[LapRound], grown: Growing) -> Floats:
+        """Seconds of the actor's replicas for their prefills and laps, [R]."""
+        placement = self.planner.site.placements["actor"]
+        assert done.chunk is not None
+        steady, drain = self._prefilled("actor", done.planned.prefill["actor"], self.planner.micro_batch_tokens)
+        # A single replica knows when the batch is complete; several go on to the end of the chunk, and are cut there.
+        most = done.chunk.clock - done.begun if placement.dp == 1 else done.planned.steps
+        counts = np.minimum(grown.counts, most)
+        homes, parts = self.planner.actor.homes(grown.columns), done.planned.cut.micro_batches
+        lane = homes * parts + portions(homes, placement.dp, parts)
+        if placement.pp == 1:
+            laps: Floats = self._single(lane, counts, placement.dp * parts).reshape(-1, parts).sum(axis=1)
+        else:
+            laps = self._pipelined(lane, counts, (placement.dp, parts), placement.pp)
+        return steady + drain + laps
+
+    def _single(self, lane: Ints, counts: Ints, lanes: int) -> Floats:
+        """Of one stage: each micro-batch until its last sequence ends, [lanes]."""
+        steps, tokens = np.zeros(lanes, dtype=np.int64), np.bincount(lane, counts, lanes)
+        np.maximum.at(steps, lane, counts)
+        decode, sample = at_stage(self.costs.decode, 0), self.costs.sample
+        seconds: Floats = steps * (decode.fixed_s + sample.fixed_s) + tokens * (decode.per_token_s + sample.per_token_s)
+        return seconds
+
+    def _pipelined(self, lane: Ints, counts: Ints, shape: tuple[int, int], pp: int) -> Floats:
+        """Of several stages: the laps of every decode step, and the way of the last one through the stages, [R]."""
+        (replicas, parts), steps = shape, int(counts.max(initial=0))
+        ended = np.bincount(lane * (steps + 1) + counts, minlength=replicas * parts * (steps + 1))
+        ended = ended.reshape(replicas, parts, steps + 1)
+        running = ended[:, :, ::-1].cumsum(axis=2)[:, :, ::-1][:, :, 1:]  # with more than 0, 1 .. tokens to get
+        lines = [self.costs.decode_at(stage) for stage in range(pp)]
+        busy = np.stack([np.where(running > 0, line.fixed_s + running * line.per_token_s, 0.0) for line in lines])
+        sample = self.costs.sample
+        busy[-1] += np.where(running > 0, sample.fixed_s + running * sample.per_token_s, 0.0)
+        slowest, alive = busy.max(axis=0), (running > 0).any(axis=1)
+        through = busy.sum(axis=0).max(axis=1) + pp * self.costs.message_s * alive
+        laps = np.maximum(slowest.sum(axis=1), through)
+        last = np.maximum(alive.sum(axis=1) - 1, 0)[:, None]
+        final = np.take_along_axis(slowest.sum(axis=1) - slowest.max(axis=1) + through, last, axis=1)
+        final -= np.take_along_axis(laps, last, axis=1)
+        seconds: Floats = laps.sum(axis=1) + final[:, 0]
+        return seconds
+
+    def _hidden(self, done: Recorded[LapRound], grown: Growing, scored: Floats, decoded: Floats) -> Floats:
+        """Of scoring beside decoding, what fits into the gaps of the laps: the share of the replica that has most to do."""
+        if not scored.any():
+            return scored
+        placement, planned = self.planner.site.placements["actor"], done.planned
+        holds = self.units.holds("actor")
+        unit = np.flatnonzero(holds)[int((scored + decoded).argmax())]
+        homes = self.planner.actor.homes(grown.columns)
+        mine = grown.counts[homes == self.units.replicas["actor"][unit]]
+        tokens = {
+            role: int(planned.prefill[role][0, replicas[unit]])
+            for role, replicas in self.units.replicas.items()
+            if role != "actor" and replicas[unit] != NONE
+        }
+        steps = int(mine.max(initial=0))
+        work = Work(round(mine.sum() / max(1, steps)), steps, placement.pp, tokens)
+        alone = Work(work.num_sequences, steps, placement.pp, {})
+        beside_s = predict_s(work, planned.cut, self.costs) - predict_s(alone, planned.cut, self.costs)
+        share = 1 - beside_s / scored[int((scored + decoded).argmax())]
+        hidden: Floats = scored * min(1.0, max(0.0, share))
+        return hidden
+
+
+def micro_batches(tokens: Ints, sequences: Ints, budget: int) -> Ints:
+    """How many micro-batches of at most `budget` tokens hold so many sequences of equal length, [R]."""
+    length = np.maximum(1, -(-tokens // np.maximum(1, sequences)))
+    found: Ints = np.maximum(-(-tokens // budget), -(-sequences // np.maximum(1, budget // length)))
+    return np.where(tokens > 0, found, 0)
+
+
+def portions(homes: Ints, replicas: int, parts: int) -> Ints:
+    """The micro-batch of each sequence: those of a replica, in order, in runs that differ by one at most, longer ones first."""
+    place = ordinal(homes)
+    short, longer = np.divmod(np.bincount(homes, minlength=replicas), parts)
+    short, longer = short[homes], longer[homes]
+    ahead = longer * (short + 1)
+    found: Ints = np.where(place < ahead, place // (short + 1), longer + (place - ahead) // np.maximum(1, short))
+    return found
