@@ -8,7 +8,7 @@ hold at least of each rank, cut off the rest.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import lcm
@@ -104,6 +104,11 @@ class Search:
         known = [times for times in least if times is not None]
         return int(self.rule(homes).step_ns(known)) if len(known) == len(least) else None
 
+    @property
+    def opened(self) -> Mapping[tuple[str, int], Stack]:
+        """The options that were looked at, by role and number of ranks."""
+        return self._stacks
+
     def _stack(self, role: str, size: int) -> Stack:
         key = (role, size)
         if key not in self._stacks:
@@ -132,13 +137,18 @@ class _Place(NamedTuple):
     number: int
 
 
-def search_exact(search: Search, keep: int, out_of_time: Callable[[], bool] = lambda: False) -> Found:
-    """The `keep` best plans.  Where time runs out, `bound_ns` is the least bound of what was not looked at."""
+def search_exact(
+    search: Search, keep: int, out_of_time: Callable[[], bool] = lambda: False, *, first_only: bool = False
+) -> Found:
+    """The `keep` best plans.  Where time runs out, `bound_ns` is the least bound of what was not looked at.
+
+    `first_only`: any plan will do.
+    """
     heap, best, found = list(_bounds(search)), Best(keep), Found()
     heapq.heapify(heap)
     while heap:
         place = heapq.heappop(heap)
-        if place.bound_ns >= best.limit_ns:
+        if place.bound_ns >= best.limit_ns or (first_only and best.plans):
             break
         if out_of_time():
             found.ended = False

@@ -1,0 +1,105 @@
+"""What is missing where no plan fits: the role, the rank, the bytes, and how many nodes would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from oppo_megatron.layout.holdings import rank_memory, train_holdings
+from oppo_megatron.sim.clusters.links import Between
+from oppo_megatron.sim.clusters.sources import assumed
+from oppo_megatron.sim.search.emit import planned_config
+from oppo_megatron.sim.search.exact import Plan, held_bytes, search_exact
+from oppo_megatron.sim.search.homes import Homes
+from oppo_megatron.sim.search.options import Option
+from oppo_megatron.sim.search.planning import Clock, Task, all_homes, new_search, new_table
+
+UNLIMITED = 2**62
+MOST_NODES = 512
+ANY_NETWORK = Between(19e-6, 50e9, 8, assumed("only memory is asked for"))
+KINDS = {
+    "kv_cache": "KV cache", "weights": "weights", "copy": "weights of the other layout", "gradients": "gradients",
+    "optimizer": "optimizer", "activations": "activations",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Of the plan that lacks least: its fullest rank, which holds most there, and what it lacks of the budget, in bytes.
+
+    `kind`: what takes most of the rank.  `nodes`: the least number that would do; None where none up to `MOST_NODES` does, or
+    where time ran out.  No layout of `role` that the checks admit: `rank` is None.
+    """
+
+    role: str
+    rank: int | None
+    needed: float
+    budget: int
+    kind: str
+    kind_bytes: float
+    nodes: int | None
+
+    @property
+    def lacking(self) -> float:
+        return self.needed - self.budget
+
+
+def find_shortage(task: Task, out_of_time: Clock) -> Shortage | None:
+    """None where no layout passes the checks, whatever it takes."""
+    closest = _closest(task)
+    if closest is None:
+        return None
+    homes, options = closest
+    plan = Plan(homes, options, 0, 0)
+    holdings = train_holdings(planned_config(task.config, plan), on_cpu=task.on_cpu)
+    memory = rank_memory(holdings)
+    rank = max(memory, key=lambda each: (memory[each].total, -each))
+    own = [held for held in holdings if held.rank == rank]
+    by_role: dict[str, float] = {}
+    for held in own:
+        name = held.role.partition(".")[0]
+        by_role[name] = by_role.get(name, 0.0) + held.memory.total
+    role = max(by_role, key=lambda name: by_role[name])
+    kind = max(KINDS, key=lambda each: float(getattr(memory[rank], each)))
+    return Shortage(
+        role, rank, memory[rank].total, task.budget, KINDS[kind], float(getattr(memory[rank], kind)),
+        _least_nodes(task, out_of_time),
+    )  # fmt: skip
+
+
+def _closest(task: Task) -> tuple[Homes, tuple[Option, ...]] | None:
+    """The homes whose fullest rank, each role in its smallest layout, holds least."""
+    table = replace(new_table(task), budget=UNLIMITED)
+    smallest: dict[tuple[str, int], Option] = {}
+    best: tuple[int, Homes, tuple[Option, ...]] | None = None
+    for homes in all_homes(task.cluster, table):
+        options = []
+        for role, home in zip(table.roles, homes, strict=True):
+            key = (role, home.size)
+            if key not in smallest:
+                smallest[key] = min(table.options(role, home.size), key=lambda o: (o.profile.fullest, o.number))
+            options.append(smallest[key])
+        fullest = int(held_bytes(homes, options).sum(axis=0).max())
+        if best is None or fullest < best[0]:
+            best = (fullest, homes, tuple(options))
+    return None if best is None else best[1:]
+
+
+def _least_nodes(task: Task, out_of_time: Clock) -> int | None:
+    """By doubling, then by halves between."""
+    few = task.cluster.nodes
+    many = 2 * few
+    while not out_of_time() and not _fits(task, many, out_of_time):
+        few, many = many, 2 * many
+        if many > MOST_NODES:
+            return None
+    while many - few > 1 and not out_of_time():
+        middle = (few + many) // 2
+        few, many = (few, middle) if _fits(task, middle, out_of_time) else (middle, many)
+    return None if out_of_time() else many
+
+
+def _fits(task: Task, nodes: int, out_of_time: Clock) -> bool:
+    cluster = replace(task.cluster, nodes=nodes, between=task.cluster.between or ANY_NETWORK)
+    larger = replace(task, cluster=cluster)
+    table = new_table(larger)
+    return bool(search_exact(new_search(larger, table), 1, out_of_time, first_only=True).plans)
