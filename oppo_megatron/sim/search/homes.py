@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import islice, permutations, product
 
 from oppo_megatron.layout.layouts import divisors
 
 FEW_NODES = 2
-"""Up to so many nodes, roles may have parts of them."""
+"""Up to so many nodes, roles may have parts of them, and parts of sets lie at any place."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,20 @@ def totals(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
 def arrangements(sizes_of: Mapping[str, Sequence[int]], num_ranks: int, gpus_per_node: int) -> Iterator[Homes]:
     """All homes of the roles on so many ranks, each of which has a role; sets have one of the sizes that `sizes_of` admits.
 
-    Each way comes once.
+    Each way comes once.  Where in a set its parts lie counts, for stages hold more or less: on up to two nodes parts are put at
+    every place, on more at the first that is free.
     """
-    roles = list(sizes_of)
+    roles, few = list(sizes_of), num_ranks <= FEW_NODES * gpus_per_node
     for groups in _partitions(len(roles)):
+        numbers = _numbers(groups, len(roles))
         common = [
             sorted(set.intersection(*(set(sizes_of[roles[role]]) for role in group)), reverse=True) for group in groups
         ]
         for parents in _forests(len(groups)):
             for sizes in _sized(common, parents, num_ranks):
-                placed = _place(sizes, parents, gpus_per_node)
-                if placed is not None:
-                    yield tuple(placed[number] for number in _numbers(groups, len(roles)))
+                every = _place(sizes, parents, gpus_per_node)
+                for placed in every if few else islice(every, 1):
+                    yield tuple(placed[number] for number in numbers)
 
 
 def _numbers(groups: Sequence[Sequence[int]], count: int) -> list[int]:
@@ -133,22 +135,49 @@ def _sized(common: Sequence[Sequence[int]], parents: Sequence[int | None], num_r
     yield from settle(0, num_ranks)
 
 
-def _place(sizes: Sequence[int], parents: Sequence[int | None], gpus_per_node: int) -> list[Home] | None:
-    """A home for each group: roots without gaps, large ones first; None where parts of nodes leave some."""
+def _place(sizes: Sequence[int], parents: Sequence[int | None], gpus_per_node: int) -> Iterator[list[Home]]:
+    """Homes of the groups: roots without gaps, large ones first, and parts at each of their places; none where roots leave gaps."""
     roots = sorted((g for g, parent in enumerate(parents) if parent is None), key=lambda g: (-sizes[g], g))
     whole = [group for group in roots if sizes[group] >= gpus_per_node]
     parts = [group for group in roots if sizes[group] < gpus_per_node]
-    for tried in permutations(parts):
-        homes = _in_a_row([*whole, *tried], sizes, gpus_per_node)
-        if homes is not None:
-            break
-    else:
-        return None
-    for parent in roots:
-        children = sorted((g for g, its in enumerate(parents) if its == parent), key=lambda g: (-sizes[g], g))
-        if not _put_into(homes, parent, children, sizes, gpus_per_node):
-            return None
-    return [homes[group] for group in range(len(sizes))]
+    rows = (_in_a_row([*whole, *tried], sizes, gpus_per_node) for tried in permutations(parts))
+    homes = next((row for row in rows if row is not None), None)
+    if homes is None:
+        return
+    inner = sorted((g for g, parent in enumerate(parents) if parent is not None), key=lambda g: (-sizes[g], g))
+    yield from _put_parts(homes, inner, sizes, parents, gpus_per_node)
+
+
+def _put_parts(
+    homes: dict[int, Home],
+    inner: Sequence[int],
+    sizes: Sequence[int],
+    parents: Sequence[int | None],
+    gpus_per_node: int,
+) -> Iterator[list[Home]]:
+    """With the parts `inner` at every place that their sets have for them, one after the other."""
+    if not inner:
+        yield [homes[group] for group in range(len(sizes))]
+        return
+    part = inner[0]
+    parent = parents[part]
+    assert parent is not None, "a part is part of something"
+    siblings = [homes[group] for group in homes if parents[group] == parent]
+    for first in part_places(homes[parent], sizes[part], gpus_per_node):
+        home = Home(first, sizes[part])
+        if not any(home.meets(other) for other in siblings):
+            yield from _put_parts({**homes, part: home}, inner[1:], sizes, parents, gpus_per_node)
+
+
+def part_places(whole: Home, size: int, gpus_per_node: int) -> Iterator[int]:
+    """Where a part may begin: at nodes; within one, at multiples of its size from either end."""
+    if size >= gpus_per_node:
+        yield from range(whole.first, whole.end - size + 1, gpus_per_node)
+        return
+    for first in range(whole.first, whole.end, gpus_per_node):
+        room = min(gpus_per_node, whole.end - first)
+        starts = range(0, room - size + 1, size)
+        yield from sorted({first + start for start in starts} | {first + room - size - start for start in starts})
 
 
 def _in_a_row(groups: Sequence[int], sizes: Sequence[int], gpus_per_node: int) -> dict[int, Home] | None:
@@ -160,25 +189,3 @@ def _in_a_row(groups: Sequence[int], sizes: Sequence[int], gpus_per_node: int) -
         homes[group] = Home(first, size)
         first += size
     return homes
-
-
-def _put_into(
-    homes: dict[int, Home], parent: int, children: Sequence[int], sizes: Sequence[int], gpus_per_node: int
-) -> bool:
-    """Put parts, largest first, into the first node that has room; False where none has."""
-    inside = homes[parent]
-    free = [min(gpus_per_node, inside.end - first) for first in range(inside.first, inside.end, gpus_per_node)]
-    for child in children:
-        size = sizes[child]
-        count = max(1, size // gpus_per_node)
-        need = min(size, gpus_per_node)
-        start = next(
-            (n for n in range(len(free) - count + 1) if all(room >= need for room in free[n : n + count])), None
-        )
-        if start is None:
-            return False
-        in_node = min(gpus_per_node, inside.size) - free[start]
-        homes[child] = Home(inside.first + start * gpus_per_node + in_node, size)
-        for node in range(start, start + count):
-            free[node] -= need
-    return True
