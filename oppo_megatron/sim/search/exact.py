@@ -128,6 +128,11 @@ class Found:
     looked_at: int = 0
     ended: bool = True
 
+    @property
+    def gap(self) -> float:
+        """By what share the best plan may be slower than the best that there is."""
+        return self.plans[0].step_ns / self.bound_ns - 1 if self.plans and self.bound_ns else 0.0
+
 
 class _Place(NamedTuple):
     """Homes by number, with a bound; `refined`: from layouts that fit a rank."""

@@ -136,7 +136,7 @@ def _sized(common: Sequence[Sequence[int]], parents: Sequence[int | None], num_r
 
 
 def _place(sizes: Sequence[int], parents: Sequence[int | None], gpus_per_node: int) -> Iterator[list[Home]]:
-    """Homes of the groups: roots without gaps, large ones first, and parts at each of their places; none where roots leave gaps."""
+    """Homes of the groups: roots without gaps, large ones first, parts at each of their places; none where roots leave gaps."""
     roots = sorted((g for g, parent in enumerate(parents) if parent is None), key=lambda g: (-sizes[g], g))
     whole = [group for group in roots if sizes[group] >= gpus_per_node]
     parts = [group for group in roots if sizes[group] < gpus_per_node]

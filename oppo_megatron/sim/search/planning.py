@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from oppo_megatron.config.run import TrainConfig
@@ -11,12 +11,14 @@ from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.prices import Prices
 from oppo_megatron.sim.search.emit import planned_config
 from oppo_megatron.sim.search.exact import Found, Plan, Search, search_exact
 from oppo_megatron.sim.search.homes import Homes, arrangements, set_sizes, totals
+from oppo_megatron.sim.search.inner import chosen_chunk, eased, micro_batches, repriced, with_chunk, with_micro_batch
 from oppo_megatron.sim.search.mcmc import search_mcmc
 from oppo_megatron.sim.search.scales import Scales
-from oppo_megatron.sim.search.step import Mode, Parts
+from oppo_megatron.sim.search.step import Mode, Parts, StepRule
 from oppo_megatron.sim.search.table import PriceTable
 
 Kind = Literal["exact", "mcmc"]
@@ -101,23 +103,52 @@ def all_homes(cluster: Cluster, table: PriceTable) -> Sequence[Homes]:
 
 
 def make_plan(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock) -> Planned:
-    """Search, and confirm the best.  `plans` is empty where nothing fits."""
+    """Search, settle what is within the best plans, and confirm them.  `plans` is empty where nothing fits.
+
+    Where nothing does with the configuration's micro-batches, smaller ones are searched.
+    """
+    own = task.config.runtime.micro_batch_tokens
+    for tokens in [size for size in micro_batches(task.config) if size <= own]:
+        tried = replace(task, config=with_micro_batch(task.config, tokens))
+        planned = _searched(tried, kind, top, seed, out_of_time)
+        if planned.plans or not planned.found.ended:
+            break
+    return planned
+
+
+def _searched(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock) -> Planned:
     table = new_table(task)
     search = new_search(task, table)
     keep = top + SPARE
     found = search_exact(search, keep, out_of_time) if kind == "exact" else search_mcmc(search, keep, seed, out_of_time)
-    confirmed = [plan for each in found.plans if (plan := confirm(task, table, search, each)) is not None]
-    return Planned(task, table, search, found, tuple(confirmed))
+    settled = [_settled(task, table, search, eased(search, plan)) for plan in found.plans]
+    plans = sorted((plan for plan in settled if plan is not None), key=lambda each: each.plan.step_ns)
+    return Planned(task, table, search, found, tuple(plans))
 
 
-def confirm(task: Task, table: PriceTable, search: Search, plan: Plan) -> Confirmed | None:
+def _settled(task: Task, table: PriceTable, search: Search, plan: Plan) -> Confirmed | None:
+    """With the micro-batch of least seconds that fits, and the chunk for it."""
+    best: Confirmed | None = None
+    for tokens in micro_batches(task.config):
+        tried = replace(task, config=with_micro_batch(task.config, tokens))
+        other = new_table(tried) if tokens != task.config.runtime.micro_batch_tokens else table
+        again = plan if other is table else repriced(other, search, plan)
+        if again.fullest_bytes <= task.budget and (best is None or again.step_ns < best.plan.step_ns):
+            best = confirm(tried, other, again) or best
+    return best
+
+
+def confirm(task: Task, table: PriceTable, plan: Plan) -> Confirmed | None:
     """None where a check of the whole configuration refuses it, or it fills more of a rank than it may."""
     config = planned_config(task.config, plan)
+    if task.mode.streams and len(plan.options) > 1:
+        prices = Prices(config, task.cluster, task.decoding)
+        config = with_chunk(config, chosen_chunk(prices, plan.options, max(task.lengths)))
     if check_layouts(config, table.shapes):
         return None
     memory = rank_memory(train_holdings(config, on_cpu=task.on_cpu))
     rank_bytes = [memory[rank].total for rank in sorted(memory)]
     if max(rank_bytes) > task.budget:
         return None
-    parts = search.rule(plan.homes).parts([option.times for option in plan.options])
-    return Confirmed(plan, config, parts, rank_bytes)
+    rule, times = StepRule(table.roles, plan.homes, replace(task, config=config).mode), [o.times for o in plan.options]
+    return Confirmed(replace(plan, step_ns=int(rule.step_ns(times))), config, rule.parts(times), rank_bytes)

@@ -24,12 +24,11 @@ Record = dict[str, Any]
 def to_record(planned: Planned, kind: str, seed: int, seconds: float) -> Record:
     """What does not depend on the clock; but for a search that ran out of time."""
     task, found = planned.task, planned.found
-    best_ns = planned.plans[0].plan.step_ns
     return {
         "version": VERSION,
         "search": {
             "kind": kind, "seed": seed, "seconds": seconds, "ended": found.ended, "places": len(planned.search.arrangements),
-            "looked_at": found.looked_at, "bound_s": found.bound_ns / 1e9, "gap": best_ns / found.bound_ns - 1,
+            "looked_at": found.looked_at, "bound_s": found.bound_ns / 1e9, "gap": found.gap,
         },
         "cluster": {
             "nodes": task.cluster.nodes, "gpus_per_node": task.cluster.gpus_per_node, "gpu": task.cluster.gpu.name,

@@ -101,6 +101,15 @@ class PriceTable:
                     profile = memories.profile(serving, train)
                     yield Option(number, serving, train, Times(serving_ns, update_ns), profile)
 
+    def again(self, role: str, option: Option) -> Option:
+        """The same layouts by this table's prices."""
+        serving_ns = self._serving_ns(role, option.serving)
+        if option.train is None:
+            memory = stage_memory(self.config, role, _over(option.serving), None, None, on_cpu=self.on_cpu)
+            return replace(option, times=Times(serving_ns), profile=Profile.of(memory.served))
+        times = Times(serving_ns, self._update_ns(role, option.train), option.times.weights)
+        return replace(option, times=times, profile=_Memories(self, role).profile(option.serving, option.train))
+
     def _priced(self, role: str, size: int) -> _Priced:
         key = (role, size)
         if key not in self._prices:
