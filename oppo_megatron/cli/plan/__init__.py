@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from oppo_megatron.cli.plan.loading import as_configured, load_task
     from oppo_megatron.cli.plan.tables import print_record
     from oppo_megatron.cli.plan.writing import write_plan
     from oppo_megatron.errors import ConfigError
@@ -60,9 +61,10 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None or args.cluster is None:
         missing = "a configuration" if args.config is None else "--cluster cluster.yaml"
         raise ConfigError(f"`oppo plan` needs {missing}: oppo plan CONFIG.yaml --cluster cluster.yaml; docs/planner.md")
-    task = _task(args)
+    task = load_task(args)
     planned = _search(task, args)
     record = to_record(planned, args.search, args.seed, args.seconds)
+    record["as_configured"] = as_configured(args, planned)
     print_record(record, args.top)
     write_plan(planned, record, args.out)
     return 0
@@ -93,31 +95,17 @@ def _told(task: Task, shortage: object, margin: float) -> str:
     from oppo_megatron.sim.search.shortage import MOST_NODES, Shortage
 
     cluster = task.cluster
-    where = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
+    where = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name} of {cluster.gpu.memory_bytes / 1e9:g} GB"
     if not isinstance(shortage, Shortage):
         return (
             f"no layout of {', '.join(named_roles(task.config))} over any ranks of {where} passes the checks; "
             "`oppo validate` says why of one layout: heads, layers and batch divide the ranks, and a cache holds a sequence"
         )
-    gb = 1e9
-    nodes = (
-        f"{shortage.nodes} such nodes would do"
-        if shortage.nodes
-        else f"no number of such nodes up to {MOST_NODES} was found to do in this time"
-    )
-    kv = "; runtime.kv_cache_mb bounds it" if shortage.kind == "KV cache" else ""
-    return (
-        f"no plan fits {where}: the one that lacks least needs {shortage.needed / gb:.1f} GB on rank {shortage.rank}, most of "
-        f"it for {shortage.role} ({shortage.kind} of all roles there: {shortage.kind_bytes / gb:.1f} GB{kv}), and a rank may "
-        f"fill {shortage.budget / gb:.1f} of {cluster.gpu.memory_bytes / gb:g} GB (margin {margin:g}): "
-        f"{shortage.lacking / gb:.1f} GB are missing; {nodes}"
-    )
-
-
-def _task(args: argparse.Namespace) -> Task:
-    from oppo_megatron.cli.plan.loading import load_task
-
-    return load_task(args)
+    nodes = f"no number of such nodes up to {MOST_NODES} was found to do in this time"
+    if shortage.nodes:
+        nodes = f"{shortage.nodes} such nodes would do"
+    told = shortage.fullest.told(task.budget)
+    return f"no plan fits {where} (margin {margin:g}): the one that lacks least needs {told}; {nodes}"
 
 
 def _seconds(text: str) -> float:

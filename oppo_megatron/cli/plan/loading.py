@@ -12,7 +12,7 @@ from oppo_megatron.cli.bench.common import forced_lengths
 if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainConfig
     from oppo_megatron.sim.clusters.cluster import Cluster
-    from oppo_megatron.sim.search.planning import Task
+    from oppo_megatron.sim.search.planning import Planned, Task
     from oppo_megatron.sim.search.scales import Scales
 
 ROLES = ("actor", "critic", "reference", "reward")
@@ -63,6 +63,28 @@ def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:
         if isinstance(train, Mapping):
             yield from (f"{name}.train.{key}=null" for key in ("tp", "pp", "dp") if train.get(key) is not None)
             yield from (f"{name}.train.vpp=1" for key in ("vpp",) if key in train)
+
+
+def as_configured(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
+    """What becomes of the configuration with the ranks and layouts that it says itself."""
+    from oppo_megatron.cli.run import load_settings
+    from oppo_megatron.config.load import read_tree
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.sim.search.given import judged
+
+    try:
+        given = [*args.overrides, *forced_lengths(args)]
+        settings = load_settings(
+            "train", args.config, [*given, *_dtype(read_tree(args.config, given), planned.task.cluster)]
+        )
+    except ConfigError as error:
+        return {"told": f"refused: {error.problems[0]}"}
+    assert isinstance(settings, TrainSettings), "`train` was asked for"
+    config = settings.settled()
+    if config is None:
+        return {"told": "placement.mode is auto"}
+    return judged(planned, config)
 
 
 def _check_lengths(config: TrainConfig, args: argparse.Namespace) -> None:

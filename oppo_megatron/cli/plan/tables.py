@@ -17,6 +17,9 @@ PARTS = {
 }  # fmt: skip
 
 
+TEXTS = ("roles on ranks", "actor", "trained", "bounded by")
+
+
 def print_record(record: Mapping[str, Any], top: int) -> None:
     """The best plans, the layouts of the first, its reason, the bound, and the sources of the constants."""
     from oppo_megatron.sim.search.record import constants_of
@@ -34,20 +37,32 @@ def print_record(record: Mapping[str, Any], top: int) -> None:
     console.print(_roles(plans[0]))
     console.print(f"{record['reason']}.")
     console.print(_bound(record))
+    if "as_configured" in record:
+        console.print(f"the configuration with its own placement: {record['as_configured']['told']}")
     for line in [*record["beyond_fits"], *constants_of(record)]:
         console.print(line)
 
 
 def _plans(plans: list[Mapping[str, Any]], cluster: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE, title="seconds a step, predicted", title_justify="left")
-    for name in ("", "roles on ranks", *PARTS, "fullest GB", "free GB", "bounded by", "slower"):
-        table.add_column(name, justify="left" if name in ("roles on ranks", "bounded by") else "right")
+    for name in ("", "roles on ranks", "actor", "trained", *PARTS, "fullest GB", "free GB", "bounded by", "slower"):
+        table.add_column(name, justify="left" if name in TEXTS else "right")
     for number, plan in enumerate(plans):
         table.add_row(
-            str(number + 1), plan["name"], *(f"{plan[key]:.2f}" for key in PARTS.values()), f"{plan['fullest_gb']:.1f}",
-            f"{plan['margin_gb']:.1f}", plan["bounded_by"], f"{plan['step_s'] / plans[0]['step_s'] - 1:.1%}",
+            str(number + 1), plan["name"], *_actor(plan), *(f"{plan[key]:.2f}" for key in PARTS.values()),
+            f"{plan['fullest_gb']:.1f}", f"{plan['margin_gb']:.1f}", plan["bounded_by"], f"{plan['step_s'] / plans[0]['step_s'] - 1:.1%}",
         )  # fmt: skip
     return table
+
+
+def _actor(plan: Mapping[str, Any]) -> tuple[str, str]:
+    """Its layouts, without sizes of 1: `tp 4 dp 2`."""
+    return _short(plan["roles"]["actor"]["layout"]), _short(plan["roles"]["actor"]["training"])
+
+
+def _short(layout: str) -> str:
+    parts = [part for part in layout.replace(" with ", " x ").split(" x ") if not part.endswith(" 1")]
+    return " ".join(parts) or "1"
 
 
 def _roles(plan: Mapping[str, Any]) -> Table:

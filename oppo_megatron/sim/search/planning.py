@@ -11,11 +11,10 @@ from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
-from oppo_megatron.sim.pricing.prices import Prices
 from oppo_megatron.sim.search.emit import planned_config
 from oppo_megatron.sim.search.exact import Found, Plan, Search, search_exact
 from oppo_megatron.sim.search.homes import Homes, arrangements, set_sizes, totals
-from oppo_megatron.sim.search.inner import chosen_chunk, eased, micro_batches, repriced, with_chunk, with_micro_batch
+from oppo_megatron.sim.search.inner import eased, micro_batches, repriced, with_micro_batch
 from oppo_megatron.sim.search.mcmc import search_mcmc
 from oppo_megatron.sim.search.scales import Scales
 from oppo_megatron.sim.search.step import Mode, Parts, StepRule
@@ -141,9 +140,6 @@ def _settled(task: Task, table: PriceTable, search: Search, plan: Plan) -> Confi
 def confirm(task: Task, table: PriceTable, plan: Plan) -> Confirmed | None:
     """None where a check of the whole configuration refuses it, or it fills more of a rank than it may."""
     config = planned_config(task.config, plan)
-    if task.mode.streams and len(plan.options) > 1:
-        prices = Prices(config, task.cluster, task.decoding)
-        config = with_chunk(config, chosen_chunk(prices, plan.options, max(task.lengths)))
     if check_layouts(config, table.shapes):
         return None
     memory = rank_memory(train_holdings(config, on_cpu=task.on_cpu))

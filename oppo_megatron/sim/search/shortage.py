@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.sim.clusters.links import Between
 from oppo_megatron.sim.clusters.sources import assumed
@@ -13,6 +14,7 @@ from oppo_megatron.sim.search.homes import Homes
 from oppo_megatron.sim.search.options import Option
 from oppo_megatron.sim.search.planning import Clock, Task, all_homes, new_search, new_table
 
+GB = 1e9
 UNLIMITED = 2**62
 MOST_NODES = 512
 ANY_NETWORK = Between(19e-6, 50e9, 8, assumed("only memory is asked for"))
@@ -23,24 +25,46 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Shortage:
-    """Of the plan that lacks least: its fullest rank, which holds most there, and what it lacks of the budget, in bytes.
+class Fullest:
+    """The rank that holds most, in bytes; the role that holds most of it, and the kind of memory (of all its roles)."""
 
-    `kind`: what takes most of the rank.  `nodes`: the least number that would do; None where none up to `MOST_NODES` does, or
-    where time ran out.  No layout of `role` that the checks admit: `rank` is None.
-    """
-
+    rank: int
+    held: float
     role: str
-    rank: int | None
-    needed: float
-    budget: int
     kind: str
     kind_bytes: float
-    nodes: int | None
 
-    @property
-    def lacking(self) -> float:
-        return self.needed - self.budget
+    @classmethod
+    def of(cls, config: TrainConfig, *, on_cpu: bool) -> Fullest:
+        """As `--dry-run` counts."""
+        holdings = train_holdings(config, on_cpu=on_cpu)
+        memory = rank_memory(holdings)
+        rank = max(memory, key=lambda each: (memory[each].total, -each))
+        by_role: dict[str, float] = {}
+        for held in holdings:
+            if held.rank == rank:
+                name = held.role.partition(".")[0]
+                by_role[name] = by_role.get(name, 0.0) + held.memory.total
+        kinds = {name: float(getattr(memory[rank], key)) for key, name in KINDS.items()}
+        role, kind = max(by_role, key=lambda name: by_role[name]), max(kinds, key=lambda name: kinds[name])
+        return cls(rank, memory[rank].total, role, kind, kinds[kind])
+
+    def told(self, budget: int) -> str:
+        """What is missing of the budget, and for what."""
+        remedy = "; runtime.kv_cache_mb bounds it" if self.kind == KINDS["kv_cache"] else ""
+        return (
+            f"{self.held / GB:.1f} GB on rank {self.rank}, most of it for {self.role} ({self.kind} of all roles there: "
+            f"{self.kind_bytes / GB:.1f} GB{remedy}), and a rank may fill {budget / GB:.1f} GB: "
+            f"{(self.held - budget) / GB:.1f} GB are missing"
+        )
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Of the plan that lacks least.  `nodes`: the least number that would do; None where none was found in time."""
+
+    fullest: Fullest
+    nodes: int | None
 
 
 def find_shortage(task: Task, out_of_time: Clock) -> Shortage | None:
@@ -48,22 +72,8 @@ def find_shortage(task: Task, out_of_time: Clock) -> Shortage | None:
     closest = _closest(task)
     if closest is None:
         return None
-    homes, options = closest
-    plan = Plan(homes, options, 0, 0)
-    holdings = train_holdings(planned_config(task.config, plan), on_cpu=task.on_cpu)
-    memory = rank_memory(holdings)
-    rank = max(memory, key=lambda each: (memory[each].total, -each))
-    own = [held for held in holdings if held.rank == rank]
-    by_role: dict[str, float] = {}
-    for held in own:
-        name = held.role.partition(".")[0]
-        by_role[name] = by_role.get(name, 0.0) + held.memory.total
-    role = max(by_role, key=lambda name: by_role[name])
-    kind = max(KINDS, key=lambda each: float(getattr(memory[rank], each)))
-    return Shortage(
-        role, rank, memory[rank].total, task.budget, KINDS[kind], float(getattr(memory[rank], kind)),
-        _least_nodes(task, out_of_time),
-    )  # fmt: skip
+    config = planned_config(task.config, Plan(*closest, 0, 0))
+    return Shortage(Fullest.of(config, on_cpu=task.on_cpu), _least_nodes(task, out_of_time))
 
 
 def _closest(task: Task) -> tuple[Homes, tuple[Option, ...]] | None:
