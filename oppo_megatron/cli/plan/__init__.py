@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from oppo_megatron.sim.search.planning import Planned, Task
 
 OUT = Path("runs/plan")
+PATIENCE = 5
+"""Times --seconds for which a first plan is searched."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,14 +80,19 @@ def _search(task: Task, args: argparse.Namespace) -> Planned:
     from oppo_megatron.sim.search.planning import make_plan
     from oppo_megatron.sim.search.shortage import find_shortage
 
-    end = time.monotonic() + args.seconds
+    begun = time.monotonic()
     with Console(stderr=True).status(f"searching plans for {task.cluster.num_ranks} ranks"):
-        planned = make_plan(task, args.search, args.top, args.seed, lambda: time.monotonic() > end)
+        planned = make_plan(
+            task, args.search, args.top, args.seed, lambda: time.monotonic() > begun + args.seconds,
+            lambda: time.monotonic() > begun + PATIENCE * args.seconds,
+        )  # fmt: skip
         if planned.plans:
             return planned
         if not planned.found.ended:
-            raise ConfigError(f"no plan that fits was found in {args.seconds:g} s; raise --seconds, or lower --margin")
-        later = time.monotonic() + args.seconds
+            raise ConfigError(
+                f"no plan that fits was found in {PATIENCE * args.seconds:g} s; raise --seconds, or lower --margin"
+            )
+        later = time.monotonic() + args.seconds / 2
         shortage = find_shortage(task, lambda: time.monotonic() > later)
     raise ConfigError(_told(task, shortage, args.margin))
 

@@ -20,6 +20,14 @@ from oppo_megatron.sim.search.homes import Homes
 from oppo_megatron.sim.search.options import Bytes, Option
 from oppo_megatron.sim.search.step import Mode, StepRule, Times
 
+Clock = Callable[[], bool]
+"""Whether time is over."""
+
+
+def never() -> bool:
+    """A clock for searches without an end."""
+    return False
+
 
 class Offers(Protocol):
     """What the search chooses from."""
@@ -143,11 +151,11 @@ class _Place(NamedTuple):
 
 
 def search_exact(
-    search: Search, keep: int, out_of_time: Callable[[], bool] = lambda: False, *, first_only: bool = False
+    search: Search, keep: int, out_of_time: Clock = never, give_up: Clock = never, *, first_only: bool = False
 ) -> Found:
     """The `keep` best plans.  Where time runs out, `bound_ns` is the least bound of what was not looked at.
 
-    `first_only`: any plan will do.
+    While there is no plan, `give_up` ends the search in place of `out_of_time`.  `first_only`: any plan will do.
     """
     heap, best, found = list(_bounds(search)), Best(keep), Found()
     heapq.heapify(heap)
@@ -155,7 +163,7 @@ def search_exact(
         place = heapq.heappop(heap)
         if place.bound_ns >= best.limit_ns or (first_only and best.plans):
             break
-        if out_of_time():
+        if (out_of_time if best.plans else give_up)():
             found.ended = False
             found.bound_ns = min([place.bound_ns, *(plan.step_ns for plan in best.plans[:1])])
             break

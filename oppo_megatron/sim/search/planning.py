@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,7 +12,7 @@ from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.search.emit import planned_config
-from oppo_megatron.sim.search.exact import Found, Plan, Search, search_exact
+from oppo_megatron.sim.search.exact import Clock, Found, Plan, Search, search_exact
 from oppo_megatron.sim.search.homes import Homes, arrangements, set_sizes, totals
 from oppo_megatron.sim.search.inner import eased, micro_batches, repriced, with_micro_batch
 from oppo_megatron.sim.search.mcmc import search_mcmc
@@ -21,7 +21,6 @@ from oppo_megatron.sim.search.step import Mode, Parts, StepRule
 from oppo_megatron.sim.search.table import PriceTable
 
 Kind = Literal["exact", "mcmc"]
-Clock = Callable[[], bool]
 SPARE = 8
 """Plans kept beyond those asked for."""
 
@@ -101,25 +100,30 @@ def all_homes(cluster: Cluster, table: PriceTable) -> Sequence[Homes]:
     ]
 
 
-def make_plan(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock) -> Planned:
+def make_plan(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, give_up: Clock) -> Planned:
     """Search, settle what is within the best plans, and confirm them.  `plans` is empty where nothing fits.
 
-    Where nothing does with the configuration's micro-batches, smaller ones are searched.
+    `give_up` ends a search that has found no plan yet.  Where nothing fits with the configuration's micro-batches, smaller ones
+    are searched.
     """
     own = task.config.runtime.micro_batch_tokens
     for tokens in [size for size in micro_batches(task.config) if size <= own]:
         tried = replace(task, config=with_micro_batch(task.config, tokens))
-        planned = _searched(tried, kind, top, seed, out_of_time)
+        planned = _searched(tried, kind, top, seed, out_of_time, give_up)
         if planned.plans or not planned.found.ended:
             break
     return planned
 
 
-def _searched(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock) -> Planned:
+def _searched(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, give_up: Clock) -> Planned:
     table = new_table(task)
     search = new_search(task, table)
     keep = top + SPARE
-    found = search_exact(search, keep, out_of_time) if kind == "exact" else search_mcmc(search, keep, seed, out_of_time)
+    found = (
+        search_exact(search, keep, out_of_time, give_up)
+        if kind == "exact"
+        else search_mcmc(search, keep, seed, out_of_time)
+    )
     settled = [_settled(task, table, search, eased(search, plan)) for plan in found.plans]
     plans = sorted((plan for plan in settled if plan is not None), key=lambda each: each.plan.step_ns)
     return Planned(task, table, search, found, tuple(plans))
