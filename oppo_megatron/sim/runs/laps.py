@@ -174,7 +174,7 @@ class Laps:
             if role != "actor" and replicas[unit] != NONE
         }
         steps = int(mine.max(initial=0))
-        alone = Work(round(mine.sum() / max(1, steps)), steps, placement.pp, {})
+        alone = Work(len(mine), steps, placement.pp, {})  # as the round was planned: what gaps hold does not change in it
         both_s, alone_s = (predict_s(work, planned.cut, self.costs) for work in (replace(alone, prefill_tokens=tokens), alone))
         share = (both_s - alone_s) / scored[place]
         return np.maximum(scored * min(1.0, max(0.0, share)), scored - decoded)
