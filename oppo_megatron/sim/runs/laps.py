@@ -12,7 +12,7 @@ nothing.  Roles on the same ranks follow each other, but for what woven rounds h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,7 +25,7 @@ from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.weaving.costs import Costs, at_stage
 from oppo_megatron.schedule.weaving.cut import Cut, Work, predict_s
 from oppo_megatron.sim.runs.loop import Recorded
-from oppo_megatron.sim.runs.played import Floats, Played
+from oppo_megatron.sim.runs.played import Floats, Piece, Played
 from oppo_megatron.sim.runs.units import NONE, Units
 
 
@@ -67,8 +67,9 @@ class Laps:
         busy, drain = self._scored(done.planned)
         starts = begun + self.round_s
         if done.chunk is None:
-            return Played(starts + busy + drain, busy, np.zeros_like(begun), None)
-        holds, arrived = self.units.holds("actor"), 0.0
+            ends = starts + busy + drain
+            return Played(ends, busy, np.zeros_like(begun), None, lambda: self._pieces(starts, ends, ends, busy))
+        holds = self.units.holds("actor")
         ends = starts + busy + drain
         ends[holds] = starts[holds] + self._decoded(done, busy[holds], drain[holds])
         arrived = float(ends[holds].max())
@@ -76,7 +77,21 @@ class Laps:
             arrived += self.costs.message_s
         due = np.where(holds, arrived, arrived + self.units.hops * self.costs.message_s)
         waited = np.where(holds, 0.0, np.maximum(0.0, due - ends))
-        return Played(np.maximum(ends, due), busy, waited, arrived)
+        own = ends.copy()
+        return Played(np.maximum(ends, due), busy, waited, arrived, lambda: self._pieces(starts, own, due, busy))
+
+    def _pieces(self, starts: Floats, ends: Floats, due: Floats, busy: Floats) -> Iterable[Piece]:
+        """A unit's first rank stands for it; scoring comes first, wherever it was woven in."""
+        holds, scorer = self.units.holds("actor"), next((role for role in self.units.replicas if role != "actor"), "")
+        columns = zip(self.units.first, holds, starts, ends, due, busy, strict=True)
+        for rank, decodes, start, end, whole, scored in (tuple(each) for each in columns):
+            between = min(start + scored, end) if decodes else end
+            if scored > 0:
+                yield Piece(int(rank), scorer, "score", float(start), float(between))
+            if decodes and end > between:
+                yield Piece(int(rank), "actor", "decode", float(between), float(end))
+            if not decodes and whole > end:
+                yield Piece(int(rank), "scorer", "wait_tokens", float(end), float(whole))
 
     def _scored(self, planned: LapRound) -> tuple[Floats, Floats]:
         """Seconds of scoring, [U]: the roles of a unit follow each other, and what drains behind the last is that of the longest."""
@@ -116,14 +131,17 @@ class Laps:
         prefill, own_drain = self._prefilled("actor", done.planned.prefill["actor"], self.planner.micro_batch_tokens)
         lane = growing.homes * parts + portions(growing.homes, placement.dp, parts)
         if placement.pp == 1:
-            laps: Floats = self._single(lane, growing.counts, placement.dp * parts).reshape(-1, parts).sum(axis=1)
-            return busy + drain + (prefill + laps)[replicas]
+            laps = self._single(lane, growing.counts, placement.dp * parts).reshape(-1, parts).sum(axis=1)
+            seconds: Floats = busy + drain + (prefill + laps)[replicas]
+            return seconds
         laps, fill = self._pipelined(lane, growing.counts, (placement.dp, parts), placement.pp)
         if self.planner.generator == "woven":
             own = (prefill + own_drain + laps - np.minimum(own_drain, fill))[replicas]
-            return own + self._beside(done.planned, growing, busy + drain, own)
+            seconds = own + self._beside(done.planned, growing, busy + drain, own)
+            return seconds
         behind = np.maximum(drain, own_drain[replicas])  # all of it is one pipeline, which drains once before the laps
-        return busy + prefill[replicas] + behind + laps[replicas] - np.minimum(behind, fill[replicas])
+        seconds = busy + prefill[replicas] + behind + laps[replicas] - np.minimum(behind, fill[replicas])
+        return seconds
 
     def _growing(self, done: Recorded[LapRound]) -> _Growing:
         """A single replica knows when the batch is complete; several go on to the end of the chunk, and are cut there."""
@@ -177,7 +195,8 @@ class Laps:
         alone = Work(len(mine), steps, placement.pp, {})  # as the round was planned: what gaps hold does not change in it
         both_s, alone_s = (predict_s(work, planned.cut, self.costs) for work in (replace(alone, prefill_tokens=tokens), alone))
         share = (both_s - alone_s) / scored[place]
-        return np.maximum(scored * min(1.0, max(0.0, share)), scored - decoded)
+        beside: Floats = np.maximum(scored * min(1.0, max(0.0, share)), scored - decoded)
+        return beside
 
 
 def micro_batches(tokens: Ints, sequences: Ints, budget: int) -> Ints:
