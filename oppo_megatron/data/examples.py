@@ -106,9 +106,7 @@ def is_unequal(
     return False
 
 
-def _completions(
-    rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, problems: RowProblems
-) -> list[Example]:
+def _completions(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
     layout = recognise(config, rows, "completion")
 
     def with_completion(row: Row) -> Sequence[Answered]:
