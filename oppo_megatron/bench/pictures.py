@@ -117,9 +117,7 @@ def draw_forks(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str
         seconds = [row["step_s"] for row in own]
         ends = [[row["step_s"] - row["min_step_s"] for row in own], [row["max_step_s"] - row["step_s"] for row in own]]
         colour = RUN_COLOURS[number]
-        axes.errorbar(
-            [row["prompt_tokens"] for row in own], seconds, ends, marker="o", color=colour, label=label, capsize=3
-        )
+        axes.errorbar([row["prompt_tokens"] for row in own], seconds, ends, marker="o", color=colour, label=label, capsize=3)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of a prompt")
     axes.set_ylabel("seconds a step")

@@ -24,12 +24,7 @@ SEED = 3  # of the reward model's random weights
 
 
 def bench_rewards(
-    suite: Suite,
-    config: TrainConfig,
-    rewards: Sequence[str],
-    modes: Sequence[str],
-    placements: Sequence[str],
-    cores: int,
+    suite: Suite, config: TrainConfig, rewards: Sequence[str], modes: Sequence[str], placements: Sequence[str], cores: int
 ) -> dict[str, Any]:
     """Run every mode in every placement under every kind of reward.  Writes overlap.json and overlap-REWARD.png."""
     configs = {
