@@ -15,7 +15,9 @@ EXIT_REQUEUE = 75
 EXIT_INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended before there was anything to save, or a second time."""
 
-INTERRUPTED = "interrupted: the run saves what it has trained, and ends soon; Ctrl-C once more ends it at once, unsaved"
+INTERRUPTED = (
+    "interrupted: the run saves what it has trained, and ends soon; Ctrl-C once more ends it at once, unsaved"
+)
 """What a run says at the first Ctrl-C."""
 
 EXIT_AGAIN = 76

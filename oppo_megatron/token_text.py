@@ -21,7 +21,9 @@ class Completing:
         """Whether a string's last character can be this token's; a token's text alone may lack the space that it begins with."""
         if token not in self._known:
             text = self._decode([token])
-            self._known[token] = INCOMPLETE in text or " " in self._last or any(last in text for last in self._last)
+            self._known[token] = (
+                INCOMPLETE in text or " " in self._last or any(last in text for last in self._last)
+            )
         return self._known[token]
 
 

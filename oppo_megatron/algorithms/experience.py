@@ -296,9 +296,7 @@ def with_pairs(experience: Experience, scored: ScoredBatch, knows_kl: bool) -> E
     chosen, rejected = scores_B[signs_B > 0], scores_B[signs_B < 0]
     pairs = chosen.numel()
     means = (float(x.mean()) if pairs else None for x in (chosen, rejected))
-    figures: dict[str, Any] = dict(
-        zip(PAIRED, (pairs, signs_B.numel() // scored.group_size - pairs, *means), strict=True)
-    )
+    figures: dict[str, Any] = dict(zip(PAIRED, (pairs, signs_B.numel() // scored.group_size - pairs, *means), strict=True))
     if not knows_kl:
         experience, figures = replace(experience, kl_T=None), figures | {"kl_mean": None}
     rows = rows_of_pairs(signs_B, scored.group_size)

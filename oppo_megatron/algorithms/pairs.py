@@ -86,9 +86,7 @@ def pair_loss(
 
 def pair_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """`PAIR_FIGURES` of an update with these reports of its optimizer steps; means over pairs are 0 where there was none."""
-    sums = {
-        name: sum(report[name] for report in reports) for name in reports[0] if name in PairStats.__dataclass_fields__
-    }
+    sums = {name: sum(report[name] for report in reports) for name in reports[0] if name in PairStats.__dataclass_fields__}
     pairs = max(1.0, sums["pairs"])
     means = (sums[name] / pairs for name in ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected"))
     return dict(zip(PAIR_FIGURES, (*means, sums["entropy"] / sums["num_tokens"]), strict=True))

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oppo_megatron.bench.overlap import COLUMNS as OVERLAP_COLUMNS
-from oppo_megatron.bench.overlap import compare, placed, say_what_is_left_out, switched
+from oppo_megatron.bench.overlap import compare, placed, say_what_is_left_out
 from oppo_megatron.bench.pictures import draw_steps
 from oppo_megatron.bench.suite import Suite, require_same_work, work_figures
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.model import RoleConfig
+from oppo_megatron.config.modes import switched
 from oppo_megatron.config.run import TrainConfig
 
 REWARDS = ("verifier", "model", "process")
@@ -23,12 +24,7 @@ SEED = 3  # of the reward model's random weights
 
 
 def bench_rewards(
-    suite: Suite,
-    config: TrainConfig,
-    rewards: Sequence[str],
-    modes: Sequence[str],
-    placements: Sequence[str],
-    cores: int,
+    suite: Suite, config: TrainConfig, rewards: Sequence[str], modes: Sequence[str], placements: Sequence[str], cores: int
 ) -> dict[str, Any]:
     """Run every mode in every placement under every kind of reward.  Writes overlap.json and overlap-REWARD.png."""
     configs = {

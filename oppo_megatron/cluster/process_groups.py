@@ -19,11 +19,7 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
     of groups that a rank has into the group's name, so members that have different numbers wait for each other in vain.
     """
     return dist.new_group(
-        list(ranks),
-        timeout=world_timeout(),
-        backend=backend,
-        group_desc=desc,
-        use_local_synchronization=len(ranks) == 1,
+        list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc, use_local_synchronization=len(ranks) == 1
     )
 
 

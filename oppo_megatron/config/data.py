@@ -33,8 +33,7 @@ class PromptColumnsConfig(Section):
 
     prompt: str | None = Field(None, description="the prompt: text, or a list of messages")
     chosen: str | None = Field(
-        None,
-        description="the better answer (`oppo rm`, `oppo dpo`, `oppo kto`); of dialogues, with the prompt before it",
+        None, description="the better answer (`oppo rm`, `oppo dpo`, `oppo kto`); of dialogues, with the prompt before it"
     )
     rejected: str | None = Field(None, description="the worse answer, as `chosen`")
 

@@ -72,9 +72,7 @@ class DebugConfig(Section):
     @classmethod
     def _median_and_sigma(cls, value: Any) -> Any:
         if isinstance(value, list) and not (len(value) == 2 and value[0] > 0 and value[1] >= 0):
-            raise ValueError(
-                "[median, sigma] with a median above 0 and a sigma of at least 0, a CSV file, or [file, column]"
-            )
+            raise ValueError("[median, sigma] with a median above 0 and a sigma of at least 0, a CSV file, or [file, column]")
         return value
 
     @property

@@ -83,8 +83,7 @@ def describe_batch(config: TrainSettings) -> str:
         f"{updates} optimizer step{'s' * (updates > 1)} (epochs {ppo.epochs} x minibatches {ppo.minibatches}) "
         f"of {minibatch_rows(config)} responses"
         + f", at most {minibatch_parts(config)} pairs" * config.algorithm.pairs
-        + "; groups of equal reward are trained, too (no filter without overlap.inter and overlap.backfill)"
-        * unfiltered
+        + "; groups of equal reward are trained, too (no filter without overlap.inter and overlap.backfill)" * unfiltered
     )
 
 

@@ -23,9 +23,8 @@ class MeasuringConfig(Section):
     """Measurements before the first step, after the last and in between."""
 
     data: RowsConfig | None = Field(None, description="files of held-out rows, read as `data` is")
-    max_rows: Annotated[int, Unit("rows")] = Field(
-        1000, ge=1, description="use at most this many held-out rows, the first ones"
-    )
+    max_rows: Annotated[int, Unit("rows")] = Field(1000, ge=1, description="use at most this many held-out rows, the "
+    "first ones")
     every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
 
 
@@ -34,9 +33,8 @@ class EvaluationConfig(MeasuringConfig):
 
     data: PromptDataConfig
     verifier: Literal["arithmetic", "gsm8k", "math", "multiple_choice"] | None = Field(
-        None,
-        description="rule whose share of right responses is the metric `accuracy`, checked against the column "
-        "`answer`; null: only `metrics`",
+        None, description="rule whose share of right responses is the metric `accuracy`, checked against the column "
+        "`answer`; null: only `metrics`"
     )
     metrics: list[RewardPart] = Field(
         default_factory=list,
@@ -45,9 +43,7 @@ class EvaluationConfig(MeasuringConfig):
     )
     samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses per prompt")
     temperature: Annotated[float, Unit("")] = Field(0.0, ge=0, description="0: the likeliest token each time")
-    max_rows: Annotated[int, Unit("rows")] = Field(
-        200, ge=1, description="use at most this many prompts, the first ones"
-    )
+    max_rows: Annotated[int, Unit("rows")] = Field(200, ge=1, description="use at most this many prompts, the first ones")
 
     @property
     def judges(self) -> list[RewardPart]:
@@ -65,9 +61,8 @@ class EvaluationConfig(MeasuringConfig):
 class HeldoutConfig(MeasuringConfig):
     """Held-out rows, measured before the first step, after the last and in between."""
 
-    data: DataConfig | None = Field(
-        None, description="files of held-out rows, read as `data` is; null: a `fraction` of `data`"
-    )
+    data: DataConfig | None = Field(None, description="files of held-out rows, read as `data` is; null: a `fraction` "
+    "of `data`")
     fraction: Annotated[float | None, Unit("of the rows")] = Field(
         None,
         gt=0,

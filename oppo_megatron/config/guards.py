@@ -20,7 +20,9 @@ class GuardConfig(Section):
         description="largest `kl_mean`, nats per response; largest `ratio_max` of the update, above 1; smallest `ess`, a share "
         "of the first minibatch's tokens, below 1; null: none",
     )
-    action: Action = Field("stop", description="end the run, undo the step's update, or go back to the last checkpoint")
+    action: Action = Field(
+        "stop", description="end the run, undo the step's update, or go back to the last checkpoint"
+    )
 
 
 class GapGuardConfig(GuardConfig):
@@ -54,9 +56,7 @@ class GuardsConfig(Section):
     kl_mean: GuardConfig = Field(
         GuardConfig(), description="the policy has left the reference: `kl_mean` of the batch above its limit"
     )
-    ratio_max: GuardConfig = Field(
-        GuardConfig(), description="the update has moved too far: `ratio_max` above its limit"
-    )
+    ratio_max: GuardConfig = Field(GuardConfig(), description="the update has moved too far: `ratio_max` above its limit")
     ess: GuardConfig = Field(GuardConfig(), description="too little is left of the batch: `ess` below its limit")
     logprob_gap: GapGuardConfig = GapGuardConfig()
 

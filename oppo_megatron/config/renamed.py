@@ -50,9 +50,7 @@ def _place(index: int, empty: list[Any]) -> Put:
 
 def _limit(name: str, usual: float) -> Put:
     """A limit of its process, where that has one and the limit is not the usual one."""
-    return lambda now, value: (
-        {**(now if isinstance(now, Mapping) else {}), name: value} if now and value != usual else now
-    )
+    return lambda now, value: {**(now if isinstance(now, Mapping) else {}), name: value} if now and value != usual else now
 
 
 def _lenient(word: Any) -> Put:
@@ -116,9 +114,7 @@ def _of_part(part: str) -> dict[str, Moved | Fixed]:
         f"{part}.limits.memory_mb": Moved(
             isolate, "write {memory_mb: ...} there in place of true", _limit("memory_mb", 4096)
         ),
-        f"{part}.limits.cpu_s": Fixed(
-            "the seconds of `wall_s`", "no call takes more of the processor than of the clock"
-        ),
+        f"{part}.limits.cpu_s": Fixed("the seconds of `wall_s`", "no call takes more of the processor than of the clock"),
         f"{part}.limits.start_s": Fixed("60 s", "importing a module takes less"),
         f"{part}.remote.retry_s": retries,
         f"{part}.remote.retry_max_s": retries,
@@ -151,7 +147,9 @@ RENAMED: dict[str, Moved | Fixed] = {
     "long_rows": Moved("data.long_rows"),
     "evaluation.data.long_prompts": Moved("evaluation.data.long_rows"),
     "evaluation.max_prompts": Moved("evaluation.max_rows"),
-    "evaluation.answer": Fixed("`answer`", "a part of `evaluation.metrics` with kind verifier names another column"),
+    "evaluation.answer": Fixed(
+        "`answer`", "a part of `evaluation.metrics` with kind verifier names another column"
+    ),
     "early_stop.mode": Moved("early_stop.metric", WORDS, _direction),
     "early_stop.min_delta": Fixed("0", "better means better by anything"),
     "checkpoint.best_metric": Moved(
@@ -178,9 +176,7 @@ RENAMED: dict[str, Moved | Fixed] = {
         "write [median, sigma]",
         lambda now, value: [now[0], value] if isinstance(now, list) and value is not None else now,
     ),
-    "rollout.forced_lengths.trace": Moved(
-        "debug.forced_lengths", "name the file there", lambda now, value: value or now
-    ),
+    "rollout.forced_lengths.trace": Moved("debug.forced_lengths", "name the file there", lambda now, value: value or now),
     "rollout.forced_lengths.column": Moved("debug.forced_lengths", "write [file, column]", _column),
     "debug.trace_column": Moved("debug.forced_lengths", "write [file, column]", _column),
     "rollout.forced_lengths.scale": Fixed("auto", "the lengths of a trace are to fit `rollout.max_response_tokens`"),
@@ -196,9 +192,7 @@ RENAMED: dict[str, Moved | Fixed] = {
     ),
     "overlap.beside_actor": Fixed("last", "scoring beside the decoding actor was never faster"),
     "overlap.backfill_every": Moved(
-        "overlap.backfill",
-        "write the number there in place of true",
-        lambda now, value: value if now and value else now,
+        "overlap.backfill", "write the number there in place of true", lambda now, value: value if now and value else now
     ),
     "overlap.weave.micro_batches": Moved(
         "overlap.weave", "write [micro_batches, prefill_tokens]", _place(0, ["auto", "auto"])
@@ -220,24 +214,18 @@ RENAMED: dict[str, Moved | Fixed] = {
     ),
     "ppo.staleness.correction": Moved("ppo.staleness"),
     "ppo.staleness.weight_cap": Fixed("2", NOT_TUNED),
-    "ppo.kl.adaptive": Moved(
-        "ppo.kl.target", "write the KL per response to keep (6 if none was given)", lambda now, value: now
-    ),
+    "ppo.kl.adaptive": Moved("ppo.kl.target", "write the KL per response to keep (6 if none was given)", lambda now, value: now),
     "ppo.kl.adaptive.target": Moved("ppo.kl.target"),
     "ppo.kl.adaptive.horizon": Fixed("10000 rollouts", NOT_TUNED),
     "ppo.logprob_gap_limit": Moved("guards.logprob_gap.limit"),
     "guards.max_skips": Fixed("3", GUARDED),
     "guards.max_rollbacks": Fixed("2", GUARDED),
     "guards.kept_batches": Fixed("8", "as many show the fault"),
-    "placement.auto.candidates": Fixed(
-        "single, disaggregated and colocated", "what this machine cannot do is left out anyhow"
-    ),
+    "placement.auto.candidates": Fixed("single, disaggregated and colocated", "what this machine cannot do is left out anyhow"),
     "placement.auto.repeats": Fixed("1", "close placements are measured three times anyhow"),
     "actor.train.cp": NO_CONTEXT_PARALLELISM,
     "critic.train.cp": NO_CONTEXT_PARALLELISM,
-    "runtime.rendezvous_timeout_s": Fixed(
-        "a sixth of `runtime.timeout_s`, at least 60 s", "both wait for the same ranks"
-    ),
+    "runtime.rendezvous_timeout_s": Fixed("a sixth of `runtime.timeout_s`, at least 60 s", "both wait for the same ranks"),
     **_of_optimizer("actor.optimizer"),
     **_of_optimizer("critic.optimizer"),
     **_of_optimizer("optimizer"),
@@ -255,11 +243,7 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {"runtime.decode_path": {"lean": "fu
 """Words that are called otherwise now, by the key that takes them."""
 
 
-OF_ANSWERS = (
-    "turns",
-    "completion_template",
-    *(f"columns.{part}" for part in ("completion", "label", "completions", "labels")),
-)
+OF_ANSWERS = ("turns", "completion_template", *(f"columns.{part}" for part in ("completion", "label", "completions", "labels")))
 """Settings of `data` that older versions of `oppo train` had, too, and did not read."""
 OF_PROMPTS = ("max_prompt_tokens",)
 """And those of supervised training."""
@@ -272,9 +256,7 @@ def renamed(key: str) -> str | None:
     """A sentence of what has become of a setting, whose places in lists may be left out; None where it is no old one."""
     for old, rule in RENAMED.items():
         if key in (old, old.replace("[]", "")) or _general(key) == old:
-            return f"`{key}` is now " + (
-                f"`{rule.key}`; {rule.how}" if isinstance(rule, Moved) else f"fixed at {rule.at}"
-            )
+            return f"`{key}` is now " + (f"`{rule.key}`; {rule.how}" if isinstance(rule, Moved) else f"fixed at {rule.at}")
     return None
 
 
@@ -318,9 +300,7 @@ def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value := _at(found, key), str):
             _put(found, key, words.get(value, value))
     names = OF_ANSWERS if "rollout" in found else OF_PROMPTS if "model" in found else ()
-    for key in {f"{place}.{name}" for place in ("data", "evaluation.data") for name in names} & set(
-        dict(_keys(found, ""))
-    ):
+    for key in {f"{place}.{name}" for place in ("data", "evaluation.data") for name in names} & set(dict(_keys(found, ""))):
         _remove(found, key)
     return found
 

@@ -157,31 +157,21 @@ class TrainSettings(RunConfig):
     data: PromptDataConfig
     placement: PlacementSettings = PlacementSettings()
     actor: ActorConfig
-    critic: TrainedRoleConfig | None = Field(
-        None, description="required if `algorithm.preset` trains a critic, otherwise an error"
-    )
-    reference: RoleConfig | None = Field(
-        None,
-        description="null: the actor's starting weights, "
-        "`lora.adapter` included; there is none with `ppo.kl.mode: none`",
-    )
-    reward: RoleConfig | None = Field(
-        None, description="the reward model, or process reward model, if `rewards` names one"
-    )
+    critic: TrainedRoleConfig | None = Field(None, description="required if `algorithm.preset` trains a critic, "
+    "otherwise an error")
+    reference: RoleConfig | None = Field(None, description="null: the actor's starting weights, "
+    "`lora.adapter` included; there is none with `ppo.kl.mode: none`")
+    reward: RoleConfig | None = Field(None, description="the reward model, or process reward model, if `rewards` names one")
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     ppo: PPOConfig = PPOConfig()
-    dpo: DPOLossConfig | None = Field(
-        None, description="the loss of a pair of responses; default: DPO's with preset online_dpo, an error with others"
-    )
+    dpo: DPOLossConfig | None = Field(None, description="the loss of a pair of responses; default: DPO's with preset "
+    "online_dpo, an error with others")
     overlong: OverlongConfig = OverlongConfig()
     overlap: OverlapConfig = OverlapConfig()
-    filter: FilterConfig | None = Field(
-        None,
-        description="drops groups whose responses are all equally good; null: none is; "
-        "default: that of `algorithm.preset` (`dapo` has one, and backfill for it, with `overlap.inter`)",
-    )
+    filter: FilterConfig | None = Field(None, description="drops groups whose responses are all equally good; null: none is; "
+    "default: that of `algorithm.preset` (`dapo` has one, and backfill for it, with `overlap.inter`)")
     settle: SettleConfig = SettleConfig()
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()

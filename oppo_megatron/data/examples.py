@@ -106,7 +106,9 @@ def is_unequal(
     return False
 
 
-def _completions(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
+def _completions(
+    rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, problems: RowProblems
+) -> list[Example]:
     layout = recognise(config, rows, "completion")
 
     def with_completion(row: Row) -> Sequence[Answered]:

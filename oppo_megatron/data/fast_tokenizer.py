@@ -52,9 +52,7 @@ def fast_files(model: bytes, chat_template: str | None, pad_id: int | None = Non
     if not _keeps_text(proto):
         return None
     text = _tokenizer(proto).to_str(pretty=True)
-    config = _config(proto, chat_template, pad_id) | {
-        MADE_FROM: {"model": _digest(model), "tokenizer": _digest(text.encode())}
-    }
+    config = _config(proto, chat_template, pad_id) | {MADE_FROM: {"model": _digest(model), "tokenizer": _digest(text.encode())}}
     return {TOKENIZER: text, CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
 
 

@@ -95,9 +95,7 @@ def load_prompts(
     return PromptSet(rows, num_duplicates, num_truncated, problems.num_quarantined, responses_per_prompt)
 
 
-def _refused(
-    example: Example, num_tokens: int, config: PromptDataConfig, problems: RowProblems, check: Check | None
-) -> bool:
+def _refused(example: Example, num_tokens: int, config: PromptDataConfig, problems: RowProblems, check: Check | None) -> bool:
     file, line = example.row.file, example.row.line
     try:
         if check is not None:
@@ -109,9 +107,7 @@ def _refused(
         problems.report(file, line, "the prompt has no token", config.bad_rows)
         return True
     if num_tokens > config.max_prompt_tokens and config.long_rows != "truncate":
-        longer = (
-            f"more than data.max_prompt_tokens={config.max_prompt_tokens}; raise it, or set data.long_rows=truncate"
-        )
+        longer = f"more than data.max_prompt_tokens={config.max_prompt_tokens}; raise it, or set data.long_rows=truncate"
         reason = f"the prompt has {num_tokens} tokens, {longer}"
         problems.report(file, line, reason, config.long_rows, setting="data.long_rows", once=longer)
         return True
@@ -179,8 +175,6 @@ def _beyond(count: int, left_out: Set[int]) -> int:
     for position in sorted(left_out):
         end += position < end
     return end
-
-
 MAX_SEED = 2**64 - 1
 
 

@@ -84,14 +84,7 @@ class RowProblems:
         self._settings: list[str] = []
 
     def report(
-        self,
-        file: str,
-        line: int,
-        reason: str,
-        policy: Policy,
-        setting: str = "data.bad_rows",
-        *,
-        once: bool | str = False,
+        self, file: str, line: int, reason: str, policy: Policy, setting: str = "data.bad_rows", *, once: bool | str = False
     ) -> None:
         """Note one refused row.  `setting`: the one to change so that such rows are set aside.
 

@@ -10,9 +10,7 @@ from oppo_megatron.errors import ConfigError
 EITHER_SIDE = "a"
 
 
-def require_stop_texts(
-    texts: Sequence[str], tokenizer: Tokenizer, setting: str, ids_setting: str | None = None
-) -> None:
+def require_stop_texts(texts: Sequence[str], tokenizer: Tokenizer, setting: str, ids_setting: str | None = None) -> None:
     """Raises ConfigError for a text that no response can contain: a special token has an id and no text.
 
     `ids_setting`: where its id may be given instead.

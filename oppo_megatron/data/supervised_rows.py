@@ -101,11 +101,7 @@ def load_steps(
         prompt, completion = tokenized
         is_cut = completion[-1] not in tokenizer.eos_ids
         ends = step_ends.of(tokenizer.encode(example.answers[0]) if is_cut else completion)
-        kept = [
-            (end, label)
-            for end, label in zip(ends, labels, strict=False)
-            if label is not None and end < len(completion)
-        ]
+        kept = [(end, label) for end, label in zip(ends, labels, strict=False) if label is not None and end < len(completion)]
         if len(ends) != len(labels):
             reason = _miscounted(len(ends), len(labels), separator)
             problems.report(example.row.file, example.row.line, reason, config.bad_rows, once="by the separator")
@@ -136,9 +132,7 @@ def tokenize(
     problems: RowProblems,
 ) -> list[tuple[Example, list[list[int]]]]:
     """The examples that can be used, each with the tokens of its prompt and answers.  Raises DataError as `load_completions`."""
-    each = (
-        (example, _tokenize_one(example, config, tokenizer, max_tokens, long_rows, problems)) for example in examples
-    )
+    each = ((example, _tokenize_one(example, config, tokenizer, max_tokens, long_rows, problems)) for example in examples)
     tokenized = [(example, parts) for example, parts in each if parts is not None]
     require_some(len(tokenized), config, problems)
     return tokenized

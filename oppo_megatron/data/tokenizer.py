@@ -232,7 +232,9 @@ class SentencePieceTokenizer:
         self._chat_template = chat_template
         self.eos_id: int = self._processor.eos_id()
         self.eos_ids: tuple[int, ...] = (self.eos_id,)
-        self.bos_id, self.pad_id = (i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.pad_id()))
+        self.bos_id, self.pad_id = (
+            i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.pad_id())
+        )
         self.adds_bos = False  # the library's own way
         self.other_ids: tuple[int, ...] = (self._processor.unk_id(),)
         self.vocab_size: int = self._processor.get_piece_size()

@@ -1,7 +1,7 @@
 """Rows of a chunk as integers, to the bit: to ranks that listen, and among the replicas that have decoded them.
 
-table    per row: sequence id, offset, tokens, policy version, finish clock or -1, ending
-body     all tokens, then all log-probs, then all sampling log-probs (float64 bits)
+    table    per row: sequence id, offset, tokens, policy version, finish clock or -1, ending
+    body     all tokens, then all log-probs, then all sampling log-probs (float64 bits)
 """
 
 from __future__ import annotations

@@ -71,9 +71,7 @@ def as_table(policies: Sequence[Judged], metrics: Sequence[str]) -> str:
             row += [_share(policy, reason), ""]
         rows.append(row)
     widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def _difference(first: Judged, policy: Judged, metric: str) -> Estimate:

@@ -85,7 +85,9 @@ def pack_together(units: Sequence[Sequence[Answered]], budget: int, device: torc
     ]
 
 
-def whole_responses(index: list[int], answered: Sequence[Answered], device: torch.device) -> MicroBatch:
+def whole_responses(
+    index: list[int], answered: Sequence[Answered], device: torch.device
+) -> MicroBatch:
     """One micro-batch of prompts with their responses, rows as in `pack_responses`; `index` says where they come from."""
     tokens: list[int] = []
     rows: list[int] = []

@@ -38,9 +38,7 @@ class Readiness:
         """Note that the sequences have their last tokens."""
         ended = set(seq_ids)
         decoded = ended <= self._unfinished and ended.isdisjoint(self._ended) and len(ended) == len(seq_ids)
-        assert decoded, (
-            f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
-        )
+        assert decoded, f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
         self._ended |= ended
         whole = self._last_of_groups(ended)
         self._num_missing -= len(whole)

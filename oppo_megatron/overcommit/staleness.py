@@ -40,14 +40,10 @@ def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: i
     order = np.flatnonzero(finished_G)
     order = order[np.argsort(clocks_G[order], kind="stable")]
     chosen_G, reserved = ages_G >= most, 0
-    if (
-        chosen_G.sum() > target
-    ):  # settings that were changed within a run may have left more than fit; the first admitted
+    if chosen_G.sum() > target:  # settings that were changed within a run may have left more than fit; the first admitted
         return np.flatnonzero(chosen_G)[:target]
     for members_G, needed in due(ages_G, batch, most):
-        missing = (
-            needed - int((chosen_G & members_G).sum()) - reserved
-        )  # those reserved for an older class are members, too
+        missing = needed - int((chosen_G & members_G).sum()) - reserved  # those reserved for an older class are members, too
         room = target - int(chosen_G.sum()) - reserved
         first = order[(members_G & ~chosen_G)[order]][: max(0, min(missing, room))]
         chosen_G[first] = True

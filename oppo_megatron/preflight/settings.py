@@ -231,9 +231,7 @@ def check_data(name: str, data: RowsConfig, templates: Sequence[str]) -> list[st
     for path in paths:
         problems += check_files(f"{name}.path", path)
     for part in templates:
-        template = (
-            data.completion_template if part == "completion" and isinstance(data, DataConfig) else data.prompt_template
-        )
+        template = data.completion_template if part == "completion" and isinstance(data, DataConfig) else data.prompt_template
         if "{" + part + "}" not in template:
             problems.append(
                 f"{name}.{part}_template is {template!r}, but must contain `{{{part}}}` where the text goes; add it"

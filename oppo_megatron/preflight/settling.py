@@ -51,11 +51,7 @@ def _silent(part: RewardPart) -> str | None:
         return "is a service's score"
     if part.name in ("gsm8k", "arithmetic"):
         return "goes by the last answer in a response (rule gsm8k_first goes by the first, and settles)"
-    return (
-        f"is of rule {part.name}, which reads the end of a response"
-        if part.name in ("math", "length", "code")
-        else None
-    )
+    return f"is of rule {part.name}, which reads the end of a response" if part.name in ("math", "length", "code") else None
 
 
 def _biased(config: TrainConfig) -> Iterator[str]:

@@ -301,9 +301,7 @@ class RewardSum:
                 parts[summand.label] = _finite(value, f"{sequence}: reward part {summand.label!r}")
         except RewardError:
             for each in self._asked:
-                if isinstance(
-                    each, IsolatedRule
-                ):  # a service of rewards goes on, and the name of a sequence comes again
+                if isinstance(each, IsolatedRule):  # a service of rewards goes on, and the name of a sequence comes again
                     each.forget(item.seq_id)
             raise
         return parts

@@ -96,9 +96,7 @@ def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_to
     if part.isolation is not None:
         return _isolated_rule(part, part.isolation, environment)
     if part.name == "multiple_choice":
-        return VerifierReward(
-            choices.verify, choices.expected_letter, part.answer, lambda prefix, _: choices.settled(prefix)
-        )
+        return VerifierReward(choices.verify, choices.expected_letter, part.answer, lambda prefix, _: choices.settled(prefix))
     assert part.name is not None, "check_rewards asks for it"
     name = "flexible" if part.lenient else part.name
     early = first_settled if part.name == "gsm8k_first" else None

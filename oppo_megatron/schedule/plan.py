@@ -58,6 +58,4 @@ def late_scorers(site: Site) -> frozenset[str]:
     if actor.pp > 1 or not site.listeners:
         return frozenset()
     own = set(actor.ranks)
-    return frozenset(
-        role for role, placement in site.placements.items() if role != "actor" and set(placement.ranks) <= own
-    )
+    return frozenset(role for role, placement in site.placements.items() if role != "actor" and set(placement.ranks) <= own)

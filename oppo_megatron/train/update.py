@@ -131,10 +131,7 @@ def run_update(
         shared_T = extra_T if weights is None else extra_T | _shares_of_tokens(lengths, minibatch, weights, settings)
 
         def minibatch_loss(
-            micro: MicroBatch,
-            output: Tensor,
-            num_tokens: int = int(lengths[minibatch].sum()),
-            first: bool = number == 0,
+            micro: MicroBatch, output: Tensor, num_tokens: int = int(lengths[minibatch].sum()), first: bool = number == 0
         ) -> tuple[Tensor, dict[str, Tensor]]:
             return loss(micro, output, num_tokens, first)
 

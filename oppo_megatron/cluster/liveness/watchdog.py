@@ -139,14 +139,10 @@ class Watchdog:
         answered = self._answered = {self.rank, *self.watch.alarmed}
         elsewhere = self._words_from_elsewhere(mine)
         keeper = "this rank" if self.board is None else self.board.keeper
-        message = (
-            f"{self.watch.describe(self.rank, answered, keeper, elsewhere)}; stacks of all threads are in {self.folder}"
-        )
+        message = f"{self.watch.describe(self.rank, answered, keeper, elsewhere)}; stacks of all threads are in {self.folder}"
         told = replace(mine, told=True, elsewhere=elsewhere)
         self._look(told)
-        stays = (
-            self.far is not None and self._spoken_by == self.rank
-        )  # the store may be here, and other circles still read
+        stays = self.far is not None and self._spoken_by == self.rank  # the store may be here, and other circles still read
         self._until(TOLD_S, told, lambda: not stays and self._all(lambda note: note.told or note.rank not in answered))
         self._end(message)
 

@@ -93,9 +93,7 @@ class SequenceCache(ABC):
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
         """The first `length` tokens of `source` become those of `targets`, which are open and empty; each goes on by itself."""
-        assert length <= self.length(source), (
-            f"sequence {source} has {self.length(source)} tokens to fork, not {length}"
-        )
+        assert length <= self.length(source), f"sequence {source} has {self.length(source)} tokens to fork, not {length}"
         slots = [self._slots[target] for target in targets]
         for target, slot in zip(targets, slots, strict=True):
             assert self._lengths[slot] == 0, f"sequence {target} has {self._lengths[slot]} tokens and cannot be a fork"

@@ -68,9 +68,7 @@ class PlannedSelfAttention(SelfAttention):
             return packed_seq_params.attend(self.stage_layer, q_TND, k_TGD, v_TGD, scale, self.window)
 
         if self.checkpoint_core_attention and self.training:
-            if (
-                self.num_query_groups_per_partition > 1
-            ):  # queries are a copy: as views, keys and values would keep them twice
+            if self.num_query_groups_per_partition > 1:  # queries are a copy: as views, keys and values would keep them twice
                 k, v = k.contiguous(), v.contiguous()
             out = checkpoint(attend, False, q[:, 0], k[:, 0], v[:, 0])
         else:

@@ -167,10 +167,7 @@ class _Walk:
         self.held[action.role] = what, (action.micro_batch, action.step)
 
     def _whole_chunk(self, gathered: bool) -> Iterator[Trouble]:
-        coords, unknown = (
-            self.coords_by_role.get("actor"),
-            "comes before this rank knows the whole chunk; put it behind its",
-        )
+        coords, unknown = self.coords_by_role.get("actor"), "comes before this rank knows the whole chunk; put it behind its"
         if coords is None:
             if not self.heard:
                 yield FaultKind.CAUSALITY, f"{unknown} receive"

@@ -127,9 +127,7 @@ def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, i
 
     Every rank stands for itself where classes do not divide the tensor ranks of all stages of a role alike.
     """
-    ranks = sorted(
-        {rank for role, own in replicas.items() for d in own for rank in site.placements[role].replica_ranks(d)}
-    )
+    ranks = sorted({rank for role, own in replicas.items() for d in own for rank in site.placements[role].replica_ranks(d)})
     first: dict[tuple[tuple[int, int] | None, ...], int] = {}
     classes = {}
     for rank in ranks:

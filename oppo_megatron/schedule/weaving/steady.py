@@ -89,12 +89,5 @@ def _later(action: Action, by: int) -> Action:
     if action.step is None or not by:
         return action
     return Action(
-        action.rank,
-        action.op,
-        action.role,
-        action.micro_batch,
-        action.chunk,
-        action.step + by,
-        action.payload,
-        action.peer,
+        action.rank, action.op, action.role, action.micro_batch, action.chunk, action.step + by, action.payload, action.peer
     )

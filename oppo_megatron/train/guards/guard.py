@@ -73,11 +73,11 @@ class Guard:
     @property
     def rules(self) -> Rules:
         config = self.config
-        return Rules(
-            config.guards, config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature)
-        )
+        return Rules(config.guards, config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature))
 
-    def examine(self, scored: ScoredBatch, kl_coefficient: float, seen: Moments) -> tuple[Experience, Breach | None]:
+    def examine(
+        self, scored: ScoredBatch, kl_coefficient: float, seen: Moments
+    ) -> tuple[Experience, Breach | None]:
         """The experience, and whether it may not be trained on; then its figures may be no finite numbers.
 
         `seen` are the scores of the batches before (`build_experience`).
@@ -171,7 +171,10 @@ class Guard:
         return RunDirectory(self.config.run_dir).rejected / f"step-{step}{suffix}.safetensors"
 
     def _too_many(self, breach: Breach) -> str:
-        return f"{self.in_a_row} steps in a row were skipped, more than {MAX_SKIPS}; the last because {breach.message}"
+        return (
+            f"{self.in_a_row} steps in a row were skipped, more than {MAX_SKIPS}; the "
+            f"last because {breach.message}"
+        )
 
     def _error(self, breach: Breach, evidence: Evidence, instead: str | None) -> Exception:
         """`instead`: what the run ends with, where it is not the breach alone."""

@@ -167,12 +167,7 @@ def _role(
 
 
 def _update(
-    rejected: RejectedBatch,
-    experience: Experience,
-    actor: Actor,
-    critic: Critic | None,
-    config: TrainConfig,
-    world: World,
+    rejected: RejectedBatch, experience: Experience, actor: Actor, critic: Critic | None, config: TrainConfig, world: World
 ) -> tuple[dict[str, float], Breach | None]:
     rules = Rules(config.guards, config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature))
     settings = UpdateSettings.of(config, rejected.facts.step, world.device, rejected.facts.policy_version)

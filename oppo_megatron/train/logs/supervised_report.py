@@ -58,9 +58,7 @@ class Report:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._start
 
-    def step(
-        self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None
-    ) -> None:
+    def step(self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None) -> None:
         """`saved`: what checkpoints have cost since the last step: seconds waited, bytes, seconds beside the run.
 
         `heldout`: where they were measured after the step.

@@ -25,7 +25,6 @@ from oppo_megatron.mcore.batch import Answered
 KIND = "oppo_megatron reference log-probs 1"
 KEY_BYTES = 16
 
-
 def key_of(prompt: Sequence[int], answer: Sequence[int]) -> bytes:
     """What an answer is found by."""
     length = len(prompt).to_bytes(8, "little")
