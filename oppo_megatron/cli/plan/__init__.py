@@ -77,17 +77,22 @@ def _search(task: Task, args: argparse.Namespace) -> Planned:
     from rich.console import Console
 
     from oppo_megatron.errors import ConfigError
+    from oppo_megatron.sim.search.finalists import finished
     from oppo_megatron.sim.search.planning import make_plan
     from oppo_megatron.sim.search.shortage import find_shortage
 
     begun = time.monotonic()
     with Console(stderr=True).status(f"searching plans for {task.cluster.num_ranks} ranks"):
-        planned = make_plan(
-            task, args.search, args.top, args.seed, lambda: time.monotonic() > begun + args.seconds,
-            lambda: time.monotonic() > begun + PATIENCE * args.seconds,
-        )  # fmt: skip
+
+        def out_of_time() -> bool:
+            return time.monotonic() > begun + args.seconds
+
+        def give_up() -> bool:
+            return time.monotonic() > begun + PATIENCE * args.seconds
+
+        planned = make_plan(task, args.search, args.top, args.seed, out_of_time, give_up)
         if planned.plans:
-            return planned
+            return finished(planned, args.top, out_of_time)
         if not planned.found.ended:
             raise ConfigError(
                 f"no plan that fits was found in {PATIENCE * args.seconds:g} s; raise --seconds, or lower --margin"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,18 @@ def load_task(args: argparse.Namespace) -> Task:
     config = _without_layouts(args, cluster)
     lengths = even_lengths(config)
     _check_lengths(config, args)
-    return Task(config, cluster, lengths, args.margin, _scales(args, config, cluster, lengths))
+    return Task(config, cluster, lengths, args.margin, _scales(args, config, cluster, lengths), _limits(config))
+
+
+def _limits(config: TrainConfig) -> Callable[[int], int] | None:
+    """The length of each response, as a run would force it; None where all are of full length."""
+    from oppo_megatron.config.forced_limits import ForcedLimits
+    from oppo_megatron.data.length_trace import forced_quantile
+
+    forced, most = config.debug.lengths, config.rollout.max_response_tokens
+    if forced is None:
+        return None
+    return ForcedLimits.of(forced, most, config.seed, forced_quantile(forced, most))
 
 
 def _without_layouts(args: argparse.Namespace, cluster: Cluster) -> TrainConfig:

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-WIDE = 200
+WIDE = 240
 """Columns where the output is no terminal."""
 PARTS = {
     "step": "step_s", "decode": "decode_s", "exp. scoring": "scoring_s", "update": "update_s", "exp. critic": "critic_s",
@@ -35,6 +35,12 @@ def print_record(record: Mapping[str, Any], top: int) -> None:
     )
     console.print(_plans(plans[:top], cluster))
     console.print(_roles(plans[0]))
+    first = plans[0]
+    how = "in virtual time" if first["played"] else "by prices of phases"
+    console.print(
+        f"seconds are {how}; micro-batches of {first['micro_batch_tokens']} tokens, chunks of {first['chunk']}, "
+        f"delta {first['delta']}"
+    )
     console.print(f"{record['reason']}.")
     console.print(_bound(record))
     if "as_configured" in record:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,6 +21,7 @@ from oppo_megatron.sim.search.step import Mode, Parts, StepRule
 from oppo_megatron.sim.search.table import PriceTable
 
 Kind = Literal["exact", "mcmc"]
+STRIDE = 7919
 SPARE = 8
 """Plans kept beyond those asked for."""
 
@@ -34,6 +35,13 @@ class Task:
     lengths: Sequence[int]
     margin: float = 0.1
     scales: Scales = Scales()
+    limits: Callable[[int], int] | None = None
+
+    def limit_of(self, seq_id: int) -> int:
+        """Tokens of a response: by `limits`, else each of `lengths` in turn, dealt by a stride that no batch size divides."""
+        if self.limits is not None:
+            return self.limits(seq_id)
+        return self.lengths[seq_id * STRIDE % len(self.lengths)]
 
     @property
     def budget(self) -> int:
@@ -58,12 +66,20 @@ class Task:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A plan as a configuration that passes the checks; `rank_bytes`: what `--dry-run` counts of each rank."""
+    """A plan as a configuration that passes the checks; `rank_bytes`: what `--dry-run` counts of each rank.
+
+    `parts` are of the closed form, or, where it was `played`, of steps in virtual time.
+    """
 
     plan: Plan
     config: TrainConfig
     parts: Parts
     rank_bytes: Sequence[float]
+    played: bool = False
+
+    @property
+    def step_ns(self) -> int:
+        return self.parts.total
 
     @property
     def fullest_bytes(self) -> float:

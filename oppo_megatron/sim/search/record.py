@@ -69,7 +69,12 @@ def _plan(planned: Planned, each: Confirmed) -> Record:
     roles = planned.table.roles
     return {
         "name": name_of(planned, each),
-        "step_s": each.plan.step_ns / 1e9,
+        "step_s": each.step_ns / 1e9,
+        "price_s": each.plan.step_ns / 1e9,
+        "played": each.played,
+        "chunk": each.config.overlap.chunk.tokens,
+        "delta": each.config.overlap.delta.initial if each.config.overlap.inter else 0,
+        "micro_batch_tokens": each.config.runtime.micro_batch_tokens,
         **parts,
         "fullest_rank": max(range(len(each.rank_bytes)), key=lambda rank: (each.rank_bytes[rank], -rank)),
         "fullest_gb": each.fullest_bytes / 1e9,
