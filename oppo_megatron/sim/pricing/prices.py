@@ -114,7 +114,7 @@ class Prices:
 
     def fullest_gb(self) -> float:
         """What `--dry-run` counts of the rank that holds most, in 10^9 bytes."""
-        on_cpu = self.cluster.gpu.name == "cpu"
+        on_cpu = self.cluster.gpu.on_cpu
         held = rank_memory(train_holdings(self.config, on_cpu=on_cpu))
         return max(memory.total for memory in held.values()) / 1e9
 

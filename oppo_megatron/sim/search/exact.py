@@ -142,6 +142,14 @@ class Found:
         return self.plans[0].step_ns / self.bound_ns - 1 if self.plans and self.bound_ns else 0.0
 
 
+def joined(founds: Sequence[Found]) -> Found:
+    """What several searches of parts of a space have found of all of it."""
+    plans = sorted((plan for found in founds for plan in found.plans), key=lambda plan: plan.step_ns)
+    bounds = [found.bound_ns for found in founds if found.bound_ns]
+    looked_at, ended = sum(found.looked_at for found in founds), all(found.ended for found in founds)
+    return Found(plans, min(bounds, default=0), looked_at, ended)
+
+
 class _Place(NamedTuple):
     """Homes by number, with a bound; `refined`: from layouts that fit a rank."""
 

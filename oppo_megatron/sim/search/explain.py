@@ -17,7 +17,7 @@ PARTS = {
 def bounded_by(planned: Planned, each: Confirmed) -> str:
     """The busiest ranks, where the actor waits for them, else the largest part of the actor's step."""
     if each.parts.idle > 0:
-        role, _ = planned.search.rule(each.plan.homes).busiest([option.times for option in each.plan.options])
+        role, _ = planned.rule(each.plan).busiest([option.times for option in each.plan.options])
         return f"{role}'s ranks"
     longest = max(each.parts._fields, key=lambda name: getattr(each.parts, name))
     return f"actor: {longest}"
