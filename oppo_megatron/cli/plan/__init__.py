@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo_megatron.cli.bench.common import add_length_arguments, count
+from oppo_megatron.cli.plan.loading import MARGIN
 
 if TYPE_CHECKING:
     from oppo_megatron.sim.search.planning import Planned, Task
@@ -38,7 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=count, default=5, metavar="N", help="plans to print (default 5)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of mcmc (default 1)")
     parser.add_argument(
-        "--margin", type=_margin, default=0.1, metavar="X", help="share of a rank's memory to leave free (default 0.1)"
+        "--margin",
+        type=_margin,
+        default=MARGIN,
+        metavar="X",
+        help="share of a rank's memory to leave free (default %(default)s)",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=count,
+        metavar="N",
+        help="prompts of N random tokens, in place of the configuration's data",
     )
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"default {OUT}")
     parser.add_argument(
