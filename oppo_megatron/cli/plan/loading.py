@@ -40,7 +40,8 @@ def _without_layouts(args: argparse.Namespace, cluster: Cluster) -> TrainConfig:
 
     given = [*args.overrides, *forced_lengths(args)]
     tree = read_tree(args.config, given)
-    settings = load_settings("train", args.config, [*given, *_dtype(tree, cluster), *AUTO, *_unlaid(tree)])
+    overrides = [*given, *_dtype(tree, cluster), *AUTO, *_unlaid(tree)]
+    settings = load_settings("train", args.config, overrides, inputs=False)
     assert isinstance(settings, TrainSettings), "`train` was asked for"
     return settings.with_placement(PlacementConfig(mode="single"))
 
@@ -75,9 +76,8 @@ def as_configured(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
 
     try:
         given = [*args.overrides, *forced_lengths(args)]
-        settings = load_settings(
-            "train", args.config, [*given, *_dtype(read_tree(args.config, given), planned.task.cluster)]
-        )
+        overrides = [*given, *_dtype(read_tree(args.config, given), planned.task.cluster)]
+        settings = load_settings("train", args.config, overrides, inputs=False)
     except ConfigError as error:
         return {"told": f"refused: {error.problems[0]}"}
     assert isinstance(settings, TrainSettings), "`train` was asked for"
@@ -113,7 +113,7 @@ def _scales(args: argparse.Namespace, config: TrainConfig, cluster: Cluster, len
 def _as_it_is(args: argparse.Namespace) -> TrainConfig:
     from oppo_megatron.cli.run import load_train
 
-    return load_train(args.config, [*args.overrides, *forced_lengths(args)])
+    return load_train(args.config, [*args.overrides, *forced_lengths(args)], inputs=False)
 
 
 def _measured_run(run: Path) -> tuple[TrainConfig, list[dict[str, Any]]]:

@@ -47,7 +47,7 @@ class Task:
 
     @property
     def on_cpu(self) -> bool:
-        return self.cluster.gpu.name == "cpu"
+        return self.cluster.gpu.cpu
 
     @property
     def mode(self) -> Mode:
