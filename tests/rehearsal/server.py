@@ -30,8 +30,8 @@ def main() -> None:
 
     peers = Peers()
     install(peers)
-    import oppo_megatron.train.entry  # noqa: F401  (ranks are forked with it)
-    import oppo_megatron.train.supervised  # noqa: F401
+    import oppo_megatron.train.entry
+    import oppo_megatron.train.supervised  # noqa: F401  (ranks are forked with both)
     from oppo_megatron.config.describe import SUPERVISED
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.run import TrainConfig

@@ -152,6 +152,7 @@ def test_groups_fork_their_prompts(config: Path, capsys: pytest.CaptureFixture[s
     assert "forks" not in apart and "OK" in apart
 
 
+BY_RULE = ["rewards=[{kind: verifier, name: gsm8k}]", "reward=null"]
 FILTERED = [*GROUPS, "algorithm.preset=dapo", "critic=null", "overlap.backfill=12"]
 
 
@@ -161,7 +162,7 @@ FILTERED = [*GROUPS, "algorithm.preset=dapo", "critic=null", "overlap.backfill=1
         (["--round", "2"], "in this round (decode steps 7 to 12) is judged at step 24"),
         (["--round", "3"], "in this round (decode steps 13 to 18) is judged at step 36"),
         (["--round", "5"], "by decode step 20 is judged at step 36"),
-        (["--round", "1", "rewards=[{kind: verifier, name: gsm8k}]", "reward=null"], "(decode steps 1 to 6) is judged at step 12"),
+        (["--round", "1", *BY_RULE], "in this round (decode steps 1 to 6) is judged at step 12"),
         (["--round", "1", "filter={lag: 3}"], "in this round (decode steps 1 to 6) is judged at step 48"),
     ],
 )  # fmt: skip
@@ -179,12 +180,13 @@ def test_what_a_filter_would_do_to_the_round_is_told(
 
 def test_rounds_end_where_rewards_are_asked(config: Path) -> None:
     """Chunks of 6 steps, questions for settled prefixes every 4, and prompts that may enter every 12."""
+    grouped = [*GROUPS, "algorithm.preset=dr_grpo", "critic=null", "ppo.kl.mode=none"]
     settled = ["settle={mode: predicted, every: 4}", "rewards=[{kind: verifier, name: gsm8k_first}]", "reward=null"]
     for changes, steps in (
         (settled, [4, 4, 4, 4, 4]),
         (["overlap.chunk.tokens=5", "overlap.backfill=12"], [5, 5, 2, 5, 3]),
     ):
-        loaded = load_config(TrainConfig, config, [*GROUPS, "algorithm.preset=dr_grpo", "critic=null", "ppo.kl.mode=none", *changes])
+        loaded = load_config(TrainConfig, config, [*grouped, *changes])
         assert [preview(loaded, number).round.steps for number in range(1, 6)] == steps
 
 

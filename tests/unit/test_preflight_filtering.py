@@ -75,7 +75,7 @@ def test_dapo_brings_the_backfill_that_its_filter_needs(settings: dict[str, Any]
             "no part of rewards has that name; choose from reward, gsm8k, tests.e2e.rewards:failing",
         ),
         (
-            {"filter": {"lag": 0}, "rewards": [{"kind": "model"}], "reward": {"init": {"model_type": "llama"}, "fresh_head": True}},
+            {"filter": {"lag": 0}, "rewards": [{"kind": "model"}], "reward": {"init": {"model_type": "llama"}}},
             "filter.lag is 0, but filter.metric reward needs the reward model, which reads the end of a response a period later; "
             "set filter.lag to 1 or more",
         ),
