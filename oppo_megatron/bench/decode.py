@@ -29,6 +29,7 @@ from oppo_megatron.bench.pictures import draw_decode
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.debug import DebugConfig, log_normal
 from oppo_megatron.config.explain import explain
+from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.links import Links
@@ -91,7 +92,7 @@ class DecodeWork:
         forced = debug.lengths
         assert forced is not None, "it says where sequences end"
         quantile = forced_quantile(forced, limit) or log_normal(forced)
-        return Stopping((), limit, lambda u: 1 + max(1.0, quantile(u)), seed=1)
+        return Stopping((), limit, ForcedLimits(lambda u: 1 + max(1.0, quantile(u)), limit, seed=1))
 
 
 class Peer(Protocol):

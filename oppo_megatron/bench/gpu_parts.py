@@ -23,6 +23,7 @@ from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.bench.limit import Response, decode_steps
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.debug import ForcedLengths, log_normal
+from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.model import KVLayout, ModelConfig, ParallelConfig, RuntimeConfig
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker
@@ -188,9 +189,9 @@ def _steady(
 
 def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, Any]:
     """Rounds until the last has ended; the first time, in which steps are captured, counts apart."""
-    work = bench.work
+    work, most = bench.work, bench.work.response_tokens
     lengths = log_normal(ForcedLengths(median=work.median, sigma=work.sigma))
-    rounds = _rounds(bench, model, None, "auto", Stopping((), work.response_tokens, lengths, seed=1))
+    rounds = _rounds(bench, model, None, "auto", Stopping((), most, ForcedLimits(lengths, most, seed=1)))
     assert rounds.decode is not None
 
     def to_the_ends(rollouts: Sequence[Rollout]) -> None:

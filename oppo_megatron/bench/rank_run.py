@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from oppo_megatron.bench.dry_run import DryRun
-from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows
+from oppo_megatron.chunks import GOES_ON, Chunk
 from oppo_megatron.columns import columns_of
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.records import Rollout
@@ -21,6 +21,7 @@ from oppo_megatron.schedule.checking.agreement import OwnPlan, Records
 from oppo_megatron.schedule.planning.merge import StopSignal
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Batch
+from oppo_megatron.sim.runs.loop import Growing
 
 WORD = 8
 
@@ -81,7 +82,7 @@ class RankRun(DryRun):
     def _order(self, seq_ids: Sequence[int]) -> list[int]:
         return self.slots.order(seq_ids)
 
-    def _decoded(self, planned: PlannedRound, active: Sequence[Rollout]) -> ChunkRows:
+    def _decoded(self, planned: PlannedRound, active: Sequence[Rollout]) -> Growing:
         if self.coords is not None:
             work = planned.works["actor"][self.coords.replica]
             known = columns_of(active)
@@ -96,9 +97,9 @@ class RankRun(DryRun):
         """What has finished leaves the cache."""
         self.slots.close(chunk.rows.seq_ids[chunk.rows.finish_clocks != GOES_ON].tolist())
 
-    def _retire(self, batch: Sequence[Rollout]) -> None:
+    def _retire(self, step: int, batch: Sequence[Rollout]) -> None:
         self.results.append(list(self._results(batch)))
-        super()._retire(batch)
+        super()._retire(step, batch)
 
     def _results(self, batch: Sequence[Rollout]) -> Iterator[int]:
         tokens = columns_of(batch).response_tokens

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from oppo_megatron.engine.sampler import Sampling, draw_at, uniforms_at
-from oppo_megatron.engine.uniforms import row_state
 from oppo_megatron.mcore.cuda_graphs import StepRunner
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.uniforms import row_state
 
 SMALL_BATCHES = (1, 2, 4, 8, 16, 24, 32)
 LARGE_BATCH = 16

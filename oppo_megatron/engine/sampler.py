@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.config.ppo import RolloutConfig
-from oppo_megatron.engine.uniforms import uniforms
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.records import ALONE, Members
+from oppo_megatron.uniforms import uniforms
 
 BELOW_ONE = 1 - 2.0**-24
 """A float32 times this number is the next one below it."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from oppo_megatron.chunks import FinishReason
-from oppo_megatron.config.debug import ForcedLengths, Quantile, log_normal
+from oppo_megatron.config.debug import ForcedLengths, Quantile
+from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.engine.stop_text import StopText
-from oppo_megatron.engine.uniforms import uniforms
 from oppo_megatron.token_text import Decode
-
-LENGTH_DRAW = 2**63  # stands where a token's position stands in its draw, so that no token shares the number
-KEPT_LENGTHS = 65536  # a length is asked for in every round
 
 
 @dataclass(frozen=True)
@@ -25,10 +22,8 @@ class Stopping:
 
     eos_ids: tuple[int, ...]
     max_response_tokens: int
-    forced: Quantile | None = None
-    seed: int = 0
+    forced: ForcedLimits | None = None
     text: StopText | None = None
-    _drawn: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -48,7 +43,8 @@ class Stopping:
             text = StopText(rollout.stop_texts, decode) if rollout.stop_texts and decode is not None else None
             return cls(all_ids(eos_ids, rollout.stop_token_ids), rollout.max_response_tokens, text=text)
         assert (trace is None) == (forced.trace is None), "the lengths of a trace are read before"
-        return cls((), rollout.max_response_tokens, trace or log_normal(forced), seed)
+        limits = ForcedLimits.of(forced, rollout.max_response_tokens, seed, trace)
+        return cls((), rollout.max_response_tokens, limits)
 
     def reason(self, response: Sequence[int], limit: int) -> FinishReason | None:
         """Why the response ends with its last token, if it does; `limit`: its largest length."""
@@ -60,14 +56,7 @@ class Stopping:
 
     def limit(self, seq_id: int) -> int:
         """Largest response of the sequence, in tokens; a forced one is a function of (seed, sequence id) alone."""
-        if self.forced is None:
-            return self.max_response_tokens
-        if seq_id not in self._drawn:
-            if len(self._drawn) >= KEPT_LENGTHS:
-                self._drawn.clear()
-            length = self.forced(uniforms(self.seed, [seq_id], [LENGTH_DRAW])[0])
-            self._drawn[seq_id] = min(max(round(length), 1), self.max_response_tokens)
-        return self._drawn[seq_id]
+        return self.max_response_tokens if self.forced is None else self.forced(seq_id)
 
 
 def all_ids(eos_ids: Sequence[int], stop_token_ids: Sequence[int]) -> tuple[int, ...]:

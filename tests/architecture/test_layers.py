@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "oppo_megatron"
-SHARED = {"errors", "chunks", "records", "columns", "cores", "clock", "processes", "token_text"}
+SHARED = {"errors", "chunks", "records", "columns", "cores", "clock", "processes", "token_text", "uniforms"}
 """Files of the package itself, which every room may use."""
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
@@ -40,9 +40,9 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": {"config", "control", "rewards", "data", "serving"},
     "integrations": {"config", "modeldir", "rundir", "control", "rewards", "mcore"},
     "report": {"rundir"},
-    "sim": {"config", "modeldir", "layout", "schedule"},
-    "bench": {"config", "modeldir", "rundir", "layout", "preflight", "overcommit", "control", "schedule", "data"}
-    | {"cluster", "mcore", "engine", "train", "integrations", "report"},
+    "sim": {"config", "modeldir", "rundir", "layout", "overcommit", "control", "schedule"},
+    "bench": {"config", "modeldir", "rundir", "layout", "preflight", "control", "schedule", "data"}
+    | {"cluster", "mcore", "engine", "train", "integrations", "report", "sim"},
     "cli": {"config", "modeldir", "rundir", "layout", "preflight", "schedule", "data", "cluster", "train", "policy"}
     | {"serving", "evaluation", "integrations", "report", "sim", "bench"},
 }

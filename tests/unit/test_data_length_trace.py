@@ -13,10 +13,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.debug import ForcedLengths
+from oppo_megatron.config.forced_limits import LENGTH_DRAW
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.data.length_trace import LengthTrace, forced_quantile, read_length_trace, trace_problems
 from oppo_megatron.engine.sampler import uniforms
-from oppo_megatron.engine.stopping import LENGTH_DRAW, Stopping
+from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import DataError
 
 AZURE, DEEPSEEK = "trace_azure_2023_conv.csv", "trace_servegen_deepseek_r1_hist.csv"

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.engine import sampler
 from oppo_megatron.engine.sampler import Sampling, draw, draw_at, uniforms_at
-from oppo_megatron.engine.uniforms import row_state, uniforms
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.records import Members
+from oppo_megatron.uniforms import row_state, uniforms
 
 MASK = 2**64 - 1
 EARLIER_SAMPLINGS = {

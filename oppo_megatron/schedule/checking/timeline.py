@@ -9,7 +9,7 @@ does not depend on the order in which ranks are examined.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,11 +84,26 @@ class Timeline:
         return sum(map(self.idle_s, ranks)) / total if total else 0.0
 
 
+Running = Callable[[Action, int], int]
+"""How many sequences of a decode micro-step of a replica still run; with 0 of them it is void, and takes no time."""
+
+
 def simulate(
-    schedule: Schedule, round_: Round, site: Site, costs: Costs | None = None, transport: Transport = GLOO
+    schedule: Schedule,
+    round_: Round,
+    site: Site,
+    costs: Costs | None = None,
+    transport: Transport = GLOO,
+    *,
+    begun: Mapping[int, float] | None = None,
+    running: Running | None = None,
 ) -> Timeline:
-    """Carry the schedule out in virtual time, as far as it goes."""
-    run = _Run(schedule, round_, site, costs or Costs(), transport)
+    """Carry the schedule out in virtual time, as far as it goes.
+
+    `begun`: when each rank begins its list (None: all at 0).  `running`: without it, no sequence ends within the round.
+    """
+    run = _Run(schedule, round_, site, costs or Costs(), transport, running)
+    run.clock.update(begun or {})
     while run.ready:
         rank = run.ready.popleft()
         while (woken := run.advance(rank)) is not None:
@@ -135,7 +150,9 @@ class _Run:
     communicators are made.
     """
 
-    def __init__(self, schedule: Schedule, round_: Round, site: Site, costs: Costs, transport: Transport):
+    def __init__(
+        self, schedule: Schedule, round_: Round, site: Site, costs: Costs, transport: Transport, running: Running | None
+    ):
         ranks = sorted({*schedule.actions, *site.ranks})
         self.lists = {rank: schedule.of(rank) for rank in ranks}
         self.position = dict.fromkeys(ranks, 0)
@@ -145,7 +162,7 @@ class _Run:
         self.ready, self.transport, self.holds = deque(ranks), transport, transport.holds
         self.taken: dict[Link, list[float]] = defaultdict(list)
         self.made: set[Hashable] = set()
-        self.round, self.costs, self.actor_ranks = round_, costs, site.placements["actor"].ranks
+        self.round, self.costs, self.running, self.actor_ranks = round_, costs, running, site.placements["actor"].ranks
         self.coords_by_role = {
             (role, rank): coords for rank in site.ranks for role, coords in coordinates_at(site, rank).items()
         }
@@ -277,10 +294,10 @@ class _Run:
             return self.costs.message_s
         coords = self.coords_by_role[action.role, action.rank]
         batch = batch_of(self.round, action, coords.replica)
-        if action.op is Op.DECODE:
-            return self.costs.decode_at(coords.stage)(len(batch))
-        if action.op is Op.SAMPLE:
-            return self.costs.sample(len(batch))
+        if action.op in (Op.DECODE, Op.SAMPLE):
+            size = len(batch) if self.running is None else self.running(action, coords.replica)
+            line = self.costs.decode_at(coords.stage) if action.op is Op.DECODE else self.costs.sample
+            return line(size) if size else 0.0
         if action.op is Op.PREFILL:
             return self.costs.prefill_at(action.role, coords.stage)(sum(growth.new for growth in batch))
         return self.costs.score(sum(growth.rows for growth in batch))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from oppo_megatron.columns import Bools, Ints, columns_of
+from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import packed_in_order
 from oppo_megatron.schedule.planning.ledger import ABSENT
@@ -67,13 +67,15 @@ class ReplicaWork:
 class Book:
     """What the books of all roles have: `slots` of each replica's cache, and who has one; `most`: of a group (None: all).
 
-    `prefilled_tokens` counts what prefills were planned to compute, and `forked_tokens` what forks have saved, on all replicas.
+    `prefilled` [3, replicas] counts what prefills were planned to compute: tokens, sequences (once a round) and outputs;
+    `forked_tokens` what forks have saved, on all replicas.
     """
 
     def __init__(
         self, replicas: int, slots: int, columns: Mapping[str, int], groups: Grouping, most: int | None = None
     ):
-        self.slots, self.groups, self.forked_tokens, self.prefilled_tokens = slots, groups, 0, 0
+        self.slots, self.groups, self.forked_tokens = slots, groups, 0
+        self.prefilled = np.zeros((3, replicas), dtype=np.int64)
         self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most)
         self._ledger = self._replicas.ledger
         self._num_open = np.zeros(replicas, dtype=np.int64)
@@ -83,11 +85,16 @@ class Book:
         """Replicas."""
         return len(self._num_open)
 
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens that prefills were planned to compute so far, on all replicas."""
+        return int(self.prefilled[0].sum())
+
     def replica(self, seq_id: int) -> int:
         """The replica that the sequence belongs to, once a round with it has been planned."""
         return self._replicas.of(seq_id)
 
-    def homes(self, rollouts: Sequence[Rollout]) -> Ints:
+    def homes(self, rollouts: Sequence[Rollout] | Columns) -> Ints:
         """The replica of each, once a round with it has been planned."""
         return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
 
@@ -133,6 +140,11 @@ class Book:
 
     def _count(self, rows: Ints, each: int) -> None:
         self._num_open += each * np.bincount(self._ledger[REPLICA][rows], minlength=len(self))
+
+    def _tally(self, homes: Ints, tokens: Ints, outputs: Ints) -> None:
+        """Each sequence that is prefilled, at its replica."""
+        weights = (tokens, tokens > 0, outputs)
+        self.prefilled += np.stack([np.bincount(homes, each, len(self)) for each in weights]).astype(np.int64)
 
     def _stamp(self, rows: Ints) -> None:
         self._ledger[OPENED][rows] = np.arange(self._num_opened, self._num_opened + len(rows))

@@ -96,7 +96,7 @@ class ScoringBook(Book):
         self._fork(columns, rows, ours)
         table = self._grow(columns, rows)
         grows = table.new > 0
-        self.prefilled_tokens += int(table.new[grows].sum())
+        self._tally(homes[grows], table.new[grows], table.rows[grows])
         for replica, work in ours.items():
             here = homes == replica
             work.prefill = packed(table.at(np.flatnonzero(here & grows)), work.fork, budget)
@@ -265,7 +265,7 @@ class ActorBook(Book):
         forked = sources != ABSENT
         self.forked_tokens += int(depth[forked].sum())
         cached = np.where(forked, depth, cached)
-        self.prefilled_tokens += int((due - cached)[running].sum())
+        self._tally(homes[running], (due - cached)[running], none[running])
         decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
         again = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
         for replica, work in ours.items():

@@ -51,6 +51,20 @@ class PlannedRound:
     works: Mapping[str, Sequence[ReplicaWork]]
     schedule: Schedule
 
+    @property
+    def steps(self) -> int:
+        """Decode steps."""
+        return self.round.steps
+
+
+@dataclass(frozen=True)
+class BookedRound:
+    """What the books give a round: its decode steps, what it asks of each replica of each role, and how that is cut."""
+
+    steps: int
+    works: Mapping[str, Sequence[ReplicaWork]]
+    cut: Cut
+
 
 @dataclass
 class RoundPlanner:
@@ -95,6 +109,30 @@ class RoundPlanner:
         Roles whose outputs do not outlive the step read the sequences of `readable` alone; null: all.  Raises ScheduleError
         where the round cannot be carried out.
         """
+        booked = self.book(decode, score, chunk, order, readable)
+        works, actor = booked.works, booked.works.get("actor", [])
+        round_ = Round(
+            index,
+            booked.steps,
+            tuple(tuple(work.decode) for work in actor),
+            {name: tuple(tuple(w.prefill) for w in replicas) for name, replicas in works.items()},
+            {n: tuple(tuple(w.fork) for w in own) for n, own in works.items() if any(w.fork for w in own)},
+        )
+        budgets = self._budgets(works)
+        require_room(round_, budgets)
+        ours = {name: list(own.values()) for name, own in budgets.items()}
+        return PlannedRound(round_, works, self._schedule(round_, ours))
+
+    @uncollected()
+    def book(
+        self,
+        decode: Sequence[Rollout],
+        score: Sequence[Rollout],
+        chunk: int,
+        order: Order,
+        readable: Ints | None = None,
+    ) -> BookedRound:
+        """The first half of `plan`: the books give the round's work, and count it as done; no order of it is made."""
         active = columns_of(decode)
         read = self._read(columns_of(score), readable, decodes=bool(decode))
         unread = {name: self.scorers[name].unread(columns) for name, columns in read.items()}
@@ -107,18 +145,7 @@ class RoundPlanner:
             )
         if score:
             works |= {n: book.plan(unread[n], cut.prefill_tokens, self._own(n)) for n, book in self.scorers.items()}
-        actor = works.get("actor", [])
-        round_ = Round(
-            index,
-            steps,
-            tuple(tuple(work.decode) for work in actor),
-            {name: tuple(tuple(w.prefill) for w in replicas) for name, replicas in works.items()},
-            {n: tuple(tuple(w.fork) for w in own) for n, own in works.items() if any(w.fork for w in own)},
-        )
-        budgets = self._budgets(works)
-        require_room(round_, budgets)
-        ours = {name: list(own.values()) for name, own in budgets.items()}
-        return PlannedRound(round_, works, self._schedule(round_, ours))
+        return BookedRound(steps, works, cut)
 
     def owes(self, rollouts: Sequence[Rollout]) -> bool:
         """Whether a scorer, on any rank, has not read all of the rollouts."""

@@ -1,0 +1,34 @@
+"""Lengths at which responses end in place of EOS, by sequence (`debug.forced_lengths`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from oppo_megatron.config.debug import ForcedLengths, Quantile, log_normal
+from oppo_megatron.uniforms import uniforms
+
+LENGTH_DRAW = 2**63  # stands where a token's position stands in its draw, so that no token shares the number
+KEPT_LENGTHS = 65536  # a length is asked for in every round
+
+
+@dataclass(frozen=True)
+class ForcedLimits:
+    """The forced length of each sequence, from 1 to `most` tokens: a function of (seed, sequence id) alone."""
+
+    quantile: Quantile
+    most: int
+    seed: int
+    _drawn: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, forced: ForcedLengths, most: int, seed: int, trace: Quantile | None = None) -> ForcedLimits:
+        """`trace` has the lengths of the file that `forced` names, where it names one."""
+        return cls(trace or log_normal(forced), most, seed)
+
+    def __call__(self, seq_id: int) -> int:
+        if seq_id not in self._drawn:
+            if len(self._drawn) >= KEPT_LENGTHS:
+                self._drawn.clear()
+            length = self.quantile(uniforms(self.seed, [seq_id], [LENGTH_DRAW])[0])
+            self._drawn[seq_id] = min(max(round(length), 1), self.most)
+        return self._drawn[seq_id]

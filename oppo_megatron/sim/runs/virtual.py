@@ -1,0 +1,278 @@
+"""A run in virtual time: the product's own buffer, scheduler, controllers and round planner, with seconds from a cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from oppo_megatron.columns import Ints
+from oppo_megatron.config.derived import batch_rows
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.placements import role_placements, training_placements
+from oppo_megatron.records import Decision, Rollout, StepSignals
+from oppo_megatron.rundir.trace import Span
+from oppo_megatron.schedule.plan import plan_step, round_generator
+from oppo_megatron.schedule.planning.new_planner import new_planner
+from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.scoring_delay import scoring_delay
+from oppo_megatron.schedule.weaving.costs import Linear
+from oppo_megatron.sim.runs.laps import Laps
+from oppo_megatron.sim.runs.loop import PureLoop, Recorded, StepEnd, made_up_prompts
+from oppo_megatron.sim.runs.ordered import Ordered
+from oppo_megatron.sim.runs.played import Floats, Played
+from oppo_megatron.sim.runs.step_costs import StepCosts
+from oppo_megatron.sim.runs.units import Units
+
+Fidelity = Literal["laps", "actions"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the seconds of a step go, on the actor's output rank; they add up to the step.
+
+    `decode_s` is its rounds without its own scoring in them.
+    """
+
+    decode_s: float
+    score_exposed_s: float
+    update_s: float
+    critic_exposed_s: float
+    reallocate_s: float
+    idle_s: float
+
+
+@dataclass(frozen=True)
+class VirtualStep:
+    """One step: `seq_ids`, `lengths` (response tokens) and `deferrals` are of what is trained, in the batch's order.
+
+    `clock` is the logical clock after the step, `chunk_tokens` and `delta` those in force in it; `tokens` are decoded,
+    `idle_s` the seconds that each side waits.  `begun_s`: virtual seconds since the run began.
+    """
+
+    step: int
+    begun_s: float
+    step_s: float
+    parts: Parts
+    decode_steps: int
+    clock: int
+    delta: int
+    chunk_tokens: int
+    seq_ids: Ints
+    lengths: Ints
+    deferrals: Ints
+    tokens: int
+    facts: Mapping[str, Any] = field(repr=False)
+    """Further fields of the step's line in metrics.jsonl, by name."""
+
+
+@dataclass
+class _Times:
+    """Of the step under way: when it began on the actor's output rank, and what its rounds took there and at the scorers.
+
+    `arrivals` and `work` are those of `scoring_delay`, since all ranks met for the scores of the step before.
+    """
+
+    begun: float
+    met: float
+    decode_s: float = 0.0
+    drain_s: float = 0.0
+    own_score_s: float = 0.0
+    own_drain_s: float = 0.0
+    busy_s: float = 0.0
+    scorer_idle_s: float = 0.0
+    tokens: int = 0
+    prefilled: int = 0
+    forked: int = 0
+    wait_s: float = 0.0
+    critic_delay_s: float = 0.0
+    lag_s: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    work: list[float] = field(default_factory=list)
+    law: DecodeLaw = field(default_factory=DecodeLaw)
+
+
+class Rounds(Protocol):
+    """One of the fidelities."""
+
+    def plan(
+        self, index: int, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None
+    ) -> Any:
+        """Plan a round; the books advance."""
+
+    def play(self, done: Recorded[Any], begun: Floats) -> Played:
+        """How it went, each unit having begun it at `begun` [U]."""
+
+
+class VirtualRun(PureLoop[Any]):
+    """`config` in virtual time, by `costs`; `lengths(seq_id)` are the tokens of each response, 1 to the limit.
+
+    `prompt_tokens`: of all prompts, or of each, over and over again.  `signals`: what delta's controller is shown in a step in
+    place of no reward and nothing stale.  The prompts end with the configuration's last step, `endless` ones never.  Of the first `traced_steps`, `spans` has what
+    each rank did; by laps, the first rank of each unit stands for it.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        costs: StepCosts,
+        lengths: Callable[[int], int],
+        fidelity: Fidelity = "laps",
+        *,
+        prompt_tokens: int | Sequence[int] | None = None,
+        signals: Callable[[int, StepSignals], StepSignals] | None = None,
+        endless: bool = False,
+        traced_steps: int = 0,
+    ):
+        self.costs, self.site, self.signals = costs, Site(role_placements(config)), signals
+        if prompt_tokens is None:
+            prompt_tokens = max(1, config.data.max_prompt_tokens // 2)
+        generator = round_generator(config.overlap, self.site)
+        laps = fidelity == "laps"
+        rank = self.site.source if laps else None
+        planner = new_planner(config, self.site, generator, lengths, costs=costs.actions, rank=rank)
+        count = None if endless or config.steps is None else config.steps * batch_rows(config)
+        super().__init__(config, made_up_prompts(prompt_tokens, count), lengths, planner)
+        self.units = Units.of(self.site, single=not laps)
+        self.rounds: Rounds = (Laps if laps else Ordered)(planner, self.units, costs.actions, costs.round_s)
+        self.now: Floats = np.zeros(len(self.units))
+        self.plan, self._last_update_s = plan_step(config), 0.0  # of the critic
+        self._shares = bool((self.units.holds("actor") & self.units.holds("critic")).any())
+        self._replicas_trained = training_placements(config)["actor"].dp
+        self._times = _Times(0.0, 0.0)
+        self._ended: list[VirtualStep] = []
+        self.traced_steps, self.spans = traced_steps, list[Span]()
+
+    def steps(self, count: int) -> Iterator[VirtualStep]:
+        """The first `count` steps, or as many as the prompts last for.  Raises ConfigError below one."""
+        if count < 1:
+            raise ConfigError(f"{count} steps are asked for; ask for 1 or more")
+        for rounds in self._steps():
+            self._times = self._begin()
+            for _ in rounds:
+                pass
+            yield self._ended.pop()
+            count -= 1
+            if not count:
+                return
+
+    def _begin(self) -> _Times:
+        times = _Times(float(self.now[self.units.source]), self._times.met)
+        times.work.append(float(self.now[self.units.scorer]) - times.met)
+        times.prefilled, times.forked = self.planner.prefilled_tokens, self.planner.forked_tokens
+        return times
+
+    def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None) -> Any:
+        return self.rounds.plan(self.num_rounds, active, score, chunk, readable)
+
+    def _recorded(self, done: Recorded[Any]) -> None:
+        played, times, source, scorer = self.rounds.play(done, self.now), self._times, self.units.source, self.units.scorer
+        seconds = float(played.ends[source] - self.now[source])
+        own_s = float(played.scored[source])
+        times.busy_s += float(played.scored[scorer])
+        times.scorer_idle_s += float(played.waited[scorer])
+        times.work.append(float(played.ends[scorer] - self.now[scorer] - played.waited[scorer]))
+        times.own_score_s += own_s
+        if done.chunk is None:
+            times.drain_s += seconds
+            times.own_drain_s += own_s
+        else:
+            tokens = done.chunk.rows.num_tokens
+            times.decode_s += seconds
+            times.tokens += tokens
+            if times.arrivals:  # the first round reads the step's prompts, too
+                times.law.add(done.chunk.clock - done.begun, tokens, seconds)
+            assert played.arrived is not None
+            times.arrivals.append(played.arrived - times.met)
+        self.now = played.ends
+        if done.step <= self.traced_steps:
+            self.spans += [Span(p.rank, p.role, p.name, done.step, p.start, p.end) for p in played.pieces()]
+
+    def _trace(self, step: int, role: str, name: str, starts: Floats, ends: Floats) -> None:
+        """A span on every unit for which it lasts."""
+        if step <= self.traced_steps:
+            found = zip(self.units.first.tolist(), starts.tolist(), ends.tolist(), strict=True)
+            self.spans += [Span(rank, role, name, step, start, end) for rank, start, end in found if end > start]
+
+    def _signals(self, step: int, signals: StepSignals) -> StepSignals:
+        return signals if self.signals is None else self.signals(step, signals)
+
+    def _cost(self, end: StepEnd) -> StepCost:
+        """All ranks meet for the scores: until then the step has cost this, without what of the update was made ahead."""
+        times, ahead_s = self._times, self._ahead_s(end)
+        arrived = self.now + ahead_s * self.units.holds("actor")
+        times.met = float(arrived.max())
+        times.wait_s = times.met - float(arrived[self.units.source])
+        times.critic_delay_s = self._critic_delay(times)
+        holds, met = self.units.holds("actor"), np.full(len(self.units), times.met)
+        self._trace(end.step, "actor", "update", self.now, np.where(holds, arrived, self.now))
+        self._trace(end.step, "actor", "wait_scores", arrived, np.where(holds, met, arrived))
+        self._trace(end.step, "scorer", "send", arrived, np.where(holds, arrived, met))
+        return StepCost(times.met - times.begun - ahead_s, end.occupancy.num_steps, times.tokens, times.law)
+
+    def _critic_delay(self, times: _Times) -> float:
+        """Of the wait for scores, what the critic's update of the step before has held them up by."""
+        if self._last_update_s == 0 or self.plan.wait_for_critic or self._shares:
+            return 0.0
+        return min(times.wait_s, scoring_delay(self._last_update_s, times.work, times.arrivals))
+
+    def _ahead_s(self, end: StepEnd) -> float:
+        """Of the actor's update, the part that needs no scores: a forward pass of its first micro-batch."""
+        if not (self.plan.forward_ahead and self.trains_actor(end.step)):
+            return 0.0
+        lines = self.costs.actions.prefill_of("actor")
+        lines = (lines,) if isinstance(lines, Linear) else lines
+        share = int(end.batch.num_tokens.sum()) // (self.config.ppo.minibatches * self._replicas_trained)
+        tokens = min(share, self.config.runtime.micro_batch_tokens)
+        return min(self._actor_update_s(end), sum(line(tokens) for line in lines))
+
+    def _actor_update_s(self, end: StepEnd) -> float:
+        tokens = int(end.batch.response_tokens.sum())
+        return self.costs.update_s("actor", tokens) if self.trains_actor(end.step) else 0.0
+
+    def _decided(self, end: StepEnd, delta: Decision, chunk: Decision | None) -> None:
+        """The updates are made, and the step ends."""
+        times, units, source = self._times, self.units, self.units.source
+        tokens = int(end.batch.response_tokens.sum())
+        actor_s, critic_s = self._actor_update_s(end), self.costs.update_s("critic", tokens)
+        moved_s = self.costs.moves.get("actor", 0.0) if self.trains_actor(end.step) else 0.0
+        met, own_critic = np.full(len(units), times.met), self.costs.moves.get("critic", 0.0) + critic_s
+        updated = met + units.holds("actor") * (actor_s - self._ahead_s(end) + moved_s)
+        ends = updated + units.holds("critic") * own_critic
+        self._trace(end.step, "actor", "update", met, updated)
+        self._trace(end.step, "critic", "update", updated, ends)
+        waited_s = float(ends.max() - ends[source]) if self.plan.wait_for_critic else 0.0
+        times.lag_s = float(ends.max() - ends[source]) - waited_s
+        self.now = (np.full(len(units), ends.max()) if self.plan.wait_for_critic else ends) + self.costs.step_s
+        self._last_update_s = own_critic
+        step_s = float(self.now[source]) - times.begun
+        own_critic_s = own_critic if units.holds("critic")[source] else 0.0
+        scored_s = times.own_score_s + times.wait_s - times.critic_delay_s
+        decode_s = times.decode_s - (times.own_score_s - times.own_drain_s)
+        spent = decode_s, scored_s, actor_s, times.critic_delay_s + waited_s + own_critic_s, moved_s
+        parts = Parts(*spent, round(step_s - sum(spent), 12) + 0.0)  # no last bits of the sums
+        facts = {"delta_reason": delta.reason, "chunk_reason": chunk.reason if chunk else "", "critic_update_s": own_critic}
+        self._ended.append(
+            VirtualStep(
+                end.step, times.begun, step_s, parts, end.occupancy.num_steps, end.clock, end.delta, end.chunk_tokens,
+                end.batch.seq_ids, end.batch.response_tokens, end.deferrals, times.tokens,
+                facts | self._facts(end, times) | {"wait_update_s": waited_s},
+            )
+        )  # fmt: skip
+
+    def _facts(self, end: StepEnd, times: _Times) -> dict[str, Any]:
+        own_s = times.own_score_s if self.site.placements["actor"].pp == 1 else times.own_drain_s
+        return {
+            "decode_s": times.decode_s, "score_busy_s": times.busy_s, "scorer_idle_s": times.scorer_idle_s,
+            "score_exposed_s": own_s + times.wait_s - times.critic_delay_s, "wait_scores_s": times.wait_s,
+            "critic_delay_s": times.critic_delay_s, "lag_s": times.lag_s, "shares_ranks": self._shares,
+            "prefilled_tokens": self.planner.prefilled_tokens - times.prefilled,
+            "forked_tokens": self.planner.forked_tokens - times.forked,
+            "tail_waste": end.occupancy.tail_waste, "length_gap": end.length_gap, "backfilled": end.backfilled,
+            "carried": len(end.carried.seq_ids), "carried_finished": int(end.carried.finished.sum()),
+            "carried_tokens": int(end.carried.response_tokens.sum()),
+        }  # fmt: skip
