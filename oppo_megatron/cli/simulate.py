@@ -95,7 +95,7 @@ def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
     from oppo_megatron.config.modes import switched
     from oppo_megatron.errors import ConfigError
 
-    config = load_train(args.config, [*args.overrides, *forced_lengths(args), *variant.overrides])
+    config = load_train(args.config, [*args.overrides, *forced_lengths(args), *variant.overrides], inputs=False)
     longest, forced = config.data.max_prompt_tokens, config.debug.lengths
     if args.prompt_tokens is not None and not 1 <= args.prompt_tokens <= longest:
         raise ConfigError(f"--prompt-tokens {args.prompt_tokens}: prompts have 1 to data.max_prompt_tokens = {longest}")

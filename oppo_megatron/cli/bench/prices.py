@@ -42,7 +42,7 @@ def _prices(args: argparse.Namespace) -> int:
 
     if args.costs is not None:
         refuse_figures(args.costs)
-    config = load_train(args.config, [*args.overrides, *forced_lengths(args)])
+    config = load_train(args.config, [*args.overrides, *forced_lengths(args)], inputs=False)
     cluster, lengths = read_cluster(args.cluster), even_lengths(config)
     prices = Prices(config, cluster, Decoding(config.data.max_prompt_tokens, lengths))
     rows = list(prices.rows())

@@ -28,16 +28,8 @@ def load_task(args: argparse.Namespace) -> Task:
 
 
 def given_settings(args: argparse.Namespace) -> list[str]:
-    """Overrides of the command line, with what --trace, --lognormal and --prompt-tokens stand for."""
-    prompts = [] if args.prompt_tokens is None else _random_prompts(args.out / "inputs", args.prompt_tokens)
-    return [*args.overrides, *forced_lengths(args), *prompts]
-
-
-def _random_prompts(folder: Path, tokens: int) -> list[str]:
-    from oppo_megatron.data.random_prompts import write_random_prompts
-
-    tokenizer, prompts = write_random_prompts(folder, tokens)
-    return [f"tokenizer.path={tokenizer}", f"data.path={prompts}", f"data.max_prompt_tokens={tokens}"]
+    """Overrides of the command line, with what --trace or --lognormal stands for."""
+    return [*args.overrides, *forced_lengths(args)]
 
 
 def task_of(
@@ -73,7 +65,8 @@ def _without_layouts(path: Path, given: Sequence[str], cluster: Cluster) -> Trai
     from oppo_megatron.config.run import TrainSettings
 
     tree = read_tree(path, given)
-    settings = load_settings("train", path, [*given, *_dtype(tree, cluster), *AUTO, *_unlaid(tree)])
+    overrides = [*given, *_dtype(tree, cluster), *AUTO, *_unlaid(tree)]
+    settings = load_settings("train", path, overrides, inputs=False)
     assert isinstance(settings, TrainSettings), "`train` was asked for"
     return settings.with_placement(PlacementConfig(mode="single"))
 
@@ -82,7 +75,7 @@ def _dtype(tree: Mapping[Any, Any], cluster: Cluster) -> Iterator[str]:
     """The default type on the cluster, not on this machine."""
     runtime = tree.get("runtime")
     if not isinstance(runtime, Mapping) or runtime.get("dtype") is None:
-        yield f"runtime.dtype={'float32' if cluster.gpu.on_cpu else 'bfloat16'}"
+        yield f"runtime.dtype={'float32' if cluster.gpu.cpu else 'bfloat16'}"
 
 
 def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:
@@ -108,9 +101,8 @@ def as_configured(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
 
     try:
         given = given_settings(args)
-        settings = load_settings(
-            "train", args.config, [*given, *_dtype(read_tree(args.config, given), planned.task.cluster)]
-        )
+        overrides = [*given, *_dtype(read_tree(args.config, given), planned.task.cluster)]
+        settings = load_settings("train", args.config, overrides, inputs=False)
     except ConfigError as error:
         return {"told": f"refused: {error.problems[0]}"}
     assert isinstance(settings, TrainSettings), "`train` was asked for"
@@ -146,7 +138,7 @@ def _scales(args: argparse.Namespace, task: Task) -> Scales:
 def _as_it_is(args: argparse.Namespace) -> TrainConfig:
     from oppo_megatron.cli.run import load_train
 
-    return load_train(args.config, given_settings(args))
+    return load_train(args.config, given_settings(args), inputs=False)
 
 
 def _measured_run(run: Path) -> tuple[TrainConfig, list[dict[str, Any]]]:

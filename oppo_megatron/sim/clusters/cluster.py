@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from oppo_megatron.sim.clusters.gpus import Gpu
 from oppo_megatron.sim.clusters.links import Between, Inside
@@ -12,13 +12,17 @@ from oppo_megatron.sim.clusters.sources import Source
 
 @dataclass(frozen=True)
 class Cluster:
-    """`between` is None where there is one node.  Ranks are numbered node by node."""
+    """`between` is None where there is one node.  Ranks are numbered node by node.
+
+    `threads`: of cores, how many times as fast a rank with so many of them is as one with a single one.
+    """
 
     nodes: int
     gpus_per_node: int
     gpu: Gpu
     inside: Inside
     between: Between | None = None
+    threads: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -26,6 +30,15 @@ class Cluster:
 
     def node_of(self, rank: int) -> int:
         return rank // self.gpus_per_node
+
+    def with_threads(self, threads: int) -> Cluster:
+        """The cluster whose ranks have so many cores each, as far as was measured; a GPU is what it is."""
+        counts = [count for count in self.threads if count <= threads]
+        if not self.gpu.cpu or not counts:
+            return self
+        times = self.threads[max(counts)]
+        faster = replace(self.gpu, flops=times * self.gpu.flops, bytes_per_s=times * self.gpu.bytes_per_s)
+        return replace(self, gpu=faster)
 
     def sources(self) -> Iterator[tuple[str, Source]]:
         """The source of every constant, by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import fmean
 
 from oppo_megatron.config.derived import minibatch_rows
@@ -83,6 +84,13 @@ class Prices:
                 f"({self.cluster.nodes} x {self.cluster.gpus_per_node}); add nodes, or take a smaller layout"
             )
 
+    @cached_property
+    def machine(self) -> Cluster:
+        """The cluster, with the cores that each rank of the configuration has."""
+        cores = self.cluster.gpus_per_node
+        threads = self.config.runtime.threads_per_rank or cores // min(world_size(self.config), cores)
+        return self.cluster.with_threads(threads)
+
     @property
     def work(self) -> StepWork:
         return StepWork(self.config, self.decoding)
@@ -91,7 +99,7 @@ class Prices:
         """The roles as they decode and score."""
         placements = role_placements(self.config)
         return {
-            name: LaidModel(self.cluster, read_hf_config(role), name in SCALAR_ROLES, placements[name])
+            name: LaidModel(self.machine, read_hf_config(role), name in SCALAR_ROLES, placements[name])
             for name, role in named_roles(self.config).items()
         }
 
@@ -114,7 +122,7 @@ class Prices:
 
     def fullest_gb(self) -> float:
         """What `--dry-run` counts of the rank that holds most, in 10^9 bytes."""
-        on_cpu = self.cluster.gpu.on_cpu
+        on_cpu = self.cluster.gpu.cpu
         held = rank_memory(train_holdings(self.config, on_cpu=on_cpu))
         return max(memory.total for memory in held.values()) / 1e9
 

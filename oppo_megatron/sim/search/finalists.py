@@ -10,7 +10,6 @@ from dataclasses import replace
 from statistics import fmean
 
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.placements import world_size
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
 from oppo_megatron.sim.events.dataflow import nanoseconds
 from oppo_megatron.sim.pricing.prices import Prices
@@ -79,8 +78,7 @@ def tuned(task: Task, each: Confirmed) -> Confirmed:
 
 def step_costs(task: Task, config: TrainConfig) -> StepCosts:
     """By the laws, times what a run has measured of them."""
-    cluster = task.on(world_size(config)).cluster
-    costs = cluster_costs(config, cluster, config.data.max_prompt_tokens, task.lengths)
+    costs = cluster_costs(config, task.cluster, config.data.max_prompt_tokens, task.lengths)
     scales = task.scales
     return replace(
         costs,
@@ -102,9 +100,7 @@ def _variants(task: Task, best: Confirmed, settings: list[tuple[str, int]]) -> I
 
 def _chunks(task: Task, best: Confirmed) -> list[tuple[str, int]]:
     longest = max(task.lengths)
-    middle = chosen_chunk(
-        Prices(best.config, task.on(world_size(best.config)).cluster, task.decoding), best.plan.options, longest
-    )
+    middle = chosen_chunk(Prices(best.config, task.cluster, task.decoding), best.plan.options, longest)
     own = best.config.overlap.chunk.tokens
     return [("chunk", size) for size in sorted({max(1, middle // 2), middle, min(longest, 2 * middle)} - {own})]
 
