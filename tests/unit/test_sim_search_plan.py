@@ -17,6 +17,7 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.cli.run import load_train
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.layout.placements import layout_tree, named_roles, role_placements
@@ -25,9 +26,13 @@ from oppo_megatron.schedule.weaving.costs_file import read_costs
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.gpus import GPUS
 from oppo_megatron.sim.clusters.links import INSIDE, Between
-from oppo_megatron.sim.clusters.sources import published
+from oppo_megatron.sim.clusters.sources import assumed, published
+from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.prices import Prices
 from oppo_megatron.sim.published.tables import PLANS, SHAPES, PublishedPlan
+from oppo_megatron.sim.search.calibration import scales_of_run
 from oppo_megatron.sim.search.exact import never
+from oppo_megatron.sim.search.fitted import beyond_fits
 from oppo_megatron.sim.search.planning import Planned, Task, make_plan
 
 SMALL = {
@@ -299,3 +304,35 @@ def test_table_2_is_refused_on_80_gb(described: Path, capsys: pytest.CaptureFixt
     assert main([*PLAN, "--seconds", "3"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"refused, for it needs {needed / 1e9:.1f} GB on rank" in out and "GB are missing" in out
+
+
+@pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
+def test_a_run_twice_as_slow_as_the_laws_doubles_them(mode: str) -> None:
+    given = config(placement={"mode": mode, "actor": {"dp": 2}})
+    length, count = 300, 32
+    laws = {(p.role, p.phase): p.seconds for p in Prices(given, CLUSTER, Decoding(256, [length] * count)).rows()}
+    scoring = 2 * sum(seconds for (_, phase), seconds in laws.items() if phase == "score")
+    line = {
+        "step_s": 1.0, "trained_len_mean": float(length), "score_busy_s": scoring,
+        "train_s": 2 * laws["actor", "update"], "critic_update_s": 2 * laws["critic", "update"],
+        "decode_s": 2 * (laws["actor", "prompts"] + laws["actor", "decode"]) + scoring * (mode == "colocated"),
+    }  # fmt: skip
+    scales = scales_of_run(given, [{**line, "step_s": 9.0, "train_s": 99.0}, line, line], CLUSTER, "a run")
+    assert scales.serving == pytest.approx(dict.fromkeys(("actor", "reference", "critic", "reward"), 2.0))
+    assert scales.update == pytest.approx({"actor": 2.0, "critic": 2.0}) and "2 steps" in scales.source
+    task = Task(given, CLUSTER, [length] * count)
+    plain, scaled = (make_plan(each, "exact", 1, 1, never, never) for each in (task, replace(task, scales=scales)))
+    assert scaled.found.plans[0].step_ns == pytest.approx(2 * plain.found.plans[0].step_ns, rel=0.01)
+    with pytest.raises(ConfigError, match="no finished step"):
+        scales_of_run(given, [], CLUSTER, "a run")
+
+
+def test_what_lies_beyond_the_fits_is_said() -> None:
+    told = beyond_fits(Task(config(runtime={"device": "cpu", "micro_batch_tokens": 65536}), CLUSTER, LENGTHS), config())
+    assert told == []
+    large = config(runtime={"device": "cpu", "dtype": "bfloat16", "micro_batch_tokens": 65536})
+    assert "65536 tokens" in beyond_fits(Task(large, CLUSTER, LENGTHS), large)[0]
+    by_numbers = replace(CLUSTER, gpu=replace(CLUSTER.gpu, sources={"efficiencies": assumed("as an h100's")}))
+    assert "no layers of such a processor" in beyond_fits(Task(config(), by_numbers, LENGTHS), config())[0]
+    few = config(runtime={"device": "cpu", "dtype": "bfloat16", "kv_cache_mb": 32})
+    assert "the others wait" in beyond_fits(Task(few, CLUSTER, LENGTHS), few)[0]
