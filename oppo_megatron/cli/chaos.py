@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from oppo_megatron.cli.bench.common import count
+from oppo_megatron.cli.lengths import count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

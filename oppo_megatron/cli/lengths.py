@@ -1,8 +1,11 @@
-"""Response lengths of a batch that is predicted, not run."""
+"""Lengths of responses on the command line, and those of a batch that is predicted, not run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainConfig
@@ -19,3 +22,59 @@ def even_lengths(config: TrainConfig) -> list[int]:
         return [most] * count
     quantile = forced_quantile(forced, most) or log_normal(forced)
     return [max(1, min(most, round(quantile((i + 0.5) / count)))) for i in range(count)]
+
+
+def add_length_arguments(parser: argparse.ArgumentParser) -> None:
+    """How long responses are."""
+    lengths = parser.add_mutually_exclusive_group()
+    lengths.add_argument(
+        "--trace", type=Path, metavar="FILE.csv", help="force response lengths: those of a recorded trace, scaled"
+    )
+    lengths.add_argument(
+        "--lognormal",
+        type=_median_sigma,
+        metavar="MEDIAN,SIGMA",
+        help="force response lengths: log-normal ones",
+    )
+    parser.add_argument("--trace-column", metavar="NAME", help="the column of --trace that has the lengths")
+
+
+def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The settings under `debug` that --trace or --lognormal stands for.  Raises ConfigError."""
+    from oppo_megatron.errors import ConfigError
+
+    if args.trace_column is not None and args.trace is None:
+        raise ConfigError(f"--trace-column {args.trace_column} names a column of no file; give --trace, too")
+    if args.trace is not None:
+        return {"forced_lengths": [str(args.trace), args.trace_column] if args.trace_column else str(args.trace)}
+    if args.lognormal is not None:
+        return {"forced_lengths": list(args.lognormal)}
+    return None
+
+
+def forced_lengths(args: argparse.Namespace) -> list[str]:
+    """The overrides that --trace or --lognormal stands for.  Raises ConfigError."""
+    settings = length_settings(args)
+    if settings is None:
+        return []
+    return [f"debug.{name}={json.dumps(value)}" for name, value in settings.items()]
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Such numbers with commas between them."""
+    return [count(part) for part in text.split(",")]
+
+
+def _median_sigma(text: str) -> tuple[float, float]:
+    try:
+        median, sigma = map(float, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no MEDIAN,SIGMA, as in 64,1.0") from None
+    return median, sigma

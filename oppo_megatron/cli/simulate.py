@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from oppo_megatron.cli.bench.common import add_length_arguments, forced_lengths
+from oppo_megatron.cli.lengths import add_length_arguments, forced_lengths
 from oppo_megatron.cli.run import add_config_arguments
 
 if TYPE_CHECKING:

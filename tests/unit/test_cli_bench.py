@@ -11,7 +11,8 @@ import pytest
 
 from oppo_megatron.bench.outcomes import BenchStopped
 from oppo_megatron.cli.bench import KINDS, run
-from oppo_megatron.cli.bench.common import chosen, counts, forced_lengths, load_base, numbers, whole_numbers
+from oppo_megatron.cli.bench.common import chosen, load_base, numbers, whole_numbers
+from oppo_megatron.cli.lengths import counts, forced_lengths
 from oppo_megatron.cli.main import main
 from oppo_megatron.errors import ConfigError
 
@@ -60,7 +61,10 @@ def test_each_kind_explains_itself(kind: str, capsys: pytest.CaptureFixture[str]
     of_runs = {"--steps", "--repeats", "--prompt-tokens", "--trace", "--lognormal"}
     without = ("decode", "gpu", "seeds", "laws", "real")  # these have no configuration
     options = {"--out"} | (set() if kind in without else of_runs)
-    own = {"planning": {"--ranks", "--sequences"}, "prices": {"--cluster", "--costs", "--lognormal"}}  # these make no runs
+    own = {
+        "planning": {"--ranks", "--sequences"},
+        "prices": {"--cluster", "--costs", "--lognormal"},
+    }  # these make no runs
     options = own.get(kind, options)
     assert all(option in out for option in options)
 

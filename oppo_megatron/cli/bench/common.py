@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from oppo_megatron.cli.lengths import add_length_arguments, count, counts, forced_lengths
 
 if TYPE_CHECKING:
     from oppo_megatron.bench.suite import Suite
@@ -46,21 +47,6 @@ def add_run_arguments(
     )
     parser.set_defaults(figures=f"{kind}.json", resume=None)
     add_length_arguments(parser)
-
-
-def add_length_arguments(parser: argparse.ArgumentParser) -> None:
-    """How long responses are."""
-    lengths = parser.add_mutually_exclusive_group()
-    lengths.add_argument(
-        "--trace", type=Path, metavar="FILE.csv", help="force response lengths: those of a recorded trace, scaled"
-    )
-    lengths.add_argument(
-        "--lognormal",
-        type=_median_sigma,
-        metavar="MEDIAN,SIGMA",
-        help="force response lengths: log-normal ones",
-    )
-    parser.add_argument("--trace-column", metavar="NAME", help="the column of --trace that has the lengths")
 
 
 def add_resume_argument(parser: argparse.ArgumentParser) -> None:
@@ -131,27 +117,6 @@ def refuse_figures(path: Path) -> None:
         )
 
 
-def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The settings under `debug` that --trace or --lognormal stands for.  Raises ConfigError."""
-    from oppo_megatron.errors import ConfigError
-
-    if args.trace_column is not None and args.trace is None:
-        raise ConfigError(f"--trace-column {args.trace_column} names a column of no file; give --trace, too")
-    if args.trace is not None:
-        return {"forced_lengths": [str(args.trace), args.trace_column] if args.trace_column else str(args.trace)}
-    if args.lognormal is not None:
-        return {"forced_lengths": list(args.lognormal)}
-    return None
-
-
-def forced_lengths(args: argparse.Namespace) -> list[str]:
-    """The overrides that --trace or --lognormal stands for.  Raises ConfigError."""
-    settings = length_settings(args)
-    if settings is None:
-        return []
-    return [f"debug.{name}={json.dumps(value)}" for name, value in settings.items()]
-
-
 def new_suite(args: argparse.Namespace) -> Suite:
     """Runs started on this machine, each in processes of its own."""
     import functools
@@ -170,18 +135,6 @@ def chosen(option: str, names: Sequence[str] | None, known: Sequence[str]) -> li
     if unknown := [name or "''" for name in asked if name not in known]:
         raise ConfigError(f"{option} names {', '.join(unknown)}; choose from {', '.join(known)}, or all")
     return list(dict.fromkeys(known if "all" in (names or ["all"]) else asked))
-
-
-def count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
-    return int(text)
-
-
-def counts(text: str) -> list[int]:
-    """Such numbers with commas between them."""
-    return [count(part) for part in text.split(",")]
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -206,11 +159,3 @@ def numbers(text: str) -> list[float]:
 def names(text: str) -> list[str]:
     """Names with commas between them."""
     return text.split(",")
-
-
-def _median_sigma(text: str) -> tuple[float, float]:
-    try:
-        median, sigma = map(float, text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no MEDIAN,SIGMA, as in 64,1.0") from None
-    return median, sigma

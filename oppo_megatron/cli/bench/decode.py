@@ -11,9 +11,9 @@ from oppo_megatron.cli.bench.common import (
     add_limit_argument,
     count,
     counts,
-    length_settings,
     names,
 )
+from oppo_megatron.cli.lengths import length_settings
 
 HELP = "decode tokens/s beside transformers and megatron-core"
 ABOUT = """Several engines, which take turns, decode the same prompts with the same random weights: tokens/s of each."""

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from oppo_megatron.cli.bench.common import count
+from oppo_megatron.cli.lengths import count
 from oppo_megatron.cli.schedule import EXIT_FAULT
 
 HELP = "processor seconds that a rank of a large run plans, checks and books in a step"

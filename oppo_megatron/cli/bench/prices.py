@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from oppo_megatron.cli.bench.common import add_length_arguments, forced_lengths, refuse_figures
+from oppo_megatron.cli.bench.common import refuse_figures
+from oppo_megatron.cli.lengths import add_length_arguments, forced_lengths
 
 HELP = "seconds of each role and phase of a configuration on a cluster, by the cost laws"
 ABOUT = """Predicts a step of a configuration on the cluster that a cluster.yaml describes: seconds of each role and phase, one

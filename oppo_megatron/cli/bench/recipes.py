@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oppo_megatron.cli.bench.common import counts
+from oppo_megatron.cli.lengths import counts
 
 if TYPE_CHECKING:
     from oppo_megatron.sim.search.planning import Task

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oppo_megatron.cli.bench.common import counts
+from oppo_megatron.cli.lengths import counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

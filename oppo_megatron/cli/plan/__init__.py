@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oppo_megatron.cli.bench.common import add_length_arguments, count
+from oppo_megatron.cli.lengths import add_length_arguments, count
 from oppo_megatron.cli.plan.loading import MARGIN
 
 if TYPE_CHECKING:

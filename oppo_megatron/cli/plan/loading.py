@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oppo_megatron.cli.bench.common import forced_lengths
+from oppo_megatron.cli.lengths import forced_lengths
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainConfig
