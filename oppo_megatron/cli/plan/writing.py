@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 def write_plan(planned: Planned, record: Mapping[str, Any], out: Path) -> None:
     """plan.yaml, plan.json and costs.json of the first plan, and both pictures; says where they are."""
     from oppo_megatron.config.load import dump_config
+    from oppo_megatron.layout.placements import world_size
     from oppo_megatron.report.plan_pictures import draw_pareto, draw_plan
     from oppo_megatron.rundir.directory import write_json
     from oppo_megatron.schedule.weaving.costs_file import costs_tree
@@ -22,7 +23,8 @@ def write_plan(planned: Planned, record: Mapping[str, Any], out: Path) -> None:
     best = planned.plans[0]
     dump_config(best.config, out / "plan.yaml")
     write_json(out / "plan.json", record)
-    prices = Prices(best.config, planned.task.cluster, planned.task.decoding)
+    task = planned.task.on(world_size(best.config))
+    prices = Prices(best.config, task.cluster, task.decoding)
     write_json(out / "costs.json", costs_tree(prices.costs()))
     draw_plan(record, out / "plan.png")
     draw_pareto(record, out / "pareto.png")

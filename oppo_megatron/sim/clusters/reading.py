@@ -43,7 +43,7 @@ def _gpu(config: ClusterConfig) -> Gpu:
     sources |= {"memory_bytes": _given("gpu.memory_gb"), "efficiencies": assumed(f"as a {like.name}'s")}
     return Gpu(
         f"{numbers.tflops:g} TFLOP/s", numbers.tflops * 1e12, numbers.gb_per_s * GB, numbers.memory_gb * 1e9,
-        like.efficiencies, sources | ATTENTION, like.cpu,
+        like.efficiencies, sources | ATTENTION, on_cpu=like.on_cpu,
     )  # fmt: skip
 
 
