@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from oppo_megatron.bench.machine import Core, cluster_tree, processor
 from oppo_megatron.cli.main import main
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.rundir.directory import write_json
-from oppo_megatron.sim.clusters.gpus import GPUS
 from oppo_megatron.sim.clusters.reading import read_cluster
+from oppo_megatron.sim.clusters.threads import threaded
 from oppo_megatron.sim.laws.points import (
     CollectivePoint,
     LayerPoint,
@@ -43,12 +42,12 @@ def test_a_rank_is_as_fast_as_its_cores_were_measured(tmp_path: Path) -> None:
     text = yaml.safe_dump(cluster_tree(processor(CORE, 4), 4, "measured.json"))
     (tmp_path / "cluster.yaml").write_text(text, encoding="utf-8")
     cluster = read_cluster(tmp_path / "cluster.yaml")
-    assert cluster.num_ranks == 4 and cluster.gpu.cpu
-    for threads_of_a_rank, times in {1: 1.0, 2: 1.5, 3: 1.5, 4: 2.0, 8: 2.0}.items():
-        gpu = cluster.with_threads(threads_of_a_rank).gpu
+    assert cluster.num_ranks == 4 and cluster.gpu.on_cpu
+    for threads, times in {1: 1.0, 2: 1.5, 3: 1.5, 4: 2.0}.items():
+        gpu = threaded(cluster, 1, threads).gpu
         assert (gpu.flops, gpu.bytes_per_s) == pytest.approx((times * 5e10, times * 2e10))
-    on_gpus = replace(cluster, gpu=GPUS["h100"])
-    assert on_gpus.with_threads(4) is on_gpus, "a GPU is what it is"
+        assert threads == 1 or gpu.sources["threads"].kind == "measured"
+    assert threaded(cluster, 2, 0).gpu.flops == pytest.approx(1.5 * 5e10)
 
 
 @pytest.mark.long

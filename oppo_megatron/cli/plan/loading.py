@@ -75,7 +75,7 @@ def _dtype(tree: Mapping[Any, Any], cluster: Cluster) -> Iterator[str]:
     """The default type on the cluster, not on this machine."""
     runtime = tree.get("runtime")
     if not isinstance(runtime, Mapping) or runtime.get("dtype") is None:
-        yield f"runtime.dtype={'float32' if cluster.gpu.cpu else 'bfloat16'}"
+        yield f"runtime.dtype={'float32' if cluster.gpu.on_cpu else 'bfloat16'}"
 
 
 def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from oppo_megatron.sim.clusters.gpus import Gpu
 from oppo_megatron.sim.clusters.links import Between, Inside
@@ -30,15 +30,6 @@ class Cluster:
 
     def node_of(self, rank: int) -> int:
         return rank // self.gpus_per_node
-
-    def with_threads(self, threads: int) -> Cluster:
-        """The cluster whose ranks have so many cores each, as far as was measured; a GPU is what it is."""
-        counts = [count for count in self.threads if count <= threads]
-        if not self.gpu.cpu or not counts:
-            return self
-        times = self.threads[max(counts)]
-        faster = replace(self.gpu, flops=times * self.gpu.flops, bytes_per_s=times * self.gpu.bytes_per_s)
-        return replace(self, gpu=faster)
 
     def sources(self) -> Iterator[tuple[str, Source]]:
         """The source of every constant, by name."""

@@ -34,8 +34,8 @@ class Efficiencies:
 class Gpu:
     """One processor: operations a second in bfloat16, bytes a second of its memory, bytes of memory.
 
-    `sources` has the source of each constant, by the name of its field; that of `efficiencies` stands for all of them, but
-    `efficiencies.attention`, which is assumed.  `cpu`: it is one core, and launches nothing.
+    `on_cpu`: a core of a processor, which launches nothing.  `sources` has the source of each constant, by the name of its field;
+    that of `efficiencies` stands for all of them, but `efficiencies.attention`, which is assumed.
     """
 
     name: str
@@ -44,14 +44,12 @@ class Gpu:
     memory_bytes: float
     efficiencies: Efficiencies
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
-    cpu: bool = False
+    on_cpu: bool = False
 
 
 A100_LAWS = Efficiencies(0.74, 0.82, 20e-6, 1.4, 0.49, 10e-6, 0.85)
 H100_LAWS = Efficiencies(0.76, 1.00, 25e-6, 1.3, 0.56, 10e-6, 0.96)
 CPU_LAWS = Efficiencies(0.8, 0.8, 20e-6, 1.3, 0.5, 20e-6, 0.8)
-TWO_CORES: Mapping[int, float] = {2: 1.9}
-"""Times as fast as one: 387 of 2 x 201 GFLOP/s and 53 of 2 x 28 GB/s (docs/measurements/xeon-amx.md)."""
 ATTENTION = {"efficiencies.attention": assumed("half of the peak while prompts are read")}
 
 
@@ -70,7 +68,7 @@ GPUS: Mapping[str, Gpu] = {
     ),
     "cpu": Gpu(
         "cpu", 0.1e12, 10e9, 8e9, CPU_LAWS,
-        _sources(CORE, CORE, assumed("no layers measured")), cpu=True,
+        _sources(CORE, CORE, assumed("no layers measured")), on_cpu=True,
     ),
 }  # fmt: skip
 """`cpu` is one core, as a rank takes it."""

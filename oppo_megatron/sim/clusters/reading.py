@@ -8,7 +8,7 @@ from pathlib import Path
 
 from oppo_megatron.config.load import load_config
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.gpus import ATTENTION, GPUS, TWO_CORES, Efficiencies, Gpu
+from oppo_megatron.sim.clusters.gpus import ATTENTION, GPUS, Efficiencies, Gpu
 from oppo_megatron.sim.clusters.links import GB, INSIDE, US, Between, Inside, Law, Line
 from oppo_megatron.sim.clusters.measured import LineSection, MeasuredConfig, read_measured
 from oppo_megatron.sim.clusters.schema import ClusterConfig, GpuSection
@@ -23,12 +23,11 @@ def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:
 
 def build_cluster(config: ClusterConfig, folder: Path = Path()) -> Cluster:
     """Names and numbers into constants with their sources.  Raises ConfigError."""
-    gpu, inside = _gpu(config), _inside(config)
-    threads = TWO_CORES if gpu.cpu else {}
+    gpu, inside, threads = _gpu(config), _inside(config), dict[int, float]()
     if config.measured is not None:
         file = read_measured(folder / config.measured)
         gpu, inside = _with_measured(gpu, inside, file)
-        threads = file.threads or threads
+        threads = file.threads
     return Cluster(config.nodes, config.gpus_per_node, gpu, inside, _between(config), threads)
 
 
@@ -44,7 +43,7 @@ def _gpu(config: ClusterConfig) -> Gpu:
     sources |= {"memory_bytes": _given("gpu.memory_gb"), "efficiencies": assumed(f"as a {like.name}'s")}
     return Gpu(
         f"{numbers.tflops:g} TFLOP/s", numbers.tflops * 1e12, numbers.gb_per_s * GB, numbers.memory_gb * 1e9,
-        like.efficiencies, sources | ATTENTION, like.cpu,
+        like.efficiencies, sources | ATTENTION, on_cpu=like.on_cpu,
     )  # fmt: skip
 
 

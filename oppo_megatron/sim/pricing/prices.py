@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import fmean
 
 from oppo_megatron.config.derived import minibatch_rows
@@ -24,6 +23,7 @@ from oppo_megatron.layout.role_memory import SCALAR_ROLES
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.clusters.threads import threaded
 from oppo_megatron.sim.pricing.decoding import Decoding, decode_s, predicted_costs
 from oppo_megatron.sim.pricing.model import LaidModel
 from oppo_megatron.sim.pricing.phases import Batch, Update, Weights, inference_s, reallocation_s, update_s
@@ -68,6 +68,11 @@ def trained_model(serving: LaidModel, placement: RolePlacement, train: TrainingL
     return replace(serving, placement=placement, sequence_parallel=train.sequence_parallel and placement.tp > 1)
 
 
+def seen_by(config: TrainConfig, cluster: Cluster) -> Cluster:
+    """The cluster as the ranks of a configuration see it: on processors each has its share of the cores."""
+    return threaded(cluster, world_size(config), config.runtime.threads_per_rank)
+
+
 @dataclass(frozen=True)
 class Prices:
     """A configuration whose responses have these lengths, on a cluster."""
@@ -83,14 +88,6 @@ class Prices:
                 f"the configuration has {ranks} ranks, but the cluster {self.cluster.num_ranks} "
                 f"({self.cluster.nodes} x {self.cluster.gpus_per_node}); add nodes, or take a smaller layout"
             )
-
-    @cached_property
-    def machine(self) -> Cluster:
-        """The cluster, with the cores that each rank of the configuration has."""
-        cores = self.cluster.gpus_per_node
-        threads = self.config.runtime.threads_per_rank or cores // min(world_size(self.config), cores)
-        return self.cluster.with_threads(threads)
-
     @property
     def work(self) -> StepWork:
         return StepWork(self.config, self.decoding)
@@ -99,7 +96,7 @@ class Prices:
         """The roles as they decode and score."""
         placements = role_placements(self.config)
         return {
-            name: LaidModel(self.machine, read_hf_config(role), name in SCALAR_ROLES, placements[name])
+            name: LaidModel(self.cluster, read_hf_config(role), name in SCALAR_ROLES, placements[name])
             for name, role in named_roles(self.config).items()
         }
 
@@ -122,7 +119,7 @@ class Prices:
 
     def fullest_gb(self) -> float:
         """What `--dry-run` counts of the rank that holds most, in 10^9 bytes."""
-        on_cpu = self.cluster.gpu.cpu
+        on_cpu = self.cluster.gpu.on_cpu
         held = rank_memory(train_holdings(self.config, on_cpu=on_cpu))
         return max(memory.total for memory in held.values()) / 1e9
 

@@ -10,6 +10,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.clusters.threads import threaded
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.search.emit import planned_config
 from oppo_megatron.sim.search.exact import Clock, Found, Plan, Search, joined, search_exact
@@ -54,16 +55,11 @@ class Task:
 
     @property
     def on_cpu(self) -> bool:
-        return self.cluster.gpu.cpu
+        return self.cluster.gpu.on_cpu
 
     def on(self, ranks: int) -> Task:
-        """With the cluster as a run of so many ranks sees it: on cores they share cores and memory of a node out."""
-        if not self.on_cpu:
-            return self
-        share = self.cluster.gpus_per_node // min(ranks, self.cluster.gpus_per_node)
-        seen = replace(self.cluster.with_threads(self.config.runtime.threads_per_rank or share), threads={})
-        gpu = replace(seen.gpu, memory_bytes=share * seen.gpu.memory_bytes)
-        return replace(self, cluster=replace(seen, gpu=gpu))
+        """With the cluster as a run of so many ranks sees it."""
+        return replace(self, cluster=threaded(self.cluster, ranks, self.config.runtime.threads_per_rank))
 
     @property
     def mode(self) -> Mode:
