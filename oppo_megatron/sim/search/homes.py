@@ -57,11 +57,15 @@ def set_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
 
 
 def totals(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Numbers of ranks that a run may take: all, half of them and so on, of whole nodes or of a part of one."""
+    """Numbers of ranks that a run may take, descending: all, half of them and so on; powers of two of nodes and of ranks."""
     found = [nodes * gpus_per_node]
     while found[-1] % 2 == 0 and (found[-1] // 2 < gpus_per_node or found[-1] // 2 % gpus_per_node == 0):
         found.append(found[-1] // 2)
-    return tuple(found)
+    powers = (
+        [2**power for power in range(nodes.bit_length())],
+        [2**power for power in range(gpus_per_node.bit_length())],
+    )
+    return tuple(sorted({*found, *(count * gpus_per_node for count in powers[0]), *powers[1]}, reverse=True))
 
 
 def arrangements(sizes_of: Mapping[str, Sequence[int]], num_ranks: int, gpus_per_node: int) -> Iterator[Homes]:
