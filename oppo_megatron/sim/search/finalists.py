@@ -26,7 +26,7 @@ MORE = 3
 """Plans that are played beyond those asked for."""
 WARM_UP = 3
 """Steps that come before deferral is steady."""
-STEPS, MOST_STEPS, RESPONSES = 8, 40, 1024
+STEPS, MOST_STEPS, RESPONSES = 8, 24, 512
 """Steps that are played: as many as have so many responses, within both."""
 GAIN = 0.01
 """By this share a setting must shorten a step to replace the configuration's."""
