@@ -188,7 +188,8 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tok").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1"}\n')
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree()))
+    short = {"batch_size": 32, "max_response_tokens": 128}  # few rounds, for the best plans are played
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree(rollout=short)))
     (tmp_path / "cluster.yaml").write_text("nodes: 2\ngpus_per_node: 2\ngpu: h100\nbetween: {gb_per_s: 50}\n")
     return tmp_path
 
@@ -202,7 +203,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_command_writes_a_plan_that_runs_can_take(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, "--lognormal", "300,0.7", "--out", "out", "--top", "2"]) == 0
+    assert main([*PLAN, "--lognormal", "60,0.7", "--out", "out", "--top", "2"]) == 0
     out = capsys.readouterr().out
     assert "gap 0" in out and "margin of 10%" in out and "efficiencies: published" in out and "the next plan" in out
     assert "with its own placement" in out
@@ -231,17 +232,23 @@ def test_equal_input_gives_equal_bytes(kind: str, described: Path, capsys: pytes
         assert (described / "one" / name).read_bytes() == (described / "two" / name).read_bytes()
 
 
+TOO_SMALL = "nodes: 1\ngpus_per_node: 2\ngpu: {memory_gb: 3, tflops: 900, gb_per_s: 3000}\ninside: {gb_per_s: 300}\n"
+
+
 def test_nothing_that_fits_is_told_in_full(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = "nodes: 1\ngpus_per_node: 2\ngpu: {memory_gb: 3, tflops: 900, gb_per_s: 3000}\ninside: {gb_per_s: 300}\n"
-    (described / "cluster.yaml").write_text(cluster)
+    (described / "cluster.yaml").write_text(TOO_SMALL)
     told = refused(capsys, *PLAN)
     assert "no plan fits 1 x 2" in told and "GB are missing" in told and "for actor" in told and "on rank 0" in told
     assert "nodes would do" in told
-    nodes = int(told.split("; ")[-1].split()[0])
+
+
+@pytest.mark.long
+def test_so_many_nodes_would_do_and_no_fewer(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (described / "cluster.yaml").write_text(TOO_SMALL)
+    nodes = int(refused(capsys, *PLAN).split("; ")[-1].split()[0])
     for count, code in ((nodes, 0), (nodes - 1, 2)):
-        (described / "cluster.yaml").write_text(
-            cluster.replace("nodes: 1", f"nodes: {count}") + "between: {gb_per_s: 50, nics: 2}\n"
-        )
+        network = "between: {gb_per_s: 50, nics: 2}\n"
+        (described / "cluster.yaml").write_text(TOO_SMALL.replace("nodes: 1", f"nodes: {count}") + network)
         assert main([*PLAN, "--out", f"out{count}"]) == code
 
 
@@ -250,7 +257,7 @@ def test_nothing_that_fits_is_told_in_full(described: Path, capsys: pytest.Captu
     [
         ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 0}\n", [], "between.gb_per_s"),
         ("gpu: h100\nmeasured: mine.json\n", [], "mine.json"),
-        ("gpu: h100\n", ["--lognormal", "5000,1.0"], "rollout.max_response_tokens is 1024; raise"),
+        ("gpu: h100\n", ["--lognormal", "5000,1.0"], "rollout.max_response_tokens is 128; raise"),
         ("gpu: {memory_gb: 0.1, tflops: 9, gb_per_s: 3}\ngpus_per_node: 1\n", ["--seconds", "1"], "GB are missing"),
         ("gpu: h100\n", ["--again", "plan.json"], "leave one of them out"),
         ("gpu: h100\n", ["--costs", "none.json"], "none.json"),
