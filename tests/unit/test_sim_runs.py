@@ -89,18 +89,37 @@ def test_a_sequential_step_on_one_rank_by_hand(fidelity: Fidelity) -> None:
 
 
 @pytest.mark.parametrize("fidelity", ["laps", "actions"])
-def test_a_scorer_beside_is_a_queue_with_one_server(fidelity: Fidelity) -> None:
-    """Scorers so slow that they never wait: a step ends when they have worked off all rounds, one after the other."""
-    slow = replace(
-        COSTS, actions=replace(Costs(), default_prefill=Linear(0.5, 0.0), prefill={"actor": Linear(0.0, 0.0)})
-    )
+@pytest.mark.parametrize("ahead_s", [0.0, 0.05])
+def test_a_scorer_beside_is_a_queue_with_one_server(fidelity: Fidelity, ahead_s: float) -> None:
+    """Scorers so slow that they never wait: a step ends when they have worked off all rounds, one after the other.
+
+    Meanwhile the actor makes the first forward pass of its update.
+    """
+    prefill = {"actor": Linear(ahead_s, 0.0)}
+    slow = replace(COSTS, actions=replace(Costs(), default_prefill=Linear(0.5, 0.0), prefill=prefill))
     config = switched(plain(actor=(1, 1, 1), scorer=(1, 1, 1), debug={"forced_lengths": [24.0, 0.0]}), "intra")
     step, _ = play(config, 2, slow, fidelity)
     rounds, roles, outputs = 3, 3, 2 * 16 * 24 + 16
     scorers = rounds * (roles * (0.5 + Costs().score.fixed_s) + 1e-3) + outputs * Costs().score.per_token_s
-    assert step.step_s == pytest.approx(scorers + UPDATES["actor"](16 * 24) + 0.05 + 0.01)
+    assert step.step_s == pytest.approx(scorers + UPDATES["actor"](16 * 24) - ahead_s + 0.05 + 0.01)
     own_round = 1e-3  # that only scores, and finds nothing to do on the actor's rank
-    assert step.parts.score_exposed_s == pytest.approx(scorers - step.parts.decode_s - own_round)
+    exposed = scorers - step.parts.decode_s - own_round - ahead_s
+    assert step.parts.score_exposed_s == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize("fidelity", ["laps", "actions"])
+def test_a_hidden_update_of_the_critic_shows_where_it_holds_up_scores(fidelity: Fidelity) -> None:
+    """Scoring takes no time, so the scores of a step are there when the critic's update of the step before has ended."""
+    none = Linear(0.0, 0.0)
+    actions = Costs(Linear(1e-3, 0.0), none, {}, none, none, 0.0)
+    costs = StepCosts(actions, {"actor": Linear(0.2, 0.0), "critic": Linear(5.0, 0.0)})
+    config = plain(scorer=(1, 1, 1), debug={"forced_lengths": [24.0, 0.0]}, overlap={"inter": False})
+    steps = play(config, 4, costs, fidelity)
+    lines = list(metrics_lines(config, steps))[:3]
+    decode_s = 24 * 1e-3
+    assert [line["critic_exposed_s"] for line in lines] == pytest.approx([5.0 - 0.2 - decode_s] * 3)
+    assert [step.step_s for step in steps] == pytest.approx([decode_s + 0.2, *[5.0] * 3])
+    assert [step.parts.critic_exposed_s for step in steps] == pytest.approx([0.0, *[5.0 - 0.2 - decode_s] * 3])
 
 
 @pytest.mark.parametrize("delta", [0, 3, 8, 12])
