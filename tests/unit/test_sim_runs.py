@@ -120,6 +120,10 @@ def test_a_hidden_update_of_the_critic_shows_where_it_holds_up_scores(fidelity: 
     assert [line["critic_exposed_s"] for line in lines] == pytest.approx([5.0 - 0.2 - decode_s] * 3)
     assert [step.step_s for step in steps] == pytest.approx([decode_s + 0.2, *[5.0] * 3])
     assert [step.parts.critic_exposed_s for step in steps] == pytest.approx([0.0, *[5.0 - 0.2 - decode_s] * 3])
+    waits = {"forced_lengths": [24.0, 0.0], "wait_for": ["critic"]}
+    waiting = play(plain(scorer=(1, 1, 1), debug=waits, overlap={"inter": False}), 2, costs, fidelity)
+    assert [step.step_s for step in waiting] == pytest.approx([decode_s + 5.0] * 2)
+    assert [step.parts.critic_exposed_s for step in waiting] == pytest.approx([5.0 - 0.2] * 2)
 
 
 @pytest.mark.parametrize("delta", [0, 3, 8, 12])
