@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,18 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _recipes(args: argparse.Namespace) -> int:
-    from oppo_megatron.data.random_prompts import write_random_prompts
     from oppo_megatron.rundir.directory import write_text
     from oppo_megatron.sim.published.report import real_report
 
     worst = real_report().errors["left_out_worst"]
-    with tempfile.TemporaryDirectory() as folder:
-        inputs = write_random_prompts(Path(folder), PROMPT_TOKENS)
-        rows = []
-        for model, shape in MODELS.items():
-            for nodes in args.nodes:
-                rows.append(_row(args, model, args.shapes / shape, nodes, inputs, worst))
-                print(" | ".join(rows[-1]), flush=True)
+    rows = []
+    for model, shape in MODELS.items():
+        for nodes in args.nodes:
+            rows.append(_row(args, model, args.shapes / shape, nodes, worst))
+            print(" | ".join(rows[-1]), flush=True)
     table = [_line(COLUMNS), _line(["---"] * len(COLUMNS)), *(_line(row) for row in rows)]
     write_text(args.out, "\n".join([*_head(worst), *table, ""]))
     print(f"wrote {args.out}")
@@ -83,15 +79,13 @@ def _line(cells: Any) -> str:
     return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
 
 
-def _row(
-    args: argparse.Namespace, model: str, shape: Path, nodes: int, inputs: tuple[Path, Path], worst: float
-) -> list[str]:
+def _row(args: argparse.Namespace, model: str, shape: Path, nodes: int, worst: float) -> list[str]:
     from oppo_megatron.sim.search.finalists import finished
     from oppo_megatron.sim.search.planning import make_plan
     from oppo_megatron.sim.search.record import to_record
     from oppo_megatron.sim.search.shortage import find_shortage
 
-    task, begun = _task(args, shape, nodes, inputs), time.monotonic()
+    task, begun = _task(args, shape, nodes), time.monotonic()
 
     def out_of_time() -> bool:
         return time.monotonic() > begun + args.seconds
@@ -118,11 +112,13 @@ def _cells(plan: Mapping[str, Any], worst: float) -> list[str]:
     ]  # fmt: skip
 
 
-def _task(args: argparse.Namespace, shape: Path, nodes: int, inputs: tuple[Path, Path]) -> Task:
+def _task(args: argparse.Namespace, shape: Path, nodes: int) -> Task:
     from oppo_megatron.cli.plan.loading import task_of
 
-    tokenizer, prompts = inputs
     given = [f"{role}.init={shape}" for role in ("actor", "critic", "reward")]
-    given += [f"tokenizer.path={tokenizer}", f"data.path={prompts}", f"data.max_prompt_tokens={PROMPT_TOKENS}"]
-    given += [f"debug.forced_lengths={LENGTHS}", f"rollout.batch_size={max(BATCH, BATCH_A_NODE * nodes)}"]
+    given += [
+        f"data.max_prompt_tokens={PROMPT_TOKENS}",
+        f"debug.forced_lengths={LENGTHS}",
+        f"rollout.batch_size={max(BATCH, BATCH_A_NODE * nodes)}",
+    ]
     return task_of(args.shapes / "ppo.yaml", args.shapes / "cluster.yaml", given, [f"nodes={nodes}"])

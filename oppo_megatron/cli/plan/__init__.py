@@ -45,12 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="share of a rank's memory to leave free (default %(default)s)",
     )
-    parser.add_argument(
-        "--prompt-tokens",
-        type=count,
-        metavar="N",
-        help="prompts of N random tokens, in place of the configuration's data",
-    )
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"default {OUT}")
     parser.add_argument(
         "--again", type=Path, metavar="plan.json", help="print what an earlier search found, and search nothing"

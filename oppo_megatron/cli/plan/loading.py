@@ -28,16 +28,8 @@ def load_task(args: argparse.Namespace) -> Task:
 
 
 def given_settings(args: argparse.Namespace) -> list[str]:
-    """Overrides of the command line, with what --trace, --lognormal and --prompt-tokens stand for."""
-    prompts = [] if args.prompt_tokens is None else _random_prompts(args.out / "inputs", args.prompt_tokens)
-    return [*args.overrides, *forced_lengths(args), *prompts]
-
-
-def _random_prompts(folder: Path, tokens: int) -> list[str]:
-    from oppo_megatron.data.random_prompts import write_random_prompts
-
-    tokenizer, prompts = write_random_prompts(folder, tokens)
-    return [f"tokenizer.path={tokenizer}", f"data.path={prompts}", f"data.max_prompt_tokens={tokens}"]
+    """Overrides of the command line, with what --trace or --lognormal stands for."""
+    return [*args.overrides, *forced_lengths(args)]
 
 
 def task_of(

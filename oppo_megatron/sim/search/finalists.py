@@ -25,8 +25,12 @@ from oppo_megatron.sim.search.step import Parts
 
 MORE = 3
 """Plans that are played beyond those asked for."""
-STEPS, WARM_UP = 8, 3
-"""Steps that are played, and those of them that come before deferral is steady."""
+WARM_UP = 3
+"""Steps that come before deferral is steady."""
+STEPS, MOST_STEPS, RESPONSES = 8, 40, 1024
+"""Steps that are played: as many as have so many responses, within both."""
+GAIN = 0.01
+"""By this share a setting must shorten a step to replace the configuration's."""
 
 
 def finished(planned: Planned, top: int, out_of_time: Clock) -> Planned:
@@ -54,7 +58,8 @@ def played(task: Task, each: Confirmed) -> Confirmed:
     steady = _without_search(each.config)
     prompt_tokens = task.config.data.max_prompt_tokens
     run = VirtualRun(steady, costs, task.limit_of, "laps", prompt_tokens=prompt_tokens, endless=True)
-    parts = [step.parts for step in run.steps(STEPS)][WARM_UP:]
+    count = min(MOST_STEPS, max(STEPS, RESPONSES // steady.rollout.batch_size))
+    parts = [step.parts for step in run.steps(count)][WARM_UP:]
     spent = [
         nanoseconds(fmean(getattr(part, name) for part in parts))
         for name in ("decode_s", "score_exposed_s", "update_s", "critic_exposed_s", "reallocate_s", "idle_s")
@@ -87,7 +92,7 @@ def step_costs(task: Task, config: TrainConfig) -> StepCosts:
 
 def _better(task: Task, best: Confirmed, config: TrainConfig) -> Confirmed:
     other = played(task, replace(best, config=config))
-    return other if other.parts.total < best.parts.total else best
+    return other if other.parts.total < (1 - GAIN) * best.parts.total else best
 
 
 def _variants(task: Task, best: Confirmed, settings: list[tuple[str, int]]) -> Iterator[TrainConfig]:
@@ -97,9 +102,8 @@ def _variants(task: Task, best: Confirmed, settings: list[tuple[str, int]]) -> I
 
 def _chunks(task: Task, best: Confirmed) -> list[tuple[str, int]]:
     longest = max(task.lengths)
-    middle = chosen_chunk(
-        Prices(best.config, task.on(world_size(best.config)).cluster, task.decoding), best.plan.options, longest
-    )
+    cluster = task.on(world_size(best.config)).cluster
+    middle = chosen_chunk(Prices(best.config, cluster, task.decoding), best.plan.options, longest)
     own = best.config.overlap.chunk.tokens
     return [("chunk", size) for size in sorted({max(1, middle // 2), middle, min(longest, 2 * middle)} - {own})]
 
