@@ -13,11 +13,13 @@ from oppo_megatron.cli.bench import (
     fork,
     gpu,
     laws,
+    machine,
     overhead,
     overlap,
     planning,
     prices,
     real,
+    recipes,
     scaling,
     seeds,
     weave,
@@ -28,7 +30,7 @@ from oppo_megatron.cli.signals import ending_by_signal
 KINDS = {
     "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "fork": fork, "scaling": scaling,
     "overhead": overhead, "planning": planning, "seeds": seeds, "gpu": gpu,
-    "laws": laws, "prices": prices, "real": real,
+    "laws": laws, "machine": machine, "prices": prices, "real": real, "recipes": recipes,
 }  # fmt: skip
 """Each module has HELP (a line), ABOUT (what its help begins with) and `add_arguments`, which names the function to call."""
 
