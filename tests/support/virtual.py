@@ -26,7 +26,7 @@ def shown(outcome: Outcome) -> Callable[[int, StepSignals], StepSignals]:
     """Rewards and effective sample sizes, which no simulation can tell."""
 
     def signals(step: int, seen: StepSignals) -> StepSignals:
-        ess = outcome.metrics[step - 2]["ess"] if step > 1 else 1.0
+        ess = outcome.metrics[step - 2].get("ess", 1.0) if step > 1 else 1.0
         return replace(seen, reward_mean=outcome.metrics[step - 1]["reward_mean"], ess=ess)
 
     return signals

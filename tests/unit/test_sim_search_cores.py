@@ -10,6 +10,7 @@ from oppo_megatron.cli.lengths import even_lengths
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.sim.clusters.reading import read_cluster
+from oppo_megatron.sim.clusters.threads import threaded
 from oppo_megatron.sim.search.given import given_step_ns
 from oppo_megatron.sim.search.planning import Task
 
@@ -43,15 +44,14 @@ def test_measured_placements_are_in_their_order(kind: str, tmp_path: Path, monke
         assert (found[one] or 0) < (found[other] or 0), (one, other)
 
 
-def test_ranks_share_the_cores_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    config = load_config(TrainConfig, "examples/benchmark/overlap.yaml", ["runtime.threads_per_rank=0"])
+def test_ranks_share_the_cores_of_a_node(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text("gpus_per_node: 8\ngpu: cpu\n")
-    task = Task(config, read_cluster(tmp_path / "cluster.yaml"), [8])
-    core, half = task.cluster.gpu, task.on(4)
-    assert task.on(8).cluster.gpu == core
-    assert half.cluster.gpu.flops == pytest.approx(1.9 * core.flops) and half.budget == 2 * task.budget
-    assert "threads" in half.cluster.gpu.sources
+    cores = read_cluster(tmp_path / "cluster.yaml")
+    assert threaded(cores, 8, 0) == cores
+    two = threaded(cores, 4, 0)
+    assert two.gpu.flops == pytest.approx(1.9 * cores.gpu.flops)
+    assert two.gpu.memory_bytes == 2 * cores.gpu.memory_bytes and "threads" in two.gpu.sources
+    assert threaded(cores, 4, 1).gpu.flops == cores.gpu.flops
     (tmp_path / "cluster.yaml").write_text("gpu: h100\n")
-    gpus = Task(config, read_cluster(tmp_path / "cluster.yaml"), [8])
-    assert gpus.on(1) == gpus
+    gpus = read_cluster(tmp_path / "cluster.yaml")
+    assert threaded(gpus, 1, 0) == gpus

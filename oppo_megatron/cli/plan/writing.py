@@ -19,10 +19,10 @@ def write_plan(planned: Planned, record: Mapping[str, Any], out: Path) -> None:
     from oppo_megatron.sim.pricing.prices import Prices, seen_by
 
     out.mkdir(parents=True, exist_ok=True)
-    best, task = planned.plans[0], planned.task
+    best = planned.plans[0]
     dump_config(best.config, out / "plan.yaml")
     write_json(out / "plan.json", record)
-    prices = Prices(best.config, seen_by(best.config, task.cluster), task.decoding)
+    prices = Prices(best.config, seen_by(best.config, planned.task.cluster), planned.task.decoding)
     write_json(out / "costs.json", costs_tree(prices.costs()))
     draw_plan(record, out / "plan.png")
     draw_pareto(record, out / "pareto.png")

@@ -10,9 +10,10 @@ from dataclasses import replace
 from statistics import fmean
 
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.placements import world_size
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
 from oppo_megatron.sim.events.dataflow import nanoseconds
-from oppo_megatron.sim.pricing.prices import Prices, seen_by
+from oppo_megatron.sim.pricing.prices import Prices
 from oppo_megatron.sim.runs.sources import cluster_costs
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun
@@ -78,7 +79,8 @@ def tuned(task: Task, each: Confirmed) -> Confirmed:
 
 def step_costs(task: Task, config: TrainConfig) -> StepCosts:
     """By the laws, times what a run has measured of them."""
-    costs = cluster_costs(config, seen_by(config, task.cluster), config.data.max_prompt_tokens, task.lengths)
+    cluster = task.on(world_size(config)).cluster
+    costs = cluster_costs(config, cluster, config.data.max_prompt_tokens, task.lengths)
     scales = task.scales
     return replace(
         costs,
@@ -100,9 +102,8 @@ def _variants(task: Task, best: Confirmed, settings: list[tuple[str, int]]) -> I
 
 def _chunks(task: Task, best: Confirmed) -> list[tuple[str, int]]:
     longest = max(task.lengths)
-    middle = chosen_chunk(
-        Prices(best.config, seen_by(best.config, task.cluster), task.decoding), best.plan.options, longest
-    )
+    cluster = task.on(world_size(best.config)).cluster
+    middle = chosen_chunk(Prices(best.config, cluster, task.decoding), best.plan.options, longest)
     own = best.config.overlap.chunk.tokens
     return [("chunk", size) for size in sorted({max(1, middle // 2), middle, min(longest, 2 * middle)} - {own})]
 
