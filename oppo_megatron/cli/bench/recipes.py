@@ -67,10 +67,10 @@ def _head(worst: float) -> Iterator[str]:
         "```",
         "",
         f"A step has B responses to prompts of {PROMPT_TOKENS} tokens, log-normal with median {LENGTHS[0]} and sigma",
-        f"{LENGTHS[1]}, at most 2048; both overlaps, bfloat16, KV caches of at most 16 GiB a role and rank, the rest as in",
-        "`examples/planner/ppo.yaml`. `GB`: the fullest rank; `free`: of 80. `from, to`: the step, less and",
-        f"more by {worst:.0f} %, the worst error of a call of ReaL's published plans with the plan left out of",
-        "the fit (`oppo bench real`).",
+        f"{LENGTHS[1]}, at most 2048; both overlaps, bfloat16, KV caches of at most 16 GiB a role and rank,",
+        "the rest as in `examples/planner/ppo.yaml`. `GB`: the fullest rank; `free`: of 80. `from, to`: the",
+        f"step, less and more by {worst:.0f} %, the worst error of a call of ReaL's published plans with the plan",
+        "left out of the fit (`oppo bench real`).",
         "",
     )
 
