@@ -15,6 +15,7 @@ from oppo_megatron.cli.bench import (
     laws,
     overhead,
     overlap,
+    paper,
     planning,
     prices,
     real,
@@ -28,7 +29,7 @@ from oppo_megatron.cli.signals import ending_by_signal
 KINDS = {
     "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "fork": fork, "scaling": scaling,
     "overhead": overhead, "planning": planning, "seeds": seeds, "gpu": gpu,
-    "laws": laws, "prices": prices, "real": real,
+    "laws": laws, "prices": prices, "real": real, "paper": paper,
 }  # fmt: skip
 """Each module has HELP (a line), ABOUT (what its help begins with) and `add_arguments`, which names the function to call."""
 
