@@ -1,4 +1,4 @@
-"""What OPPO's paper does not state and a simulation needs: one set, chosen for its plausibility and not changed to match a figure."""
+"""What OPPO's paper does not state and a simulation needs: one set, chosen for its plausibility, and not changed to match."""
 
 from __future__ import annotations
 
@@ -95,24 +95,42 @@ SETTINGS: Mapping[str, Setting] = {
     )
 }
 ABLATED = ("se7b", "se3b")
+LONG_TEXT = f"{LONG.prompt} tokens; log-normal, median {LONG.median}, sigma {LONG.sigma:g}, at most {LONG.limit}"
+SHORT_TEXT = f"{SHORT.prompt} tokens; median {SHORT.median}, sigma {SHORT.sigma:g}, at most {SHORT.limit}"
+UPDATE_TEXT = f"{EPOCHS} epochs of one minibatch, layers recomputed, {MICRO_BATCH_TOKENS} tokens a micro-batch"
 ASSUMED: Sequence[tuple[str, str, str]] = (
     (
-        "prompts, responses", f"{LONG.prompt} tokens; log-normal, median {LONG.median}, sigma {LONG.sigma:g}, at most {LONG.limit}",
-        "the usual length of an instruct model's answer to a question; chunks of 3000 tokens were tried, so the limit is above that",
+        "prompts, responses",
+        LONG_TEXT,
+        "usual for answers to questions; chunks of 3000 tokens were tried, so some are longer",
     ),
-    (
-        "of GSM8K", f"{SHORT.prompt} tokens; median {SHORT.median}, sigma {SHORT.sigma:g}, at most {SHORT.limit}",
-        "its worked solutions are short and much alike",
-    ),
-    ("delta", f"fixed at {DELTA}", "the largest that figure 7a names as fixed; deltas up to what table 2 implies have rows of their own"),
-    ("chunk", f"{CHUNK} tokens", "the middle one of the candidates that section 3.1 gives as an example"),
-    ("GPUs", "7 generate and train, 1 scores (stated for 8); GSM8K's 4 as 3 and 1", "the smallest scoring stage that the text allows"),
-    ("reference", "on the GPUs that generate; scored when the batch is complete", "TRL keeps it beside the policy"),
+    ("of GSM8K", SHORT_TEXT, "its worked solutions are short and much alike"),
+    ("delta", f"fixed at {DELTA}", "the largest fixed one of figure 7a; table 2's has rows of its own"),
+    ("chunk", f"{CHUNK} tokens", "the middle one of section 3.1's candidates"),
+    ("GPUs", "7 generate and train, 1 scores (stated for 8); GSM8K's 4 as 3 and 1", "the least that can score"),
+    ("reference", "on the GPUs that generate; scores the complete batch", "TRL keeps it beside the policy"),
     ("reward model", "Qwen2.5-7B in all settings (stated), of one output", "the 3B settings name no other"),
     ("value head", "on the actor (stated): its seconds are left out", "a vector beside the layers"),
-    ("decode steps", "launched by the host, not captured", "TRL's PPO generates with transformers, which captures no graph by default"),
-    ("update", f"{EPOCHS} epochs of one minibatch, layers recomputed, {MICRO_BATCH_TOKENS} tokens a micro-batch", "TRL's default epochs"),
-    ("between rounds", f"{1e3 * ROUND_S:g} ms of the host", "planning, synchronising and the hand-over of caches; not measured on a GPU"),
-    ("steps to a reward", "the same with every overlap", "figure 4 says so; minutes to a target are then in proportion to seconds a step"),
-)  # fmt: skip
+    (
+        "decode steps",
+        "launched by the host, not captured",
+        "TRL's PPO generates with transformers, which by default captures none",
+    ),
+    ("update", UPDATE_TEXT, "TRL's default epochs"),
+    (
+        "between rounds",
+        f"{1e3 * ROUND_S:g} ms of the host",
+        "planning, synchronising, caches handed over; never measured on a GPU",
+    ),
+    (
+        "rewards of figure 7a",
+        "straight through the points that the text names, spread 1 a response",
+        "the curve is not printed",
+    ),
+    (
+        "steps to a reward",
+        "the same with every overlap",
+        "figure 4 says so: minutes are in proportion to seconds a step",
+    ),
+)
 """What, its value, and why."""

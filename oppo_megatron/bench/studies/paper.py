@@ -112,7 +112,7 @@ class Paper:
             f"dynamic, at most {most}": DeltaConfig(rule="eq4", initial=min(4, most), max=most)
             for most in (8, DYNAMIC_MOST)
         }
-        rows = []
+        rows: list[dict[str, Any]] = []
         for policy, delta in policies.items():
             run = case.run("both", steps, delta=delta, signals=shown)
             total = sum(step.step_s for step in run.steps)
@@ -125,7 +125,8 @@ class Paper:
 
     def chunk(self, name: str = "se7b") -> list[dict[str, Any]]:
         """Figure 7b: seconds a step by chunk, with intra-step overlap alone and with both."""
-        case, rows, steps = self.case(name), [], min(self.steps, CHUNK_STEPS)
+        case, steps = self.case(name), min(self.steps, CHUNK_STEPS)
+        rows: list[dict[str, Any]] = []
         for chunk in CHUNKS:
             intra, both = (case.run(mode, steps, chunk=chunk).step_s for mode in ("intra", "both"))
             rows.append({"chunk": chunk, "intra_s": intra, "step_s": both, "printed": said_of(chunk)})
@@ -162,7 +163,7 @@ class Paper:
         return rows
 
     def utilization(self) -> list[dict[str, Any]]:
-        """Figure 5, until a step's scores are there: places of the decode batch in use, and GPUs that do anything, weighted so."""
+        """Figure 5, until a step's scores are there."""
         rows = []
         for row in oppo.UTILIZATION:
             shares = [self._busy_percent(row.setup, mode) for mode in ("sequential", "both")]

@@ -77,30 +77,6 @@ class Summary:
         return fmean(step.parts.score_exposed_s for step in self.steady)
 
     @property
-    def decode_steps(self) -> float:
-        return fmean(step.decode_steps for step in self.steady)
-
-    @property
-    def delta(self) -> float:
-        return fmean(step.delta for step in self.steady)
-
-    @property
-    def deferrals(self) -> float:
-        """Mean of the trained rollouts."""
-        return float(np.concatenate([step.deferrals for step in self.steady]).mean())
-
-    @property
-    def deferred_percent(self) -> Mapping[int, float]:
-        """Of the trained rollouts, by the number of steps."""
-        counts = Counter(np.concatenate([step.deferrals for step in self.steady]).tolist())
-        return {steps: 100 * count / counts.total() for steps, count in sorted(counts.items())}
-
-    @property
-    def scored_s(self) -> float:
-        """Exposed seconds of scoring."""
-        return fmean(step.parts.score_exposed_s for step in self.steady)
-
-    @property
     def update_s(self) -> float:
         return fmean(step.parts.update_s for step in self.steady)
 

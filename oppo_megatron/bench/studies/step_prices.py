@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.schedule.weaving.costs import Linear
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.pricing.decoding import Decoding, line_through
 from oppo_megatron.sim.pricing.prices import Prices

@@ -66,7 +66,7 @@ def _deferral() -> Iterator[Check]:
     )
     yield Check(
         "table 2: mean delta", largest, mean_delta(DEFERRED_MEAN), "unexplained",
-        f"each step carries delta, so mean deferrals = mean delta / B: {DEFERRED_MEAN} x {BATCH}; figure 7a compares fixed 4 and 8",
+        f"each step carries delta, so mean deferrals = mean delta / B: {DEFERRED_MEAN} x {BATCH}; figure 7a has fixed 4 and 8",
     )  # fmt: skip
     for delta in fixed:
         name = f"table 2: mean deferrals at delta {delta}"
@@ -91,8 +91,9 @@ def _ablation() -> Iterator[Check]:
         assert end_to_end.baseline_minutes is not None and end_to_end.oppo_minutes is not None
         product = base / intra * base / inter
         whole = end_to_end.baseline_minutes / end_to_end.oppo_minutes
+        verdict: Verdict = "agree" if abs(product / whole - 1) < 0.05 else "unexplained"
         yield Check(
-            f"figure 6, {setup}: product of both gains", whole, product, "agree" if abs(product / whole - 1) < 0.05 else "unexplained",
+            f"figure 6, {setup}: product of both gains", whole, product, verdict,
             f"{base}/{intra} x {base}/{inter}; end to end {end_to_end.baseline_minutes}/{end_to_end.oppo_minutes}",
         )  # fmt: skip
     base, intra = minutes_of("se7b", BASELINE).minutes, minutes_of("se7b", INTRA_ONLY).minutes
