@@ -17,11 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from oppo_megatron.bench.overlap import switches
 from oppo_megatron.bench.peaks import describe_machine
 from oppo_megatron.bench.timed_processes import run_within
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import Dtype
+from oppo_megatron.config.modes import switches
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.errors import ConfigError

@@ -9,28 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
 
 from oppo_megatron.bench.figures import figures, speedups
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_steps, draw_utilization
 from oppo_megatron.bench.suite import Runs, Suite, all_lines, require_same_work, work_figures
 from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.modes import MODES, switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.report.utilization import KINDS, utilization, work_seconds
-
-MODES: dict[str, dict[str, bool]] = {
-    "sequential": {"intra": False, "inter": False, "hide_critic": False, "backfill": False},
-    "intra": {"intra": True, "inter": False, "hide_critic": False, "backfill": False},
-    "inter": {"intra": False, "inter": True, "hide_critic": False, "backfill": False},
-    "full": {"intra": True, "inter": True, "hide_critic": False, "backfill": False},
-    "intra+critic": {"intra": True, "inter": False, "hide_critic": True, "backfill": False},
-    "full+backfill": {"intra": True, "inter": True, "hide_critic": False, "backfill": True},
-    "full+critic": {"intra": True, "inter": True, "hide_critic": True, "backfill": False},
-    "full+both": {"intra": True, "inter": True, "hide_critic": True, "backfill": True},
-}
-"""The switches by name, `hide_critic` for no `critic` in `debug.wait_for`.  `full` is the paper's method."""
 
 PLACEMENTS = ("pair", "single", "replicas")
 """Where the roles are: as the configuration says, in one process with all cores, in one process a core."""
@@ -85,26 +74,6 @@ def say_what_is_left_out(suite: Suite, config: TrainConfig) -> None:
 def known_modes(config: TrainConfig) -> list[str]:
     """Those that differ from another: without a critic there is no update of it to hide."""
     return [mode for mode, switch in MODES.items() if config.critic is not None or not switch["hide_critic"]]
-
-
-def switched(config: TrainConfig, mode: str) -> TrainConfig:
-    """The configuration with the switches of a mode, and without a filter: most modes do not backfill, which it needs, and
-    modes that drop groups do not train the same ones."""
-    overlap, wait_for = switches(mode)
-    others = [each for each in config.debug.wait_for if each != "critic"]
-    return config.model_copy(
-        update={
-            "overlap": config.overlap.model_copy(update=overlap),
-            "filter": None,
-            "debug": config.debug.model_copy(update={"wait_for": wait_for + others}),
-        }
-    )
-
-
-def switches(mode: str) -> tuple[dict[str, bool], list[Literal["critic", "scores"]]]:
-    """What a mode sets in `overlap`, and `debug.wait_for`."""
-    overlap = {name: value for name, value in MODES[mode].items() if name != "hide_critic"}
-    return overlap, [] if MODES[mode]["hide_critic"] else ["critic"]
 
 
 def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:

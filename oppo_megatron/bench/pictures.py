@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
-from oppo_megatron.bench.suite import Lines
 from oppo_megatron.report.colours import COLOURS, RUN_COLOURS, SPAN_COLOURS
 from oppo_megatron.report.plots import moving_mean, new_figure
 from oppo_megatron.report.run_records import ALL_PARTS, split_step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from oppo_megatron.bench.suite import Lines
 
 GRID = "#E6E6E6"
 IDLE = "#DDDDDD"
@@ -241,6 +242,25 @@ def draw_overhead(dry: Mapping[str, Any], out_png: str | os.PathLike[str]) -> No
     axes.set_ylabel("milliseconds")
     axes.legend(frameon=False)
     _finish(axes, "y")
+    figure.savefig(out_png)
+
+
+def draw_deferrals(runs: Mapping[str, Mapping[str, int]], out_png: str | os.PathLike[str]) -> None:
+    """A bar a run: shares of the trained rollouts by how many steps they were carried over (the paper's Table 2)."""
+    figure = new_figure(width_in=8.0, height_in=1.6 + 0.34 * len(runs))
+    axes = figure.subplots()
+    times = sorted({int(each) for counts in runs.values() for each in counts})
+    left = [0.0] * len(runs)
+    for number, each in enumerate(times):
+        totals = [max(1, sum(counts.values())) for counts in runs.values()]
+        widths = [100 * counts.get(str(each), 0) / total for counts, total in zip(runs.values(), totals, strict=True)]
+        again, colour = divmod(number, len(RUN_COLOURS))
+        axes.barh(list(runs), widths, left=left, color=RUN_COLOURS[colour], hatch="//" * again, label=str(each))
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("percent of the trained rollouts, by the steps that they were carried over")
+    _finish(axes, "x")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
     figure.savefig(out_png)
 
 

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oppo_megatron.bench.overlap import COLUMNS as OVERLAP_COLUMNS
-from oppo_megatron.bench.overlap import compare, placed, say_what_is_left_out, switched
+from oppo_megatron.bench.overlap import compare, placed, say_what_is_left_out
 from oppo_megatron.bench.pictures import draw_steps
 from oppo_megatron.bench.suite import Suite, require_same_work, work_figures
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.model import RoleConfig
+from oppo_megatron.config.modes import switched
 from oppo_megatron.config.run import TrainConfig
 
 REWARDS = ("verifier", "model", "process")

@@ -12,11 +12,12 @@ from typing import Any
 
 from oppo_megatron.bench.figures import figures
 from oppo_megatron.bench.limit import run_with_limits
-from oppo_megatron.bench.overlap import placed, switched
+from oppo_megatron.bench.overlap import placed
 from oppo_megatron.bench.pictures import draw_scaling
 from oppo_megatron.bench.suite import Runs, Suite, all_lines, require_same_work, work_figures, work_lines
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.modes import switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.memory import stage_parameters

@@ -56,6 +56,7 @@ COMMANDS = (
     Command("watch", "oppo_megatron.cli.watch", "show in the terminal how a run goes"),
     Command("replay", "oppo_megatron.cli.replay", "make one update again, from a rejected batch"),
     Command("schedule", "oppo_megatron.cli.schedule", "draw and check what every rank does in a round"),
+    Command("simulate", "oppo_megatron.cli.simulate", "play the steps of a run in virtual time, without models"),
     Command("serve-reward", "oppo_megatron.cli.serve_reward", "serve a verifier, function or reward model over HTTP"),
     Command("serve-scorer", "oppo_megatron.cli.serve_scorer", "serve a reward model that sequences are streamed to"),
     Command("chaos", "oppo_megatron.cli.chaos", "kill ranks of a run, compare with an undisturbed one"),

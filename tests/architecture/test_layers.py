@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": {"config", "control", "rewards", "data", "serving"},
     "integrations": {"config", "modeldir", "rundir", "control", "rewards", "mcore"},
     "report": {"rundir"},
-    "sim": {"config", "modeldir", "layout", "overcommit", "control", "schedule"},
+    "sim": {"config", "modeldir", "rundir", "layout", "overcommit", "control", "schedule"},
     "bench": {"config", "modeldir", "rundir", "layout", "preflight", "control", "schedule", "data"}
     | {"cluster", "mcore", "engine", "train", "integrations", "report", "sim"},
     "cli": {"config", "modeldir", "rundir", "layout", "preflight", "schedule", "data", "cluster", "train", "policy"}

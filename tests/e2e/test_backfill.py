@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.layouts import assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.virtual import assert_unfolds_alike
 
 STEPS, BATCH, DELTA, EVERY = 6, 6, 3, 4
 BACKFILL = {
@@ -40,6 +41,10 @@ def test_every_prompt_is_trained_exactly_once(backfilled: Outcome) -> None:
     assert max(row["deferrals"] for row in backfilled.rollouts) <= 4
     assert backfilled.metrics[-1]["carried"] == 0
     assert all(0 < line["packing_efficiency"] <= 1 > line["padding_saved"] > 0 for line in backfilled.metrics)
+
+
+def test_it_unfolds_alike_in_virtual_time(workspace: Workspace, backfilled: Outcome) -> None:
+    assert_unfolds_alike(deep(workspace, "backfilled", **BACKFILL), backfilled, "laps", "actions")
 
 
 def test_decoding_stays_full(workspace: Workspace, backfilled: Outcome) -> None:

@@ -17,6 +17,7 @@ from tests.support.hf import save_tiny
 from tests.support.layouts import DEEP, STEADY_ADAM, TOLERANCE, assert_same
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
+from tests.support.virtual import assert_unfolds_alike
 
 FULL = CARRIED | {"overlap.delta": {"rule": "fixed", "initial": 0, "min": 0, "max": 0}}
 SCHEDULES = {"intra": {"overlap.intra": True}, "full": FULL}
@@ -99,7 +100,9 @@ def test_greedy_responses_are_carried_with_their_group_in_any_layout(workspace: 
     """
     delta = {"rule": "fixed", "initial": 16 // size, "min": 16 // size, "max": 16 // size}
     carried = CARRIED | {"overlap.delta": delta, "steps": 3}
-    one = run_ppo_ranks(remax(workspace, f"carried-{size}", size, **carried))
+    config = remax(workspace, f"carried-{size}", size, **carried)
+    one = run_ppo_ranks(config)
+    assert_unfolds_alike(config, one)
     assert any(row["deferrals"] for row in one.greedy), "some should be carried with their group"
     for placement in ("TP2, colocated", "DP2 | DP2"):
         name = "".join(c for c in f"carried-{size}-{placement}" if c.isalnum())

@@ -12,6 +12,7 @@ from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.records import StepSignals
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.virtual import assert_unfolds_alike
 
 STEPS, BATCH, DELTA = 7, 6, 4
 DISAGGREGATED = {"mode": "disaggregated"}
@@ -36,6 +37,10 @@ def outcome(workspace: Workspace) -> Outcome:
 def test_every_prompt_is_trained_exactly_once(outcome: Outcome) -> None:
     assert Counter(row["seq_id"] for row in outcome.rollouts) == {i: 1 for i in range(STEPS * BATCH)}
     assert [len(batch) for batch in outcome.batches()] == [BATCH] * STEPS
+
+
+def test_it_unfolds_alike_in_virtual_time(workspace: Workspace, outcome: Outcome) -> None:
+    assert_unfolds_alike(overcommitted(workspace, "first"), outcome, "laps", "actions")
 
 
 def test_rollouts_are_carried_with_all_their_tokens(outcome: Outcome) -> None:
@@ -107,7 +112,9 @@ def test_batches_do_not_depend_on_the_chunk_size(
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_no_rollout_is_deferred_beyond_the_limit(workspace: Workspace, limit: int) -> None:
-    capped = run_ppo_ranks(overcommitted(workspace, f"cap-{limit}", **{"overlap.max_staleness": limit}))
+    config = overcommitted(workspace, f"cap-{limit}", **{"overlap.max_staleness": limit})
+    capped = run_ppo_ranks(config)
+    assert_unfolds_alike(config, capped)
     assert max(row["deferrals"] for row in capped.rollouts) <= limit
     assert sorted(capped.tokens()) == list(range(STEPS * BATCH))
 

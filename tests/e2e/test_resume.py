@@ -21,6 +21,7 @@ from oppo_megatron.rundir.memory_limits import lower_memory_limit, read_memory_l
 from tests.support.layouts import DEEP, STEADY_ADAM, WITHOUT_CRITIC, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
+from tests.support.virtual import assert_unfolds_alike
 
 TWO_RANKS = {"placement": {"mode": "disaggregated"}}
 TIMES = ("_s", "bytes", "_mb", "bubble_share")
@@ -135,7 +136,9 @@ def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(
     assert "clock" in checkpoints(config)[-1]
     config["checkpoint"] = {"resume": True}
     stop(config, rounds=2)
-    assert_bit_equal(resumed(config), plain)
+    outcome = resumed(config)
+    assert_bit_equal(outcome, plain)
+    assert_unfolds_alike(config, outcome)
 
 
 @pytest.mark.parametrize("case", [pytest.param("one rank, plain", marks=pytest.mark.long), "actor | scorers"])
@@ -189,7 +192,8 @@ def warmed_up(workspace: Workspace) -> tuple[dict[str, Any], Outcome]:
 
 
 def test_a_critic_warms_up_alone(warmed_up: tuple[dict[str, Any], Outcome]) -> None:
-    _, outcome = warmed_up
+    config, outcome = warmed_up
+    assert_unfolds_alike(config, outcome)
     assert [("actor_loss" in line, line["critic_loss"] > 0) for line in outcome.metrics] == [
         (False, True), (False, True), (True, True), (True, True),
     ]  # fmt: skip

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from oppo_megatron.bench.figures import figures, format_table, steady
-from oppo_megatron.bench.overlap import MODES, compare, placed, remarks, switched
+from oppo_megatron.bench.overlap import compare, placed, remarks
 from oppo_megatron.bench.suite import Run, bare
 from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.modes import MODES, switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.data.tokenizer import SentencePieceTokenizer

@@ -12,12 +12,12 @@ from oppo_megatron.bench import chunk, delta, scaling
 from oppo_megatron.bench.dry_run import PARTS, DryRun
 from oppo_megatron.bench.outcomes import BenchError, BenchStopped
 from oppo_megatron.bench.overhead import dry_figures, tiny
-from oppo_megatron.bench.overlap import switched
 from oppo_megatron.bench.pictures import draw_chunks, draw_deltas, draw_scaling
 from oppo_megatron.bench.suite import Run, Suite, require_same_work, work_figures, work_lines
 from oppo_megatron.bench.weave import weave_figures
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.load import dump_config
+from oppo_megatron.config.modes import switched
 from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost, first_settled_step

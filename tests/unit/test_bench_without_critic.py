@@ -12,7 +12,7 @@ from oppo_megatron.bench.dry_run import DryRun
 from oppo_megatron.bench.fork import bench_fork
 from oppo_megatron.bench.limit import Response, least_seconds
 from oppo_megatron.bench.overhead import remarks
-from oppo_megatron.bench.overlap import MODES, known_modes, placed
+from oppo_megatron.bench.overlap import known_modes, placed
 from oppo_megatron.bench.peaks import Peaks
 from oppo_megatron.bench.rewards import REWARDS, rewarded
 from oppo_megatron.bench.scaling import make_axes, with_batch
@@ -20,6 +20,7 @@ from oppo_megatron.bench.suite import Suite
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.load import config_yaml
+from oppo_megatron.config.modes import MODES
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements, world_size

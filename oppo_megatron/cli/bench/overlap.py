@@ -59,7 +59,6 @@ def _overlap(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.limit import limit_lines
     from oppo_megatron.bench.overlap import (
         COLUMNS,
-        MODES,
         PLACEMENTS,
         RANK_COLUMNS,
         bench_overlap,
@@ -68,6 +67,7 @@ def _overlap(args: argparse.Namespace) -> int:
         remarks,
     )
     from oppo_megatron.bench.suite import work_lines
+    from oppo_megatron.config.modes import MODES
     from oppo_megatron.cores import usable_cores
     from oppo_megatron.errors import ConfigError
 

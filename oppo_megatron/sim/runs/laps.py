@@ -12,8 +12,8 @@ nothing.  Roles on the same ranks follow each other, but for what woven rounds h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from oppo_megatron.schedule.planning.ledger import ordinal
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.weaving.costs import Costs, at_stage
 from oppo_megatron.schedule.weaving.cut import Cut, Work, predict_s
-from oppo_megatron.sim.runs.loop import Growing, Recorded
-from oppo_megatron.sim.runs.played import Floats, Played
+from oppo_megatron.sim.runs.loop import Recorded
+from oppo_megatron.sim.runs.played import Floats, Piece, Played
 from oppo_megatron.sim.runs.units import NONE, Units
 
 
@@ -36,6 +36,14 @@ class LapRound:
     steps: int
     cut: Cut
     prefill: Mapping[str, Ints]
+
+
+@dataclass(frozen=True)
+class _Growing:
+    """Of each sequence that is decoded, its replica and the tokens that it gets."""
+
+    homes: Ints
+    counts: Ints
 
 
 class Laps:
@@ -56,26 +64,37 @@ class Laps:
         )
 
     def play(self, done: Recorded[LapRound], begun: Floats) -> Played:
-        scored = self._scored(done.planned)
+        busy, drain = self._scored(done.planned)
+        starts = begun + self.round_s
         if done.chunk is None:
-            return Played(begun + scored + self.round_s, scored, np.zeros_like(begun), None)
-        assert done.grown is not None
-        decoded = self._decoded(done, done.grown)
-        actor = self.units.replicas["actor"]
-        holds, own = actor != NONE, decoded[np.maximum(actor, 0)]
-        ends = begun + self.round_s + scored
-        ends[holds] += own[holds]
-        if self.planner.generator == "woven" and self.planner.site.placements["actor"].pp > 1:
-            ends[holds] -= self._hidden(done, done.grown, scored[holds], own[holds])
+            ends = starts + busy + drain
+            return Played(ends, busy, np.zeros_like(begun), None, lambda: self._pieces(starts, ends, ends, busy))
+        holds = self.units.holds("actor")
+        ends = starts + busy + drain
+        ends[holds] = starts[holds] + self._decoded(done, busy[holds], drain[holds])
         arrived = float(ends[holds].max())
         if self.planner.site.placements["actor"].dp > 1:
             arrived += self.costs.message_s
         due = np.where(holds, arrived, arrived + self.units.hops * self.costs.message_s)
         waited = np.where(holds, 0.0, np.maximum(0.0, due - ends))
-        return Played(np.maximum(ends, due), scored, waited, arrived)
+        own = ends.copy()
+        return Played(np.maximum(ends, due), busy, waited, arrived, lambda: self._pieces(starts, own, due, busy))
 
-    def _scored(self, planned: LapRound) -> Floats:
-        """Seconds of scoring, [U]: the roles of a unit follow each other, and the pipeline of the longest drains once."""
+    def _pieces(self, starts: Floats, ends: Floats, due: Floats, busy: Floats) -> Iterable[Piece]:
+        """A unit's first rank stands for it; scoring comes first, wherever it was woven in."""
+        holds, scorer = self.units.holds("actor"), next((role for role in self.units.replicas if role != "actor"), "")
+        columns = zip(self.units.first, holds, starts, ends, due, busy, strict=True)
+        for rank, decodes, start, end, whole, scored in (tuple(each) for each in columns):
+            between = min(start + scored, end) if decodes else end
+            if scored > 0:
+                yield Piece(int(rank), scorer, "score", float(start), float(between))
+            if decodes and end > between:
+                yield Piece(int(rank), "actor", "decode", float(between), float(end))
+            if not decodes and whole > end:
+                yield Piece(int(rank), "scorer", "wait_tokens", float(end), float(whole))
+
+    def _scored(self, planned: LapRound) -> tuple[Floats, Floats]:
+        """Seconds of scoring, [U]: the roles of a unit follow each other, and what drains behind the last is that of the longest."""
         steady, drain = np.zeros(len(self.units)), np.zeros(len(self.units))
         for role, replicas in self.units.replicas.items():
             if role == "actor" or not planned.prefill[role].any():
@@ -84,37 +103,53 @@ class Laps:
             held = replicas != NONE
             steady[held] += own_steady[replicas[held]]
             drain[held] = np.maximum(drain[held], own_drain[replicas[held]])
-        return steady + drain
+        return steady, drain
 
     def _prefilled(self, role: str, work: Ints, budget: int) -> tuple[Floats, Floats]:
         """Seconds of a role's prefill by replica, [R]: while its slowest stage works, and what drains behind it."""
         tokens, sequences, outputs = work
         count = micro_batches(tokens, sequences, budget)
-        each = np.maximum(count, 1)
-        stages = range(self.planner.site.placements[role].pp)
-        lines = [self.costs.prefill_at(role, stage) for stage in stages]
-        seconds = np.stack([line.fixed_s + tokens / each * line.per_token_s for line in lines])
-        if role != "actor":
-            seconds[-1] += self.costs.score.fixed_s + outputs / each * self.costs.score.per_token_s
-        slowest = seconds.max(axis=0)
-        drain = seconds.sum(axis=0) - slowest + (len(lines) - 1) * self.costs.message_s
-        return count * slowest, np.where(count > 0, drain, 0.0)
+        each, share = tokens / np.maximum(count, 1), np.minimum(1.0, budget / np.maximum(1, tokens))
+        seconds = self._stages(role, each, outputs / np.maximum(count, 1))
+        largest = self._stages(role, share * tokens, share * outputs)  # the first bins are filled first
+        drain = largest.sum(axis=0) - largest.max(axis=0) + (len(largest) - 1) * self.costs.message_s
+        return count * seconds.max(axis=0), np.where(count > 0, drain, 0.0)
 
-    def _decoded(self, done: Recorded[LapRound], grown: Growing) -> Floats:
-        """Seconds of the actor's replicas for their prefills and laps, [R]."""
-        placement = self.planner.site.placements["actor"]
-        assert done.chunk is not None
-        steady, drain = self._prefilled("actor", done.planned.prefill["actor"], self.planner.micro_batch_tokens)
-        # A single replica knows when the batch is complete; several go on to the end of the chunk, and are cut there.
-        most = done.chunk.clock - done.begun if placement.dp == 1 else done.planned.steps
-        counts = np.minimum(grown.counts, most)
-        homes, parts = self.planner.actor.homes(grown.columns), done.planned.cut.micro_batches
-        lane = homes * parts + portions(homes, placement.dp, parts)
+    def _stages(self, role: str, tokens: Floats, outputs: Floats) -> Floats:
+        """Seconds of a prefill micro-batch, [P, R]."""
+        lines = [self.costs.prefill_at(role, stage) for stage in range(self.planner.site.placements[role].pp)]
+        seconds = np.stack([line.fixed_s + tokens * line.per_token_s for line in lines])
+        if role != "actor":
+            seconds[-1] += self.costs.score.fixed_s + outputs * self.costs.score.per_token_s
+        return seconds
+
+    def _decoded(self, done: Recorded[LapRound], busy: Floats, drain: Floats) -> Floats:
+        """Seconds of the units that decode, for their scoring (`busy`, `drain`), their prefills and their laps."""
+        placement, replicas = self.planner.site.placements["actor"], self.units.replicas["actor"]
+        replicas, growing = replicas[replicas != NONE], self._growing(done)
+        parts = done.planned.cut.micro_batches
+        prefill, own_drain = self._prefilled("actor", done.planned.prefill["actor"], self.planner.micro_batch_tokens)
+        lane = growing.homes * parts + portions(growing.homes, placement.dp, parts)
         if placement.pp == 1:
-            laps: Floats = self._single(lane, counts, placement.dp * parts).reshape(-1, parts).sum(axis=1)
-        else:
-            laps = self._pipelined(lane, counts, (placement.dp, parts), placement.pp)
-        return steady + drain + laps
+            laps = self._single(lane, growing.counts, placement.dp * parts).reshape(-1, parts).sum(axis=1)
+            seconds: Floats = busy + drain + (prefill + laps)[replicas]
+            return seconds
+        laps, fill = self._pipelined(lane, growing.counts, (placement.dp, parts), placement.pp)
+        if self.planner.generator == "woven":
+            own = (prefill + own_drain + laps - np.minimum(own_drain, fill))[replicas]
+            seconds = own + self._beside(done.planned, growing, busy + drain, own)
+            return seconds
+        behind = np.maximum(drain, own_drain[replicas])  # all of it is one pipeline, which drains once before the laps
+        seconds = busy + prefill[replicas] + behind + laps[replicas] - np.minimum(behind, fill[replicas])
+        return seconds
+
+    def _growing(self, done: Recorded[LapRound]) -> _Growing:
+        """A single replica knows when the batch is complete; several go on to the end of the chunk, and are cut there."""
+        assert done.grown is not None and done.chunk is not None
+        counts = done.grown.counts
+        if self.planner.site.placements["actor"].dp == 1:
+            counts = np.minimum(counts, done.chunk.clock - done.begun)
+        return _Growing(self.planner.actor.homes(done.grown.columns), counts)
 
     def _single(self, lane: Ints, counts: Ints, lanes: int) -> Floats:
         """Of one stage: each micro-batch until its last sequence ends, [lanes]."""
@@ -124,46 +159,44 @@ class Laps:
         seconds: Floats = steps * (decode.fixed_s + sample.fixed_s) + tokens * (decode.per_token_s + sample.per_token_s)
         return seconds
 
-    def _pipelined(self, lane: Ints, counts: Ints, shape: tuple[int, int], pp: int) -> Floats:
-        """Of several stages: the laps of every decode step, and the way of the last one through the stages, [R]."""
+    def _pipelined(self, lane: Ints, counts: Ints, shape: tuple[int, int], pp: int) -> tuple[Floats, Floats]:
+        """Of several stages: the laps of every decode step with the way of the last one through the stages, and of that the first one's until
+        the last stage begins, [R]."""
         (replicas, parts), steps = shape, int(counts.max(initial=0))
         ended = np.bincount(lane * (steps + 1) + counts, minlength=replicas * parts * (steps + 1))
         ended = ended.reshape(replicas, parts, steps + 1)
         running = ended[:, :, ::-1].cumsum(axis=2)[:, :, ::-1][:, :, 1:]  # with more than 0, 1 .. tokens to get
-        lines = [self.costs.decode_at(stage) for stage in range(pp)]
+        lines, message_s = [self.costs.decode_at(stage) for stage in range(pp)], self.costs.message_s
         busy = np.stack([np.where(running > 0, line.fixed_s + running * line.per_token_s, 0.0) for line in lines])
         sample = self.costs.sample
         busy[-1] += np.where(running > 0, sample.fixed_s + running * sample.per_token_s, 0.0)
         slowest, alive = busy.max(axis=0), (running > 0).any(axis=1)
-        through = busy.sum(axis=0).max(axis=1) + pp * self.costs.message_s * alive
+        through = busy.sum(axis=0).max(axis=1) + pp * message_s * alive
         laps = np.maximum(slowest.sum(axis=1), through)
         last = np.maximum(alive.sum(axis=1) - 1, 0)[:, None]
-        final = np.take_along_axis(slowest.sum(axis=1) - slowest.max(axis=1) + through, last, axis=1)
-        final -= np.take_along_axis(laps, last, axis=1)
-        seconds: Floats = laps.sum(axis=1) + final[:, 0]
-        return seconds
+        final = np.take_along_axis(slowest.sum(axis=1) - slowest.max(axis=1) + through - laps, last, axis=1)[:, 0]
+        fill = busy[:-1].sum(axis=0)[:, 0, 0] + (pp - 1) * message_s
+        return laps.sum(axis=1) + final, fill
 
-    def _hidden(self, done: Recorded[LapRound], grown: Growing, scored: Floats, decoded: Floats) -> Floats:
-        """Of scoring beside decoding, what fits into the gaps of the laps: the share of the replica that has most to do."""
+    def _beside(self, planned: LapRound, growing: _Growing, scored: Floats, decoded: Floats) -> Floats:
+        """What scoring adds to decoding where it is woven: as much of it as for the replica that has most to do."""
         if not scored.any():
             return scored
-        placement, planned = self.planner.site.placements["actor"], done.planned
-        holds = self.units.holds("actor")
-        unit = np.flatnonzero(holds)[int((scored + decoded).argmax())]
-        homes = self.planner.actor.homes(grown.columns)
-        mine = grown.counts[homes == self.units.replicas["actor"][unit]]
+        units, placement = self.units, self.planner.site.placements["actor"]
+        place = int((scored + decoded).argmax())
+        unit = int(np.flatnonzero(units.holds("actor"))[place])
+        mine = growing.counts[growing.homes == units.replicas["actor"][unit]]
         tokens = {
             role: int(planned.prefill[role][0, replicas[unit]])
-            for role, replicas in self.units.replicas.items()
+            for role, replicas in units.replicas.items()
             if role != "actor" and replicas[unit] != NONE
         }
         steps = int(mine.max(initial=0))
-        work = Work(round(mine.sum() / max(1, steps)), steps, placement.pp, tokens)
-        alone = Work(work.num_sequences, steps, placement.pp, {})
-        beside_s = predict_s(work, planned.cut, self.costs) - predict_s(alone, planned.cut, self.costs)
-        share = 1 - beside_s / scored[int((scored + decoded).argmax())]
-        hidden: Floats = scored * min(1.0, max(0.0, share))
-        return hidden
+        alone = Work(len(mine), steps, placement.pp, {})  # as the round was planned: what gaps hold does not change in it
+        both_s, alone_s = (predict_s(work, planned.cut, self.costs) for work in (replace(alone, prefill_tokens=tokens), alone))
+        share = (both_s - alone_s) / scored[place]
+        beside: Floats = np.maximum(scored * min(1.0, max(0.0, share)), scored - decoded)
+        return beside
 
 
 def micro_batches(tokens: Ints, sequences: Ints, budget: int) -> Ints:

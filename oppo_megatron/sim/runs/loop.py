@@ -6,11 +6,12 @@ rewards, so a `filter` is not played, nor are responses that end early (`settle`
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,6 +32,8 @@ from oppo_megatron.schedule.planning.planner import RoundPlanner
 
 
 LENGTH = "length"
+NO_FIELDS: dict[str, Any] = {}
+"""All prompts share it: thousands a step are made."""
 
 
 class HasSteps(Protocol):
@@ -268,8 +271,6 @@ class PureLoop(ABC, Generic[Planned]):
 def made_up_prompts(tokens: Sequence[int] | int, count: int | None) -> Iterator[Prompt]:
     """`count` prompts (None: without end) of so many tokens; of several lengths, one after the other and over again."""
     sizes = [tokens] if isinstance(tokens, int) else list(tokens)
-    models = [Prompt(0, 0, "", (1,) * size) for size in sizes]
-    seq_id = 0
-    while count is None or seq_id < count:
-        yield replace(models[seq_id % len(models)], seq_id=seq_id, row=seq_id)
-        seq_id += 1
+    texts = [(1,) * size for size in sizes]
+    for seq_id in range(count) if count is not None else itertools.count():
+        yield Prompt(seq_id, seq_id, "", texts[seq_id % len(texts)], NO_FIELDS)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.actions import Action, Op
-from oppo_megatron.schedule.checking.timeline import Running, Timeline, simulate
+from oppo_megatron.schedule.actions import Action, Op, Payload
+from oppo_megatron.schedule.checking.timeline import Running, Span, Timeline, simulate
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.runs.loop import Growing, Recorded
-from oppo_megatron.sim.runs.played import Floats, Played
+from oppo_megatron.sim.runs.played import Floats, Piece, Played
 from oppo_megatron.sim.runs.units import Units
 
 SCORING = (Op.PREFILL, Op.SCORE)
@@ -41,7 +43,7 @@ class Ordered:
         ends = [own[-1].end_s if (own := timeline.spans[rank]) else starts[rank] for rank in ranks]
         scored, waited = (np.array([of(timeline, rank) for rank in ranks]) for of in (_scored_s, _waited_s))
         arrived = None if done.chunk is None else ends[self.units.source]
-        return Played(np.array(ends), scored, waited, arrived)
+        return Played(np.array(ends), scored, waited, arrived, lambda: _pieces(timeline))
 
     def _running(self, done: Recorded[PlannedRound], grown: Growing) -> Running:
         """A sequence that ends leaves its micro-batch; a single replica stops when the batch is complete."""
@@ -63,6 +65,25 @@ class Ordered:
         return running
 
 
+def _pieces(timeline: Timeline) -> Iterator[Piece]:
+    """Stretches of a rank's actions of one kind."""
+    for rank, spans in timeline.spans.items():
+        kinds = ((_kind(span), span) for span in spans if span.end_s > span.start_s)
+        for (role, name), own in groupby(kinds, key=itemgetter(0)):
+            stretch = [span for _, span in own]
+            yield Piece(rank, role, name, stretch[0].start_s, stretch[-1].end_s)
+
+
+def _kind(span: Span) -> tuple[str, str]:
+    action = span.action
+    if action.op in SCORING and action.role != "actor":
+        return action.role, "score"
+    if action.op is Op.RECV:
+        chunk = action.payload is Payload.CHUNK
+        return ("scorer", "wait_tokens") if chunk else (action.role, "wait")
+    return "actor", "decode"
+
+
 def _scored_s(timeline: Timeline, rank: int) -> float:
     """What a rank spends on the scoring roles."""
     own = (span for span in timeline.spans[rank] if span.action.op in SCORING and span.action.role != "actor")
@@ -72,4 +93,4 @@ def _scored_s(timeline: Timeline, rank: int) -> float:
 def _waited_s(timeline: Timeline, rank: int) -> float:
     """What a rank without the actor waits for the chunk, which is the last thing in its list that can make it wait."""
     own = timeline.spans[rank]
-    return sum(s.end_s - s.start_s for s in own if s.action.op is Op.RECV and s.action.role == "actor")
+    return sum(s.end_s - s.start_s for s in own if s.action.payload is Payload.CHUNK and s.action.op is Op.RECV)

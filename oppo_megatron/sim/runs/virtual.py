@@ -15,6 +15,7 @@ from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements, training_placements
 from oppo_megatron.records import Decision, Rollout, StepSignals
+from oppo_megatron.rundir.trace import Span
 from oppo_megatron.schedule.plan import plan_step, round_generator
 from oppo_megatron.schedule.planning.new_planner import new_planner
 from oppo_megatron.schedule.rounds import Site
@@ -111,7 +112,8 @@ class VirtualRun(PureLoop[Any]):
     """`config` in virtual time, by `costs`; `lengths(seq_id)` are the tokens of each response, 1 to the limit.
 
     `prompt_tokens`: of all prompts, or of each, over and over again.  `signals`: what delta's controller is shown in a step in
-    place of no reward and nothing stale.  The prompts end with the configuration's last step, `endless` ones never.
+    place of no reward and nothing stale.  The prompts end with the configuration's last step, `endless` ones never.  Of the first `traced_steps`, `spans` has what
+    each rank did; by laps, the first rank of each unit stands for it.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class VirtualRun(PureLoop[Any]):
         prompt_tokens: int | Sequence[int] | None = None,
         signals: Callable[[int, StepSignals], StepSignals] | None = None,
         endless: bool = False,
+        traced_steps: int = 0,
     ):
         self.costs, self.site, self.signals = costs, Site(role_placements(config)), signals
         if prompt_tokens is None:
@@ -142,6 +145,7 @@ class VirtualRun(PureLoop[Any]):
         self._replicas_trained = training_placements(config)["actor"].dp
         self._times = _Times(0.0, 0.0)
         self._ended: list[VirtualStep] = []
+        self.traced_steps, self.spans = traced_steps, list[Span]()
 
     def steps(self, count: int) -> Iterator[VirtualStep]:
         """The first `count` steps, or as many as the prompts last for.  Raises ConfigError below one."""
@@ -185,6 +189,14 @@ class VirtualRun(PureLoop[Any]):
             assert played.arrived is not None
             times.arrivals.append(played.arrived - times.met)
         self.now = played.ends
+        if done.step <= self.traced_steps:
+            self.spans += [Span(p.rank, p.role, p.name, done.step, p.start, p.end) for p in played.pieces()]
+
+    def _trace(self, step: int, role: str, name: str, starts: Floats, ends: Floats) -> None:
+        """A span on every unit for which it lasts."""
+        if step <= self.traced_steps:
+            found = zip(self.units.first.tolist(), starts.tolist(), ends.tolist(), strict=True)
+            self.spans += [Span(rank, role, name, step, start, end) for rank, start, end in found if end > start]
 
     def _signals(self, step: int, signals: StepSignals) -> StepSignals:
         return signals if self.signals is None else self.signals(step, signals)
@@ -196,6 +208,10 @@ class VirtualRun(PureLoop[Any]):
         times.met = float(arrived.max())
         times.wait_s = times.met - float(arrived[self.units.source])
         times.critic_delay_s = self._critic_delay(times)
+        holds, met = self.units.holds("actor"), np.full(len(self.units), times.met)
+        self._trace(end.step, "actor", "update", self.now, np.where(holds, arrived, self.now))
+        self._trace(end.step, "actor", "wait_scores", arrived, np.where(holds, met, arrived))
+        self._trace(end.step, "scorer", "send", arrived, np.where(holds, arrived, met))
         return StepCost(times.met - times.begun - ahead_s, end.occupancy.num_steps, times.tokens, times.law)
 
     def _critic_delay(self, times: _Times) -> float:
@@ -224,10 +240,11 @@ class VirtualRun(PureLoop[Any]):
         tokens = int(end.batch.response_tokens.sum())
         actor_s, critic_s = self._actor_update_s(end), self.costs.update_s("critic", tokens)
         moved_s = self.costs.moves.get("actor", 0.0) if self.trains_actor(end.step) else 0.0
-        ends = np.full(len(units), times.met)
-        ends[units.holds("actor")] += actor_s - self._ahead_s(end) + moved_s
-        own_critic = self.costs.moves.get("critic", 0.0) + critic_s
-        ends[units.holds("critic")] += own_critic
+        met, own_critic = np.full(len(units), times.met), self.costs.moves.get("critic", 0.0) + critic_s
+        updated = met + units.holds("actor") * (actor_s - self._ahead_s(end) + moved_s)
+        ends = updated + units.holds("critic") * own_critic
+        self._trace(end.step, "actor", "update", met, updated)
+        self._trace(end.step, "critic", "update", updated, ends)
         waited_s = float(ends.max() - ends[source]) if self.plan.wait_for_critic else 0.0
         times.lag_s = float(ends.max() - ends[source]) - waited_s
         self.now = (np.full(len(units), ends.max()) if self.plan.wait_for_critic else ends) + self.costs.step_s
@@ -237,7 +254,7 @@ class VirtualRun(PureLoop[Any]):
         scored_s = times.own_score_s + times.wait_s - times.critic_delay_s
         decode_s = times.decode_s - (times.own_score_s - times.own_drain_s)
         spent = decode_s, scored_s, actor_s, times.critic_delay_s + waited_s + own_critic_s, moved_s
-        parts = Parts(*spent, step_s - sum(spent))
+        parts = Parts(*spent, round(step_s - sum(spent), 12) + 0.0)  # no last bits of the sums
         facts = {"delta_reason": delta.reason, "chunk_reason": chunk.reason if chunk else "", "critic_update_s": own_critic}
         self._ended.append(
             VirtualStep(

@@ -1,0 +1,190 @@
+"""Where the seconds of a step come from: a cluster's laws, a file of measured actions, a run that was made, or built-in lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from oppo_megatron.config.derived import minibatch_rows
+from oppo_megatron.config.load import load_config
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.placements import layout_tree, role_placements, training_placements
+from oppo_megatron.records import StepSignals
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.metrics_log import read_metrics
+from oppo_megatron.schedule.plan import round_generator
+from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.weaving.costs import Costs, Linear, at_stage
+from oppo_megatron.schedule.weaving.costs_file import read_costs
+from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.pricing.decoding import Decoding, line_through
+from oppo_megatron.sim.pricing.prices import Prices
+from oppo_megatron.sim.runs.step_costs import StepCosts
+
+Lines = Sequence[Mapping[str, Any]]
+
+FORWARDS = 3
+"""A training pass over a token takes as many forward passes: one forward, and a backward of two."""
+
+
+def built_in_costs(config: TrainConfig, prompt_tokens: int) -> StepCosts:
+    """The lines that schedules are planned with before anything is measured; of no machine."""
+    costs = StepCosts(Costs(), sources=("actions: built-in lines, of no machine",))
+    return _with_assumed_updates(costs, config, prompt_tokens)
+
+
+def file_costs(config: TrainConfig, path: Path, prompt_tokens: int) -> StepCosts:
+    """Measured actions, as in a run's costs.json.  Raises ConfigError for those of other roles or stages."""
+    placements = role_placements(config)
+    actions = read_costs(path, placements)
+    stray = sorted(set(actions.prefill) - set(placements))
+    missing = [] if actions.default_prefill != Costs().default_prefill else sorted(set(placements) - set(actions.prefill))
+    problems = [f"{path}: prefill of {role}, a role that the configuration does not have" for role in stray]
+    problems += [f"{path}: no prefill of {role}, a role of the configuration" for role in missing]
+    if problems:
+        raise ConfigError([f"{each}; give costs that were measured in this layout" for each in problems])
+    return _with_assumed_updates(StepCosts(actions, sources=(f"actions: {path}",)), config, prompt_tokens)
+
+
+def cluster_costs(config: TrainConfig, cluster: Cluster, prompt_tokens: int, lengths: Sequence[int]) -> StepCosts:
+    """By the laws of a cluster, for responses of these `lengths`: those of a batch.  Raises ConfigError where it is too small."""
+    halves = [max(1, length // 2) for length in lengths]
+    prices = [Prices(config, cluster, Decoding(prompt_tokens, own)) for own in (halves, lengths)]
+    few, many = ({(row.role, row.phase): row.seconds for row in each.rows()} for each in prices)
+    updates = {
+        role: line_through(sum(halves), few[role, "update"], sum(lengths), many[role, "update"])
+        for role in config.trained
+    }
+    moves = {role: many[role, "weights"] for role in config.trained if (role, "weights") in many}
+    told = f"actions, updates and moves: the laws of {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
+    return StepCosts(prices[1].costs(), updates, moves, sources=(told, *_assumptions(cluster)))
+
+
+def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path | None = None) -> StepCosts:
+    """As a run has measured them: its costs.json (or `actions`), and updates, moves and planning of its metrics.jsonl.
+
+    Raises ConfigError for a run of another layout, or one that lacks either.
+    """
+    run = RunDirectory(path)
+    lines = _steady(run)
+    theirs = load_config(TrainConfig, run.config) if run.config.exists() else None
+    if theirs is not None and layout_tree(theirs) != layout_tree(config):
+        raise ConfigError(
+            f"--calibrate {path}: the run has another layout ({layout_tree(theirs)}) than the configuration "
+            f"({layout_tree(config)}); calibrate with a run of this layout"
+        )
+    measured = actions or run.costs
+    if not measured.exists():
+        raise ConfigError(
+            f"--calibrate {path}: there is no {measured.name}, which runs write whose rounds are woven (overlap.schedule=woven); "
+            "make a short run so, or name a file of costs by --costs"
+        )
+    costs = file_costs(config, measured, prompt_tokens)
+    updates = {role: _update_line(config, lines, role) for role in config.trained}
+    moves = {"actor": fmean(float(line.get("reallocate_s") or 0.0) for line in lines)}
+    told = f"updates, moves and planning: {len(lines)} steps of {path}"
+    return replace(
+        costs, updates=updates, moves=moves, round_s=_planning_s(lines), sources=(f"actions: {measured}", told)
+    )
+
+
+def run_signals(path: Path) -> Callable[[int, StepSignals], StepSignals]:
+    """What delta's controller was shown in the steps of a run that simulation cannot tell: rewards and effective sample sizes.
+
+    Beyond the run's last step they stay as they were in it.
+    """
+    lines = read_metrics(RunDirectory(path).metrics)
+
+    def signals(step: int, seen: StepSignals) -> StepSignals:
+        own, before = lines[min(step, len(lines)) - 1], lines[min(step - 1, len(lines)) - 1] if step > 1 else {}
+        return replace(seen, reward_mean=own.get("reward_mean") or 0.0, ess=before.get("ess") or 1.0)
+
+    return signals
+
+
+def describe(config: TrainConfig, costs: StepCosts) -> list[str]:
+    """What the seconds rest on, in lines."""
+    site = Site(role_placements(config))
+    shared = sorted(name for name in site.placements if name != "actor" and _shares(site, name))
+    serial = "follow each other, but for what woven rounds hide in the gaps of the decode pipeline"
+    told = [*costs.sources]
+    if shared:
+        told.append(
+            f"{', '.join(shared)} share ranks with the actor: scoring and decoding there {serial} "
+            f"({round_generator(config.overlap, site)} rounds); what they would slow each other by, side by side, is not measured"
+        )
+    if config.filter is not None:
+        told.append("the filter is not played: its verdicts need rewards; every group is trained")
+    if config.settle.mode != "off":
+        told.append("responses that end early (settle) are not played: that needs rewards")
+    return told
+
+
+def _shares(site: Site, role: str) -> bool:
+    return not set(site.placements[role].ranks).isdisjoint(site.placements["actor"].ranks)
+
+
+def _assumptions(cluster: Cluster) -> list[str]:
+    assumed = [f"{name} ({source.where})" for name, source in cluster.sources() if source.kind == "assumed"]
+    return [f"assumed: {', '.join(assumed)}"] if assumed else []
+
+
+def _with_assumed_updates(costs: StepCosts, config: TrainConfig, prompt_tokens: int) -> StepCosts:
+    """Updates by the prefill lines, where nobody has measured them."""
+    updates = {role: _assumed_update(config, costs.actions, role, prompt_tokens) for role in config.trained}
+    told = f"updates: assumed, {FORWARDS} forward passes by the prefill lines"
+    return replace(costs, updates=updates, sources=(*costs.sources, told))
+
+
+def _assumed_update(config: TrainConfig, actions: Costs, role: str, prompt_tokens: int) -> Linear:
+    batch, ppo, placement = config.rollout.batch_size, config.ppo, training_placements(config)[role]
+    lines, pp = actions.prefill_of(role), role_placements(config)[role].pp
+
+    def seconds(tokens: int) -> float:
+        each = (batch * prompt_tokens + tokens) / batch * minibatch_rows(config) / placement.dp
+        count = max(1, ceil(each / config.runtime.micro_batch_tokens))
+        stages = [at_stage(lines, stage) for stage in range(pp)]
+        own = [count * line.fixed_s + each * line.per_token_s for line in stages]
+        return FORWARDS * ppo.epochs * ppo.minibatches * (max(own) + (sum(own) - max(own)) / count)
+
+    most = batch * config.rollout.max_response_tokens
+    return line_through(most // 2, seconds(most // 2), most, seconds(most))
+
+
+def _steady(run: RunDirectory) -> Lines:
+    """The run's lines without the first, which warms up, where there are others."""
+    if not run.metrics.exists():
+        raise ConfigError(f"--calibrate {run.path}: there is no metrics.jsonl; give the run_dir of a run")
+    lines = [line for line in read_metrics(run.metrics) if line.get("skipped") is None and not line.get("incomplete")]
+    if not lines:
+        raise ConfigError(f"--calibrate {run.path}: no step of the run was trained; give a run with a few steps")
+    return lines[1:] or lines
+
+
+def _update_line(config: TrainConfig, lines: Lines, role: str) -> Linear:
+    """The line of least squares through the steps' updates; through their means where it would fall."""
+    key = "train_s" if role == "actor" else "critic_update_s"
+    moved = [float(line.get("reallocate_s") or 0.0) if role == "actor" else 0.0 for line in lines]
+    tokens = [config.rollout.batch_size * float(line["trained_len_mean"]) for line in lines]
+    seconds = [float(line.get(key) or 0.0) - move for line, move in zip(lines, moved, strict=True)]
+    mean_n, mean_s = fmean(tokens), fmean(seconds)
+    spread = sum((n - mean_n) ** 2 for n in tokens)
+    slope = sum((n - mean_n) * (s - mean_s) for n, s in zip(tokens, seconds, strict=True)) / spread if spread else 0.0
+    if slope <= 0:
+        return Linear(mean_s, 0.0)
+    fixed = mean_s - slope * mean_n
+    return Linear(fixed, slope) if fixed >= 0 else Linear(0.0, mean_s / mean_n)
+
+
+def _planning_s(lines: Lines) -> float:
+    """What a run plans and books in a round: a step has as many as its decode steps need, and one that scores."""
+    found = []
+    for line in lines:
+        steps = line["tokens"] / line["running_mean"] if line.get("running_mean") else 0
+        found.append(float(line.get("planning_s") or 0.0) / (ceil(steps / line["chunk_tokens"]) + 1))
+    return float(median(found))
