@@ -192,7 +192,7 @@ def draw_ablation(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[
     figure.savefig(out_png)
 
 
-def draw_deferrals(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
+def draw_delta_costs(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
     """Seconds a step, and mean deferrals, against delta; `rows` of `studies.paper.Paper.inter`."""
     figure = new_figure(width_in=8.0, height_in=3.6)
     deltas = [row["delta"] for row in rows]

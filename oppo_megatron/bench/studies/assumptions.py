@@ -28,7 +28,7 @@ QWEN_3B: Shape = {
 """The `config.json` of Qwen2.5 in both sizes."""
 GH200 = {"memory_gb": 96, "tflops": 989, "gb_per_s": 4000, "like": "h100"}
 """NVIDIA's data sheet: an H100's processor behind 96 GB of HBM3."""
-DELTA, CHUNK, ROUND_S, EPOCHS, MICRO_BATCH_TOKENS = 8, 256, 0.02, 4, 8192
+DELTA, CHUNK, ROUND_S, EPOCHS, MICRO_BATCH_TOKENS, CAPTURED = 8, 256, 0.02, 4, 8192, False
 
 
 @dataclass(frozen=True)

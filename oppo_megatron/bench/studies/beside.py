@@ -111,7 +111,7 @@ def _ablation(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     whys = {
         "intra": "by the laws scoring is a small share of a step; it grows if sequences are padded",
         "inter": f"delta {DELTA} is assumed; the tail of lengths decides",
-        "both": "as both rows above",
+        "full": "as both rows above",
     }
     for row in rows:
         yield _row("figure 6", f"{row['setup']}: {row['mode']}", row["speedup"], row["printed"], whys[row["mode"]])

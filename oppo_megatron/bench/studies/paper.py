@@ -36,7 +36,7 @@ class Paper:
 
     def mode(self, name: str, mode: str, delta: int = DELTA) -> Summary:
         """Of a setting and a mode; without inter-step overlap delta is nothing."""
-        key = name, mode, delta if mode in ("inter", "both") else 0
+        key = name, mode, delta if mode in ("inter", "full") else 0
         if key not in self._runs:
             self._runs[key] = self.case(name).run(mode, self.steps, delta=fixed(delta))
         return self._runs[key]
@@ -49,15 +49,15 @@ class Paper:
         name = row.setup
         base, both, padded = (
             self.mode(name, "sequential"),
-            self.mode(name, "both"),
+            self.mode(name, "full"),
             sum(self.case(name).padded.values()),
         )
-        assumed, implied = both.step_s, self.mode(name, "both", implied_delta()).step_s
-        priced = self.case(name).priced
+        assumed, implied = both.step_s, self.mode(name, "full", implied_delta()).step_s
+        case = self.case(name)
         return {
             "setup": name, "sequential_s": base.step_s, "padded_s": padded, "both_s": assumed,
             "speedup": base.step_s / assumed, "speedup_implied": base.step_s / implied, "speedup_padded": padded / assumed,
-            "stated": row.stated, "gb": priced.fullest_gb(), "room_gb": priced.cluster.gpu.memory_bytes / 1e9,
+            "stated": row.stated, "gb": case.fullest_gb, "room_gb": case.cluster.gpu.memory_bytes / 1e9,
         }  # fmt: skip
 
     def ablation(self) -> list[dict[str, Any]]:
@@ -68,8 +68,8 @@ class Paper:
         base, case = self.mode(name, "sequential").step_s, self.case(name)
         minutes = oppo.minutes_of(name, oppo.BASELINE).minutes
         main = oppo.speedup_of(name).oppo_minutes
-        rows = []
-        for mode in ("intra", "inter", "both"):
+        rows: list[dict[str, Any]] = []
+        for mode in ("intra", "inter", "full"):
             printed = oppo.minutes_of(name, VARIANTS[mode]).minutes if mode in VARIANTS else main
             assert printed is not None
             run = self.mode(name, mode)
@@ -114,7 +114,7 @@ class Paper:
         }
         rows: list[dict[str, Any]] = []
         for policy, delta in policies.items():
-            run = case.run("both", steps, delta=delta, signals=shown)
+            run = case.run("full", steps, delta=delta, signals=shown)
             total = sum(step.step_s for step in run.steps)
             place = ranks["dynamic adapted"] if policy.startswith("dynamic") else ranks[policy]
             rows.append(
@@ -128,7 +128,7 @@ class Paper:
         case, steps = self.case(name), min(self.steps, CHUNK_STEPS)
         rows: list[dict[str, Any]] = []
         for chunk in CHUNKS:
-            intra, both = (case.run(mode, steps, chunk=chunk).step_s for mode in ("intra", "both"))
+            intra, both = (case.run(mode, steps, chunk=chunk).step_s for mode in ("intra", "full"))
             rows.append({"chunk": chunk, "intra_s": intra, "step_s": both, "printed": said_of(chunk)})
         least = {key: min(row[key] for row in rows) for key in ("intra_s", "step_s")}
         more = {"intra_s": "intra_more", "step_s": "more"}
@@ -136,7 +136,7 @@ class Paper:
 
     def law_of_chunk(self, name: str = "se7b") -> dict[str, float]:
         """Where f T / C + s C is least with both overlaps: s is half a decode step, for replicas go on to the end of a chunk."""
-        case, run = self.case(name), self.mode(name, "both")
+        case, run = self.case(name), self.mode(name, "full")
         step_s = case.costs.actions.decode_at(0).fixed_s
         tokens = least_chunk(case.costs.round_s, run.decode_steps, step_s / 2)
         return {
@@ -151,7 +151,7 @@ class Paper:
         printed = {f"deferred_{steps}": share for steps, share in oppo.DEFERRED_PERCENT.items()}
         rows: list[dict[str, Any]] = [{"delta": "table 2", "mean": oppo.DEFERRED_MEAN, **printed}]
         for delta in (4, 8, implied_delta()):
-            run = self.mode(name, "both", delta)
+            run = self.mode(name, "full", delta)
             shares = run.deferred_percent
             rows.append(
                 {
@@ -166,8 +166,8 @@ class Paper:
         """Figure 5, until a step's scores are there."""
         rows = []
         for row in oppo.UTILIZATION:
-            shares = [self._busy_percent(row.setup, mode) for mode in ("sequential", "both")]
-            speed = self.mode(row.setup, "sequential").step_s / self.mode(row.setup, "both").step_s
+            shares = [self._busy_percent(row.setup, mode) for mode in ("sequential", "full")]
+            speed = self.mode(row.setup, "sequential").step_s / self.mode(row.setup, "full").step_s
             rows.append(
                 {
                     "setup": row.setup, "sequential": shares[0], "both": shares[1], "gain": shares[1] / shares[0],

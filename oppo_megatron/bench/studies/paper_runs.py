@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from statistics import NormalDist, fmean
 
 import numpy as np
 
-from oppo_megatron.bench.studies.assumptions import MICRO_BATCH_TOKENS, ROUND_S, Setting
-from oppo_megatron.bench.studies.step_prices import Sampled, padded_s, prices, step_costs
+from oppo_megatron.bench.studies.assumptions import CAPTURED, MICRO_BATCH_TOKENS, ROUND_S, Setting
+from oppo_megatron.bench.studies.sampled import Sampled
 from oppo_megatron.config.forced_limits import ForcedLimits
+from oppo_megatron.config.modes import switched
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.records import StepSignals
+from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.pricing.prices import Prices
+from oppo_megatron.sim.runs.sources import cluster_costs
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep
 from oppo_megatron.uniforms import uniforms
 
-MODES: Mapping[str, Mapping[str, bool]] = {
-    "sequential": {"intra": False, "inter": False},
-    "intra": {"intra": True, "inter": False},
-    "inter": {"intra": False, "inter": True},
-    "both": {"intra": True, "inter": True},
-}
 REWARD_SPREAD = 1.0
 """Assumed standard deviation of the reward of one response: a batch's mean varies by this over the root of B."""
 Signals = Callable[[int, StepSignals], StepSignals]
@@ -121,17 +119,24 @@ class Case:
         return Sampled(self.lengths, self.setting.batch)
 
     @cached_property
-    def priced(self) -> Prices:
-        return prices(self.config, self.setting.cluster(), self.setting.lengths.prompt, self.sampled, captured=False)
+    def cluster(self) -> Cluster:
+        return self.setting.cluster()
 
     @cached_property
     def costs(self) -> StepCosts:
-        return step_costs(self.priced, ROUND_S)
+        tokens, lengths = self.setting.lengths.prompt, self.sampled.middle()
+        return replace(cluster_costs(self.config, self.cluster, tokens, lengths, captured=CAPTURED), round_s=ROUND_S)
 
     @cached_property
     def padded(self) -> Mapping[str, float]:
         """Seconds of a step's phases, one after the other, in which every sequence is as long as the batch's longest."""
-        return padded_s(self.priced, self.sampled.longest())
+        decoding = Decoding(self.setting.lengths.prompt, [round(self.sampled.longest())] * self.setting.batch, CAPTURED)
+        return {f"{row.role} {row.phase}": row.seconds for row in Prices(self.config, self.cluster, decoding).rows()}
+
+    @property
+    def fullest_gb(self) -> float:
+        """Of the rank that holds most."""
+        return Prices(self.config, self.cluster, Decoding(self.setting.lengths.prompt, [1])).fullest_gb()
 
     def reward_s(self, response_tokens: float) -> float:
         """Seconds in which the reward model reads a batch with so many tokens of responses."""
@@ -148,14 +153,14 @@ class Case:
         chunk: int | None = None,
         signals: Signals | None = None,
     ) -> Summary:
-        """So many steps of a mode of MODES; `delta` and `chunk` in place of the assumed ones."""
-        overlap = self.config.overlap
-        update: dict[str, object] = dict(MODES[mode])
+        """So many steps of a mode of `config/modes.py`; `delta` and `chunk` in place of the assumed ones."""
+        config = switched(self.config, mode)
+        overlap = config.overlap
         if delta is not None:
-            update["delta"] = delta
+            overlap = overlap.model_copy(update={"delta": delta})
         if chunk is not None:
-            update["chunk"] = overlap.chunk.model_copy(update={"tokens": chunk})
-        config = self.config.model_copy(update={"overlap": overlap.model_copy(update=update)})
+            overlap = overlap.model_copy(update={"chunk": overlap.chunk.model_copy(update={"tokens": chunk})})
+        config = config.model_copy(update={"overlap": overlap})
         run = VirtualRun(
             config, self.costs, self.lengths, prompt_tokens=self.setting.lengths.prompt, signals=signals, endless=True
         )

@@ -107,14 +107,14 @@ def _write(
     assumed: Sequence[dict[str, Any]],
     checks: Sequence[dict[str, Any]],
 ) -> None:
-    from oppo_megatron.bench.pictures import draw_ablation, draw_chunks, draw_deferrals
+    from oppo_megatron.bench.pictures import draw_ablation, draw_chunks, draw_delta_costs
     from oppo_megatron.bench.studies.beside import beside
     from oppo_megatron.bench.studies.paper import pictures
     from oppo_megatron.rundir.directory import write_json
 
     out.mkdir(parents=True, exist_ok=True)
     draw_ablation(tables["ablation"], out / "ablation.png")
-    draw_deferrals(tables["inter"], out / "delta.png")
+    draw_delta_costs(tables["inter"], out / "delta.png")
     draw_chunks(pictures(tables["chunk"]), out / "chunk.png")
     whole = {
         "steps": paper.steps,
