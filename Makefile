@@ -46,6 +46,9 @@ ALIGNER_PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=. $(ALIGNER
 PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix _*.py, \
 	algorithms config control layout modeldir overcommit preflight rundir schedule)))
 
+# Every process of the tests would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test test-slurm test-wandb test-nvrx test-gpulibs test-oracles bench-trl clean
 
 demo: $(INSTALLED)

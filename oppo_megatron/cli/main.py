@@ -48,6 +48,7 @@ COMMANDS = (
     Command("tokenizer", "oppo_megatron.cli.tokenizer", "train a sentencepiece tokenizer on JSONL rows"),
     Command("convert", "oppo_megatron.cli.convert", "rewrite weights: Hugging Face, Megatron, NeMo-Aligner"),
     Command("placement", "oppo_megatron.cli.placement", "measure which placement is fastest on this machine"),
+    Command("plan", "oppo_megatron.cli.plan", "search the fastest placement and layouts on a cluster"),
     Command("init", "oppo_megatron.cli.init", "write a configuration to start from, and say what comes next"),
     Command("config", "oppo_megatron.cli.config", "explain settings, list them, print a file resolved"),
     Command("validate", "oppo_megatron.cli.validate", "check a configuration and the files it names"),

@@ -52,14 +52,19 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
     problems = [problem for found in wrong_ranks.values() for problem in found]
     config = _without_ranks(config, wrong_ranks)
     problems += [*_check_scorers(config), *_check_pools(config, shapes), *_check_counts(config, shapes)]
-    for name, placement in role_placements(config).items():
-        problems += _check_serving(config, name, placement, shapes.get(name))
-        problems += _check_kv_budget(config, name, placement, shapes.get(name))
+    serving = role_placements(config)
+    for name, placement in serving.items():
+        problems += serving_problems(config, name, placement, shapes.get(name))
     for name, placement in training_placements(config).items():
-        problems += _check_training(config, name, placement, shapes.get(name))
+        problems += training_problems(config, name, placement, serving[name], shapes.get(name))
     if not wrong_ranks:
         problems += _check_gaps(config)
     return problems + _check_woven(config)
+
+
+def serving_problems(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
+    """Every problem of a layout in which a role decodes or scores."""
+    return [*_check_serving(config, name, placement, shape), *_check_kv_budget(config, name, placement, shape)]
 
 
 def check_auto_placement(settings: TrainSettings) -> list[str]:
@@ -259,13 +264,15 @@ def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, sha
     return problems
 
 
-def _check_training(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
-    """The layout in which a role is updated, and the schedule of its update."""
+def training_problems(
+    config: TrainConfig, name: str, placement: RolePlacement, serving: RolePlacement, shape: Shape | None
+) -> list[str]:
+    """The layout in which a role that serves in `serving` is updated, and the schedule of its update."""
     role = config.trained[name]
     train, parts = role.train, minibatch_parts(config)
     limits = _training_limits(config, role, shape)
     asked = _Asked(f"{name}.train", Sizes.of(placement, train.vpp), len(placement.ranks), limits)
-    problems, serving = [], role_placements(config)[name]
+    problems = []
     if asked.sizes != Sizes.of(serving):  # else its divisions are reported there
         problems += _divisions(asked, shape) or _check_common_rows(asked, serving, shape)
     if placement.dp > parts:
@@ -321,8 +328,7 @@ def _check_kv_budget(config: TrainConfig, name: str, placement: RolePlacement, s
     if count(sizes) > 1:
         lower = "overlap.weave's prefill_tokens"
         what = (
-            f"a micro-batch of {lower} {tokens} has at least {count(sizes)} sequences of {context} tokens, "
-            "which need"
+            f"a micro-batch of {lower} {tokens} has at least {count(sizes)} sequences of {context} tokens, which need"
         )
     limits = _limits(config, name, shape)
     near = suggestion(sizes, len(placement.ranks), limits, lambda other: needed_mb(other) <= budget_mb)

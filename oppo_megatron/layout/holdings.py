@@ -5,30 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import ceil, lcm
+from math import ceil
 
-from oppo_megatron.config.derived import longest_chunk, max_context, minibatch_rows, share_of_sequences
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.derived import longest_chunk, minibatch_rows
+from oppo_megatron.config.model import TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.preference import DPOConfig
 from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
-from oppo_megatron.layout import activations
-from oppo_megatron.layout.activations import Call, TrainingBatch
-from oppo_megatron.layout.cpu_kernels import FEW_ROWS, kernel_bytes, prefill_sizes, training_kernel_bytes
-from oppo_megatron.layout.layouts import Sizes, vocab_rows
+from oppo_megatron.layout.activations import TrainingBatch
+from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.memory import (
     Memory,
-    Shape,
-    adapter_parameters,
-    gather_bytes,
-    kv_cache_bytes,
-    kv_slots,
-    packed_parameters,
-    slot_tokens,
     stage_layers,
-    stage_parameters,
     table_bytes,
-    training_state,
 )
 from oppo_megatron.layout.placements import (
     RankCoordinates,
@@ -37,13 +25,18 @@ from oppo_megatron.layout.placements import (
     has_own_training_weights,
     named_roles,
     role_placements,
-    shares_weights,
     training_placements,
 )
-from oppo_megatron.layout.shape import DTYPE_BYTES
-from oppo_megatron.modeldir.headers import read_hf_config
-
-SCALAR_ROLES = ("critic", "reward")
+from oppo_megatron.layout.role_memory import (
+    RoleModel,
+    both_memory,
+    is_one_model,
+    laid_out,
+    sequences_and_slots,
+    served_memory,
+    trained_memory,
+    training_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -62,73 +55,6 @@ class Holding:
     memory: Memory
     batches: dict[str, str]
     phases: dict[str, float]
-
-
-@dataclass(frozen=True)
-class _Model:
-    """What the arithmetic needs to know of a role's model."""
-
-    shape: Shape
-    dtype: str
-    scalar: bool
-    lora: LoraConfig | None = None
-    shared: bool = False  # the reference, over the weights beside the actor's adapters
-
-    @classmethod
-    def of(cls, model: ModelConfig, *, scalar: bool, shared: bool = False) -> _Model:
-        lora = model.lora if isinstance(model, LearningModelConfig) else None
-        return cls(read_hf_config(model), model.dtype, scalar, lora, shared)
-
-    def laid_out(self, *placements: RolePlacement) -> _Model:
-        """With a vocabulary that the tensor ranks of every layout divide, as weights that move between layouts have it."""
-        tp = lcm(*(placement.tp for placement in placements))
-        return replace(self, shape={**self.shape, "vocab_size": vocab_rows(self.shape["vocab_size"], tp) * tp})
-
-    def weights(self, placement: RolePlacement, stage: int) -> int:
-        own = 0 if self.shared else self.parameters(placement, stage)
-        return (own + self._adapters(placement)) * DTYPE_BYTES[self.dtype]
-
-    def packed(self, placement: RolePlacement, stage: int) -> int:
-        if self.shared:
-            return 0
-        return (
-            packed_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
-            * DTYPE_BYTES[self.dtype]
-        )
-
-    def makes_logits(self, placement: RolePlacement, coords: RankCoordinates) -> bool:
-        return not self.scalar and coords.stage == placement.pp - 1
-
-    def parameters(self, placement: RolePlacement, stage: int) -> int:
-        return stage_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
-
-    def computed(self, placement: RolePlacement, *, on_cpu: bool) -> activations.Model:
-        return activations.Model(self.shape, placement.tp, self.dtype, self.scalar, self.lora, on_cpu)
-
-    def trained(
-        self,
-        placement: RolePlacement,
-        stage: int,
-        train: TrainingLayoutConfig,
-        batch: TrainingBatch,
-        *,
-        on_cpu: bool,
-    ) -> Memory:
-        state = training_state(self._trainable(placement, stage), self.dtype, placement.dp, train)
-        model, sizes = self.computed(placement, on_cpu=on_cpu), Sizes.of(placement, train.vpp)
-        held = activations.training_activations(model, sizes, stage, train, batch)
-        gathered = gather_bytes(self.shape, self.dtype, train, placement.tp, batch.tokens)
-        return replace(state, buffers=gathered, activations=held)
-
-    def _adapters(self, placement: RolePlacement) -> int:
-        return 0 if self.lora is None else adapter_parameters(self.shape, placement.tp, placement.pp, self.lora)
-
-    def _trainable(self, placement: RolePlacement, stage: int) -> int:
-        if self.lora is None:
-            return self.parameters(placement, stage)
-        return self._adapters(placement) + (
-            self.shape["hidden_size"] if self.scalar and stage == placement.pp - 1 else 0
-        )
 
 
 def planned_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
@@ -183,32 +109,33 @@ def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
 
     `on_cpu`: whether the ranks compute on processors, where decoding has weights of its own (`runtime.decode_path`).
     """
-    training = training_placements(config)
-    holdings: list[Holding] = []
+    training, holdings = training_placements(config), list[Holding]()
     for name, placement in role_placements(config).items():
-        role = named_roles(config)[name]
-        shared = name == "reference" and shares_weights(config)
-        model = _Model.of(role, scalar=name in SCALAR_ROLES, shared=shared).laid_out(
-            placement, training.get(name, placement)
-        )
-        served = _serving(config, name, placement, model, on_cpu=on_cpu)
-        if not isinstance(role, TrainedRoleConfig):
-            holdings += served
-            continue
-        trained = list(_training(config, name, training[name], model, role.train, on_cpu=on_cpu))
-        if has_own_training_weights(placement, training[name], role.train.vpp):
-            holdings += [*served, *trained]
-        else:
-            one_model = not role.train.sequence_parallel and role.train.recompute == "none"
-            holdings += [_both(*pair, one_model=one_model) for pair in zip(served, trained, strict=True)]
+        holdings += role_holdings(config, name, placement, training.get(name, placement), on_cpu=on_cpu)
     return sorted(holdings, key=lambda holding: holding.rank)
+
+
+def role_holdings(
+    config: TrainConfig, name: str, serving: RolePlacement, training: RolePlacement, *, on_cpu: bool
+) -> list[Holding]:
+    """A role's shares in these layouts, whatever ranks and layouts the configuration gives it."""
+    role = named_roles(config)[name]
+    model = laid_out(config, name, serving, training)
+    served = list(_serving(config, name, serving, model, on_cpu=on_cpu))
+    if not isinstance(role, TrainedRoleConfig):
+        return served
+    trained = list(_training(config, name, training, model, role.train, on_cpu=on_cpu))
+    if has_own_training_weights(serving, training, role.train.vpp):
+        return [*served, *trained]
+    one_model = is_one_model(role.train)
+    return [_both(*pair, one_model=one_model) for pair in zip(served, trained, strict=True)]
 
 
 def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
     """The model's share on every rank of supervised training."""
     layout = config.parallel
     placement = RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
-    model = _Model.of(config.model, scalar=config.SCALAR)
+    model = RoleModel.of(config.model, scalar=config.SCALAR)
     sequences = 2 if isinstance(config, RewardModelConfig | DPOConfig) else 1  # a chosen and a rejected completion
     rows, tokens = ceil(config.batch_size / placement.dp), config.runtime.micro_batch_tokens
     batch = TrainingBatch(tokens, rows * sequences * config.max_tokens)
@@ -225,84 +152,41 @@ def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holdi
 
 
 def _serving(
-    config: TrainConfig, name: str, placement: RolePlacement, model: _Model, *, on_cpu: bool
+    config: TrainConfig, name: str, placement: RolePlacement, model: RoleModel, *, on_cpu: bool
 ) -> Iterator[Holding]:
     """Decoding or scoring: weights, cache, and what a call holds."""
-    packed = on_cpu and config.runtime.decode_path == "packed"
-    sequences, longest = share_of_sequences(config, name, placement.dp), max_context(config)
-    context = slot_tokens(longest, config.runtime.kv_layout)
-    budget_mb = config.runtime.kv_cache_mb
-    slots = kv_slots(model.shape, placement, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
-    cached = slots
-    if name == "actor" and config.evaluation is not None:  # held-out prompts are answered over a cache of their own
-        cached += min(slots, config.evaluation.max_rows)
-    cache = kv_cache_bytes(model.shape, placement, model.dtype, slots=cached, context=context, budget_mb=None)
-    tokens = min(config.runtime.micro_batch_tokens, slots * context)
+    sequences, slots = sequences_and_slots(config, name, placement, model)
     batches = _serving_batches(config, name, sequences, slots)
+    stages = [served_memory(config, name, placement, model, stage, on_cpu=on_cpu) for stage in range(placement.pp)]
     for coords, rank in _coords_of(placement):
-        computed, logits = model.computed(placement, on_cpu=on_cpu), model.makes_logits(placement, coords)
-        calls = _calls(config, name, tokens, slots, logits=logits or (model.scalar and coords.stage == placement.pp - 1))
-        phases = {phase: activations.cached_activations(computed, call) for phase, call in calls.items()}
-        memory = Memory(
-            weights=model.weights(placement, coords.stage),
-            packed=model.packed(placement, coords.stage) if packed else 0,
-            kernels=_kernels(name, tokens, slots, makes_logits=logits) if packed else 0,
-            kv_cache=cache,
-            buffers=table_bytes(model.shape, longest),
-            activations=max(phases.values()),
+        memory, phases = stages[coords.stage]
+        yield Holding(
+            rank, name, coords, Sizes.of(placement), _layers(model, placement, coords), memory, batches, phases
         )
-        layers = _layers(model, placement, coords)
-        yield Holding(rank, name, coords, Sizes.of(placement), layers, memory, batches, phases)
 
 
 def _training(
     config: TrainConfig,
     name: str,
     placement: RolePlacement,
-    model: _Model,
+    model: RoleModel,
     train: TrainingLayoutConfig,
     *,
     on_cpu: bool,
 ) -> Iterator[Holding]:
     """The update, with weights of its own."""
-    rows = ceil(minibatch_rows(config) / placement.dp)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    batch = TrainingBatch(config.runtime.micro_batch_tokens, rows * longest)
-    kernels = training_kernel_bytes(batch.tokens) if on_cpu and model.dtype == "bfloat16" else 0
+    batches = _training_batches(config, training_rows(config, placement))
+    stages = [trained_memory(config, placement, model, train, stage, on_cpu=on_cpu) for stage in range(placement.pp)]
     for coords, rank in _coords_of(placement):
-        memory = model.trained(placement, coords.stage, train, batch, on_cpu=on_cpu)
-        tables = memory.buffers + table_bytes(model.shape, max_context(config)) * train.vpp
-        copy = model.weights(placement, coords.stage)
-        memory = replace(memory, copy=copy, kernels=kernels, buffers=tables)
+        memory = stages[coords.stage]
         layers = stage_layers(model.shape, placement.pp, coords.stage, train.vpp)
-        batches, phases = _training_batches(config, rows), {"update": memory.activations}
-        sizes = Sizes.of(placement, train.vpp)
+        phases, sizes = {"update": memory.activations}, Sizes.of(placement, train.vpp)
         yield Holding(rank, f"{name}.train", coords, sizes, layers, memory, batches, phases)
 
 
-def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: bool) -> dict[str, Call]:
-    """The largest cached calls, by phase; `logits`: on the last stage, where the actor makes them as it decodes, scorers as
-    they read."""
-    longest, rollout = max_context(config), config.rollout
-    gathered = slots * slot_tokens(longest, config.runtime.kv_layout) if config.runtime.kv_layout == "paged" else 0
-    if name != "actor":
-        return {"reading": Call(tokens, tokens if logits else 0, longest, gathered)}
-    rows = slots if logits else 0
-    decoding = Call(slots, rows, longest, gathered, draws=True, temperature=rollout.temperature)
-    return {"reading": Call(tokens, 0, longest, gathered), "decoding": decoding}
-
-
-def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
-    """Bytes of the kernels of a role's products: the actor decodes any number of sequences, all roles read up to `tokens`."""
-    read, decoded = prefill_sizes(tokens), min(slots, FEW_ROWS) if name == "actor" else 0
-    return kernel_bytes(read + decoded, (decoded if name == "actor" else read) if makes_logits else 0)
-
-
 def _both(served: Holding, trained: Holding, *, one_model: bool) -> Holding:
-    """Serving and training over the same weights; `one_model`: by the same modules, with one set of rotary tables."""
-    tables = served.memory.buffers if one_model else 0
-    own = replace(trained.memory, copy=0, buffers=trained.memory.buffers - tables)
-    memory = Memory.of_rank([served.memory, own])
+    """Serving and training over the same weights; `one_model`: by the same modules."""
+    memory = both_memory(served.memory, trained.memory, one_model=one_model)
     batches, phases = served.batches | trained.batches, trained.phases | served.phases
     return replace(served, memory=memory, batches=batches, phases=phases)
 
@@ -373,5 +257,5 @@ def _coords_of(placement: RolePlacement) -> Iterator[tuple[RankCoordinates, int]
         yield coords, rank
 
 
-def _layers(model: _Model, placement: RolePlacement, coords: RankCoordinates) -> list[range]:
+def _layers(model: RoleModel, placement: RolePlacement, coords: RankCoordinates) -> list[range]:
     return stage_layers(model.shape, placement.pp, coords.stage)

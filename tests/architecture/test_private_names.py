@@ -74,11 +74,11 @@ def uses(tree: ast.Module, private: Names) -> Iterator[tuple[int, str]]:
             parts = [*str(node.module).split("."), *(each.name for each in node.names)]
             yield from ((node.lineno, part) for part in parts if PRIVATE.fullmatch(part))
         elif isinstance(node, ast.Attribute):
-            of_module = ast.unparse(node.value) in modules and PRIVATE.fullmatch(node.attr)
+            of_module = PRIVATE.fullmatch(node.attr) and ast.unparse(node.value) in modules
             if of_module or (node.attr in members and not is_self(node.value)):
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func).rpartition(".")[2]
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             texts = [each.value for each in node.args if called in BY_NAME and isinstance(each, ast.Constant)]
             yield from ((node.lineno, str(text)) for text in texts if text in private.own | members)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):

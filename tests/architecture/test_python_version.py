@@ -57,10 +57,11 @@ def test_newer_names_of_the_library_are_errors_of_lint(tmp_path: Path) -> None:
 
 LOOK = '''
 """What is wrong with files here, by the interpreter that runs this: a line each."""
-import ast, importlib, json, sys
+import ast, functools, importlib, json, sys
 
 paths, library = json.load(sys.stdin)
 
+@functools.cache
 def looked_up(module, names):
     try:
         found = importlib.import_module(module)
@@ -96,12 +97,12 @@ for path in paths:
             continue
         if isinstance(node, ast.Import):
             modules.update((each.asname or each.name, each.name) for each in node.names if each.asname or "." not in each.name)
-            asked += [(each.name, []) for each in node.names]
+            asked += [(each.name, ()) for each in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            asked.append((node.module, [each.name for each in node.names]))
+            asked.append((node.module, tuple(each.name for each in node.names)))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            asked.append((modules[node.value.id], [node.attr]))
+            asked.append((modules[node.value.id], (node.attr,)))
     for module, names in asked:
         if module.partition(".")[0] in library:
             for name in looked_up(module, names):

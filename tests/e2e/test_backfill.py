@@ -63,7 +63,9 @@ def test_decoding_stays_full(workspace: Workspace, backfilled: Outcome) -> None:
             {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": [3, "auto"]},
             marks=pytest.mark.long,
         ),
-        ("dp2-streamed", {"placement": {"mode": "disaggregated", "actor": {"dp": 2}}}),
+        pytest.param(
+            "dp2-streamed", {"placement": {"mode": "disaggregated", "actor": {"dp": 2}}}, marks=pytest.mark.long
+        ),
         pytest.param(
             "tp2-scorer-dp2",
             {"placement": {"mode": "disaggregated", "actor": {"tp": 2}, "scorer": {"dp": 2}}},

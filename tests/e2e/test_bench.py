@@ -148,6 +148,7 @@ def test_modes_by_kind_of_reward(workspace: Workspace, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.png")} == {"overlap-verifier.png", "overlap-process.png"}
 
 
+@pytest.mark.long
 def test_overlap_without_a_model_that_scores(workspace: Workspace, tmp_path: Path) -> None:
     """The time that scoring takes is 0, so that it has no share, and the least time has none of it."""
     base = config(workspace, **GROUPS, algorithm={"preset": "dapo"})

@@ -31,6 +31,7 @@ def test_in_bfloat16_the_bare_loop_and_ours_agree(tmp_path: Path) -> None:
     assert all(row["same_tokens"] >= 0.9 for row in json.loads((tmp_path / "decode.json").read_text())["results"])
 
 
+@pytest.mark.long
 def test_sequences_end_at_the_lengths_asked_for_and_no_peer_beats_the_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

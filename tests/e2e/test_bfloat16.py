@@ -152,7 +152,7 @@ def test_frozen_scorers_alone_in_bfloat16(workspace: Workspace, full: Outcome) -
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("kind", ["sft", "rm"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("rm", marks=pytest.mark.long)])
 def test_supervised_stages_learn_as_in_float32(workspace: Workspace, tmp_path: Path, kind: str, ranks: int) -> None:
     """On one rank and on two replicas: the first loss within 1 % of float32's, the last within 5 % of the first."""
     losses = {}

@@ -154,7 +154,7 @@ def contents(checkpoints: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("offsets_each", "events"), [(1, 8), pytest.param(3, 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("offsets_each", "events"), [(1, 16), pytest.param(3, 1, marks=pytest.mark.long)])
 def test_killed_anywhere_in_a_save_the_run_continues_to_the_same_weights(
     begun: Begun, servers: Any, tmp_path: Path, offsets_each: int, events: int
 ) -> None:

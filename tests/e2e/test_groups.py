@@ -63,7 +63,9 @@ def test_the_plain_run_is_worth_comparing_with(plain: Outcome) -> None:
     assert all(line["kl_mean"] is not None and line["value_mean"] is None for line in plain.metrics)
 
 
-@pytest.mark.parametrize("placement", LAYOUTS)
+@pytest.mark.parametrize(
+    "placement", [pytest.param(each, marks=pytest.mark.long) if "TP2, col" in each else each for each in LAYOUTS]
+)
 def test_streaming_in_any_layout_changes_nothing(workspace: Workspace, plain: Outcome, placement: str) -> None:
     name = "".join(c for c in placement if c.isalnum())
     changes = {"placement": LAYOUTS[placement], "overlap.intra": True}

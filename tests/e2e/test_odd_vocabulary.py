@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from oppo_megatron.cli.main import main
 from tests.e2e.test_resume import checkpoints, stop
 from tests.parity.test_hf_roundtrip import tensors_of
@@ -23,6 +25,7 @@ def odd(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
     return deep(workspace, name, **{"overlap.intra": True}) | ROLES | changes
 
 
+@pytest.mark.long
 def test_layouts_resumed_one_from_the_other_are_the_plain_run(tmp_path: Path) -> None:
     """TP2 that trains as replicas, stopped within a rollout; then trained as TP2; then one process, which has a row less."""
     workspace = Workspace.create(tmp_path)

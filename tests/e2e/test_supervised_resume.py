@@ -156,6 +156,7 @@ def test_signals_save_and_say_how_to_go_on(inputs: Path, tmp_path: Path, number:
     assert [line["step"] for line in metrics(run_dir)] == list(range(1, done + 3))
 
 
+@pytest.mark.long
 def test_a_run_that_could_not_be_saved_in_time_does_not_say_that_it_was(inputs: Path, tmp_path: Path) -> None:
     run_dir, config = tmp_path / "run", tmp_path / "sft.yaml"
     chosen = settings(inputs, "sft", run_dir, epochs=4000, batch_size=8, preempt_deadline_s=1e-6)

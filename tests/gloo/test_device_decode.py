@@ -84,7 +84,9 @@ def test_rounds_are_the_same_whenever_tokens_are_read(models: dict[str, str], tp
             marks=pytest.mark.long,
         ),
         pytest.param("mistral", {"sliding_window": 5}, WAYS[:2], id="sliding window", marks=pytest.mark.long),
-        pytest.param("mistral", {"sliding_window": 1}, WAYS[1:2], id="a window of one token"),
+        pytest.param(
+            "mistral", {"sliding_window": 1}, WAYS[1:2], id="a window of one token", marks=pytest.mark.long
+        ),
     ],
 )
 def test_shards_and_windows_are_the_same_on_the_device(

@@ -87,7 +87,12 @@ WITHHELD: dict[str, tuple[str, Callable[[Action], bool]]] = {
     "TP2xPP2, a hidden state of one shard": ("TP2xPP2", lambda a: a.payload is Payload.HIDDEN and a.step == 1),
     "PP2xDP2, drawn tokens of one replica": ("PP2xDP2", lambda a: a.payload is Payload.TOKENS and a.step == 0),
 }
-COVERED = ("PP2, drawn tokens", "TP2xPP2, a hidden state of one shard")
+COVERED = (
+    "PP2, drawn tokens",
+    "PP2, a scorer's hidden state",
+    "TP2xPP2, a hidden state of one shard",
+    "PP2xDP2, drawn tokens of one replica",
+)
 """Other cases withhold the like."""
 
 

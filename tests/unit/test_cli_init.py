@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,11 @@ def section(told: list[str], title: str) -> list[str]:
     return [line.strip() for line in lines[: next((i for i, x in enumerate(lines) if x[:2] != "  "), len(lines))]]
 
 
+@cache
+def explained(key: str) -> bool:
+    return main(["config", "--explain", key]) == 0
+
+
 def every_key(tree: object, path: tuple[str | int, ...] = ()) -> list[str]:
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return [key for name, value in items for key in (dotted((*path, name)), *every_key(value, (*path, name)))]
@@ -86,7 +92,7 @@ def test_files_are_short_commented_and_of_known_keys(case: str, capsys: pytest.C
         shape = tree.get("model", {}).pop("init", None)  # a config.json's keys, not ours
         assert (shape is not None) == (case.startswith(("arithmetic", "hh")) and path.name == "sft.yaml")
         for key in every_key(tree):
-            assert key.rpartition(".")[2].isdigit() or main(["config", "--explain", key]) == 0, key
+            assert key.rpartition(".")[2].isdigit() or explained(key), key
 
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if not case.makes_data])

@@ -79,7 +79,8 @@ def test_what_may_use_cuda_is_not_forked(
     assert start_method(config, environment) == "spawn"
 
 
-@pytest.mark.parametrize("excess", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("excess", [0, 1])
 def test_a_folder_for_temporary_files_may_have_a_long_name(
     monkeypatch: pytest.MonkeyPatch, folder: Path, excess: int
 ) -> None:
@@ -117,7 +118,11 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("device", "before", "imported"),
-    [("cpu", [], True), ("cpu", ["by another"], False), ("cuda", [], False)],
+    [
+        pytest.param("cpu", [], True, marks=pytest.mark.long),
+        ("cpu", ["by another"], False),
+        pytest.param("cuda", [], False, marks=pytest.mark.long),
+    ],
     ids=["forked", "forked from what another began", "spawned"],
 )
 def test_ranks_have_the_environment_and_the_files_of_who_starts_them_now(

@@ -80,7 +80,7 @@ def trl_lines(work: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sequential", "full"])
+@pytest.mark.parametrize("mode", [pytest.param("sequential", marks=pytest.mark.long), "full"])
 def test_our_run_does_the_work_that_the_peer_is_given(workspace: Workspace, work: dict[str, Any], mode: str) -> None:
     full = mode == "full"
     switches = {

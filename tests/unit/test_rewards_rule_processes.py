@@ -84,6 +84,7 @@ def test_mathematical_equality(math: RewardSum, response: str, expected: Any, sc
     assert math.score("", response, {"answer": expected}, None, 0) == score
 
 
+@pytest.mark.long
 def test_a_hanging_comparison_costs_a_row_its_time_and_not_the_run(math: RewardSum) -> None:
     began = time.monotonic()
     assert math.score("", r"\boxed{10^{10^{10}}}", {"answer": "12"}, None, 0) == 0.0

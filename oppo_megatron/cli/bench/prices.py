@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from oppo_megatron.cli.bench.common import add_length_arguments, forced_lengths, refuse_figures
-
-if TYPE_CHECKING:
-    from oppo_megatron.config.run import TrainConfig
 
 HELP = "seconds of each role and phase of a configuration on a cluster, by the cost laws"
 ABOUT = """Predicts a step of a configuration on the cluster that a cluster.yaml describes: seconds of each role and phase, one
@@ -35,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _prices(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.figures import format_table
+    from oppo_megatron.cli.lengths import even_lengths
     from oppo_megatron.cli.run import load_train
     from oppo_megatron.rundir.directory import write_json
     from oppo_megatron.schedule.weaving.costs_file import costs_tree
@@ -46,7 +43,7 @@ def _prices(args: argparse.Namespace) -> int:
     if args.costs is not None:
         refuse_figures(args.costs)
     config = load_train(args.config, [*args.overrides, *forced_lengths(args)])
-    cluster, lengths = read_cluster(args.cluster), _lengths(config)
+    cluster, lengths = read_cluster(args.cluster), even_lengths(config)
     prices = Prices(config, cluster, Decoding(config.data.max_prompt_tokens, lengths))
     rows = list(prices.rows())
     total = total_s(rows)
@@ -61,16 +58,3 @@ def _prices(args: argparse.Namespace) -> int:
         write_json(args.costs, costs_tree(prices.costs()))
         print(f"cost lines: {args.costs}")
     return 0
-
-
-def _lengths(config: TrainConfig) -> list[int]:
-    """Of the responses of a batch: evenly from the forced distribution, longest last; without one, all of full length."""
-    from oppo_megatron.config.debug import log_normal
-    from oppo_megatron.data.length_trace import forced_quantile
-
-    count, most = config.rollout.batch_size, config.rollout.max_response_tokens
-    forced = config.debug.lengths
-    if forced is None:
-        return [most] * count
-    quantile = forced_quantile(forced, most) or log_normal(forced)
-    return [max(1, min(most, round(quantile((i + 0.5) / count)))) for i in range(count)]

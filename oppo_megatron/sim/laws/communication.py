@@ -13,11 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.links import MIB, Between
 from oppo_megatron.sim.clusters.sources import Source, published
 
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 NIC_SHARE = 0.94
 """Of the line rate of a NIC that a ring reaches with large payloads: 23.5 of 25 GB/s, 48.5 of 50 (SimAI)."""
 RATIO_NODES = (2, 16, 128)
@@ -99,38 +102,39 @@ class Moves:
     """Bytes that move between ranks at once.  Concurrent moves through one rank, or through one node's NICs, add up."""
 
     cluster: Cluster
-    sent: dict[int, float] = field(default_factory=dict)
-    received: dict[int, float] = field(default_factory=dict)
-    left: dict[int, float] = field(default_factory=dict)
-    entered: dict[int, float] = field(default_factory=dict)
-    pieces: dict[int, int] = field(default_factory=dict)
+    _parts: list[tuple[Ints, Ints, float, int]] = field(default_factory=list)
 
     def add(self, source: int, target: int, num_bytes: float) -> None:
         """A message; within a rank it costs nothing."""
-        if source == target or num_bytes <= 0:
-            return
-        here, there = self.cluster.node_of(source), self.cluster.node_of(target)
-        if here == there:
-            _count(self.sent, source, num_bytes)
-            _count(self.received, target, num_bytes)
-        else:
-            _count(self.left, here, num_bytes)
-            _count(self.entered, there, num_bytes)
-        self.pieces[target] = self.pieces.get(target, 0) + -(-int(num_bytes) // PIECE_BYTES)
+        self.add_all(np.array([source]), np.array([target]), num_bytes)
+
+    def add_all(self, sources: Ints, targets: Ints, num_bytes: float, times: int = 1) -> None:
+        """From each source to the target at its place, `times` messages of so many bytes."""
+        apart = sources != targets
+        if num_bytes > 0 and apart.any():
+            self._parts.append((sources[apart], targets[apart], num_bytes, times))
 
     def seconds(self) -> float:
         """Until the fullest rank and the fullest node are done: bytes over bandwidth, and a latency a piece of 64 MiB."""
+        if not self._parts:
+            return 0.0
         cluster = self.cluster
-        within = max((*self.sent.values(), *self.received.values()), default=0.0)
+        sources, targets = (np.concatenate([part[side] for part in self._parts]) for side in (0, 1))
+        counts = [len(part[0]) for part in self._parts]
+        num_bytes = np.repeat([part[2] * part[3] for part in self._parts], counts)
+        here, there = sources // cluster.gpus_per_node, targets // cluster.gpus_per_node
+        near, across = here == there, here != there
+        within = max(_most(sources[near], num_bytes[near]), _most(targets[near], num_bytes[near]))
         times = [cluster.inside.send.seconds(within, 1) if within else 0.0]
-        across = max((*self.left.values(), *self.entered.values()), default=0.0)
-        alpha = 0.0
-        if across:
-            network = network_of(cluster)
-            times.append(across / (NIC_SHARE * network.node_bytes_per_s))
-            alpha = network.alpha_s
-        return max(times) + alpha * max(self.pieces.values(), default=0)
+        if not across.any():
+            return max(times)
+        network = network_of(cluster)
+        through = max(_most(here[across], num_bytes[across]), _most(there[across], num_bytes[across]))
+        times.append(through / (NIC_SHARE * network.node_bytes_per_s))
+        pieces = np.repeat([part[3] * -(-int(part[2]) // PIECE_BYTES) for part in self._parts], counts)
+        return max(times) + network.alpha_s * _most(targets, pieces)
 
 
-def _count(sums: dict[int, float], key: int, num_bytes: float) -> None:
-    sums[key] = sums.get(key, 0.0) + num_bytes
+def _most(places: Ints, amounts: Floats | Ints) -> float:
+    """The largest sum of the amounts at one place."""
+    return float(np.bincount(places, weights=amounts).max()) if len(places) else 0.0

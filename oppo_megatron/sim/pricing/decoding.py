@@ -33,11 +33,11 @@ class Decoding:
 def decode_s(actor: LaidModel, decoding: Decoding) -> float:
     """Until the last response of the slowest replica ends; sequences leave as they end.
 
-    A step is a lap of all micro-batches of a replica (`schedule/weaving/cut.py`); the prompts' prefill is not counted.
+    A step is a lap of all micro-batches of a replica (`schedule/weaving/cut.py`); the prompts' prefill is not counted.  Replicas
+    are dealt the responses, longest first: the first has at least as many as any other, each at least as long.
     """
     lengths = sorted(decoding.lengths, reverse=True)
-    replicas = [lengths[replica :: actor.placement.dp] for replica in range(actor.placement.dp)]
-    return max(_replica_s(actor, decoding, np.array(share)) for share in replicas if share)
+    return _replica_s(actor, decoding, np.array(lengths[:: actor.placement.dp]))
 
 
 def _replica_s(actor: LaidModel, decoding: Decoding, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from oppo_megatron.layout.flops import Shape, causal_pairs
 from oppo_megatron.layout.placements import RolePlacement
@@ -54,7 +56,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class LaidModel:
-    """A role's model in a layout.  `sequence_parallel`: norms and sums are divided over the tensor ranks."""
+    """A role's model in a layout.  `sequence_parallel`: norms and sums are divided over the tensor ranks.
+
+    Groups and forwards are computed once.
+    """
 
     cluster: Cluster
     shape: Shape
@@ -82,6 +87,12 @@ class LaidModel:
 
     def _forward_s(self, stage: int, tokens: Tokens, host_s: float) -> float:
         """`host_s`: of a layer."""
+        key = (stage, tokens, host_s)
+        if key not in self._forwards:
+            self._forwards[key] = self._computed_s(stage, tokens, host_s)
+        return self._forwards[key]
+
+    def _computed_s(self, stage: int, tokens: Tokens, host_s: float) -> float:
         law = self._law
         layer = law.products_s(self.sizes, tokens.new)
         layer += law.elementwise_s(self.sizes, tokens.new, hidden_share=self._hidden_share)
@@ -106,35 +117,49 @@ class LaidModel:
         if stage + 1 >= self.placement.pp:
             return 0.0
         payload = WIDTH * self.shape["hidden_size"] * tokens * self._hidden_share
-        most = max(self._leaving(stage).values(), default=0)
+        most = self._leaving[stage]
         return send_s(self.cluster, payload, between=most > 0, beside=max(1, most))
 
     def tensor_group(self, stage: int) -> Group:
-        return Group.of(self.cluster, self.placement.stage_ranks(0, stage), self._beside(self.placement.tp))
+        return self._tensor_groups[stage]
 
     def replica_group(self, stage: int) -> Group:
         """Ranks of the same stage and shard in every replica: gradients are summed over them."""
-        ranks = [self.placement.rank(replica, stage, 0) for replica in range(self.placement.dp)]
-        return Group.of(self.cluster, ranks, self._beside_replicas(stage))
+        return self._replica_groups[stage]
 
-    def _beside(self, size: int) -> int:
-        return max(1, self.cluster.gpus_per_node // size)
+    @cached_property
+    def _forwards(self) -> dict[tuple[int, Tokens, float], float]:
+        return {}
 
-    def _beside_replicas(self, stage: int) -> int:
-        """Such groups that have ranks on the first one's node."""
-        placement, node = self.placement, self.cluster.node_of(self.placement.rank(0, stage, 0))
-        coords = [placement.coords(rank) for rank in placement.ranks if self.cluster.node_of(rank) == node]
-        return len({(each.stage, each.shard) for each in coords if each is not None})
+    @cached_property
+    def _tensor_groups(self) -> tuple[Group, ...]:
+        placement, beside = self.placement, max(1, self.cluster.gpus_per_node // self.placement.tp)
+        return tuple(Group.of(self.cluster, placement.stage_ranks(0, stage), beside) for stage in range(placement.pp))
 
-    def _leaving(self, stage: int) -> Counter[int]:
-        """By node, ranks of the stage whose next rank is on another node."""
-        placement, node_of = self.placement, self.cluster.node_of
-        pairs = [
-            (placement.rank(replica, stage, shard), placement.rank(replica, stage + 1, shard))
-            for replica in range(placement.dp)
-            for shard in range(placement.tp)
-        ]
-        return Counter(node_of(here) for here, there in pairs if node_of(here) != node_of(there))
+    @cached_property
+    def _replica_groups(self) -> tuple[Group, ...]:
+        """`beside`: such groups that have ranks on the first one's node."""
+        found = []
+        for stage in self._nodes:
+            beside = (self._nodes == stage[0, 0]).any(axis=1).sum()
+            found.append(Group(self.placement.dp, len(set(stage[:, 0].tolist())), int(beside)))
+        return tuple(found)
+
+    @cached_property
+    def _leaving(self) -> tuple[int, ...]:
+        """By stage, the most ranks of a node whose next rank is on another."""
+        found = []
+        for here, there in zip(self._nodes, self._nodes[1:], strict=False):
+            leaving = here[here != there]
+            found.append(int(np.unique(leaving, return_counts=True)[1].max()) if leaving.size else 0)
+        return (*found, 0)
+
+    @cached_property
+    def _nodes(self) -> npt.NDArray[np.int64]:
+        """The node of each rank, [stage, replica, shard]."""
+        placement = self.placement
+        ranks = np.array(placement.ranks, dtype=np.int64).reshape(placement.pp, placement.dp, placement.tp)
+        return ranks // self.cluster.gpus_per_node
 
     @property
     def _law(self) -> LayerLaw:

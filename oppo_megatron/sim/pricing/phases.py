@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
+from itertools import product
 from math import ceil
+
+import numpy as np
 
 from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
 from oppo_megatron.layout.memory import stage_layers, stage_parameters
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.laws.communication import Group, Moves, all_reduce_s, scatter_s
+from oppo_megatron.sim.laws.communication import Group, Ints, Moves, all_reduce_s, scatter_s
 from oppo_megatron.sim.laws.layer import WIDTH
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
@@ -116,54 +119,60 @@ def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weig
     Pieces come from a replica on the receiver's node where there is one, else from the replica of the same number.
     """
     moves = Moves(cluster)
-    holders = _holders(shape, source)
     sizes = {"layer": sum(linear.size for linear in layer_linears(shape))}
     sizes |= {"embedding": head_linear(shape, scalar=False).size, "head": head_linear(shape, scalar=scalar).size}
-    for rank in target.placement.ranks:
-        for (kind, _, shares), holding in _pieces(shape, source, target, rank, holders).items():
-            if rank not in holding:
-                num_bytes = WIDTH * sizes[kind] * float(shares)
-                moves.add(_nearest(cluster, holding, rank), rank, num_bytes)
+    here, there = target.placement, source.placement
+    mine_of, theirs_of = _by_coordinates(here), _by_coordinates(there)
+    parts, held = _parts(shape, target), _parts(shape, source)
+    for (stage, own), (holder, other) in product(enumerate(parts), enumerate(held)):
+        for kind, size in sizes.items():
+            times = len(own[kind] & other[kind])
+            if not times:
+                continue
+            for mine, theirs, share in _overlaps(here.tp, there.tp):
+                holding, asking = theirs_of[holder, :, theirs], mine_of[stage, :, mine]
+                place = np.minimum(np.searchsorted(holding, asking), len(holding) - 1)
+                lacking = asking[holding[place] != asking]
+                if len(lacking):
+                    moves.add_all(_nearest(cluster, holding, lacking), lacking, WIDTH * size * float(share), times)
     return moves.seconds()
 
 
-Piece = tuple[str, int, Fraction]
-"""A kind of matrices, which layer, and the share of them."""
+def _by_coordinates(placement: RolePlacement) -> Ints:
+    """Ranks, ascending by each of [stage, replica, shard]."""
+    return np.array(placement.ranks).reshape(placement.pp, placement.dp, placement.tp)
 
 
-def _parts(shape: Shape, weights: Weights, stage: int) -> list[tuple[str, int]]:
-    placement = weights.placement
-    layers = [layer for span in stage_layers(shape, placement.pp, stage, weights.vpp) for layer in span]
-    ends = [("embedding", 0)] if stage == 0 else []
-    ends += [("head", 0)] if stage == placement.pp - 1 else []
-    return [("layer", layer) for layer in layers] + ends
-
-
-def _holders(shape: Shape, weights: Weights) -> dict[tuple[str, int], int]:
-    """The stage of each part."""
+def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:
+    """By stage, the layers and ends that it holds."""
     pp = weights.placement.pp
-    return {part: stage for stage in range(pp) for part in _parts(shape, weights, stage)}
+    return [
+        {
+            "layer": {layer for span in stage_layers(shape, pp, stage, weights.vpp) for layer in span},
+            "embedding": {0} if stage == 0 else set(),
+            "head": {0} if stage == pp - 1 else set(),
+        }
+        for stage in range(pp)
+    ]
 
 
-def _pieces(
-    shape: Shape, source: Weights, target: Weights, rank: int, holders: dict[tuple[str, int], int]
-) -> dict[Piece, list[int]]:
-    """Of a rank of `target`, its pieces by the ranks of `source` that hold all of each."""
-    coords, here, there = target.placement.coords(rank), target.placement, source.placement
-    assert coords is not None
-    low, high = Fraction(coords.shard, here.tp), Fraction(coords.shard + 1, here.tp)
-    found: dict[Piece, list[int]] = {}
-    for kind, layer in _parts(shape, target, coords.stage):
-        stage = holders[kind, layer]
-        for shard in range(there.tp):
-            share = min(high, Fraction(shard + 1, there.tp)) - max(low, Fraction(shard, there.tp))
-            if share > 0:
-                ranks = [there.rank(replica, stage, shard) for replica in range(there.dp)]
-                found[kind, layer * there.tp + shard, share] = ranks
+@cache
+def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
+    """Shards of `here` tensor ranks and of `there`, and the share of a matrix that both hold."""
+    found = []
+    for mine, theirs in product(range(here), range(there)):
+        share = min(Fraction(mine + 1, here), Fraction(theirs + 1, there)) - max(
+            Fraction(mine, here), Fraction(theirs, there)
+        )
+        if share > 0:
+            found.append((mine, theirs, share))
     return found
 
 
-def _nearest(cluster: Cluster, holding: Sequence[int], rank: int) -> int:
-    node = cluster.node_of(rank)
-    near = [holder for holder in holding if cluster.node_of(holder) == node]
-    return near[rank % len(near)] if near else holding[rank % len(holding)]
+def _nearest(cluster: Cluster, holding: Ints, ranks: Ints) -> Ints:
+    """For each of the ranks one of `holding` (ascending): of those on its node, where there are some, else of all."""
+    nodes, holders = ranks // cluster.gpus_per_node, holding // cluster.gpus_per_node
+    first, behind = np.searchsorted(holders, nodes, "left"), np.searchsorted(holders, nodes, "right")
+    near = behind - first
+    place: Ints = holding[np.where(near > 0, first + ranks % np.maximum(near, 1), ranks % len(holding))]
+    return place

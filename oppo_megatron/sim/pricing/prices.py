@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from oppo_megatron.config.derived import minibatch_rows
+from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.holdings import SCALAR_ROLES, rank_memory, train_holdings
+from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.layout.placements import (
+    RolePlacement,
     has_own_training_weights,
     named_roles,
     role_placements,
     training_placements,
     world_size,
 )
+from oppo_megatron.layout.role_memory import SCALAR_ROLES
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.clusters.cluster import Cluster
@@ -36,6 +39,35 @@ class Price:
 
 
 @dataclass(frozen=True)
+class StepWork:
+    """What a step of a configuration has to do, in whatever layouts."""
+
+    config: TrainConfig
+    decoding: Decoding
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a sequence, its prompt included."""
+        return self.decoding.prompt_tokens + fmean(self.decoding.lengths)
+
+    def reading(self, model: LaidModel, *, prompts_only: bool = False) -> Batch:
+        """Sequences that a replica of the model reads, or their prompts."""
+        length = self.decoding.prompt_tokens if prompts_only else self.length
+        share = -(-len(self.decoding.lengths) // model.placement.dp)
+        return Batch(share * length, length, self.config.runtime.micro_batch_tokens)
+
+    def update(self, model: LaidModel, train: TrainingLayoutConfig) -> Update:
+        ppo, share = self.config.ppo, minibatch_rows(self.config) / model.placement.dp
+        batch = Batch(share * self.length, self.length, self.config.runtime.micro_batch_tokens)
+        return Update(batch, ppo.epochs * ppo.minibatches, train)
+
+
+def trained_model(serving: LaidModel, placement: RolePlacement, train: TrainingLayoutConfig) -> LaidModel:
+    """The model of `serving` as it is updated."""
+    return replace(serving, placement=placement, sequence_parallel=train.sequence_parallel and placement.tp > 1)
+
+
+@dataclass(frozen=True)
 class Prices:
     """A configuration whose responses have these lengths, on a cluster."""
 
@@ -51,6 +83,10 @@ class Prices:
                 f"({self.cluster.nodes} x {self.cluster.gpus_per_node}); add nodes, or take a smaller layout"
             )
 
+    @property
+    def work(self) -> StepWork:
+        return StepWork(self.config, self.decoding)
+
     def models(self) -> dict[str, LaidModel]:
         """The roles as they decode and score."""
         placements = role_placements(self.config)
@@ -61,13 +97,13 @@ class Prices:
 
     def rows(self) -> Iterator[Price]:
         """In the order of a step."""
-        models = self.models()
+        models, work = self.models(), self.work
         for name, model in models.items():
             if name == "actor":
-                yield _price(name, "prompts", model, inference_s(model, self._batch(model, prompts_only=True)))
+                yield _price(name, "prompts", model, inference_s(model, work.reading(model, prompts_only=True)))
                 yield _price(name, "decode", model, decode_s(model, self.decoding))
             else:
-                yield _price(name, "score", model, inference_s(model, self._batch(model)))
+                yield _price(name, "score", model, inference_s(model, work.reading(model)))
         yield from self._updates(models)
 
     def costs(self) -> Costs:
@@ -83,31 +119,15 @@ class Prices:
         return max(memory.total for memory in held.values()) / 1e9
 
     def _updates(self, models: dict[str, LaidModel]) -> Iterator[Price]:
-        placements = training_placements(self.config)
+        placements, work = training_placements(self.config), self.work
         for name, role in self.config.trained.items():
             serving, train = models[name], role.train
-            sequence_parallel = train.sequence_parallel and placements[name].tp > 1
-            model = LaidModel(self.cluster, serving.shape, serving.scalar, placements[name], sequence_parallel)
-            yield _price(name, "update", model, update_s(model, self._update(model, name)))
+            model = trained_model(serving, placements[name], train)
+            yield _price(name, "update", model, update_s(model, work.update(model, train)))
             if has_own_training_weights(serving.placement, placements[name], train.vpp):
                 trained, target = Weights(placements[name], train.vpp), Weights(serving.placement)
                 seconds = reallocation_s(self.cluster, model.shape, trained, target, scalar=model.scalar)
                 yield _price(name, "weights", serving, seconds)
-
-    def _update(self, model: LaidModel, name: str) -> Update:
-        config, ppo = self.config, self.config.ppo
-        share = minibatch_rows(config) / model.placement.dp
-        batch = Batch(share * self._length, self._length, config.runtime.micro_batch_tokens)
-        return Update(batch, ppo.epochs * ppo.minibatches, config.trained[name].train)
-
-    def _batch(self, model: LaidModel, *, prompts_only: bool = False) -> Batch:
-        length = self.decoding.prompt_tokens if prompts_only else self._length
-        share = -(-len(self.decoding.lengths) // model.placement.dp)
-        return Batch(share * length, length, self.config.runtime.micro_batch_tokens)
-
-    @property
-    def _length(self) -> float:
-        return self.decoding.prompt_tokens + fmean(self.decoding.lengths)
 
 
 def total_s(prices: Sequence[Price]) -> float:

@@ -1,0 +1,131 @@
+"""What `oppo plan` is asked, as a task of the search."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oppo_megatron.cli.bench.common import forced_lengths
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.sim.clusters.cluster import Cluster
+    from oppo_megatron.sim.search.planning import Planned, Task
+    from oppo_megatron.sim.search.scales import Scales
+
+ROLES = ("actor", "critic", "reference", "reward")
+
+
+def load_task(args: argparse.Namespace) -> Task:
+    """The configuration without its ranks and layouts, and what they are to be chosen by.  Raises ConfigError."""
+    from oppo_megatron.cli.lengths import even_lengths
+    from oppo_megatron.sim.clusters.reading import read_cluster
+    from oppo_megatron.sim.search.planning import Task
+
+    cluster = read_cluster(args.cluster)
+    config = _without_layouts(args, cluster)
+    lengths = even_lengths(config)
+    _check_lengths(config, args)
+    return Task(config, cluster, lengths, args.margin, _scales(args, config, cluster, lengths))
+
+
+def _without_layouts(args: argparse.Namespace, cluster: Cluster) -> TrainConfig:
+    from oppo_megatron.cli.placement import AUTO
+    from oppo_megatron.cli.run import load_settings
+    from oppo_megatron.config.load import read_tree
+    from oppo_megatron.config.model import PlacementConfig
+    from oppo_megatron.config.run import TrainSettings
+
+    given = [*args.overrides, *forced_lengths(args)]
+    tree = read_tree(args.config, given)
+    settings = load_settings("train", args.config, [*given, *_dtype(tree, cluster), *AUTO, *_unlaid(tree)])
+    assert isinstance(settings, TrainSettings), "`train` was asked for"
+    return settings.with_placement(PlacementConfig(mode="single"))
+
+
+def _dtype(tree: Mapping[Any, Any], cluster: Cluster) -> Iterator[str]:
+    """The default type on the cluster, not on this machine."""
+    runtime = tree.get("runtime")
+    if not isinstance(runtime, Mapping) or runtime.get("dtype") is None:
+        yield f"runtime.dtype={'float32' if cluster.gpu.name == 'cpu' else 'bfloat16'}"
+
+
+def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:
+    """Overrides that take out what roles say of their own ranks and layouts."""
+    for name in ROLES:
+        role = tree.get(name)
+        if not isinstance(role, Mapping):
+            continue
+        yield from (f"{name}.{key}=null" for key in ("ranks", "parallel", "generate") if role.get(key) is not None)
+        train = role.get("train")
+        if isinstance(train, Mapping):
+            yield from (f"{name}.train.{key}=null" for key in ("tp", "pp", "dp") if train.get(key) is not None)
+            yield from (f"{name}.train.vpp=1" for key in ("vpp",) if key in train)
+
+
+def as_configured(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
+    """What becomes of the configuration with the ranks and layouts that it says itself."""
+    from oppo_megatron.cli.run import load_settings
+    from oppo_megatron.config.load import read_tree
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.sim.search.given import judged
+
+    try:
+        given = [*args.overrides, *forced_lengths(args)]
+        settings = load_settings(
+            "train", args.config, [*given, *_dtype(read_tree(args.config, given), planned.task.cluster)]
+        )
+    except ConfigError as error:
+        return {"told": f"refused: {error.problems[0]}"}
+    assert isinstance(settings, TrainSettings), "`train` was asked for"
+    config = settings.settled()
+    if config is None:
+        return {"told": "placement.mode is auto"}
+    return judged(planned, config)
+
+
+def _check_lengths(config: TrainConfig, args: argparse.Namespace) -> None:
+    from oppo_megatron.errors import ConfigError
+
+    most, forced = config.rollout.max_response_tokens, config.debug.lengths
+    if forced is not None and forced.median is not None and forced.median > most:
+        raise ConfigError(
+            f"half of the responses have more than {forced.median:g} tokens, but rollout.max_response_tokens is {most}; raise "
+            "it, or lower the median"
+        )
+
+
+def _scales(args: argparse.Namespace, config: TrainConfig, cluster: Cluster, lengths: list[int]) -> Scales:
+    """What --costs or --calibrate has measured, as factors on the laws."""
+    from oppo_megatron.sim.search.calibration import scales_of_costs, scales_of_run
+    from oppo_megatron.sim.search.scales import Scales
+
+    if args.costs is not None:
+        return scales_of_costs(args.costs, _as_it_is(args), cluster, lengths)
+    if args.calibrate is not None:
+        return scales_of_run(*_measured_run(args.calibrate), cluster, str(args.calibrate))
+    return Scales()
+
+
+def _as_it_is(args: argparse.Namespace) -> TrainConfig:
+    from oppo_megatron.cli.run import load_train
+
+    return load_train(args.config, [*args.overrides, *forced_lengths(args)])
+
+
+def _measured_run(run: Path) -> tuple[TrainConfig, list[dict[str, Any]]]:
+    """The configuration of a run, and its lines of metrics.  Raises ConfigError."""
+    from oppo_megatron.config.load import load_config
+    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.rundir.directory import RunDirectory
+    from oppo_megatron.rundir.metrics_log import read_metrics
+
+    directory = RunDirectory(run)
+    for path in (directory.config, directory.metrics):
+        if not path.is_file():
+            raise ConfigError(f"--calibrate {run}: there is no {path}; name the directory of a run of `oppo train`")
+    return load_config(TrainConfig, directory.config), read_metrics(directory.metrics)

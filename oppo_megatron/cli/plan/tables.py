@@ -1,0 +1,94 @@
+"""The tables and lines of `oppo plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+WIDE = 200
+"""Columns where the output is no terminal."""
+PARTS = {
+    "step": "step_s", "decode": "decode_s", "exp. scoring": "scoring_s", "update": "update_s", "exp. critic": "critic_s",
+    "weights": "weights_s", "idle": "idle_s",
+}  # fmt: skip
+
+
+TEXTS = ("roles on ranks", "actor", "trained", "bounded by")
+
+
+def print_record(record: Mapping[str, Any], top: int) -> None:
+    """The best plans, the layouts of the first, its reason, the bound, and the sources of the constants."""
+    from oppo_megatron.sim.search.record import constants_of
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDE)
+    plans, cluster, work = record["plans"], record["cluster"], record["work"]
+    console.print(
+        f"{cluster['nodes']} x {cluster['gpus_per_node']} {cluster['gpu']}; {work['responses']} responses of "
+        f"{work['mean_tokens']:.0f} tokens on average, {work['longest']} at most, to prompts of {work['prompt_tokens']}; "
+        + ("scoring streamed beside decoding" if work["overlapped"] else "phases one after the other")
+    )
+    console.print(_plans(plans[:top], cluster))
+    console.print(_roles(plans[0]))
+    console.print(f"{record['reason']}.")
+    console.print(_bound(record))
+    if "as_configured" in record:
+        console.print(f"the configuration with its own placement: {record['as_configured']['told']}")
+    for line in [*record["beyond_fits"], *constants_of(record)]:
+        console.print(line)
+
+
+def _plans(plans: list[Mapping[str, Any]], cluster: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE, title="seconds a step, predicted", title_justify="left")
+    for name in ("", "roles on ranks", "actor", "trained", *PARTS, "fullest GB", "free GB", "bounded by", "slower"):
+        table.add_column(name, justify="left" if name in TEXTS else "right")
+    for number, plan in enumerate(plans):
+        table.add_row(
+            str(number + 1), plan["name"], *_actor(plan), *(f"{plan[key]:.2f}" for key in PARTS.values()),
+            f"{plan['fullest_gb']:.1f}", f"{plan['margin_gb']:.1f}", plan["bounded_by"], f"{plan['step_s'] / plans[0]['step_s'] - 1:.1%}",
+        )  # fmt: skip
+    return table
+
+
+def _actor(plan: Mapping[str, Any]) -> tuple[str, str]:
+    """Its layouts, without sizes of 1: `tp 4 dp 2`."""
+    return _short(plan["roles"]["actor"]["layout"]), _short(plan["roles"]["actor"]["training"])
+
+
+def _short(layout: str) -> str:
+    parts = [part for part in layout.replace(" with ", " x ").split(" x ") if not part.endswith(" 1")]
+    return " ".join(parts) or "1"
+
+
+def _roles(plan: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE, title="the first plan", title_justify="left")
+    for name in ("role", "ranks", "decodes, scores", "s", "trained", "recompute", "s ", "weights s"):
+        table.add_column(name, justify="right" if name.strip() in ("s", "weights s") else "left")
+    for role, own in plan["roles"].items():
+        trained = "training" in own
+        table.add_row(
+            role, own["ranks"], own["layout"], f"{own['serving_s']:.2f}",
+            own.get("training", "-"), own.get("recompute", "-"), f"{own['update_s']:.2f}" if trained else "-",
+            f"{own['weights_s']:.2f}" if trained else "-",
+        )  # fmt: skip
+    return table
+
+
+def _bound(record: Mapping[str, Any]) -> str:
+    search, memory = record["search"], record["cluster"]
+    margin = f"a margin of {memory['margin']:.0%} of {memory['memory_gb']:g} GB stays free"
+    if not search["ended"]:
+        return (
+            f"the search ended after {search['seconds']:g} s: no plan takes less than {search['bound_s']:.3g} s, and the first "
+            f"may be {search['gap']:.1%} above the best; {margin}"
+        )
+    if search["kind"] == "exact":
+        return f"of {search['places']} ways to place the roles none is faster by these prices: gap 0; {margin}"
+    return (
+        f"a chain proves nothing: no plan takes less than {search['bound_s']:.3g} s, gap {search['gap']:.1%}; {margin}"
+    )

@@ -1,0 +1,231 @@
+"""The memory of one role's ranks in given layouts, by pipeline stage.  Pure, from the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil, lcm
+
+from oppo_megatron.config.derived import max_context, minibatch_rows, share_of_sequences
+from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainingLayoutConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout import activations
+from oppo_megatron.layout.activations import Call, TrainingBatch
+from oppo_megatron.layout.cpu_kernels import FEW_ROWS, kernel_bytes, prefill_sizes, training_kernel_bytes
+from oppo_megatron.layout.layouts import Sizes, vocab_rows
+from oppo_megatron.layout.memory import (
+    Memory,
+    Shape,
+    adapter_parameters,
+    gather_bytes,
+    kv_cache_bytes,
+    kv_slots,
+    packed_parameters,
+    slot_tokens,
+    stage_parameters,
+    table_bytes,
+    training_state,
+)
+from oppo_megatron.layout.placements import RolePlacement, has_own_training_weights, named_roles, shares_weights
+from oppo_megatron.layout.shape import DTYPE_BYTES
+from oppo_megatron.modeldir.headers import read_hf_config
+
+SCALAR_ROLES = ("critic", "reward")
+
+
+@dataclass(frozen=True)
+class RoleModel:
+    """What the arithmetic needs to know of a role's model."""
+
+    shape: Shape
+    dtype: str
+    scalar: bool
+    lora: LoraConfig | None = None
+    shared: bool = False  # the reference, over the weights beside the actor's adapters
+
+    @classmethod
+    def of(cls, model: ModelConfig, *, scalar: bool, shared: bool = False) -> RoleModel:
+        lora = model.lora if isinstance(model, LearningModelConfig) else None
+        return cls(read_hf_config(model), model.dtype, scalar, lora, shared)
+
+    def laid_out(self, *placements: RolePlacement) -> RoleModel:
+        """With a vocabulary that the tensor ranks of every layout divide, as weights that move between layouts have it."""
+        tp = lcm(*(placement.tp for placement in placements))
+        return replace(self, shape={**self.shape, "vocab_size": vocab_rows(self.shape["vocab_size"], tp) * tp})
+
+    def weights(self, placement: RolePlacement, stage: int) -> int:
+        own = 0 if self.shared else self.parameters(placement, stage)
+        return (own + self._adapters(placement)) * DTYPE_BYTES[self.dtype]
+
+    def packed(self, placement: RolePlacement, stage: int) -> int:
+        if self.shared:
+            return 0
+        return (
+            packed_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
+            * DTYPE_BYTES[self.dtype]
+        )
+
+    def makes_logits(self, placement: RolePlacement, stage: int) -> bool:
+        return not self.scalar and stage == placement.pp - 1
+
+    def parameters(self, placement: RolePlacement, stage: int) -> int:
+        return stage_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
+
+    def computed(self, placement: RolePlacement, *, on_cpu: bool) -> activations.Model:
+        return activations.Model(self.shape, placement.tp, self.dtype, self.scalar, self.lora, on_cpu)
+
+    def trained(
+        self,
+        placement: RolePlacement,
+        stage: int,
+        train: TrainingLayoutConfig,
+        batch: TrainingBatch,
+        *,
+        on_cpu: bool,
+    ) -> Memory:
+        state = training_state(self._trainable(placement, stage), self.dtype, placement.dp, train)
+        model, sizes = self.computed(placement, on_cpu=on_cpu), Sizes.of(placement, train.vpp)
+        held = activations.training_activations(model, sizes, stage, train, batch)
+        gathered = gather_bytes(self.shape, self.dtype, train, placement.tp, batch.tokens)
+        return replace(state, buffers=gathered, activations=held)
+
+    def _adapters(self, placement: RolePlacement) -> int:
+        return 0 if self.lora is None else adapter_parameters(self.shape, placement.tp, placement.pp, self.lora)
+
+    def _trainable(self, placement: RolePlacement, stage: int) -> int:
+        if self.lora is None:
+            return self.parameters(placement, stage)
+        return self._adapters(placement) + (
+            self.shape["hidden_size"] if self.scalar and stage == placement.pp - 1 else 0
+        )
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Memory of a role's ranks by pipeline stage: as it decodes or scores, as it is updated, and where both are one layout.
+
+    `trained` and `both` are empty for a role that is not trained; `both` where the layouts differ.
+    """
+
+    served: tuple[Memory, ...]
+    trained: tuple[Memory, ...] = ()
+    both: tuple[Memory, ...] = ()
+
+
+def stage_memory(
+    config: TrainConfig,
+    name: str,
+    serving: RolePlacement,
+    training: RolePlacement | None,
+    train: TrainingLayoutConfig | None,
+    *,
+    on_cpu: bool,
+) -> StageMemory:
+    """What `role_holdings` counts, once a stage.  `train` stands for the role's own."""
+    model = laid_out(config, name, serving, training or serving)
+    served = tuple(served_memory(config, name, serving, model, stage, on_cpu=on_cpu)[0] for stage in range(serving.pp))
+    if training is None or train is None:
+        return StageMemory(served)
+    trained = tuple(
+        trained_memory(config, training, model, train, stage, on_cpu=on_cpu) for stage in range(training.pp)
+    )
+    if has_own_training_weights(serving, training, train.vpp):
+        return StageMemory(served, trained)
+    one_model = is_one_model(train)
+    return StageMemory(
+        served, trained, tuple(both_memory(*pair, one_model=one_model) for pair in zip(served, trained, strict=True))
+    )
+
+
+def laid_out(config: TrainConfig, name: str, serving: RolePlacement, training: RolePlacement) -> RoleModel:
+    shared = name == "reference" and shares_weights(config)
+    return RoleModel.of(named_roles(config)[name], scalar=name in SCALAR_ROLES, shared=shared).laid_out(
+        serving, training
+    )
+
+
+def is_one_model(train: TrainingLayoutConfig) -> bool:
+    """Whether the same modules serve and train."""
+    return not train.sequence_parallel and train.recompute == "none"
+
+
+def sequences_and_slots(config: TrainConfig, name: str, placement: RolePlacement, model: RoleModel) -> tuple[int, int]:
+    """Sequences that a replica has at most, and those of them that its cache holds at once."""
+    sequences = share_of_sequences(config, name, placement.dp)
+    context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
+    slots = kv_slots(model.shape, placement, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
+    return sequences, slots
+
+
+def served_memory(
+    config: TrainConfig, name: str, placement: RolePlacement, model: RoleModel, stage: int, *, on_cpu: bool
+) -> tuple[Memory, dict[str, float]]:
+    """Memory of a stage's ranks, and their activations by phase."""
+    packed = on_cpu and config.runtime.decode_path == "packed"
+    longest = max_context(config)
+    context = slot_tokens(longest, config.runtime.kv_layout)
+    _, slots = sequences_and_slots(config, name, placement, model)
+    cached = slots
+    if name == "actor" and config.evaluation is not None:  # held-out prompts are answered over a cache of their own
+        cached += min(slots, config.evaluation.max_rows)
+    cache = kv_cache_bytes(model.shape, placement, model.dtype, slots=cached, context=context, budget_mb=None)
+    tokens = min(config.runtime.micro_batch_tokens, slots * context)
+    computed, logits = model.computed(placement, on_cpu=on_cpu), model.makes_logits(placement, stage)
+    calls = _calls(config, name, tokens, slots, logits=logits or (model.scalar and stage == placement.pp - 1))
+    phases = {phase: activations.cached_activations(computed, call) for phase, call in calls.items()}
+    memory = Memory(
+        weights=model.weights(placement, stage),
+        packed=model.packed(placement, stage) if packed else 0,
+        kernels=_kernels(name, tokens, slots, makes_logits=logits) if packed else 0,
+        kv_cache=cache,
+        buffers=table_bytes(model.shape, longest),
+        activations=max(phases.values()),
+    )
+    return memory, phases
+
+
+def training_rows(config: TrainConfig, placement: RolePlacement) -> int:
+    """Of a minibatch, on a replica."""
+    return ceil(minibatch_rows(config) / placement.dp)
+
+
+def trained_memory(
+    config: TrainConfig,
+    placement: RolePlacement,
+    model: RoleModel,
+    train: TrainingLayoutConfig,
+    stage: int,
+    *,
+    on_cpu: bool,
+) -> Memory:
+    """Memory of a stage's ranks in the update."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    batch = TrainingBatch(config.runtime.micro_batch_tokens, training_rows(config, placement) * longest)
+    kernels = training_kernel_bytes(batch.tokens) if on_cpu and model.dtype == "bfloat16" else 0
+    memory = model.trained(placement, stage, train, batch, on_cpu=on_cpu)
+    tables = memory.buffers + table_bytes(model.shape, max_context(config)) * train.vpp
+    return replace(memory, copy=model.weights(placement, stage), kernels=kernels, buffers=tables)
+
+
+def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: bool) -> dict[str, Call]:
+    """The largest cached calls, by phase; `logits`: on the last stage, where the actor makes them as it decodes, scorers as
+    they read."""
+    longest, rollout = max_context(config), config.rollout
+    gathered = slots * slot_tokens(longest, config.runtime.kv_layout) if config.runtime.kv_layout == "paged" else 0
+    if name != "actor":
+        return {"reading": Call(tokens, tokens if logits else 0, longest, gathered)}
+    rows = slots if logits else 0
+    decoding = Call(slots, rows, longest, gathered, draws=True, temperature=rollout.temperature)
+    return {"reading": Call(tokens, 0, longest, gathered), "decoding": decoding}
+
+
+def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
+    """Bytes of the kernels of a role's products: the actor decodes any number of sequences, all roles read up to `tokens`."""
+    read, decoded = prefill_sizes(tokens), min(slots, FEW_ROWS) if name == "actor" else 0
+    return kernel_bytes(read + decoded, (decoded if name == "actor" else read) if makes_logits else 0)
+
+
+def both_memory(served: Memory, trained: Memory, *, one_model: bool) -> Memory:
+    """`one_model`: with one set of rotary tables."""
+    tables = served.buffers if one_model else 0
+    return Memory.of_rank([served, replace(trained, copy=0, buffers=trained.buffers - tables)])

@@ -1,0 +1,115 @@
+"""What is missing where no plan fits: the role, the rank, the bytes, and how many nodes would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.holdings import rank_memory, train_holdings
+from oppo_megatron.sim.clusters.links import Between
+from oppo_megatron.sim.clusters.sources import assumed
+from oppo_megatron.sim.search.emit import planned_config
+from oppo_megatron.sim.search.exact import Plan, held_bytes, search_exact
+from oppo_megatron.sim.search.homes import Homes
+from oppo_megatron.sim.search.options import Option
+from oppo_megatron.sim.search.planning import Clock, Task, all_homes, new_search, new_table
+
+GB = 1e9
+UNLIMITED = 2**62
+MOST_NODES = 512
+ANY_NETWORK = Between(19e-6, 50e9, 8, assumed("only memory is asked for"))
+KINDS = {
+    "kv_cache": "KV cache", "weights": "weights", "copy": "weights of the other layout", "gradients": "gradients",
+    "optimizer": "optimizer", "activations": "activations",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The rank that holds most, in bytes; the role that holds most of it, and the kind of memory (of all its roles)."""
+
+    rank: int
+    held: float
+    role: str
+    kind: str
+    kind_bytes: float
+
+    @classmethod
+    def of(cls, config: TrainConfig, *, on_cpu: bool) -> Fullest:
+        """As `--dry-run` counts."""
+        holdings = train_holdings(config, on_cpu=on_cpu)
+        memory = rank_memory(holdings)
+        rank = max(memory, key=lambda each: (memory[each].total, -each))
+        by_role: dict[str, float] = {}
+        for held in holdings:
+            if held.rank == rank:
+                name = held.role.partition(".")[0]
+                by_role[name] = by_role.get(name, 0.0) + held.memory.total
+        kinds = {name: float(getattr(memory[rank], key)) for key, name in KINDS.items()}
+        role, kind = max(by_role, key=lambda name: by_role[name]), max(kinds, key=lambda name: kinds[name])
+        return cls(rank, memory[rank].total, role, kind, kinds[kind])
+
+    def told(self, budget: int) -> str:
+        """What is missing of the budget, and for what."""
+        remedy = "; runtime.kv_cache_mb bounds it" if self.kind == KINDS["kv_cache"] else ""
+        return (
+            f"{self.held / GB:.1f} GB on rank {self.rank}, most of it for {self.role} ({self.kind} of all roles there: "
+            f"{self.kind_bytes / GB:.1f} GB{remedy}), and a rank may fill {budget / GB:.1f} GB: "
+            f"{(self.held - budget) / GB:.1f} GB are missing"
+        )
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Of the plan that lacks least.  `nodes`: the least number that would do; None where none was found in time."""
+
+    fullest: Fullest
+    nodes: int | None
+
+
+def find_shortage(task: Task, out_of_time: Clock) -> Shortage | None:
+    """None where no layout passes the checks, whatever it takes."""
+    closest = _closest(task)
+    if closest is None:
+        return None
+    config = planned_config(task.config, Plan(*closest, 0, 0))
+    return Shortage(Fullest.of(config, on_cpu=task.on_cpu), _least_nodes(task, out_of_time))
+
+
+def _closest(task: Task) -> tuple[Homes, tuple[Option, ...]] | None:
+    """The homes whose fullest rank, each role in its smallest layout, holds least."""
+    table = replace(new_table(task), budget=UNLIMITED)
+    smallest: dict[tuple[str, int], Option] = {}
+    best: tuple[int, Homes, tuple[Option, ...]] | None = None
+    for homes in all_homes(task.cluster, table):
+        options = []
+        for role, home in zip(table.roles, homes, strict=True):
+            key = (role, home.size)
+            if key not in smallest:
+                smallest[key] = min(table.options(role, home.size), key=lambda o: (o.profile.fullest, o.number))
+            options.append(smallest[key])
+        fullest = int(held_bytes(homes, options).sum(axis=0).max())
+        if best is None or fullest < best[0]:
+            best = (fullest, homes, tuple(options))
+    return None if best is None else best[1:]
+
+
+def _least_nodes(task: Task, out_of_time: Clock) -> int | None:
+    """By doubling, then by halves between."""
+    few = task.cluster.nodes
+    many = 2 * few
+    while not out_of_time() and not _fits(task, many, out_of_time):
+        few, many = many, 2 * many
+        if many > MOST_NODES:
+            return None
+    while many - few > 1 and not out_of_time():
+        middle = (few + many) // 2
+        few, many = (few, middle) if _fits(task, middle, out_of_time) else (middle, many)
+    return None if out_of_time() else many
+
+
+def _fits(task: Task, nodes: int, out_of_time: Clock) -> bool:
+    cluster = replace(task.cluster, nodes=nodes, between=task.cluster.between or ANY_NETWORK)
+    larger = replace(task, cluster=cluster)
+    table = new_table(larger)
+    return bool(search_exact(new_search(larger, table), 1, out_of_time, first_only=True).plans)
