@@ -60,7 +60,7 @@ def cluster_costs(
     """
     halves = [max(1, length // 2) for length in lengths]
     prices = [Prices(config, cluster, Decoding(prompt_tokens, own, captured)) for own in (halves, lengths)]
-    few, many = ({(row.role, row.phase): row.seconds for row in each.rows()} for each in prices)
+    few, many = ({(row.role, row.phase): row.seconds for row in each.updates()} for each in prices)
     updates = {
         role: line_through(sum(halves), few[role, "update"], sum(lengths), many[role, "update"])
         for role in config.trained
