@@ -15,7 +15,7 @@ from oppo_megatron.sim.clusters.reading import build_cluster
 from oppo_megatron.sim.clusters.schema import ClusterConfig
 from oppo_megatron.sim.published.shapes import llama_shape
 
-NODE, GPU, NIC_GB_PER_S, MARGIN = 8, "h100", 50, 0.1
+NODE, GPU, NIC_GB_PER_S, MARGIN = 8, "h200", 50, 0.1
 """A node has a NIC of 400 Gb/s for each GPU; so much of the memory stays free."""
 VOCABULARY = 128256
 MODELS: Mapping[str, Shape] = {
@@ -29,33 +29,33 @@ MODELS: Mapping[str, Shape] = {
 """Llama 3.1 in its three sizes."""
 SCORER = "8B"
 """Of critic and reward model; the reference is as large as the actor."""
-SPLITS = (4, 8, 2)
-"""One rank in so many scores: the first that fits."""
-TENSOR, PIPELINE = (1, 2, 4, 8), (1, 2, 3, 4, 6, 7, 8, 9, 14)
+SPLIT = 4
+"""One rank in so many scores."""
+TENSOR, PIPELINE = (1, 2, 4, 8), (1, 2, 3, 4, 6, 8)
 DELTA_SHARE = 8
 """Delta is an eighth of the batch."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """tp and pp of the actor and of the reference; critic and reward model have the latter's tp.  A rank in `split` scores."""
+    """tp and pp of the actor and of the reference; critic and reward model have the latter's tp, in one stage."""
 
-    split: int
     actor: tuple[int, int]
     reference: tuple[int, int]
 
-    def config(self, model: str, ranks: int, batch: int, seed: int) -> TrainConfig:
+    def config(self, model: str, ranks: int, batch: int, seed: int, delta_share: int = DELTA_SHARE) -> TrainConfig:
         """PPO with a critic, one epoch of one minibatch."""
-        scoring = ranks // self.split
+        scoring = ranks // SPLIT
         train = {"recompute": "full"}
-        delta = max(1, batch // DELTA_SHARE)
+        delta = max(1, batch // delta_share)
         tree: dict[str, Any] = {
             "run_dir": "none", "seed": seed, "tokenizer": {"path": "none"},
             "data": {"path": "none", "max_prompt_tokens": LONG.prompt},
             "placement": {"actor": _sizes(*self.actor, ranks - scoring), "scorer": _sizes(self.reference[0], 1, scoring)},
             "actor": {"init": MODELS[model], "train": {**train, "sequence_parallel": self.actor[0] > 1}},
             "critic": {"init": MODELS[SCORER], "train": {**train, "sequence_parallel": self.reference[0] > 1}},
-            "reference": {"init": MODELS[model], "parallel": _sizes(*self.reference, scoring)}, "reward": {"init": MODELS[SCORER]}, "rewards": [{"kind": "model"}],
+            "reference": {"init": MODELS[model], "parallel": _sizes(*self.reference, scoring)},
+            "reward": {"init": MODELS[SCORER]}, "rewards": [{"kind": "model"}],
             "rollout": {"batch_size": batch, "max_response_tokens": LONG.limit},
             "overlap": {
                 "chunk": {"tokens": CHUNK, "adaptive": False},
@@ -77,16 +77,14 @@ def cluster_of(ranks: int, nic_gb_per_s: float = NIC_GB_PER_S) -> Cluster:
 
 def least_layout(model: str, ranks: int, batch: int) -> tuple[Layout, float] | None:
     """The least tp x pp of both pools that fits, tensor ranks first, and the GB of the fullest rank; None where nothing fits."""
-    room = (1 - MARGIN) * cluster_of(ranks).gpu.memory_bytes / 1e9
-    for split in SPLITS:
-        decoding = ranks - ranks // split
-        actors, references = (list(_layouts(model, size, batch)) for size in (decoding, ranks // split))
-        while actors and references:
-            layout = Layout(split, actors[0], references[0])
-            actor_gb, scorer_gb = _fullest(layout.config(model, ranks, batch, 0), decoding)
-            if max(actor_gb, scorer_gb) <= room:
-                return layout, max(actor_gb, scorer_gb)
-            actors, references = actors[actor_gb > room :], references[scorer_gb > room :]
+    room, scoring = (1 - MARGIN) * cluster_of(ranks).gpu.memory_bytes / 1e9, ranks // SPLIT
+    actors, references = (list(_layouts(model, size, batch)) for size in (ranks - scoring, scoring))
+    while actors and references:
+        layout = Layout(actors[0], references[0])
+        actor_gb, scorer_gb = _fullest(layout.config(model, ranks, batch, 0), ranks - scoring)
+        if max(actor_gb, scorer_gb) <= room:
+            return layout, max(actor_gb, scorer_gb)
+        actors, references = actors[actor_gb > room :], references[scorer_gb > room :]
     return None
 
 

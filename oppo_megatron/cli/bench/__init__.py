@@ -19,6 +19,7 @@ from oppo_megatron.cli.bench import (
     planning,
     prices,
     real,
+    scale_study,
     scaling,
     seeds,
     weave,
@@ -29,7 +30,7 @@ from oppo_megatron.cli.signals import ending_by_signal
 KINDS = {
     "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "fork": fork, "scaling": scaling,
     "overhead": overhead, "planning": planning, "seeds": seeds, "gpu": gpu,
-    "laws": laws, "prices": prices, "real": real, "paper": paper,
+    "laws": laws, "prices": prices, "real": real, "paper": paper, "scale-study": scale_study,
 }  # fmt: skip
 """Each module has HELP (a line), ABOUT (what its help begins with) and `add_arguments`, which names the function to call."""
 
