@@ -19,7 +19,7 @@ import torch
 
 from oppo_megatron.cores import processor, usable_cores
 from oppo_megatron.layout.cpu_kernels import MOST_ROWS
-from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
+from oppo_megatron.layout.flops import Linear, Shape, head_linear, layer_linears
 from oppo_megatron.mcore.cpu.prepacked import can_prepack, product
 
 SQUARES = (512, 1024, 2048)
@@ -79,8 +79,8 @@ def measure_peaks(shape: Shape, dtype: str, batches: Sequence[int], threads: Seq
     and reading a large buffer and one as large as the model (which caches may serve faster)."""
     flops, read, decode = {}, {}, {}
     for count in threads:
-        with _threads(count):
-            model = _Products(shape, DTYPES[dtype])
+        with threads_of(count):
+            model = Products(all_linears(shape), DTYPES[dtype])
             rates = {batch: model.rate(batch) for batch in {*batches, MOST_ROWS}}
             decode[count] = {batch: rates[batch] for batch in batches}
             flops[count] = max(*rates.values(), *(_square(size, DTYPES[dtype]) for size in SQUARES))
@@ -88,11 +88,15 @@ def measure_peaks(shape: Shape, dtype: str, batches: Sequence[int], threads: Seq
     return Peaks(dtype, flops, read, decode)
 
 
-class _Products:
-    """Every matrix product of a decode step, in its order, with random weights of its own."""
+def all_linears(shape: Shape) -> list[Linear]:
+    """Those of a decode step, in their order."""
+    return layer_linears(shape) * shape["num_hidden_layers"] + [head_linear(shape, scalar=False)]
 
-    def __init__(self, shape: Shape, dtype: torch.dtype):
-        linears = layer_linears(shape) * shape["num_hidden_layers"] + [head_linear(shape, scalar=False)]
+
+class Products:
+    """The products of `linears`, one after the other, with random weights of their own."""
+
+    def __init__(self, linears: Sequence[Linear], dtype: torch.dtype):
         weights = [torch.randn(linear.out, linear.into, dtype=dtype) for linear in linears]
         self.dtype, self.size = dtype, sum(linear.size for linear in linears)
         self.num_bytes = self.size * dtype.itemsize
@@ -106,22 +110,22 @@ class _Products:
             for width, call in self._calls:
                 call(inputs[width])
 
-        return 2 * batch * self.size / _best_s(step)
+        return 2 * batch * self.size / best_s(step)
 
 
 def _square(size: int, dtype: torch.dtype) -> float:
     a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
     out = torch.empty(size, size, dtype=dtype)
-    return 2 * size**3 / _best_s(lambda: torch.mm(a, b, out=out))
+    return 2 * size**3 / best_s(lambda: torch.mm(a, b, out=out))
 
 
 def _read(num_bytes: int) -> float:
     """Bytes a second of the faster of two kernels that read a buffer once and write nothing."""
     buffer = torch.ones(max(1, num_bytes // 4))
-    return 4 * buffer.numel() / min(_best_s(buffer.sum), _best_s(lambda: torch.dot(buffer, buffer)))
+    return 4 * buffer.numel() / min(best_s(buffer.sum), best_s(lambda: torch.dot(buffer, buffer)))
 
 
-def _best_s(call: Callable[[], object]) -> float:
+def best_s(call: Callable[[], object]) -> float:
     """Seconds of the fastest call; the first, which warms up, does not count."""
     call()
     best, tries, until = float("inf"), 0, time.perf_counter() + TRY_S
@@ -133,7 +137,7 @@ def _best_s(call: Callable[[], object]) -> float:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads_of(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

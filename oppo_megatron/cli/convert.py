@@ -105,7 +105,11 @@ def _refuse_run(src: Path) -> None:
     if not (src / RUN_CONFIG).is_file() or (src / "config.json").is_file():
         return
     weights = src / WEIGHTS
-    found = [weights] if (weights / "config.json").is_file() else sorted(path.parent for path in weights.glob("*/config.json"))
+    found = (
+        [weights]
+        if (weights / "config.json").is_file()
+        else sorted(path.parent for path in weights.glob("*/config.json"))
+    )
     named = " or ".join(map(str, found)) or f"models of one of its checkpoints (in {src / CHECKPOINTS})"
     raise ConfigError(f"{src} is a run, which is no weights itself; name {named}")
 

@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     judges.add_argument("--verifier", choices=rules, help="a rule that compares with --answer")
     judges.add_argument("--answer", default="answer", metavar="NAME", help="--verifier: column (default: %(default)s)")
     judges.add_argument("--reward-model", type=Path, metavar="DIR", help="a reward model, with its tokenizer")
-    judges.add_argument("--function", action="append", metavar="PKG.MOD:FN", help="a function (prompt, response, fields)")
+    judges.add_argument(
+        "--function", action="append", metavar="PKG.MOD:FN", help="a function (prompt, response, fields)"
+    )
     judges.add_argument("--url", action="append", metavar="URL", help="a reward service")
     judges.add_argument(
         "--rewards",
@@ -95,9 +97,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
     if external_ranks(os.environ) is not None:
         problems.append("oppo eval starts its ranks itself; call it without a launcher, with --tp, --pp and --dp")
     if not (args.verifier or args.reward_model or args.function or args.url or args.rewards):
-        problems.append(
-            "nothing judges the responses; give --verifier, --reward-model, --function, --url or --rewards"
-        )
+        problems.append("nothing judges the responses; give --verifier, --reward-model, --function, --url or --rewards")
     resolved = [directory.resolve() for directory in args.directory]
     if len(set(resolved)) < len(resolved):
         problems.append("a DIR is given twice; name each policy once")
@@ -225,7 +225,13 @@ def _answers(path: Path) -> list[Answer]:
 
     return [
         Answer(
-            line["row"], line["sample"], line["prompt"], line["response"], line["finish_reason"], line["tokens"], line["fields"]
+            line["row"],
+            line["sample"],
+            line["prompt"],
+            line["response"],
+            line["finish_reason"],
+            line["tokens"],
+            line["fields"],
         )
         for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())
     ]

@@ -198,7 +198,9 @@ def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
         problems.append(f"--base is {args.base}, but {args.directory} holds whole weights and no adapters; drop it")
     for i in args.stop_id or ():
         if i >= vocab_size:
-            problems.append(f"--stop-id is {i}, but the policy's vocabulary ends at {vocab_size - 1}; correct or drop it")
+            problems.append(
+                f"--stop-id is {i}, but the policy's vocabulary ends at {vocab_size - 1}; correct or drop it"
+            )
     if problems:
         raise ConfigError(problems)
 

@@ -264,7 +264,9 @@ def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: s
         monitor_interval=MONITOR_S,
         start_method=start_method,
         local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),  # its own choice is a folder in /tmp, which it leaves there
+        logs_specs=DefaultLogsSpecs(
+            log_dir=str(folder / "agent")
+        ),  # its own choice is a folder in /tmp, which it leaves there
     )
     if hasattr(agent, "signals_to_handle"):  # an older agent ends its ranks by SIGTERM, and they have 30 s to save
         agent.signals_to_handle = "SIGHUP,SIGQUIT"  # SIGTERM and SIGINT are the relay's

@@ -156,10 +156,12 @@ def resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | Supervised
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": True})})
 
 
-def load_settings(kind: str, path: Path, overrides: Sequence[str]) -> TrainSettings | SupervisedConfig:
+def load_settings(
+    kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True
+) -> TrainSettings | SupervisedConfig:
     """The configuration of one of `KINDS` as it is written, every check made: `placement.mode` may be auto.
 
-    Raises ConfigError with all problems.
+    `inputs`: whether training's tokenizer and rows have to be there.  Raises ConfigError with all problems.
     """
     from oppo_megatron.config.describe import SUPERVISED
     from oppo_megatron.config.load import load_config
@@ -174,19 +176,21 @@ def load_settings(kind: str, path: Path, overrides: Sequence[str]) -> TrainSetti
             path,
             overrides,
             check=lambda config: [
-                *train_problems(config),
+                *train_problems(config, inputs=inputs),
                 *trace_problems(config.debug.lengths, config.rollout.max_response_tokens),
             ],
         )
     return load_config(SUPERVISED[kind], path, overrides, check=supervised_problems)
 
 
-def load_checked(kind: str, path: Path, overrides: Sequence[str]) -> TrainConfig | SupervisedConfig:
+def load_checked(
+    kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True
+) -> TrainConfig | SupervisedConfig:
     """`load_settings` for commands that need to know where the roles are.  Raises ConfigError, too, for mode auto."""
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.errors import ConfigError
 
-    settings = load_settings(kind, path, overrides)
+    settings = load_settings(kind, path, overrides, inputs=inputs)
     config = settings.settled() if isinstance(settings, TrainSettings) else settings
     if config is None:
         raise ConfigError(
@@ -196,11 +200,11 @@ def load_checked(kind: str, path: Path, overrides: Sequence[str]) -> TrainConfig
     return config
 
 
-def load_train(path: Path, overrides: Sequence[str]) -> TrainConfig:
+def load_train(path: Path, overrides: Sequence[str], *, inputs: bool = True) -> TrainConfig:
     """`load_checked` for commands that are about training with PPO alone."""
     from oppo_megatron.config.run import TrainConfig
 
-    config = load_checked("train", path, overrides)
+    config = load_checked("train", path, overrides, inputs=inputs)
     assert isinstance(config, TrainConfig)
     return config
 

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.text:
         print(schedule.text())
     title = _title(shown, args)
-    print("\n".join([title, *_facts(shown, timeline, costs, transport, args)]))
+    print("\n".join([title, *_facts(shown, timeline, costs, transport, args), *_filtered(shown, config)]))
     _draw(timeline, faults, title, args.out)
     return _verdict(faults)
 
@@ -133,6 +133,23 @@ def _forks(shown: Preview) -> list[str]:
     forks = {role: [fork for own in replicas for fork in own] for role, replicas in shown.round.forks.items()}
     told = (f"{role} {len(own)} ({sum(fork.tokens for fork in own)} tokens)" for role, own in forks.items())
     return [f"forks, instead of prefills: {', '.join(told)}"] if forks else []
+
+
+def _filtered(shown: Preview, config: TrainConfig) -> list[str]:
+    """What a filter of groups would do to the round, which is drawn without it."""
+    from oppo_megatron.train.filtering import verdict_clock
+
+    clock, ended, steps = verdict_clock(config), shown.clock, shown.round.steps
+    if clock is None:
+        return []
+    late = f", {clock.lag} of them later" if clock.lag else ""
+    what = f"in this round (decode steps {ended - steps + 1} to {ended})" if steps else f"by decode step {ended}"
+    return [
+        f"a filter, which is not drawn, judges at multiples of {clock.period} decode steps{late}:",
+        f"  a response that ends {what} is judged at step {clock.due(ended)}",
+        "  a group that it drops is read no further, and a new prompt takes its places; the round after prefills it",
+        "  a batch is complete only where it judges",
+    ]
 
 
 def _least(shown: Preview, timeline: Timeline, costs: Costs) -> str:

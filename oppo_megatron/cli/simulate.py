@@ -95,7 +95,7 @@ def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
     from oppo_megatron.config.modes import switched
     from oppo_megatron.errors import ConfigError
 
-    config = load_train(args.config, [*args.overrides, *forced_lengths(args), *variant.overrides])
+    config = load_train(args.config, [*args.overrides, *forced_lengths(args), *variant.overrides], inputs=False)
     longest, forced = config.data.max_prompt_tokens, config.debug.lengths
     if args.prompt_tokens is not None and not 1 <= args.prompt_tokens <= longest:
         raise ConfigError(f"--prompt-tokens {args.prompt_tokens}: prompts have 1 to data.max_prompt_tokens = {longest}")
@@ -119,13 +119,14 @@ def _prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
 
 def _costs(args: argparse.Namespace, config: TrainConfig) -> StepCosts:
     from oppo_megatron.sim.clusters.reading import read_cluster
+    from oppo_megatron.sim.pricing.prices import seen_by
     from oppo_megatron.sim.runs.sources import built_in_costs, cluster_costs, file_costs, run_costs
 
     tokens = _prompt_tokens(args, config)
     if args.cluster is not None:
         limits = _limits(config)
         lengths = [limits(seq_id) for seq_id in range(config.rollout.batch_size)]
-        return cluster_costs(config, read_cluster(args.cluster), tokens, lengths)
+        return cluster_costs(config, seen_by(config, read_cluster(args.cluster)), tokens, lengths)
     if args.calibrate is not None:
         return run_costs(config, args.calibrate, tokens, args.costs)
     return built_in_costs(config, tokens) if args.costs is None else file_costs(config, args.costs, tokens)

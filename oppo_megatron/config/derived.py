@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import ceil
 
 from oppo_megatron.config.algorithm import PRESETS
-from oppo_megatron.config.evaluation import Standard
+from oppo_megatron.config.evaluation import REWARD, Standard, part_labels
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import RoleConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
@@ -162,3 +162,13 @@ def most_judged(config: TrainConfig) -> int:
     groups = config.rollout.batch_size // config.rollout.group_size
     given = None if config.filter is None else config.filter.max_groups
     return BATCHES_JUDGED * groups if given is None else given
+
+
+def least_lag(config: TrainConfig, metric: str) -> int:
+    """Periods of the verdict clock that a filter by `metric` waits for beyond the end of a response, at the least.
+
+    A reward model reads the last chunk of a response while the next one is decoded, so its scores are there a period later than
+    those of verifiers, functions and services; also where nothing is streamed, so that streaming changes no batch.
+    """
+    parts = zip(config.rewards, part_labels(config.rewards), strict=True)
+    return int(any(part.reads_model for part, label in parts if metric in (REWARD, label)))

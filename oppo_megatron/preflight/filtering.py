@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
+from oppo_megatron.config.derived import least_lag
 from oppo_megatron.config.evaluation import REWARD, part_labels
 from oppo_megatron.config.filtering import FilterConfig, OverlongConfig
 from oppo_megatron.config.run import TrainConfig
@@ -34,6 +35,11 @@ def _check_filter(config: TrainConfig, asked: FilterConfig) -> Iterator[str]:
         near = difflib.get_close_matches(asked.metric, known, n=1)
         remedy = f"did you mean `{near[0]}`?" if near else f"choose from {', '.join(known)}"
         yield f"filter.metric is {asked.metric!r}, but no part of rewards has that name; {remedy}"
+    elif asked.lag is not None and asked.lag < (least := least_lag(config, asked.metric)):
+        yield (
+            f"filter.lag is {asked.lag}, but filter.metric {asked.metric} needs the reward model, which reads the end of a "
+            f"response a period later; set filter.lag to {least} or more, leave it out, or judge by a part that needs no model"
+        )
     groups = rollout.batch_size // rollout.group_size
     if asked.max_groups is not None and asked.max_groups < groups:
         yield (

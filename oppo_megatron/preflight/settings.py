@@ -6,9 +6,9 @@ Ranks and layouts are checked in `layout/checks.py`, because what fits depends o
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from oppo_megatron.config.data import DataConfig, RewardPart, RowsConfig
+from oppo_megatron.config.data import DataConfig, PromptDataConfig, RewardPart, RowsConfig
 from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.derived import adapters, rollback_rules, scorers
 from oppo_megatron.config.guards import GuardsConfig
@@ -27,8 +27,8 @@ from oppo_megatron.preflight.reward_parts import check_part, check_waits
 from oppo_megatron.preflight.settling import check_settle
 
 
-def check_train(config: TrainConfig) -> list[str]:
-    """Every broken rule of `oppo train`'s settings, a sentence each."""
+def check_train(config: TrainConfig, *, inputs: bool = True) -> list[str]:
+    """Every broken rule of `oppo train`'s settings, a sentence each.  `inputs`: whether tokenizer and rows have to be there."""
     return [
         *_check_run_dir(config),
         *_check_batch(config),
@@ -40,9 +40,8 @@ def check_train(config: TrainConfig) -> list[str]:
         *check_waits(config.rewards, config.runtime.timeout_s, config.stall_deadline_s),
         *_check_guards(config.guards),
         *_check_rollback(config),
-        *check_exists("tokenizer.path", config.tokenizer.path),
-        *check_data("data", config.data, templates=("prompt",)),
-        *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
+        *(check_exists("tokenizer.path", config.tokenizer.path) if inputs else []),
+        *(problem for name, data in _data_of(config) for problem in check_data(name, data, ("prompt",), files=inputs)),
         *check_evaluation(config),
         *check_algorithm(config),
         *check_filtering(config),
@@ -53,6 +52,12 @@ def check_train(config: TrainConfig) -> list[str]:
         *check_layers(config.runtime, adapters=bool(adapters(config))),
         *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
     ]
+
+
+def _data_of(config: TrainConfig) -> Iterator[tuple[str, PromptDataConfig]]:
+    yield "data", config.data
+    if config.evaluation is not None:
+        yield "evaluation.data", config.evaluation.data
 
 
 def _check_step_rewards(config: TrainConfig) -> list[str]:
@@ -224,11 +229,11 @@ def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> lis
     return problems
 
 
-def check_data(name: str, data: RowsConfig, templates: Sequence[str]) -> list[str]:
-    """The files exist, and each used template has the place for its text."""
+def check_data(name: str, data: RowsConfig, templates: Sequence[str], *, files: bool = True) -> list[str]:
+    """The files exist, unless `files` is false, and each used template has the place for its text."""
     paths = data.path if isinstance(data.path, list) else [data.path]
     problems = [f"{name}.path is an empty list; name at least one file"] if not paths else []
-    for path in paths:
+    for path in paths if files else ():
         problems += check_files(f"{name}.path", path)
     for part in templates:
         template = data.completion_template if part == "completion" and isinstance(data, DataConfig) else data.prompt_template

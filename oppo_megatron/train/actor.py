@@ -107,9 +107,11 @@ class Actor:
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output.detach()) if first else {})
 
+        counted = None if experience.counted_B is None else experience.counted_B.tolist()
+
         def weights(rows: Sequence[int]) -> list[float]:
-            lengths, counted_B = [len(batch[i].tokens) for i in rows], experience.counted_B
-            return self.algorithm.row_weights(lengths, None if counted_B is None else counted_B[list(rows)].tolist())
+            lengths = [len(batch[i].tokens) for i in rows]
+            return self.algorithm.row_weights(lengths, None if counted is None else [counted[i] for i in rows])
 
         units = partial(self.algorithm.units, experience=experience)
         reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit, weights, units)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oppo_megatron.config.derived import most_judged
+from oppo_megatron.config.derived import least_lag, most_judged
 from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.overcommit.filter import GroupFilter, Rule, Scores, VerdictClock
@@ -10,16 +10,21 @@ from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.rewards.functions import RewardSum
 
 
-def build_filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: RewardSum) -> GroupFilter | None:
-    """None where groups are not filtered.
-
-    A reward model reads the last chunk of a response while the next one is decoded, so its verdicts are due a period later than
-    those of verifiers, functions and services; also where nothing is streamed, so that streaming changes no batch.
-    """
+def verdict_clock(config: TrainConfig) -> VerdictClock | None:
+    """When a response that has ended is judged; None where groups are not filtered."""
     if config.filter is None:
         return None
-    period, metric = config.overlap.admission_period, config.filter.metric
+    period, lag = config.overlap.admission_period, config.filter.lag
     assert period is not None, "a filter asks for backfill"
+    return VerdictClock(period, least_lag(config, config.filter.metric) if lag is None else lag)
+
+
+def build_filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: RewardSum) -> GroupFilter | None:
+    """None where groups are not filtered."""
+    clock = verdict_clock(config)
+    if config.filter is None or clock is None:
+        return None
+    metric = config.filter.metric
     labels = tuple(summand.label for summand in rewards.summands if metric in (REWARD, summand.label))
 
     def total(scores: Scores) -> float:
@@ -28,5 +33,4 @@ def build_filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: R
     def part(scores: Scores) -> float:
         return scores[0]
 
-    rule = Rule(labels, total if metric == REWARD else part, most_judged(config))
-    return GroupFilter(scheduler, VerdictClock(period, lag=int(rewards.reads_model(labels))), rule)
+    return GroupFilter(scheduler, clock, Rule(labels, total if metric == REWARD else part, most_judged(config)))

@@ -285,8 +285,8 @@ class ScoreExchange:
         table = None
         if self.rank == self._leader:
             rows = []
-            for i, rollout in enumerate(rollouts):
-                item, score = self._item(rollout), None if model_N is None else float(model_N[i])
+            for rollout, score in zip(rollouts, [None] * len(rollouts) if model_N is None else model_N.tolist(), strict=True):
+                item = self._item(rollout)
                 try:
                     with self._scoring(item, rollout.prompt.place):
                         rows.append(numbers(item, score, rollout))

@@ -126,6 +126,14 @@ def test_every_layout_trains_as_one_rank(
     assert_once(workspace, name, outcome)
 
 
+def test_verdicts_that_are_given_time_are_those_of_a_slower_part(workspace: Workspace, by_model: Outcome) -> None:
+    """With a lag a function is judged by as late as a reward model beside it, and batches are the same."""
+    outcome = run_ppo_ranks(dapo(workspace, "lag", delta=1, filter={"lag": 1}, **{"overlap.intra": True}))
+    assert_same(outcome, by_model)
+    assert dropped(outcome) == dropped(by_model)
+    assert_once(workspace, "lag", outcome)
+
+
 def test_dropped_groups_leave_scorers_that_have_read_a_part_of_them(workspace: Workspace) -> None:
     """A reference reads a chunk while the next is decoded, or, beside the actor, nothing before the batch is complete."""
     kl = {"ppo.kl": {"mode": "penalty", "coefficient": 0.1}}

@@ -22,6 +22,8 @@ from tests.support.virtual import assert_unfolds_alike
 FULL = CARRIED | {"overlap.delta": {"rule": "fixed", "initial": 0, "min": 0, "max": 0}}
 SCHEDULES = {"intra": {"overlap.intra": True}, "full": FULL}
 IN_MAKE_TEST = ("full", "PP2 | TP2")
+LONGEST = 40
+"""`rollout.max_response_tokens`"""
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,15 @@ def test_what_is_told_of_a_batch_is_of_what_is_trained(plain: Outcome) -> None:
         assert line["trained_len_mean"] == pytest.approx(sum(len(row["tokens"]) for row in trained) / 16)
         assert line["tokens"] == sum(len(row["tokens"]) for row in [*trained, *greedy]), "what is decoded is counted"
         assert line["kl_mean"] is not None and line["grad_norm"] > 0
+
+
+def test_each_score_is_of_its_own_response(workspace: Workspace) -> None:
+    """Told by a rule that goes by the length, which differs between greedy and drawn ones."""
+    rule = {"reward": None, "rewards": [{"kind": "verifier", "name": "length", "buffer_tokens": LONGEST}]}
+    run = run_ppo_ranks(remax(workspace, "lengths", **rule, steps=1))
+    assert len(run.greedy) == 8 and {len(row["tokens"]) for row in run.greedy} != {len(row["tokens"]) for row in run.rollouts}
+    for row in [*run.rollouts, *run.greedy]:
+        assert row["reward"] == pytest.approx(-len(row["tokens"]) / LONGEST)
 
 
 @pytest.mark.parametrize(

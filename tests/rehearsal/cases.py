@@ -12,10 +12,11 @@ LORA = {"rank": 4, "targets": ["q_proj", "v_proj"]}
 
 @dataclass(frozen=True)
 class Case:
-    """Changes to the plain configuration; `ranks` processes take part."""
+    """Changes to the plain configuration of the command `oppo {kind}`; `ranks` processes take part."""
 
     ranks: int = 1
     changes: dict[str, Any] = field(default_factory=dict)
+    kind: str = "train"
 
 
 PLAIN: dict[str, Any] = {
@@ -35,6 +36,25 @@ PLAIN: dict[str, Any] = {
     "checkpoint.every_steps": 1,
     "runtime.timeout_s": 60,
 }
+WITHOUT_CRITIC: dict[str, Any] = {"critic": None, "ppo": {"epochs": 1}, "overlap.inter": False}
+PAIRS: dict[str, Any] = WITHOUT_CRITIC | {
+    "reward": None,
+    "rewards": [{"kind": "python", "entry_point": "tests.e2e.rewards:level", "options": {"flat": []}}],
+    "algorithm": {"preset": "online_dpo"},
+    "rollout.temperature": 0.9,
+    "runtime.micro_batch_tokens": 256,
+}
+PREFERENCES: dict[str, Any] = {
+    "steps": 2,
+    "epochs": 2,
+    "batch_size": 4,
+    "max_tokens": 64,
+    "model": {"init": SHAPE},
+    "runtime": {"device": "cuda", "dtype": "bfloat16", "micro_batch_tokens": 128, "timeout_s": 60},
+    "evaluation": {"fraction": 0.25},
+    "logging": {"console": "off"},
+}
+"""Pairs, and their held-out rows, on a single rank."""
 
 CASES = {
     "single": Case(),
@@ -63,4 +83,22 @@ CASES = {
             "actor": {"init": SHAPE | {"num_hidden_layers": 4}, "train": {"vpp": 2}},
         },
     ),
+    "remax": Case(2, WITHOUT_CRITIC | {"algorithm": {"preset": "remax"}, "placement": {"mode": "disaggregated"}}),
+    "pairs": Case(1, PAIRS),
+    "pairs, dp 2": Case(2, PAIRS | {"placement": {"mode": "colocated", "actor": {"dp": 2}}}),
+    "settled": Case(
+        2,
+        WITHOUT_CRITIC
+        | {
+            "algorithm": {"preset": "dr_grpo"},
+            "ppo": {"epochs": 1, "minibatches": 1, "kl": {"mode": "none"}},
+            "rollout.group_size": 2,
+            "reward": None,
+            "rewards": [{"kind": "python", "entry_point": "tests.e2e.rewards:fifth"}],
+            "settle": {"mode": "certain", "every": 4, "audit": 0},
+            "placement": {"mode": "colocated", "actor": {"dp": 2}},
+        },
+    ),
+    "dpo": Case(1, {"dpo": {"loss": "sigmoid", "nll": 0.1}}, "dpo"),
+    "kto, tp 2": Case(2, {"kto": {"loss": "kto"}, "parallel": {"tp": 2}}, "kto"),
 }

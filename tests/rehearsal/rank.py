@@ -20,7 +20,8 @@ from oppo_megatron.cluster import process_groups
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.hosts import RankHost
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.train import supervised
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.saving.preemption import Preemption
@@ -67,6 +68,12 @@ def train(config: TrainConfig, world: World) -> None:
     assert run_ppo(config, world, read_inputs(config), Preemption(config.preempt_deadline_s))
 
 
+def train_supervised(config: SupervisedConfig, world: World) -> None:
+    """A whole run of `oppo sft`, `rm`, `prm`, `dpo` or `kto`."""
+    preemption = Preemption(config.preempt_deadline_s)
+    assert supervised.train_supervised(config, supervised.task_of(config), world, preemption)
+
+
 def bench_part(order: Path, world: World) -> None:
     """A part of `oppo bench gpu`, as a process of it does what is ordered."""
     from oppo_megatron.bench import gpu_parts
@@ -80,6 +87,7 @@ def _name_phases(watch: Watch) -> None:
     from oppo_megatron.engine.device_decode import DeviceLane
     from oppo_megatron.engine.executor import Executor
     from oppo_megatron.engine.generation import DecodeWorker
+    from oppo_megatron.engine.round_runner import RoundRunner
     from oppo_megatron.engine.scoring import ScoringWorker
     from oppo_megatron.engine.stream import ListenWorker
     from oppo_megatron.mcore.training import TrainedModel
@@ -89,14 +97,18 @@ def _name_phases(watch: Watch) -> None:
     from oppo_megatron.train.loop import TrainingLoop
     from oppo_megatron.train.saving import saver
     from oppo_megatron.train.score_exchange import ScoreExchange
+    from oppo_megatron.train.supervised_loop import SupervisedTrainer
 
     workers = {"decode": DecodeWorker, "score": ScoringWorker, "listen": ListenWorker}
     for owner, name, phase in (
         (TrainingLoop, "run", "rest"),
+        (SupervisedTrainer, "run", "supervised"),
+        (SupervisedTrainer, "_measure", "held out"),
         (Executor, "run", "round"),
         *((worker, name, phase) for phase, worker in workers.items() for name in ("compute", "outbox", "inbox", "end")),
         *((worker, "begin", phase) for phase, worker in workers.items() if phase != "listen"),
         (DeviceLane, "step", "decode step"),
+        (RoundRunner, "stop", "stop"),
         (TrainedModel, "step", "update"),
         (TrainedModel, "ahead", "ahead"),
         (Reallocation, "move", "move"),

@@ -1,7 +1,7 @@
 """Rehearses cases on request: a process that has the stub and the libraries, and forks the ranks of each case.
 
-Reads lines of JSON and answers each with a line, the reports of its ranks: {"ranks", "changes", "defect"} is a run of the cases',
-{"config": FILE} any other, {"order": FILE} a part of `oppo bench gpu`.
+Reads lines of JSON and answers each with a line, the reports of its ranks: {"ranks", "kind", "changes", "defect"} is a run of the
+cases', {"config": FILE} any other of `oppo train`, {"order": FILE} a part of `oppo bench gpu`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ def main() -> None:
 
     peers = Peers()
     install(peers)
-    import oppo_megatron.train.entry  # noqa: F401  (ranks are forked with it)
+    import oppo_megatron.train.entry
+    import oppo_megatron.train.supervised  # noqa: F401  (ranks are forked with both)
+    from oppo_megatron.config.describe import SUPERVISED
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.run import TrainConfig
     from tests.rehearsal import defects, rank
-    from tests.rehearsal.cases import PLAIN
+    from tests.rehearsal.cases import PLAIN, PREFERENCES
     from tests.support.ppo import Workspace
 
     answers = os.fdopen(os.dup(1), "w")
@@ -49,9 +51,12 @@ def main() -> None:
                 work = partial(rank.bench_part, Path(asked["order"]))
             elif "config" in asked:
                 work = partial(rank.train, load_config(TrainConfig, asked["config"]))
-            else:
+            elif asked["kind"] == "train":
                 settings = workspace.config(f"{number}", **{**PLAIN, **asked["changes"]})
                 work = partial(rank.train, TrainConfig(**settings))
+            else:
+                settings = workspace.files(f"{number}", "pairs") | PREFERENCES | asked["changes"]
+                work = partial(rank.train_supervised, SUPERVISED[asked["kind"]](**settings))
             reports = _on_ranks(asked.get("ranks", 1), Path(folder), peers, kept, work, plant)
             for report in reports:
                 kept |= report.pop("shapes", {})

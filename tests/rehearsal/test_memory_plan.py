@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout import activations, holdings
+from oppo_megatron.layout import activations, role_memory
 from oppo_megatron.layout.activations import Model
 from oppo_megatron.layout.holdings import train_holdings
 from tests.rehearsal.asking import Server
@@ -96,18 +96,18 @@ def _without(owner: Any, name: str, part: Callable[..., Any]) -> Callable[[pytes
 
 DEFECTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
     "embeddings": ("1.5B, one rank", "weights", _without(
-        holdings, "stage_parameters", lambda n, shape, *_, **__: n - shape["vocab_size"] * shape["hidden_size"])),
+        role_memory, "stage_parameters", lambda n, shape, *_, **__: n - shape["vocab_size"] * shape["hidden_size"])),
     "gradients in bfloat16": ("1.5B, one rank", "gradients", _without(
-        holdings, "training_state", lambda m, *_: replace(m, gradients=m.gradients / 2))),
+        role_memory, "training_state", lambda m, *_: replace(m, gradients=m.gradients / 2))),
     "float32 weights": ("1.5B, one rank", "optimizer", _without(
-        holdings, "training_state", lambda m, n, *_: replace(m, optimizer=m.optimizer - 4 * n))),
+        role_memory, "training_state", lambda m, n, *_: replace(m, optimizer=m.optimizer - 4 * n))),
     "an optimizer that is not sharded": ("70B, first of 8 stages", "optimizer", _without(
-        holdings, "training_state", lambda m, _, __, dp, ___: replace(m, optimizer=m.optimizer * dp))),
-    "values": ("8B reference, paged", "kv_cache", _without(holdings, "kv_cache_bytes", lambda n, *_, **__: n / 2)),
+        role_memory, "training_state", lambda m, _, __, dp, ___: replace(m, optimizer=m.optimizer * dp))),
+    "values": ("8B reference, paged", "kv_cache", _without(role_memory, "kv_cache_bytes", lambda n, *_, **__: n / 2)),
     "whole blocks": ("8B reference, paged", "kv_cache", _without(
-        holdings, "kv_cache_bytes", lambda n, *_, **__: n * 7 / 8)),
-    "what is gathered": ("70B, first of 8 stages", "buffers", _without(holdings, "gather_bytes", lambda *_, **__: 0)),
-    "rotary tables": ("1.5B, one rank", "buffers", _without(holdings, "table_bytes", lambda *_: 0)),
+        role_memory, "kv_cache_bytes", lambda n, *_, **__: n * 7 / 8)),
+    "what is gathered": ("70B, first of 8 stages", "buffers", _without(role_memory, "gather_bytes", lambda *_, **__: 0)),
+    "rotary tables": ("1.5B, one rank", "buffers", _without(role_memory, "table_bytes", lambda *_: 0)),
     "micro-batches in flight": ("70B, first of 8 stages", "update", _without(
         activations, "kept_activations", lambda n, *_: n / 8)),
     "norms": ("70B, first of 8 stages", "update", _without(

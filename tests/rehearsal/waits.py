@@ -20,7 +20,7 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("move", "synchronize", "mcore/weights/weight_sync.py move"): (1, "move"),
     # a step: scores, and figures of the other ranks
     ("exchange", "read", "train/score_exchange.py _rewards"): (1, "exchange"),
-    ("exchange", "read", "train/score_exchange.py _scored"): (4, "exchange"),
+    ("exchange", "read", "train/score_exchange.py _scored"): (1, "exchange"),
     ("exchange", "read", "train/score_exchange.py critic_stats"): (1, "exchange"),
     ("exchange", "read", "train/score_exchange.py gather"): (2, "exchange"),
     ("exchange", "synchronize", "train/score_exchange.py shared"): (10, "exchange"),
@@ -35,15 +35,29 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("experience", "nonzero", "algorithms/experience.py _check_inputs"): (1, "experience"),
     ("experience", "nonzero", "algorithms/experience.py _check_tokens"): (5, "experience"),
     ("experience", "pageable", "algorithms/packed.py lengths_like"): (1, "experience"),
-    ("experience", "read", "algorithms/advantages.py gae"): (1, "experience"),
+    ("experience", "read", "algorithms/advantages.py gae"): (2, "experience"),
     ("experience", "read", "algorithms/advantages.py of"): (4, "experience"),
     ("experience", "read", "algorithms/experience.py _check_tokens"): (5, "experience"),
     ("experience", "read", "algorithms/experience.py _explained_variance"): (3, "experience"),
     ("experience", "read", "algorithms/experience.py _summarise"): (10, "experience"),
-    ("experience", "read", "algorithms/packed.py lengths_like"): (6, "experience"),
-    ("experience", "read", "algorithms/packed.py tokens_after"): (1, "experience"),
+    ("experience", "read", "algorithms/packed.py lengths_like"): (10, "experience"),
+    ("experience", "read", "algorithms/packed.py tokens_after"): (2, "experience"),
+    # of pairs: their number, their mean scores and their rows
+    ("experience", "index", "algorithms/experience.py with_pairs"): (2, "experience"),
+    ("experience", "read", "algorithms/experience.py <genexpr>"): (2, "experience"),
+    ("experience", "read", "algorithms/pairs.py rows_of_pairs"): (1, "experience"),
+    ("rest", "read", "train/actor.py update"): (1, ONCE_A_STEP),
+    # a question for settled prefixes, between two rounds
+    ("rest", "read", "train/score_exchange.py prefixes"): (1, "round"),
     # a checkpoint: two shards a scored sequence, and of a sharded optimizer three tensors a weight
     ("checkpoint", "read", "train/saving/caches.py hold"): (2, "checkpoint"),
     ("checkpoint", "read", "mcore/weights/checkpoint.py _state"): (51, "checkpoint"),
     ("rest", "synchronize", "mcore/weights/checkpoint.py write_data"): (1, ONCE_A_STEP),
+    # training on preferences: held-out rows, and those by which KTO's reference point is measured before an update
+    ("held out", "read", "train/heldout_rows.py measure_rows"): (1, "held out"),
+    ("held out", "read", "train/score_exchange.py sum_over_ranks"): (1, "held out"),
+    ("held out", "read", "train/score_exchange.py by_rank"): (1, "held out"),
+    ("supervised", "read", "train/heldout_rows.py measure_rows"): (1, "update"),
+    ("supervised", "read", "train/score_exchange.py sum_over_ranks"): (1, "update"),
+    ("supervised", "read", "train/score_exchange.py by_rank"): (1, "update"),
 }

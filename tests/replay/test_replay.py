@@ -112,7 +112,7 @@ CASES["remax, one response, replicas"] = Case(
 )
 WITHOUT_VERSIONS = ("critic warm-up",)
 """Where a step is no version of the policy."""
-IN_MAKE_TEST = ("ppo",)
+IN_MAKE_TEST = ("ppo", "online_dpo, best of four, replicas")
 
 
 @pytest.fixture(scope="module")

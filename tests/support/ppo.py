@@ -44,15 +44,21 @@ class Workspace:
         train_sentencepiece((r["prompt"] + r["completion"] for r in rows), root / "tokenizer.model", 280)
         return cls(root)
 
+    def files(self, name: str, data: str, **reading: Any) -> dict[str, Any]:
+        """Of a run `name`: its directory, the tokenizer and the rows `data`, read with the settings `reading`."""
+        return {
+            "run_dir": str(self.root / "runs" / name),
+            "tokenizer": {"path": str(self.root / "tokenizer.model")},
+            "data": {"path": str(self.root / "data" / f"{data}.jsonl"), **reading},
+        }
+
     def config(self, name: str, **changes: Any) -> dict[str, Any]:
         """The plain configuration with sections or dotted settings replaced: config("x", **{"rollout.top_k": 5})."""
         config: dict[str, Any] = {
-            "run_dir": str(self.root / "runs" / name),
+            **self.files(name, "prompts", max_prompt_tokens=96),
             "seed": 11,
             "steps": 3,
             "placement": {"mode": "single"},
-            "tokenizer": {"path": str(self.root / "tokenizer.model")},
-            "data": {"path": str(self.root / "data" / "prompts.jsonl"), "max_prompt_tokens": 96},
             "actor": {"init": SHAPE, "optimizer": {"lr": 2e-3}},
             "critic": {"init": SHAPE, "init_seed": 5, "optimizer": {"lr": 2e-3}},
             "reward": {"init": SHAPE, "init_seed": 6},

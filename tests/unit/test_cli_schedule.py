@@ -152,10 +152,42 @@ def test_groups_fork_their_prompts(config: Path, capsys: pytest.CaptureFixture[s
     assert "forks" not in apart and "OK" in apart
 
 
-def test_a_filter_is_said_to_be_left_out(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    filtered = [*GROUPS, "algorithm.preset=dapo", "critic=null", "overlap.backfill=true"]
-    assert "\n  no filter (every group is kept)\n" in shown(capsys, str(config), *filtered)
-    assert "no filter" not in shown(capsys, str(config), *GROUPS)
+BY_RULE = ["rewards=[{kind: verifier, name: gsm8k}]", "reward=null"]
+FILTERED = [*GROUPS, "algorithm.preset=dapo", "critic=null", "overlap.backfill=12"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "judged"),
+    [
+        (["--round", "2"], "in this round (decode steps 7 to 12) is judged at step 24"),
+        (["--round", "3"], "in this round (decode steps 13 to 18) is judged at step 36"),
+        (["--round", "5"], "by decode step 20 is judged at step 36"),
+        (["--round", "1", *BY_RULE], "in this round (decode steps 1 to 6) is judged at step 12"),
+        (["--round", "1", "filter={lag: 3}"], "in this round (decode steps 1 to 6) is judged at step 48"),
+    ],
+)  # fmt: skip
+def test_what_a_filter_would_do_to_the_round_is_told(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], judged: str
+) -> None:
+    """By the verdict clock of a run: with a reward model in the metric a period later."""
+    out = shown(capsys, str(config), *arguments, *FILTERED)
+    assert "\n  no filter (every group is kept)\n" in out and judged in out
+    assert "\na filter, which is not drawn, judges at multiples of 12 decode steps" in out
+    lag = 0 if "reward=null" in arguments else 3 if "filter={lag: 3}" in arguments else 1
+    assert re.findall(r"(\d) of them later:", out) == [str(lag)] * (lag > 0)
+    assert "filter" not in shown(capsys, str(config), *GROUPS)
+
+
+def test_rounds_end_where_rewards_are_asked(config: Path) -> None:
+    """Chunks of 6 steps, questions for settled prefixes every 4, and prompts that may enter every 12."""
+    grouped = [*GROUPS, "algorithm.preset=dr_grpo", "critic=null", "ppo.kl.mode=none"]
+    settled = ["settle={mode: predicted, every: 4}", "rewards=[{kind: verifier, name: gsm8k_first}]", "reward=null"]
+    for changes, steps in (
+        (settled, [4, 4, 4, 4, 4]),
+        (["overlap.chunk.tokens=5", "overlap.backfill=12"], [5, 5, 2, 5, 3]),
+    ):
+        loaded = load_config(TrainConfig, config, [*grouped, *changes])
+        assert [preview(loaded, number).round.steps for number in range(1, 6)] == steps
 
 
 def test_scoring_waits_for_the_batch_where_intra_is_off(config: Path) -> None:

@@ -254,6 +254,25 @@ def test_an_audit_goes_on_to_the_end_and_says_what_is_saved() -> None:
     }  # fmt: skip
 
 
+def test_an_audited_group_is_dropped_at_its_end_only() -> None:
+    """Also where its judged part is settled alike much sooner; so what it was settled as is held against what it comes to."""
+    run = plain_run(metric=LABELS[:1], every=4)
+    assert Simulation(replace(run, audit=1)).play(7).dropped == Simulation(replace(run, period=0)).play(7).dropped
+
+
+def test_what_is_settled_is_not_asked_for_again() -> None:
+    simulation = Simulation(plain_run(settled_at=[(3, 2)] * 4 + [(3, 0)] * 4, audit=1, batch_size=8))
+    assert simulation.settler is not None
+    simulation.play(4, rounds=1)
+    assert [r.seq_id for r in simulation.settler.asked()] == [4, 5, 6, 7] and len(simulation.buffer.active) == 8
+
+
+def test_parts_are_known_where_all_that_count_are_settled() -> None:
+    prefix = Prefix((0.5, math.nan))
+    assert known(prefix, LABELS, LABELS[:1]) == [0.5]
+    assert known(prefix, LABELS, LABELS) is known(prefix, LABELS, LABELS[1:]) is None
+
+
 def test_the_seed_says_which_groups_are_audited() -> None:
     assert [Clock(4, 3, seed).audits(group) for seed in (0, 1) for group in range(4)] == [
         True, False, False, True, False, False, True, False

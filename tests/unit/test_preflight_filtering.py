@@ -74,6 +74,11 @@ def test_dapo_brings_the_backfill_that_its_filter_needs(settings: dict[str, Any]
             {"filter": {"metric": "acc"}},
             "no part of rewards has that name; choose from reward, gsm8k, tests.e2e.rewards:failing",
         ),
+        (
+            {"filter": {"lag": 0}, "rewards": [{"kind": "model"}], "reward": {"init": {"model_type": "llama"}}},
+            "filter.lag is 0, but filter.metric reward needs the reward model, which reads the end of a response a period later; "
+            "set filter.lag to 1 or more",
+        ),
         ({"filter": {"max_groups": 1}}, "filter.max_groups is 1, but a batch alone has 2 groups; raise it"),
         ({"overlong.penalty": 0.5}, "overlong.penalty is 0.5, but overlong.buffer is null, and nothing reads it"),
         ({"overlong.buffer": 101}, "overlong.buffer is 101, but rollout.max_response_tokens is 100"),

@@ -46,7 +46,9 @@ def test_rewards_are_asked_by_a_clock_of_the_configuration(settings: dict[str, A
 def test_a_filter_without_delta_carries_nothing(settings: dict[str, Any]) -> None:
     overlap = {"inter": True, "backfill": True, "delta": {"initial": 0, "max": 0}}
     assert check_train(config_of(settings, overlap=overlap, filter={})) == []
-    (problem,) = check_train(config_of(settings, filter=None))
+    (problem,) = check_train(config_of(settings, overlap=overlap | {"delta": {"initial": 0, "max": 2}}))
+    assert "overlap.inter is true and carries" in problem, "delta may grow"
+    (problem,) = check_train(config_of(settings, overlap=overlap, filter=None))
     assert "overlap.inter is true and carries responses to the next step" in problem, "backfill alone begins the next batch"
 
 

@@ -159,7 +159,7 @@ def test_a_run_that_could_end_nothing_early_is_refused() -> None:
     ]
 
 
-WORKED = Path(__file__).resolve().parents[2] / "examples" / "arithmetic" / "worked.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CHAIN = "Q: 7+5-3=?\nA:"
 LINES = "7+5=12\n12-3=9\n#### 9"
 
@@ -172,7 +172,7 @@ LINES = "7+5=12\n12-3=9\n#### 9"
 @example(kept=len(LINES), then="", rest="\n")
 @example(kept=len(LINES), then=" ", rest="9")
 def test_the_example_of_worked_solutions_settles_at_the_first_slip(kept: int, then: str, rest: str) -> None:
-    rewards = build_reward_functions([RewardPart(kind="python", entry_point=f"{WORKED}:worked")])
+    rewards = build_reward_functions([RewardPart(kind="python", entry_point=f"{EXAMPLES / 'arithmetic' / 'worked.py'}:worked")])
     (label,) = (summand.label for summand in rewards.summands)
     assert rewards.score(CHAIN, LINES, {}, None, 0) == 1.0
     prefix = LINES[:kept] + then
@@ -180,6 +180,30 @@ def test_the_example_of_worked_solutions_settles_at_the_first_slip(kept: int, th
     assert early in ({}, {label: 0.0}) and (early or LINES.startswith(prefix) or not prefix.removeprefix(LINES).strip())
     if early:
         assert rewards.score(CHAIN, prefix + rest, {}, None, 0) == 0.0
+
+
+SOLVED = "6/4 = <<6/4=1.5>>1.5\n2*(1.5+1) = <<2*(1.5+1)=5>>5\n#### 5"
+
+
+@given(
+    cut=st.integers(0, len(SOLVED)),
+    rest=st.lists(
+        st.sampled_from(["<<1+1=2>>", "<<1+1=3>>", "<<2/3=0.67>>", "<<1/0=1>>", "<<x=1>>", "#", "####", " 5", "6", "\n"])
+    ),
+    end=st.integers(0, 20),
+)
+@example(cut=len(SOLVED), rest=["\n", "<<1+1=3>>", "#### 6"], end=15)
+@example(cut=18, rest=["<<1+1=3>>", "\n#### 5"], end=0)
+def test_the_example_on_gsm8k_never_takes_back_what_it_has_settled(cut: int, rest: list[str], end: int) -> None:
+    """For any beginning of a text, all that begin so get what it was settled as."""
+    rewards = build_reward_functions([RewardPart(kind="python", entry_point=f"{EXAMPLES / 'gsm8k' / 'worked.py'}:worked")])
+    (label,) = (summand.label for summand in rewards.summands)
+    fields, text = {"answer": "#### 5"}, SOLVED[:cut] + "".join(rest)
+    assert rewards.score("", SOLVED, fields, None, 0) == 1.0
+    assert rewards.settled(ScoreItem(0, "", SOLVED + "\n", fields)) == {label: 1.0}
+    assert rewards.settled(ScoreItem(0, "", SOLVED[:18] + "<<1+1=3>>", fields)) == {label: 0.0}
+    early = rewards.settled(ScoreItem(0, "", text[: max(0, len(text) - end)], fields))
+    assert not early or early[label] == rewards.score("", text, fields, None, 0)
 
 
 def decode(tokens: Sequence[int]) -> str:

@@ -187,15 +187,19 @@ def test_each_way_to_place_roles_comes_once() -> None:
 
 
 def test_a_search_that_ends_early_says_how_far_it_is() -> None:
-    offers = Drawn(4, budget=200)
-    search = searched(offers, 2, 4, Mode(False, False))
-    whole = search_exact(search, 3)
-    left = iter(range(10**9))
-    cut = search_exact(search, 3, lambda: next(left) > 3)
-    assert not cut.ended and cut.bound_ns <= whole.plans[0].step_ns
-    assert not cut.plans or cut.plans[0].step_ns >= whole.plans[0].step_ns
-    nothing = search_exact(search, 3, lambda: True)
-    assert not nothing.plans and 0 < nothing.bound_ns <= whole.plans[0].step_ns
+    gaps = []
+    for seed in range(6):
+        search = searched(Drawn(seed, budget=120), 2, 2, Mode(False, False))
+        whole = search_exact(search, 1)
+        cut = search_exact(search, 3, lambda: True)  # as soon as there is a plan
+        nothing = search_exact(search, 3, give_up=lambda: True)
+        if not whole.plans:
+            continue
+        assert not cut.ended and cut.bound_ns <= whole.plans[0].step_ns <= cut.plans[0].step_ns
+        assert cut.gap == cut.plans[0].step_ns / cut.bound_ns - 1
+        assert not nothing.plans and 0 < nothing.bound_ns <= whole.plans[0].step_ns
+        gaps.append(cut.gap)
+    assert min(gaps) >= 0 and max(gaps) > 0
 
 
 def test_equal_input_gives_equal_plans() -> None:

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--count", action="store_true", help="count groups, messages of a round and notes, instead of timing anything"
     )
     instead.add_argument(
-        "--memory", action="store_true", help="show what the fullest rank is to hold, by kind, instead of timing anything"
+        "--memory",
+        action="store_true",
+        help="show what the fullest rank is to hold, by kind, instead of timing anything",
     )
     instead.add_argument(
         "--simulate", action="store_true", help="play a round of all ranks, each of which has planned it for itself"

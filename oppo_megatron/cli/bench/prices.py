@@ -38,12 +38,12 @@ def _prices(args: argparse.Namespace) -> int:
     from oppo_megatron.sim.clusters.reading import read_cluster
     from oppo_megatron.sim.pricing.decoding import Decoding
     from oppo_megatron.sim.pricing.model import host_of
-    from oppo_megatron.sim.pricing.prices import Prices, total_s
+    from oppo_megatron.sim.pricing.prices import Prices, seen_by, total_s
 
     if args.costs is not None:
         refuse_figures(args.costs)
-    config = load_train(args.config, [*args.overrides, *forced_lengths(args)])
-    cluster, lengths = read_cluster(args.cluster), even_lengths(config)
+    config = load_train(args.config, [*args.overrides, *forced_lengths(args)], inputs=False)
+    cluster, lengths = seen_by(config, read_cluster(args.cluster)), even_lengths(config)
     prices = Prices(config, cluster, Decoding(config.data.max_prompt_tokens, lengths))
     rows = list(prices.rows())
     total = total_s(rows)

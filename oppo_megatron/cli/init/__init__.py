@@ -26,7 +26,9 @@ PROBLEMS = {"sft": 14400, "pairs": 2000, "prompts": 4000, "heldout": 200}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", nargs="?", metavar="CASE", help="what to start from; --list shows the cases")
     parser.add_argument("--list", action="store_true", help="show the cases")
-    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="default: ppo.yaml, sft.yaml, ..., by what it is for")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.yaml", help="default: ppo.yaml, sft.yaml, ..., by what it is for"
+    )
     for name, about in OPTIONS.items():
         parser.add_argument(f"--{name}", metavar="PATH", help=about)
     parser.add_argument("--force", action="store_true", help="overwrite files that are there")
@@ -61,7 +63,9 @@ def _chosen(name: str | None) -> Case:
     from oppo_megatron.cli.init.cases import CASES
 
     if name is None:
-        raise ConfigError(f"no case was given; choose one of {', '.join(CASES)} (`oppo init --list` says what they are)")
+        raise ConfigError(
+            f"no case was given; choose one of {', '.join(CASES)} (`oppo init --list` says what they are)"
+        )
     if name not in CASES:
         near = difflib.get_close_matches(name, CASES, n=1)
         raise ConfigError(

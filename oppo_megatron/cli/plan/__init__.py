@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo_megatron.cli.bench.common import add_length_arguments, count
+from oppo_megatron.cli.plan.loading import MARGIN
 
 if TYPE_CHECKING:
     from oppo_megatron.sim.search.planning import Planned, Task
 
 OUT = Path("runs/plan")
+PATIENCE = 5
+"""Times --seconds for which a first plan is searched."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=count, default=5, metavar="N", help="plans to print (default 5)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of mcmc (default 1)")
     parser.add_argument(
-        "--margin", type=_margin, default=0.1, metavar="X", help="share of a rank's memory to leave free (default 0.1)"
+        "--margin",
+        type=_margin,
+        default=MARGIN,
+        metavar="X",
+        help="share of a rank's memory to leave free (default %(default)s)",
     )
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"default {OUT}")
     parser.add_argument(
@@ -75,17 +82,27 @@ def _search(task: Task, args: argparse.Namespace) -> Planned:
     from rich.console import Console
 
     from oppo_megatron.errors import ConfigError
+    from oppo_megatron.sim.search.finalists import finished
     from oppo_megatron.sim.search.planning import make_plan
     from oppo_megatron.sim.search.shortage import find_shortage
 
-    end = time.monotonic() + args.seconds
+    begun = time.monotonic()
     with Console(stderr=True).status(f"searching plans for {task.cluster.num_ranks} ranks"):
-        planned = make_plan(task, args.search, args.top, args.seed, lambda: time.monotonic() > end)
+
+        def out_of_time() -> bool:
+            return time.monotonic() > begun + args.seconds
+
+        def give_up() -> bool:
+            return time.monotonic() > begun + PATIENCE * args.seconds
+
+        planned = make_plan(task, args.search, args.top, args.seed, out_of_time, give_up)
         if planned.plans:
-            return planned
+            return finished(planned, args.top, out_of_time)
         if not planned.found.ended:
-            raise ConfigError(f"no plan that fits was found in {args.seconds:g} s; raise --seconds, or lower --margin")
-        later = time.monotonic() + args.seconds
+            raise ConfigError(
+                f"no plan that fits was found in {PATIENCE * args.seconds:g} s; raise --seconds, or lower --margin"
+            )
+        later = time.monotonic() + args.seconds / 2
         shortage = find_shortage(task, lambda: time.monotonic() > later)
     raise ConfigError(_told(task, shortage, args.margin))
 

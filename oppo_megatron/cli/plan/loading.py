@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,32 +16,57 @@ if TYPE_CHECKING:
     from oppo_megatron.sim.search.planning import Planned, Task
     from oppo_megatron.sim.search.scales import Scales
 
+MARGIN = 0.1
+"""Of a rank's memory that stays free, unless --margin says otherwise."""
 ROLES = ("actor", "critic", "reference", "reward")
 
 
 def load_task(args: argparse.Namespace) -> Task:
     """The configuration without its ranks and layouts, and what they are to be chosen by.  Raises ConfigError."""
+    task = task_of(args.config, args.cluster, given_settings(args), margin=args.margin)
+    return replace(task, scales=_scales(args, task))
+
+
+def given_settings(args: argparse.Namespace) -> list[str]:
+    """Overrides of the command line, with what --trace or --lognormal stands for."""
+    return [*args.overrides, *forced_lengths(args)]
+
+
+def task_of(
+    path: Path, cluster_path: Path, given: Sequence[str], cluster_given: Sequence[str] = (), margin: float = MARGIN
+) -> Task:
+    """A configuration and a cluster by file, with overrides of both.  Raises ConfigError."""
     from oppo_megatron.cli.lengths import even_lengths
     from oppo_megatron.sim.clusters.reading import read_cluster
     from oppo_megatron.sim.search.planning import Task
 
-    cluster = read_cluster(args.cluster)
-    config = _without_layouts(args, cluster)
-    lengths = even_lengths(config)
-    _check_lengths(config, args)
-    return Task(config, cluster, lengths, args.margin, _scales(args, config, cluster, lengths))
+    cluster = read_cluster(cluster_path, cluster_given)
+    config = _without_layouts(path, given, cluster)
+    _check_lengths(config)
+    return Task(config, cluster, even_lengths(config), margin, limits=_limits(config))
 
 
-def _without_layouts(args: argparse.Namespace, cluster: Cluster) -> TrainConfig:
+def _limits(config: TrainConfig) -> Callable[[int], int] | None:
+    """The length of each response, as a run would force it; None where all are of full length."""
+    from oppo_megatron.config.forced_limits import ForcedLimits
+    from oppo_megatron.data.length_trace import forced_quantile
+
+    forced, most = config.debug.lengths, config.rollout.max_response_tokens
+    if forced is None:
+        return None
+    return ForcedLimits.of(forced, most, config.seed, forced_quantile(forced, most))
+
+
+def _without_layouts(path: Path, given: Sequence[str], cluster: Cluster) -> TrainConfig:
     from oppo_megatron.cli.placement import AUTO
     from oppo_megatron.cli.run import load_settings
     from oppo_megatron.config.load import read_tree
     from oppo_megatron.config.model import PlacementConfig
     from oppo_megatron.config.run import TrainSettings
 
-    given = [*args.overrides, *forced_lengths(args)]
-    tree = read_tree(args.config, given)
-    settings = load_settings("train", args.config, [*given, *_dtype(tree, cluster), *AUTO, *_unlaid(tree)])
+    tree = read_tree(path, given)
+    overrides = [*given, *_dtype(tree, cluster), *AUTO, *_unlaid(tree)]
+    settings = load_settings("train", path, overrides, inputs=False)
     assert isinstance(settings, TrainSettings), "`train` was asked for"
     return settings.with_placement(PlacementConfig(mode="single"))
 
@@ -49,7 +75,7 @@ def _dtype(tree: Mapping[Any, Any], cluster: Cluster) -> Iterator[str]:
     """The default type on the cluster, not on this machine."""
     runtime = tree.get("runtime")
     if not isinstance(runtime, Mapping) or runtime.get("dtype") is None:
-        yield f"runtime.dtype={'float32' if cluster.gpu.name == 'cpu' else 'bfloat16'}"
+        yield f"runtime.dtype={'float32' if cluster.gpu.on_cpu else 'bfloat16'}"
 
 
 def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:
@@ -74,10 +100,9 @@ def as_configured(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
     from oppo_megatron.sim.search.given import judged
 
     try:
-        given = [*args.overrides, *forced_lengths(args)]
-        settings = load_settings(
-            "train", args.config, [*given, *_dtype(read_tree(args.config, given), planned.task.cluster)]
-        )
+        given = given_settings(args)
+        overrides = [*given, *_dtype(read_tree(args.config, given), planned.task.cluster)]
+        settings = load_settings("train", args.config, overrides, inputs=False)
     except ConfigError as error:
         return {"told": f"refused: {error.problems[0]}"}
     assert isinstance(settings, TrainSettings), "`train` was asked for"
@@ -87,7 +112,7 @@ def as_configured(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
     return judged(planned, config)
 
 
-def _check_lengths(config: TrainConfig, args: argparse.Namespace) -> None:
+def _check_lengths(config: TrainConfig) -> None:
     from oppo_megatron.errors import ConfigError
 
     most, forced = config.rollout.max_response_tokens, config.debug.lengths
@@ -98,22 +123,22 @@ def _check_lengths(config: TrainConfig, args: argparse.Namespace) -> None:
         )
 
 
-def _scales(args: argparse.Namespace, config: TrainConfig, cluster: Cluster, lengths: list[int]) -> Scales:
+def _scales(args: argparse.Namespace, task: Task) -> Scales:
     """What --costs or --calibrate has measured, as factors on the laws."""
     from oppo_megatron.sim.search.calibration import scales_of_costs, scales_of_run
     from oppo_megatron.sim.search.scales import Scales
 
     if args.costs is not None:
-        return scales_of_costs(args.costs, _as_it_is(args), cluster, lengths)
+        return scales_of_costs(args.costs, _as_it_is(args), task.cluster, task.lengths)
     if args.calibrate is not None:
-        return scales_of_run(*_measured_run(args.calibrate), cluster, str(args.calibrate))
+        return scales_of_run(*_measured_run(args.calibrate), task.cluster, str(args.calibrate))
     return Scales()
 
 
 def _as_it_is(args: argparse.Namespace) -> TrainConfig:
     from oppo_megatron.cli.run import load_train
 
-    return load_train(args.config, [*args.overrides, *forced_lengths(args)])
+    return load_train(args.config, given_settings(args), inputs=False)
 
 
 def _measured_run(run: Path) -> tuple[TrainConfig, list[dict[str, Any]]]:

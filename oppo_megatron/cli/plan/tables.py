@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-WIDE = 200
+WIDE = 240
 """Columns where the output is no terminal."""
 PARTS = {
     "step": "step_s", "decode": "decode_s", "exp. scoring": "scoring_s", "update": "update_s", "exp. critic": "critic_s",
@@ -35,6 +35,12 @@ def print_record(record: Mapping[str, Any], top: int) -> None:
     )
     console.print(_plans(plans[:top], cluster))
     console.print(_roles(plans[0]))
+    first = plans[0]
+    how = "in virtual time" if first["played"] else "by prices of phases"
+    console.print(
+        f"seconds are {how}; micro-batches of {first['micro_batch_tokens']} tokens, chunks of {first['chunk']}, "
+        f"delta {first['delta']}"
+    )
     console.print(f"{record['reason']}.")
     console.print(_bound(record))
     if "as_configured" in record:
@@ -48,10 +54,11 @@ def _plans(plans: list[Mapping[str, Any]], cluster: Mapping[str, Any]) -> Table:
     for name in ("", "roles on ranks", "actor", "trained", *PARTS, "fullest GB", "free GB", "bounded by", "slower"):
         table.add_column(name, justify="left" if name in TEXTS else "right")
     for number, plan in enumerate(plans):
-        table.add_row(
-            str(number + 1), plan["name"], *_actor(plan), *(f"{plan[key]:.2f}" for key in PARTS.values()),
-            f"{plan['fullest_gb']:.1f}", f"{plan['margin_gb']:.1f}", plan["bounded_by"], f"{plan['step_s'] / plans[0]['step_s'] - 1:.1%}",
-        )  # fmt: skip
+        slower = plan["step_s"] / plans[0]["step_s"] - 1
+        seconds = [f"{plan[key]:.2f}" for key in PARTS.values()]
+        memory = [f"{plan['fullest_gb']:.1f}", f"{plan['margin_gb']:.1f}"]
+        row = [str(number + 1), plan["name"], *_actor(plan), *seconds, *memory, plan["bounded_by"], f"{slower:.1%}"]
+        table.add_row(*row)
     return table
 
 

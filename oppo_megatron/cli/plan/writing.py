@@ -16,13 +16,13 @@ def write_plan(planned: Planned, record: Mapping[str, Any], out: Path) -> None:
     from oppo_megatron.report.plan_pictures import draw_pareto, draw_plan
     from oppo_megatron.rundir.directory import write_json
     from oppo_megatron.schedule.weaving.costs_file import costs_tree
-    from oppo_megatron.sim.pricing.prices import Prices
+    from oppo_megatron.sim.pricing.prices import Prices, seen_by
 
     out.mkdir(parents=True, exist_ok=True)
     best = planned.plans[0]
     dump_config(best.config, out / "plan.yaml")
     write_json(out / "plan.json", record)
-    prices = Prices(best.config, planned.task.cluster, planned.task.decoding)
+    prices = Prices(best.config, seen_by(best.config, planned.task.cluster), planned.task.decoding)
     write_json(out / "costs.json", costs_tree(prices.costs()))
     draw_plan(record, out / "plan.png")
     draw_pareto(record, out / "pareto.png")

@@ -243,7 +243,9 @@ def _part(name: str, num_ranks: int, wanted: PartOptions, device: str) -> Part |
     return Part(name, num_ranks, num_ranks // on_node, gpus, wanted.partition, wanted.constraint)
 
 
-def _notes(config: TrainConfig, parts: Sequence[Part], placements: Sequence[tuple[str, RolePlacement]]) -> Iterator[str]:
+def _notes(
+    config: TrainConfig, parts: Sequence[Part], placements: Sequence[tuple[str, RolePlacement]]
+) -> Iterator[str]:
     if not config.checkpoint.every_steps:
         yield "checkpoint.every_steps is 0: a run whose rank is killed begins anew, or where it was last told to stop"
     for part in parts:

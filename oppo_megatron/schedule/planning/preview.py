@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from oppo_megatron.config.derived import batch_rows, max_context, members
+from oppo_megatron.config.derived import batch_rows, max_context, members, settle_period
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements
@@ -27,9 +27,13 @@ from oppo_megatron.schedule.weaving.generators import GENERATORS
 
 @dataclass(frozen=True)
 class Preview:
-    """One round of the first step, as a run would plan it.  `assumed` says in words what was made up."""
+    """One round of the first step, as a run would plan it.  `assumed` says in words what was made up.
+
+    `clock`: decode steps since the step began, at the round's end.
+    """
 
     round: Round
+    clock: int
     num_rounds: int
     site: Site
     schedule: Schedule
@@ -64,14 +68,14 @@ def preview(
     rounds = [*first_step(config, planner, length)]
     if not 1 <= number <= len(rounds):
         raise ConfigError(f"round {number}: the first step has rounds 1 to {len(rounds)}; ask for one of these")
-    planned = rounds[number - 1]
+    planned, clock = rounds[number - 1], sum(each.round.steps for each in rounds[:number])
     budgets = {
         role: [KVBudget(cache_slots(config, role, placement), max_context(config))] * placement.dp
         for role, placement in site.placements.items()
     }
     schedule = planned.schedule.shifted(planned.round.index - 1)
     assumed = _assumed(config, site, length)
-    return Preview(planned.round, len(rounds), site, schedule, budgets, planner.generator, assumed)
+    return Preview(planned.round, clock, len(rounds), site, schedule, budgets, planner.generator, assumed)
 
 
 def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tuple[float, float]:
@@ -82,15 +86,21 @@ def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tupl
 
 
 def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
-    """Rounds until the batch has been decoded, then until it has been scored."""
-    prompt, chunk = (0,) * prompt_tokens, config.overlap.chunk.tokens
+    """Rounds until the batch has been decoded, then until it has been scored.
+
+    They end where the run's do: also where prompts may enter, and where rewards are asked for settled prefixes.
+    """
+    prompt, chunk, clock = (0,) * prompt_tokens, config.overlap.chunk.tokens, 0
+    periods = [each for each in (config.overlap.admission_period, settle_period(config)) if each is not None]
     rows = batch_rows(config)
     rollouts = [Rollout(Prompt(number, number, "", prompt), number) for number in range(_in_flight(config))]
     stream, number = plan_step(config).stream, 1
     while sum(rollout.finished for rollout in rollouts) < rows:
         active = [rollout for rollout in rollouts if not rollout.finished]
-        planned = planner.plan(number, active, rollouts if stream else [], chunk, list)
+        steps = min([chunk, *(period - clock % period for period in periods)])
+        planned = planner.plan(number, active, rollouts if stream else [], steps, list)
         yield planned
+        clock += planned.round.steps
         _grow(rollouts, planned.round, number, config.rollout.max_response_tokens)
         planner.actor.record(active)
         number += 1

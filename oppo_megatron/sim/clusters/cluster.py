@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from oppo_megatron.sim.clusters.gpus import Gpu
 from oppo_megatron.sim.clusters.links import Between, Inside
@@ -12,13 +12,17 @@ from oppo_megatron.sim.clusters.sources import Source
 
 @dataclass(frozen=True)
 class Cluster:
-    """`between` is None where there is one node.  Ranks are numbered node by node."""
+    """`between` is None where there is one node.  Ranks are numbered node by node.
+
+    `threads`: of cores, how many times as fast a rank with so many of them is as one with a single one.
+    """
 
     nodes: int
     gpus_per_node: int
     gpu: Gpu
     inside: Inside
     between: Between | None = None
+    threads: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:

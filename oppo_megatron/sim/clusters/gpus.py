@@ -34,8 +34,8 @@ class Efficiencies:
 class Gpu:
     """One processor: operations a second in bfloat16, bytes a second of its memory, bytes of memory.
 
-    `sources` has the source of each constant, by the name of its field; that of `efficiencies` stands for all of them, but
-    `efficiencies.attention`, which is assumed.
+    `on_cpu`: a core of a processor, which launches nothing.  `sources` has the source of each constant, by the name of its field;
+    that of `efficiencies` stands for all of them, but `efficiencies.attention`, which is assumed.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Gpu:
     memory_bytes: float
     efficiencies: Efficiencies
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
+    on_cpu: bool = False
 
 
 A100_LAWS = Efficiencies(0.74, 0.82, 20e-6, 1.4, 0.49, 10e-6, 0.85)
@@ -57,7 +58,7 @@ def _sources(peaks: Source, memory: Source, laws: Source) -> Mapping[str, Source
 
 
 SHEET = published("NVIDIA's data sheet")
-CORE = assumed("a core of a server; measure yours with `oppo bench decode --limit`")
+CORE = assumed("a core of a server; measure yours with `oppo bench machine`")
 GPUS: Mapping[str, Gpu] = {
     "a100-80": Gpu("a100-80", 312e12, 2.039e12, 80e9, A100_LAWS, _sources(SHEET, SHEET, published(LAYERS))),
     "h100": Gpu("h100", 989e12, 3.35e12, 80e9, H100_LAWS, _sources(published(PEAKS), SHEET, published(LAYERS))),
@@ -67,7 +68,7 @@ GPUS: Mapping[str, Gpu] = {
     ),
     "cpu": Gpu(
         "cpu", 0.1e12, 10e9, 8e9, CPU_LAWS,
-        _sources(CORE, CORE, assumed("no layers measured")),
+        _sources(CORE, CORE, assumed("no layers measured")), on_cpu=True,
     ),
 }  # fmt: skip
 """`cpu` is one core, as a rank takes it."""

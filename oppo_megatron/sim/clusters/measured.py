@@ -39,13 +39,15 @@ class LineSection(Section):
 class MeasuredConfig(Section):
     """Fitted constants; what is null was not measured, and stays as published.
 
-    `efficiencies` are relative to the peaks of the processor that they were fitted with.
+    `efficiencies` are relative to the peaks of the processor that they were fitted with.  `threads`: how many times as fast a
+    rank with so many cores is as one with a single core.
     """
 
     source: Annotated[str, Field(min_length=1)]
     efficiencies: EfficienciesSection | None = None
     collective: dict[int, LineSection] = Field(default_factory=dict)
     send: LineSection | None = None
+    threads: dict[int, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
 
 
 def read_measured(path: Path) -> MeasuredConfig:

@@ -23,11 +23,12 @@ def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:
 
 def build_cluster(config: ClusterConfig, folder: Path = Path()) -> Cluster:
     """Names and numbers into constants with their sources.  Raises ConfigError."""
-    gpu, inside = _gpu(config), _inside(config)
+    gpu, inside, threads = _gpu(config), _inside(config), dict[int, float]()
     if config.measured is not None:
         file = read_measured(folder / config.measured)
         gpu, inside = _with_measured(gpu, inside, file)
-    return Cluster(config.nodes, config.gpus_per_node, gpu, inside, _between(config))
+        threads = file.threads
+    return Cluster(config.nodes, config.gpus_per_node, gpu, inside, _between(config), threads)
 
 
 def _given(key: str) -> Source:
@@ -42,7 +43,7 @@ def _gpu(config: ClusterConfig) -> Gpu:
     sources |= {"memory_bytes": _given("gpu.memory_gb"), "efficiencies": assumed(f"as a {like.name}'s")}
     return Gpu(
         f"{numbers.tflops:g} TFLOP/s", numbers.tflops * 1e12, numbers.gb_per_s * GB, numbers.memory_gb * 1e9,
-        like.efficiencies, sources | ATTENTION,
+        like.efficiencies, sources | ATTENTION, on_cpu=like.on_cpu,
     )  # fmt: skip
 
 

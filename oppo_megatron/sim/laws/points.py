@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -61,6 +61,23 @@ def read_layers(path: Path) -> list[LayerPoint]:
 def read_collectives(path: Path) -> list[CollectivePoint]:
     """Raises DataError, which names file, line and column."""
     return _read(path, COLLECTIVE_COLUMNS, _collective)
+
+
+def write_layers(path: Path, points: Sequence[LayerPoint]) -> None:
+    """As `read_layers` reads them."""
+    _write(path, LAYER_COLUMNS, [{**point.shape, **vars(point)} for point in points])
+
+
+def write_collectives(path: Path, points: Sequence[CollectivePoint]) -> None:
+    """As `read_collectives` reads them."""
+    _write(path, COLLECTIVE_COLUMNS, [vars(point) for point in points])
+
+
+def _write(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 class _Row:

@@ -30,7 +30,7 @@ NO_HOST = Host(0.0, 0.0, assumed("a processor launches nothing"))
 
 
 def host_of(cluster: Cluster) -> Host:
-    return NO_HOST if cluster.gpu.name == "cpu" else REAL_HOST
+    return NO_HOST if cluster.gpu.on_cpu else REAL_HOST
 
 
 @dataclass(frozen=True)

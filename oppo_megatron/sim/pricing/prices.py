@@ -23,6 +23,7 @@ from oppo_megatron.layout.role_memory import SCALAR_ROLES
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.clusters.threads import threaded
 from oppo_megatron.sim.pricing.decoding import Decoding, decode_s, predicted_costs
 from oppo_megatron.sim.pricing.model import LaidModel
 from oppo_megatron.sim.pricing.phases import Batch, Update, Weights, inference_s, reallocation_s, update_s
@@ -67,6 +68,11 @@ def trained_model(serving: LaidModel, placement: RolePlacement, train: TrainingL
     return replace(serving, placement=placement, sequence_parallel=train.sequence_parallel and placement.tp > 1)
 
 
+def seen_by(config: TrainConfig, cluster: Cluster) -> Cluster:
+    """The cluster as the ranks of a configuration see it: on processors each has its share of the cores."""
+    return threaded(cluster, world_size(config), config.runtime.threads_per_rank)
+
+
 @dataclass(frozen=True)
 class Prices:
     """A configuration whose responses have these lengths, on a cluster."""
@@ -82,7 +88,6 @@ class Prices:
                 f"the configuration has {ranks} ranks, but the cluster {self.cluster.num_ranks} "
                 f"({self.cluster.nodes} x {self.cluster.gpus_per_node}); add nodes, or take a smaller layout"
             )
-
     @property
     def work(self) -> StepWork:
         return StepWork(self.config, self.decoding)
@@ -114,7 +119,7 @@ class Prices:
 
     def fullest_gb(self) -> float:
         """What `--dry-run` counts of the rank that holds most, in 10^9 bytes."""
-        on_cpu = self.cluster.gpu.name == "cpu"
+        on_cpu = self.cluster.gpu.on_cpu
         held = rank_memory(train_holdings(self.config, on_cpu=on_cpu))
         return max(memory.total for memory in held.values()) / 1e9
 

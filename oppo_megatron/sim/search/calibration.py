@@ -15,7 +15,7 @@ from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.costs_file import read_costs
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
-from oppo_megatron.sim.pricing.prices import Prices
+from oppo_megatron.sim.pricing.prices import Prices, seen_by
 from oppo_megatron.sim.search.scales import Scales
 
 Lines = Sequence[Mapping[str, Any]]
@@ -29,7 +29,7 @@ def scales_of_costs(path: Path, config: TrainConfig, cluster: Cluster, lengths: 
     """
     placements = role_placements(config)
     measured = read_costs(path, placements)
-    laws = Prices(config, cluster, Decoding(config.data.max_prompt_tokens, lengths)).costs()
+    laws = Prices(config, seen_by(config, cluster), Decoding(config.data.max_prompt_tokens, lengths)).costs()
     sequences = ceil(len(lengths) / placements["actor"].dp)
     reading = {
         role: _prefill_s(measured, role, placement.pp, config) / _prefill_s(laws, role, placement.pp, config)
@@ -50,7 +50,7 @@ def scales_of_run(config: TrainConfig, lines: Lines, cluster: Cluster, run: str)
     length = max(1, round(_median(steady, "trained_len_mean") or config.rollout.max_response_tokens))
     decoding = Decoding(config.data.max_prompt_tokens, [length] * config.rollout.batch_size)
     laws: dict[tuple[str, str], float] = {}
-    for price in Prices(config, cluster, decoding).rows():
+    for price in Prices(config, seen_by(config, cluster), decoding).rows():
         laws[price.role, price.phase] = price.seconds
     update = {
         role: seconds / (laws[role, "update"] + laws.get((role, "weights"), 0.0))

@@ -20,6 +20,14 @@ from oppo_megatron.sim.search.homes import Homes
 from oppo_megatron.sim.search.options import Bytes, Option
 from oppo_megatron.sim.search.step import Mode, StepRule, Times
 
+Clock = Callable[[], bool]
+"""Whether time is over."""
+
+
+def never() -> bool:
+    """A clock for searches without an end."""
+    return False
+
 
 class Offers(Protocol):
     """What the search chooses from."""
@@ -134,6 +142,14 @@ class Found:
         return self.plans[0].step_ns / self.bound_ns - 1 if self.plans and self.bound_ns else 0.0
 
 
+def joined(founds: Sequence[Found]) -> Found:
+    """What several searches of parts of a space have found of all of it."""
+    plans = sorted((plan for found in founds for plan in found.plans), key=lambda plan: plan.step_ns)
+    bounds = [found.bound_ns for found in founds if found.bound_ns]
+    looked_at, ended = sum(found.looked_at for found in founds), all(found.ended for found in founds)
+    return Found(plans, min(bounds, default=0), looked_at, ended)
+
+
 class _Place(NamedTuple):
     """Homes by number, with a bound; `refined`: from layouts that fit a rank."""
 
@@ -143,11 +159,11 @@ class _Place(NamedTuple):
 
 
 def search_exact(
-    search: Search, keep: int, out_of_time: Callable[[], bool] = lambda: False, *, first_only: bool = False
+    search: Search, keep: int, out_of_time: Clock = never, give_up: Clock = never, *, first_only: bool = False
 ) -> Found:
     """The `keep` best plans.  Where time runs out, `bound_ns` is the least bound of what was not looked at.
 
-    `first_only`: any plan will do.
+    While there is no plan, `give_up` ends the search in place of `out_of_time`.  `first_only`: any plan will do.
     """
     heap, best, found = list(_bounds(search)), Best(keep), Found()
     heapq.heapify(heap)
@@ -155,7 +171,7 @@ def search_exact(
         place = heapq.heappop(heap)
         if place.bound_ns >= best.limit_ns or (first_only and best.plans):
             break
-        if out_of_time():
+        if (out_of_time if best.plans else give_up)():
             found.ended = False
             found.bound_ns = min([place.bound_ns, *(plan.step_ns for plan in best.plans[:1])])
             break

@@ -17,7 +17,7 @@ PARTS = {
 def bounded_by(planned: Planned, each: Confirmed) -> str:
     """The busiest ranks, where the actor waits for them, else the largest part of the actor's step."""
     if each.parts.idle > 0:
-        role, _ = planned.search.rule(each.plan.homes).busiest([option.times for option in each.plan.options])
+        role, _ = planned.rule(each.plan).busiest([option.times for option in each.plan.options])
         return f"{role}'s ranks"
     longest = max(each.parts._fields, key=lambda name: getattr(each.parts, name))
     return f"actor: {longest}"
@@ -26,11 +26,11 @@ def bounded_by(planned: Planned, each: Confirmed) -> str:
 def reason(planned: Planned) -> str:
     """How much worse the next plan is, and in which part most of that lies."""
     best, others = planned.plans[0], planned.plans[1:]
-    told = f"a step takes {best.plan.step_ns / 1e9:.3g} s"
+    told = f"a step takes {best.step_ns / 1e9:.3g} s"
     if not others:
         return f"{told}; no other way to lay out the actor was found to fit"
     following = others[0]
-    worse = following.plan.step_ns / best.plan.step_ns - 1
+    worse = following.step_ns / best.step_ns - 1
     gains = {name: getattr(following.parts, name) - getattr(best.parts, name) for name in PARTS}
     part = max(gains, key=lambda name: gains[name])
     if gains[part] <= 0:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import role_placements, training_placements, world_size
+from oppo_megatron.layout.role_memory import laid_out, sequences_and_slots
 from oppo_megatron.sim.laws.communication import RATIO_NODES
 from oppo_megatron.sim.search.planning import Task
 
@@ -27,5 +28,12 @@ def _lines(task: Task, config: TrainConfig) -> Iterator[str]:
     nodes = -(-world_size(config) // task.cluster.gpus_per_node)
     if nodes > MOST_NODES:
         yield f"beyond the fits: {nodes} nodes; the efficiency of rings is known up to {MOST_NODES}, and taken as there"
+    actor = role_placements(config)["actor"]
+    sequences, slots = sequences_and_slots(config, "actor", actor, laid_out(config, "actor", actor, actor))
+    if slots < sequences:
+        yield (
+            f"runtime.kv_cache_mb has room for {slots} of the {sequences} sequences that a replica of the actor may have: the "
+            "others wait, and no price has that wait"
+        )
     if task.cluster.gpu.sources["efficiencies"].kind == "assumed" and not task.scales.source:
         yield f"no layers of such a processor were measured: {task.cluster.gpu.sources['efficiencies'].where}"

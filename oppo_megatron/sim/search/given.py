@@ -24,11 +24,11 @@ def judged(planned: Planned, config: TrainConfig) -> dict[str, Any]:
     task, ranks = planned.task, world_size(config)
     if ranks > task.cluster.num_ranks:
         return {"told": f"refused: {ranks} ranks, and the cluster has {task.cluster.num_ranks}"}
-    fullest = Fullest.of(config, on_cpu=task.on_cpu)
-    found: dict[str, Any] = {"fullest_gb": fullest.held / 1e9, "fits": fullest.held <= task.budget}
+    fullest, budget = Fullest.of(config, on_cpu=task.on_cpu), task.on(ranks).budget
+    found: dict[str, Any] = {"fullest_gb": fullest.held / 1e9, "fits": fullest.held <= budget}
     memory = f"its fullest rank holds {fullest.held / 1e9:.1f} GB"
     if not found["fits"]:
-        memory = f"refused, for it needs {fullest.told(task.budget)}"
+        memory = f"refused, for it needs {fullest.told(budget)}"
     step_ns = given_step_ns(replace(task, config=config))
     if step_ns is None:
         return found | {"told": f"{memory}; a role's ranks are not one run of ranks, which is not priced"}
@@ -39,7 +39,7 @@ def judged(planned: Planned, config: TrainConfig) -> dict[str, Any]:
 
 def given_step_ns(task: Task) -> int | None:
     """Of a step of `task.config` in its own layouts; None where a role's ranks have gaps."""
-    homes = _homes(task.config)
+    homes, task = _homes(task.config), task.on(world_size(task.config))
     if homes is None:
         return None
     table = new_table(task)

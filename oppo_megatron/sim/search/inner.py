@@ -74,5 +74,10 @@ def with_chunk(config: TrainConfig, tokens: int) -> TrainConfig:
     return config.model_copy(update={"overlap": config.overlap.model_copy(update={"chunk": chunk})})
 
 
+def with_delta(config: TrainConfig, initial: int) -> TrainConfig:
+    delta = config.overlap.delta.model_copy(update={"initial": initial})
+    return config.model_copy(update={"overlap": config.overlap.model_copy(update={"delta": delta})})
+
+
 def _lines(lines: Linear | tuple[Linear, ...]) -> tuple[Linear, ...]:
     return (lines,) if isinstance(lines, Linear) else lines

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import exp
 
-from oppo_megatron.sim.search.exact import Best, Found, Plan, Search, held_bytes
+from oppo_megatron.sim.search.exact import Best, Clock, Found, Plan, Search, held_bytes, never
 from oppo_megatron.sim.search.homes import Home, Homes
 from oppo_megatron.sim.search.options import Option
 
@@ -20,9 +20,7 @@ TEMPERATURE = 0.02
 """Of the first plan's step."""
 
 
-def search_mcmc(
-    search: Search, keep: int, seed: int, out_of_time: Callable[[], bool] = lambda: False, proposals: int = PROPOSALS
-) -> Found:
+def search_mcmc(search: Search, keep: int, seed: int, out_of_time: Clock = never, proposals: int = PROPOSALS) -> Found:
     """The best plans that a chain of so many proposals meets.  It proves nothing: `bound_ns` is the least bound of all homes."""
     chain = _Chain(search, random.Random(seed))  # noqa: S311  (to be drawn again, not to be secret)
     best, found = Best(keep), Found()

@@ -10,9 +10,10 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.clusters.threads import threaded
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.search.emit import planned_config
-from oppo_megatron.sim.search.exact import Found, Plan, Search, search_exact
+from oppo_megatron.sim.search.exact import Clock, Found, Plan, Search, joined, search_exact
 from oppo_megatron.sim.search.homes import Homes, arrangements, set_sizes, totals
 from oppo_megatron.sim.search.inner import eased, micro_batches, repriced, with_micro_batch
 from oppo_megatron.sim.search.mcmc import search_mcmc
@@ -21,7 +22,7 @@ from oppo_megatron.sim.search.step import Mode, Parts, StepRule
 from oppo_megatron.sim.search.table import PriceTable
 
 Kind = Literal["exact", "mcmc"]
-Clock = Callable[[], bool]
+STRIDE = 7919
 SPARE = 8
 """Plans kept beyond those asked for."""
 
@@ -35,6 +36,13 @@ class Task:
     lengths: Sequence[int]
     margin: float = 0.1
     scales: Scales = Scales()
+    limits: Callable[[int], int] | None = None
+
+    def limit_of(self, seq_id: int) -> int:
+        """Tokens of a response: by `limits`, else each of `lengths` in turn, dealt by a stride that no batch size divides."""
+        if self.limits is not None:
+            return self.limits(seq_id)
+        return self.lengths[seq_id * STRIDE % len(self.lengths)]
 
     @property
     def budget(self) -> int:
@@ -47,7 +55,11 @@ class Task:
 
     @property
     def on_cpu(self) -> bool:
-        return self.cluster.gpu.name == "cpu"
+        return self.cluster.gpu.on_cpu
+
+    def on(self, ranks: int) -> Task:
+        """With the cluster as a run of so many ranks sees it."""
+        return replace(self, cluster=threaded(self.cluster, ranks, self.config.runtime.threads_per_rank))
 
     @property
     def mode(self) -> Mode:
@@ -59,12 +71,20 @@ class Task:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A plan as a configuration that passes the checks; `rank_bytes`: what `--dry-run` counts of each rank."""
+    """A plan as a configuration that passes the checks; `rank_bytes`: what `--dry-run` counts of each rank.
+
+    `parts` are of the closed form, or, where it was `played`, of steps in virtual time.
+    """
 
     plan: Plan
     config: TrainConfig
     parts: Parts
     rank_bytes: Sequence[float]
+    played: bool = False
+
+    @property
+    def step_ns(self) -> int:
+        return self.parts.total
 
     @property
     def fullest_bytes(self) -> float:
@@ -73,56 +93,70 @@ class Confirmed:
 
 @dataclass(frozen=True)
 class Planned:
-    """The result of a search; `plans`: fastest first."""
+    """The result of one or more searches; `plans`: fastest first."""
 
     task: Task
     table: PriceTable
-    search: Search
+    searches: Sequence[Search]
     found: Found
     plans: Sequence[Confirmed] = field(default_factory=tuple)
+
+    def rule(self, plan: Plan) -> StepRule:
+        return self.searches[0].rule(plan.homes)
 
 
 def new_table(task: Task) -> PriceTable:
     return PriceTable(task.config, task.cluster, task.decoding, task.budget, task.scales)
 
 
-def new_search(task: Task, table: PriceTable) -> Search:
-    """Over all homes on the cluster."""
-    return Search(table, list(all_homes(task.cluster, table)), task.mode, task.budget)
+def new_search(task: Task, table: PriceTable, of: Sequence[int] | None = None) -> Search:
+    """Over all homes on the cluster, or those that take one of so many ranks."""
+    return Search(table, list(all_homes(task.cluster, table, of)), task.mode, task.budget)
 
 
-def all_homes(cluster: Cluster, table: PriceTable) -> Sequence[Homes]:
+def all_homes(cluster: Cluster, table: PriceTable, of: Sequence[int] | None = None) -> Sequence[Homes]:
     sizes = set_sizes(cluster.nodes, cluster.gpus_per_node)
     admitted = {role: [size for size in sizes if table.least(role, size)] for role in table.roles}
     return [
         homes
-        for total in totals(cluster.nodes, cluster.gpus_per_node)
+        for total in of or totals(cluster.nodes, cluster.gpus_per_node)
         for homes in arrangements(admitted, total, cluster.gpus_per_node)
     ]
 
 
-def make_plan(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock) -> Planned:
+def make_plan(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, give_up: Clock) -> Planned:
     """Search, settle what is within the best plans, and confirm them.  `plans` is empty where nothing fits.
 
-    Where nothing does with the configuration's micro-batches, smaller ones are searched.
+    `give_up` ends a search that has found no plan yet.  Where nothing fits with the configuration's micro-batches, smaller ones
+    are searched.
     """
     own = task.config.runtime.micro_batch_tokens
     for tokens in [size for size in micro_batches(task.config) if size <= own]:
         tried = replace(task, config=with_micro_batch(task.config, tokens))
-        planned = _searched(tried, kind, top, seed, out_of_time)
+        planned = _searched(tried, kind, top, seed, out_of_time, give_up)
         if planned.plans or not planned.found.ended:
             break
     return planned
 
 
-def _searched(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock) -> Planned:
-    table = new_table(task)
-    search = new_search(task, table)
-    keep = top + SPARE
-    found = search_exact(search, keep, out_of_time) if kind == "exact" else search_mcmc(search, keep, seed, out_of_time)
-    settled = [_settled(task, table, search, eased(search, plan)) for plan in found.plans]
-    plans = sorted((plan for plan in settled if plan is not None), key=lambda each: each.plan.step_ns)
-    return Planned(task, table, search, found, tuple(plans))
+def _searched(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, give_up: Clock) -> Planned:
+    """On GPUs one search; on cores one for each number of ranks, for these share out the cores."""
+    every = totals(task.cluster.nodes, task.cluster.gpus_per_node)
+    founds, searches, plans, keep = list[Found](), list[Search](), list[Confirmed](), top + SPARE
+    for some in [[total] for total in every] if task.on_cpu else [every]:
+        own = task.on(max(some))
+        table = new_table(own)
+        search = new_search(own, table, some)
+        if kind == "exact":
+            found = search_exact(search, keep, out_of_time, give_up)
+        else:
+            found = search_mcmc(search, keep, seed, out_of_time)
+        settled = [_settled(own, table, search, eased(search, plan)) for plan in found.plans]
+        plans += [plan for plan in settled if plan is not None]
+        founds.append(found)
+        searches.append(search)
+    plans.sort(key=lambda each: each.plan.step_ns)
+    return Planned(task, table, searches, joined(founds), tuple(plans))
 
 
 def _settled(task: Task, table: PriceTable, search: Search, plan: Plan) -> Confirmed | None:

@@ -24,10 +24,11 @@ Record = dict[str, Any]
 def to_record(planned: Planned, kind: str, seed: int, seconds: float) -> Record:
     """What does not depend on the clock; but for a search that ran out of time."""
     task, found = planned.task, planned.found
+    places = sum(len(search.arrangements) for search in planned.searches)
     return {
         "version": VERSION,
         "search": {
-            "kind": kind, "seed": seed, "seconds": seconds, "ended": found.ended, "places": len(planned.search.arrangements),
+            "kind": kind, "seed": seed, "seconds": seconds, "ended": found.ended, "places": places,
             "looked_at": found.looked_at, "bound_s": found.bound_ns / 1e9, "gap": found.gap,
         },
         "cluster": {
@@ -41,7 +42,7 @@ def to_record(planned: Planned, kind: str, seed: int, seconds: float) -> Record:
         },
         "reason": reason(planned),
         "plans": [_plan(planned, each) for each in planned.plans],
-        "prices": list(_prices(planned.search)),
+        "prices": [row for search in planned.searches for row in _prices(search)],
         "constants": dict(_constants(task)),
         "beyond_fits": beyond_fits(task, planned.plans[0].config),
     }  # fmt: skip
@@ -69,7 +70,12 @@ def _plan(planned: Planned, each: Confirmed) -> Record:
     roles = planned.table.roles
     return {
         "name": name_of(planned, each),
-        "step_s": each.plan.step_ns / 1e9,
+        "step_s": each.step_ns / 1e9,
+        "price_s": each.plan.step_ns / 1e9,
+        "played": each.played,
+        "chunk": each.config.overlap.chunk.tokens,
+        "delta": each.config.overlap.delta.initial if each.config.overlap.inter else 0,
+        "micro_batch_tokens": each.config.runtime.micro_batch_tokens,
         **parts,
         "fullest_rank": max(range(len(each.rank_bytes)), key=lambda rank: (each.rank_bytes[rank], -rank)),
         "fullest_gb": each.fullest_bytes / 1e9,
@@ -90,7 +96,7 @@ def _plan(planned: Planned, each: Confirmed) -> Record:
                 "role": span.role, "kind": span.kind, "start_s": span.start_ns / 1e9,
                 "seconds": (span.end_ns - span.start_ns) / 1e9,
             }
-            for span in phase_spans(planned.search.rule(each.plan.homes), [option.times for option in each.plan.options])
+            for span in phase_spans(planned.rule(each.plan), [option.times for option in each.plan.options])
         ],
     }  # fmt: skip
 

@@ -9,14 +9,14 @@ from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.sim.clusters.links import Between
 from oppo_megatron.sim.clusters.sources import assumed
 from oppo_megatron.sim.search.emit import planned_config
-from oppo_megatron.sim.search.exact import Plan, held_bytes, search_exact
+from oppo_megatron.sim.search.exact import Clock, Plan, held_bytes, search_exact
 from oppo_megatron.sim.search.homes import Homes
 from oppo_megatron.sim.search.options import Option
-from oppo_megatron.sim.search.planning import Clock, Task, all_homes, new_search, new_table
+from oppo_megatron.sim.search.planning import Task, all_homes, new_search, new_table
 
 GB = 1e9
 UNLIMITED = 2**62
-MOST_NODES = 512
+MOST_NODES = 128
 ANY_NETWORK = Between(19e-6, 50e9, 8, assumed("only memory is asked for"))
 KINDS = {
     "kv_cache": "KV cache", "weights": "weights", "copy": "weights of the other layout", "gradients": "gradients",
@@ -98,6 +98,8 @@ def _least_nodes(task: Task, out_of_time: Clock) -> int | None:
     """By doubling, then by halves between."""
     few = task.cluster.nodes
     many = 2 * few
+    if many > MOST_NODES:
+        return None
     while not out_of_time() and not _fits(task, many, out_of_time):
         few, many = many, 2 * many
         if many > MOST_NODES:
@@ -112,4 +114,4 @@ def _fits(task: Task, nodes: int, out_of_time: Clock) -> bool:
     cluster = replace(task.cluster, nodes=nodes, between=task.cluster.between or ANY_NETWORK)
     larger = replace(task, cluster=cluster)
     table = new_table(larger)
-    return bool(search_exact(new_search(larger, table), 1, out_of_time, first_only=True).plans)
+    return bool(search_exact(new_search(larger, table), 1, give_up=out_of_time, first_only=True).plans)

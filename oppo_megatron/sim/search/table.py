@@ -68,7 +68,7 @@ class PriceTable:
 
     @property
     def on_cpu(self) -> bool:
-        return self.cluster.gpu.name == "cpu"
+        return self.cluster.gpu.on_cpu
 
     def front(self, role: str, size: int) -> list[Option]:
         """The options that can be part of a best plan, fastest first."""

@@ -1,0 +1,69 @@
+"""A reward that can tell early: 1 for an answer that is right and worked without a wrong calculation, 0 from its first slip on.
+
+    rewards: [{kind: python, entry_point: "examples/gsm8k/worked.py:worked"}]
+
+Solutions of GSM8K note each calculation as `<<48/2=24>>`.  What follows the first line with `####` counts for nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from oppo_megatron.rewards.verifiers import first_settled, verify
+
+CALCULATION = re.compile(r"<<([^<>=\n]*)=([^<>=\n]*)>>")
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def worked(prompt: str, response: str, fields: dict[str, Any]) -> float:
+    """1 if the first marked answer is that of column `answer`, and all calculations before it are right, else 0."""
+    return 0.0 if slips(response) else verify("gsm8k_first", response, fields["answer"])
+
+
+def settled(prompt: str, prefix: str, fields: dict[str, Any]) -> float | None:
+    """0 once a calculation has ended wrong, else what the first marked answer is worth once its line has ended."""
+    return 0.0 if slips(prefix) else first_settled(prefix, fields["answer"])
+
+
+worked.settled = settled  # type: ignore[attr-defined]
+
+
+def slips(text: str) -> bool:
+    """Whether a calculation before the first mark is wrong, or none at all."""
+    return not all(is_right(*found.groups()) for found in CALCULATION.finditer(text.partition("####")[0]))
+
+
+def is_right(calculation: str, result: str) -> bool:
+    """Whether `48/2` is `24`, rounded as that is."""
+    stated, found = value(result), value(calculation)
+    decimals = len(result.strip().partition(".")[2])
+    return stated is not None and found is not None and abs(found - stated) <= Fraction(1, 2 * 10**decimals)
+
+
+def value(text: str) -> Fraction | None:
+    """Of numbers, `+ - * / //` and brackets; None of anything else."""
+    try:
+        return _value(ast.parse(text.strip().replace(",", ""), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        return (-1 if isinstance(node.op, ast.USub) else 1) * _value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return Fraction(OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
+    raise ValueError(f"{ast.dump(node)} is no calculation")
