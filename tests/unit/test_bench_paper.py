@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from oppo_megatron.bench.studies import paper as studies
 from oppo_megatron.bench.studies.assumptions import SETTINGS, Lengths
 from oppo_megatron.bench.studies.paper import INTER_DELTAS, Paper, implied_delta, least_chunk
 from oppo_megatron.bench.studies.paper_runs import Case, fixed, rewards
 from oppo_megatron.cli.main import main
 from oppo_megatron.records import StepSignals
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
+from oppo_megatron.sim.published import oppo
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun
 
@@ -67,7 +69,9 @@ def equal_lengths(chunk: int, length: int, lines: tuple[float, float, float]) ->
     score = Linear(0.0, token_s)
     free = Linear(0.0, 0.0)
     costs = StepCosts(
-        Costs(Linear(step_s, 0.0), free, {"actor": free, "reference": free, "reward": score}, score=free, message_s=0.0),
+        Costs(
+            Linear(step_s, 0.0), free, {"actor": free, "reference": free, "reward": score}, score=free, message_s=0.0
+        ),
         round_s=round_s,
     )
     run = VirtualRun(
@@ -104,8 +108,28 @@ def test_a_larger_delta_of_the_same_lengths_is_what_differs(paper: Paper) -> Non
     assert [step.step_s for step in again.steps] == [step.step_s for step in paper.mode("se7b", "full").steps]
 
 
-def test_the_command_prints_each_figure_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "paper", "--steps", "2", "--out", str(tmp_path / "a")]) == 2
-    assert "--steps is 2; give 5 or more" in capsys.readouterr().err
-    assert main(["bench", "paper", "--seed", "-1", "--out", str(tmp_path / "a")]) == 2
+def test_the_command_refuses_what_it_cannot_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "paper", "--steps", "4", "--out", str(tmp_path)]) == 2
+    assert "--steps is 4; give 5 or more" in capsys.readouterr().err
+    assert main(["bench", "paper", "--seed", "-1", "--out", str(tmp_path)]) == 2
     assert "--seed is -1; give 0 or more" in capsys.readouterr().err
+
+
+def test_the_command_prints_each_figure_beside_the_papers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two chunks and two settings, which leave the tables as they are."""
+    monkeypatch.setattr(studies, "CHUNKS", (500, 4096))
+    monkeypatch.setattr(oppo, "SPEEDUPS", oppo.SPEEDUPS[:2])
+    monkeypatch.setattr(oppo, "UTILIZATION", oppo.UTILIZATION[:2])
+    assert main(["bench", "paper", "--steps", "5", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    for figure in ("figure 3", "figure 5", "figure 6", "figure 7a", "figure 7b", "table 1", "table 2", "table 4"):
+        assert f" {figure}  " in said or f"\n{figure}  " in said, figure
+    found = json.loads((tmp_path / "paper.json").read_text())
+    assert {path.name for path in tmp_path.iterdir()} == {"paper.json", "ablation.png", "delta.png", "chunk.png"}
+    printed = {row["what"]: row["printed"] for row in found["beside"]}
+    assert printed["se3b: inter"] == 13000 / 6300 and printed["speed-up over TRL"] == 498.30 / 111.08
+    assert all(row["why"] for row in found["beside"]) and all(row["why"] for row in found["assumed"])
+    assert main(["bench", "paper", "--steps", "5", "--out", str(tmp_path)]) == 2
+    assert "not written over" in capsys.readouterr().err
