@@ -17,11 +17,10 @@ from oppo_megatron.bench.studies.paper_runs import Case, fixed, rewards
 from oppo_megatron.cli.main import main
 from oppo_megatron.records import StepSignals
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
-from oppo_megatron.sim.published import oppo
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun
 
-STEPS = 15
+STEPS = 10
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +117,9 @@ def test_the_command_refuses_what_it_cannot_average(tmp_path: Path, capsys: pyte
 def test_the_command_prints_each_figure_beside_the_papers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With two chunks and two settings, which leave the tables as they are."""
+    """With two chunks and two deltas, which leave the tables as they are."""
     monkeypatch.setattr(studies, "CHUNKS", (500, 4096))
-    monkeypatch.setattr(oppo, "SPEEDUPS", oppo.SPEEDUPS[:2])
-    monkeypatch.setattr(oppo, "UTILIZATION", oppo.UTILIZATION[:2])
+    monkeypatch.setattr(studies, "INTER_DELTAS", (0, 8))
     assert main(["bench", "paper", "--steps", "5", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     for figure in ("figure 3", "figure 5", "figure 6", "figure 7a", "figure 7b", "table 1", "table 2", "table 4"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.bench.studies.layouts import MARGIN, MODELS, Layout, cluster_of, least_layout
-from oppo_megatron.bench.studies.scale import STRONG, WEAK, Point, kept
+from oppo_megatron.bench.studies.scale import COLUMNS, STRONG, WEAK, Point, kept
 from oppo_megatron.cli.main import main
 from oppo_megatron.layout.placements import role_placements, world_size
 
@@ -65,14 +65,14 @@ def test_the_command_makes_the_rows_of_the_page(tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr().out
     page = PAGE.read_text(encoding="utf-8").splitlines()
     rows = [line for line in (tmp_path / "scale.md").read_text().splitlines() if line.startswith("| 8B | ")]
-    weak = [row for row in rows if row.split(" | ")[2] in (str(WEAK * 8), str(WEAK * 32))]
+    weak = [row for row in rows if row.count("|") == len(COLUMNS) + 1]
     assert len(weak) == 2 and set(weak) <= set(page)
     found = json.loads((tmp_path / "scale.json").read_text())
     assert [row["ranks"] for row in found["weak"]] == [8, 32] and all(row["speedup"] > 1 for row in found["weak"])
     for row in found["weak"]:
         shares = sum(row[f"{part}_percent"] for part in ("decode", "score", "update", "critic"))
         assert shares + 100 * row["idle_s"] / row["step_s"] == pytest.approx(100)
-    assert "what stops" in said or "stops first" in said
+    assert "stops first" in said
 
 
 @pytest.mark.parametrize(
