@@ -148,6 +148,8 @@ class Rollout:
     def num_response_tokens(self) -> int:
         """`len(tokens)`, without joining them."""
         joined = len(self._tokens or ())
+        if self._position == len(self._recorded):
+            return joined
         return joined + sum(int(rows.counts[place]) for rows, place in self._pending())
 
     @property

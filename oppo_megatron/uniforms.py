@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
+
+from oppo_megatron.chunks import Ints
+
 WORD = 2**64 - 1
 
 
@@ -15,6 +20,13 @@ def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> lis
     """
     rows = zip(seq_ids, positions, strict=True)
     return [(_mix(row_state(seed, seq_id) ^ position) >> 11) * 2.0**-53 for seq_id, position in rows]
+
+
+def uniforms_at(seed: int, seq_ids: Ints, position: int) -> list[float]:
+    """The same of many sequences at one position, at once."""
+    states = _mixed(np.uint64(_mix(seed)) ^ seq_ids.astype(np.uint64))
+    found: list[float] = ((_mixed(states ^ np.uint64(position)) >> np.uint64(11)) * 2.0**-53).tolist()
+    return found
 
 
 @lru_cache(maxsize=2**16)
@@ -28,3 +40,11 @@ def _mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
     return x ^ (x >> 31)
+
+
+def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`_mix` of each; numpy's 64 bits wrap around by themselves."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from oppo_megatron.config.debug import ForcedLengths, Quantile, log_normal
-from oppo_megatron.uniforms import uniforms
+from oppo_megatron.uniforms import uniforms_at
 
 LENGTH_DRAW = 2**63  # stands where a token's position stands in its draw, so that no token shares the number
 KEPT_LENGTHS = 65536  # a length is asked for in every round
+DRAWN_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class ForcedLimits:
         if seq_id not in self._drawn:
             if len(self._drawn) >= KEPT_LENGTHS:
                 self._drawn.clear()
-            length = self.quantile(uniforms(self.seed, [seq_id], [LENGTH_DRAW])[0])
-            self._drawn[seq_id] = min(max(round(length), 1), self.most)
+            first = seq_id - seq_id % DRAWN_AT_ONCE
+            seq_ids = range(first, first + DRAWN_AT_ONCE)
+            shares = uniforms_at(self.seed, np.arange(first, seq_ids.stop), LENGTH_DRAW)
+            lengths = [round(self.quantile(share)) for share in shares]
+            self._drawn.update(zip(seq_ids, [min(max(length, 1), self.most) for length in lengths], strict=True))
         return self._drawn[seq_id]

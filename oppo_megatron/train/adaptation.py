@@ -44,11 +44,19 @@ class Adaptation:
         Before the update: the ranks have just met for the scores, and the actor's may later be ahead of the critic's.
         """
         if self.planner.generator != "woven":
+            self.costs.forget(COSTS_KEPT)
             return
         with waiting_for(f"measured costs, step {step}", self.world.activity):
             sums = sum_over_ranks(self.costs.to_vector(), self.world.device)
         self.planner.learn(CostMeter(self.costs.stages, sums).costs(Costs()))
         self.costs.forget(COSTS_KEPT)
+
+    def measured_costs(self) -> Costs:
+        """What actions have taken on all ranks, the last steps before all; collective where rounds are not woven by it."""
+        if self.planner.generator == "woven":
+            return self.planner.costs
+        sums = sum_over_ranks(self.costs.to_vector(), self.world.device)
+        return CostMeter(self.costs.stages, sums).costs(Costs())
 
     def learn_batch(
         self, facts: StepFacts, batch: Sequence[Rollout], experience: Experience, *, actor_trained: bool = True

@@ -144,12 +144,11 @@ def _finish(config: TrainConfig, loop: TrainingLoop, inputs: Inputs) -> None:
     run = RunDirectory(config.run_dir)
     loop.meter.memory.look()
     memory = loop.meter.memory.of_all_ranks()
+    costs = loop.adaptation.measured_costs()
     dist.barrier()
     if loop.journal is not None:
         merge_traces(config.run_dir)
-        planner = loop.rounds.planner
-        if planner.generator == "woven":
-            write_json(run.costs, costs_tree(planner.costs))
+        write_json(run.costs, costs_tree(costs))
         loop.journal.summarise(inputs.counts(), memory, loop.state.rollbacks.summary(), loop.saver.best)
 
 

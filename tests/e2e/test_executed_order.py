@@ -15,9 +15,11 @@ import pytest
 from oppo_megatron.bench.rank_run import RankRun
 from oppo_megatron.bench.simulation import simulate_rounds
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.placements import world_size
+from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action, parse_schedule
 from oppo_megatron.schedule.checking.transport import GLOO
+from oppo_megatron.schedule.plan import round_generator
+from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.setup import prompt_stream
 from tests.e2e.jobs import Counted
@@ -75,7 +77,8 @@ class Executed:
     @property
     def learns_costs(self) -> bool:
         """From the second step on what is woven depends on measured times."""
-        return (self.path / "costs.json").exists()
+        config = TrainConfig(**self.config)
+        return round_generator(config.overlap, Site(role_placements(config))) == "woven"
 
 
 @pytest.fixture(

@@ -58,7 +58,7 @@ def test_each_kind_explains_itself(kind: str, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert KINDS[kind].ABOUT.splitlines()[0] in out
     of_runs = {"--steps", "--repeats", "--prompt-tokens", "--trace", "--lognormal"}
-    without = ("decode", "gpu", "seeds", "laws", "real")  # these have no configuration
+    without = ("decode", "gpu", "seeds", "laws", "real", "paper", "scale-study")  # these have no configuration
     options = {"--out"} | (set() if kind in without else of_runs)
     own = {"planning": {"--ranks", "--sequences"}, "prices": {"--cluster", "--costs", "--lognormal"}}  # these make no runs
     options = own.get(kind, options)

@@ -208,5 +208,5 @@ def least_chunk(round_s: float, steps: float, exposed_s: float) -> float:
 
 
 def pictures(chunk: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`chunk` as `draw_chunks` reads it."""
-    return {"results": [{"chunk": str(row["chunk"]), "step_s": row["step_s"]} for row in chunk], "adaptive": None}
+    """`chunk` as `draw_chunks` reads it, without the last: a chunk as long as a response may be streams nothing."""
+    return {"results": [{"chunk": str(row["chunk"]), "step_s": row["step_s"]} for row in chunk[:-1]], "adaptive": None}

@@ -139,8 +139,9 @@ class PureLoop(ABC, Generic[Planned]):
     def _open(self, admitted: Sequence[Rollout]) -> None:
         """Rollouts have been admitted."""
         if admitted:
-            lengths = [(rollout.seq_id, self.length(rollout.seq_id)) for rollout in admitted]
-            self._lengths.enter(LENGTH, lengths)
+            seq_ids = [rollout.prompt.seq_id for rollout in admitted]
+            rows = self._lengths.rows(np.array(seq_ids, dtype=np.int64))
+            self._lengths[LENGTH][rows] = list(map(self.length, seq_ids))
 
     def _send(self, chunk: Chunk) -> None:
         """A chunk is there, and will be recorded next."""

@@ -86,8 +86,8 @@ def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path
     measured = actions or run.costs
     if not measured.exists():
         raise ConfigError(
-            f"--calibrate {path}: there is no {measured.name}, which runs write whose rounds are woven (overlap.schedule=woven); "
-            "make a short run so, or name a file of costs by --costs"
+            f"--calibrate {path}: there is no {measured.name}, which a run writes at its end; let it end, or name a file of "
+            "costs by --costs"
         )
     costs = file_costs(config, measured, prompt_tokens)
     updates = {role: _update_line(config, lines, role) for role in config.trained}

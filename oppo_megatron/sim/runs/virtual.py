@@ -12,6 +12,7 @@ from oppo_megatron.columns import Ints
 from oppo_megatron.config.derived import batch_rows
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
+from oppo_megatron.cores import uncollected
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements, training_placements
 from oppo_megatron.records import Decision, Rollout, StepSignals
@@ -153,8 +154,9 @@ class VirtualRun(PureLoop[Any]):
             raise ConfigError(f"{count} steps are asked for; ask for 1 or more")
         for rounds in self._steps():
             self._times = self._begin()
-            for _ in rounds:
-                pass
+            with uncollected():  # the records of a step are many, and go with it
+                for _ in rounds:
+                    pass
             yield self._ended.pop()
             count -= 1
             if not count:
