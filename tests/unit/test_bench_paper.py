@@ -131,3 +131,18 @@ def test_the_command_prints_each_figure_beside_the_papers(
     assert all(row["why"] for row in found["beside"]) and all(row["why"] for row in found["assumed"])
     assert main(["bench", "paper", "--steps", "5", "--out", str(tmp_path)]) == 2
     assert "not written over" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_page_has_the_figures_of_the_command() -> None:
+    """At its defaults, of figures 3 and 6 and table 2's mean."""
+    page, whole = (Path(__file__).resolve().parents[2] / "docs" / "paper.md").read_text(encoding="utf-8"), Paper(100, 0)
+    for row in whole.speedups():
+        cells = " | ".join(f"{row[key]:.2f}" for key in ("speedup", "speedup_implied", "speedup_padded"))
+        assert f"| {cells} | {row['stated']:g} |" in page
+    rows = whole.ablation()
+    for three in (rows[:3], rows[3:]):
+        simulated, printed = (", ".join(f"{row[key]:.2f}" for row in three) for key in ("speedup", "printed"))
+        assert f"| {simulated} | {printed} |" in page
+    means = ", ".join(f"{row['mean']:.2f}" for row in whole.deferral()[1:])
+    assert f"| {means} | 0.24 |" in page
