@@ -117,7 +117,9 @@ def draw_forks(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str
         seconds = [row["step_s"] for row in own]
         ends = [[row["step_s"] - row["min_step_s"] for row in own], [row["max_step_s"] - row["step_s"] for row in own]]
         colour = RUN_COLOURS[number]
-        axes.errorbar([row["prompt_tokens"] for row in own], seconds, ends, marker="o", color=colour, label=label, capsize=3)
+        axes.errorbar(
+            [row["prompt_tokens"] for row in own], seconds, ends, marker="o", color=colour, label=label, capsize=3
+        )
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of a prompt")
     axes.set_ylabel("seconds a step")
@@ -171,6 +173,36 @@ def draw_deltas(runs: Mapping[str, Lines], out_png: str | os.PathLike[str]) -> N
     for axes in (reward, delta):
         _finish(axes, "both")
     figure.legend(*reward.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(out_png)
+
+
+def draw_ablation(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
+    """Speed-ups of each overlap alone and of both, simulated beside published; `rows` of `studies.paper.Paper.ablation`."""
+    figure = new_figure(width_in=7.0, height_in=3.8)
+    axes = figure.subplots()
+    names = [f"{row['setup']}{DOT}{row['mode']}" for row in rows]
+    for number, (key, label) in enumerate({"speedup": "simulated", "printed": "published"}.items()):
+        at = [place - 0.2 + 0.4 * number for place in range(len(rows))]
+        axes.bar(at, [row[key] for row in rows], 0.4, color=RUN_COLOURS[number], label=label)
+    axes.set_xticks(range(len(rows)), names)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_ylabel("speed-up over no overlap")
+    axes.legend(frameon=False)
+    _finish(axes, "y")
+    figure.savefig(out_png)
+
+
+def draw_delta_costs(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
+    """Seconds a step, and mean deferrals, against delta; `rows` of `studies.paper.Paper.inter`."""
+    figure = new_figure(width_in=8.0, height_in=3.6)
+    deltas = [row["delta"] for row in rows]
+    labels = {"step_s": "seconds a step", "deferrals": "mean deferrals of a trained response"}
+    for axes, (key, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
+        axes.plot(deltas, [row[key] for row in rows], marker="o", color=RUN_COLOURS[0])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("delta, prompts")
+        axes.set_ylabel(label)
+        _finish(axes, "both")
     figure.savefig(out_png)
 
 

@@ -59,7 +59,8 @@ def test_each_kind_explains_itself(kind: str, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert KINDS[kind].ABOUT.splitlines()[0] in out
     of_runs = {"--steps", "--repeats", "--prompt-tokens", "--trace", "--lognormal"}
-    without = ("decode", "gpu", "seeds", "laws", "machine", "real", "recipes")  # these have no configuration
+    studies = ("laws", "machine", "real", "recipes", "paper", "scale-study")
+    without = ("decode", "gpu", "seeds", *studies)  # these have no configuration
     options = {"--out"} | (set() if kind in without else of_runs)
     own = {
         "planning": {"--ranks", "--sequences"},

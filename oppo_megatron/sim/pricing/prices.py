@@ -109,7 +109,7 @@ class Prices:
                 yield _price(name, "decode", model, decode_s(model, self.decoding))
             else:
                 yield _price(name, "score", model, inference_s(model, work.reading(model)))
-        yield from self._updates(models)
+        yield from self.updates()
 
     def costs(self) -> Costs:
         """The lines of these roles, for schedules."""
@@ -123,8 +123,9 @@ class Prices:
         held = rank_memory(train_holdings(self.config, on_cpu=on_cpu))
         return max(memory.total for memory in held.values()) / 1e9
 
-    def _updates(self, models: dict[str, LaidModel]) -> Iterator[Price]:
-        placements, work = training_placements(self.config), self.work
+    def updates(self) -> Iterator[Price]:
+        """Those of `rows` that train: updates, and moves of weights."""
+        models, placements, work = self.models(), training_placements(self.config), self.work
         for name, role in self.config.trained.items():
             serving, train = models[name], role.train
             model = trained_model(serving, placements[name], train)

@@ -51,11 +51,16 @@ def file_costs(config: TrainConfig, path: Path, prompt_tokens: int) -> StepCosts
     return _with_assumed_updates(StepCosts(actions, sources=(f"actions: {path}",)), config, prompt_tokens)
 
 
-def cluster_costs(config: TrainConfig, cluster: Cluster, prompt_tokens: int, lengths: Sequence[int]) -> StepCosts:
-    """By the laws of a cluster, for responses of these `lengths`: those of a batch.  Raises ConfigError where it is too small."""
+def cluster_costs(
+    config: TrainConfig, cluster: Cluster, prompt_tokens: int, lengths: Sequence[int], *, captured: bool = True
+) -> StepCosts:
+    """By the laws of a cluster, for responses of these `lengths`: those of a batch.  Raises ConfigError where it is too small.
+
+    `captured`: decode steps are CUDA graphs, else the host launches every layer.
+    """
     halves = [max(1, length // 2) for length in lengths]
-    prices = [Prices(config, cluster, Decoding(prompt_tokens, own)) for own in (halves, lengths)]
-    few, many = ({(row.role, row.phase): row.seconds for row in each.rows()} for each in prices)
+    prices = [Prices(config, cluster, Decoding(prompt_tokens, own, captured)) for own in (halves, lengths)]
+    few, many = ({(row.role, row.phase): row.seconds for row in each.updates()} for each in prices)
     updates = {
         role: line_through(sum(halves), few[role, "update"], sum(lengths), many[role, "update"])
         for role in config.trained
