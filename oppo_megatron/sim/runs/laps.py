@@ -94,7 +94,7 @@ class Laps:
                 yield Piece(int(rank), "scorer", "wait_tokens", float(end), float(whole))
 
     def _scored(self, planned: LapRound) -> tuple[Floats, Floats]:
-        """Seconds of scoring, [U]: the roles of a unit follow each other, and what drains behind the last is that of the longest."""
+        """Seconds of scoring, [U]: the roles of a unit follow each other, and the longest drain comes behind the last."""
         steady, drain = np.zeros(len(self.units)), np.zeros(len(self.units))
         for role, replicas in self.units.replicas.items():
             if role == "actor" or not planned.prefill[role].any():
@@ -160,8 +160,10 @@ class Laps:
         return seconds
 
     def _pipelined(self, lane: Ints, counts: Ints, shape: tuple[int, int], pp: int) -> tuple[Floats, Floats]:
-        """Of several stages: the laps of every decode step with the way of the last one through the stages, and of that the first one's until
-        the last stage begins, [R]."""
+        """Of several stages: the laps of every decode step with the way of the last one through the stages, [R].
+
+        And, of that, the first one's until the last stage begins, [R].
+        """
         (replicas, parts), steps = shape, int(counts.max(initial=0))
         ended = np.bincount(lane * (steps + 1) + counts, minlength=replicas * parts * (steps + 1))
         ended = ended.reshape(replicas, parts, steps + 1)

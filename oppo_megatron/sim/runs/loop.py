@@ -30,7 +30,6 @@ from oppo_megatron.schedule.planning.ledger import Ledger
 from oppo_megatron.schedule.planning.merge import merge_rows
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 
-
 LENGTH = "length"
 NO_FIELDS: dict[str, Any] = {}
 """All prompts share it: thousands a step are made."""

@@ -17,9 +17,10 @@ NONE = -1
 class Units:
     """Sets of ranks that hold the same replicas of the same roles; U of them, by their first ranks.
 
-    `replicas` [U]: by role, the replica that a unit is part of, NONE where it has none.  `hops` [U]: messages that bring a chunk; 0 where it is decoded.  `ranks` [U]: how many
-    they are, `first` [U] the first of them.  `source` is the unit of the actor's output rank, `scorer` that whose scoring is
-    told of: of the critic's first rank, without a critic of the first scorer's.
+    `replicas` [U]: by role, the replica that a unit is part of, NONE where it has none.  `hops` [U]: messages that bring a
+    chunk; 0 where it is decoded.  `ranks` [U]: how many they are, `first` [U] the first of them.  `source` is the unit of the
+    actor's output rank, `scorer` that whose scoring is told of: of the critic's first rank, without a critic of the first
+    scorer's.
     """
 
     replicas: Mapping[str, Ints]

@@ -44,7 +44,8 @@ def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
             problems.append(f"--sweep {sweep}: give a setting and its values, as in overlap.delta.initial=0,4,8")
         axes.append(found)
     settings = [sweep.partition("=")[0].strip() for sweep in sweeps]
-    problems += [f"--sweep {each}: swept twice; give all values at once" for each in {s for s in settings if settings.count(s) > 1}]
+    twice = {each for each in settings if settings.count(each) > 1}
+    problems += [f"--sweep {each}: swept twice; give all values at once" for each in sorted(twice)]
     made = [] if problems else [Variant(mode, values) for mode in names for values in product(*axes)]
     if len(made) > MOST:
         problems.append(f"{len(made)} runs are asked for; ask for {MOST} at most")

@@ -113,8 +113,9 @@ class VirtualRun(PureLoop[Any]):
     """`config` in virtual time, by `costs`; `lengths(seq_id)` are the tokens of each response, 1 to the limit.
 
     `prompt_tokens`: of all prompts, or of each, over and over again.  `signals`: what delta's controller is shown in a step in
-    place of no reward and nothing stale.  The prompts end with the configuration's last step, `endless` ones never.  Of the first `traced_steps`, `spans` has what
-    each rank did; by laps, the first rank of each unit stands for it.
+    place of no reward and nothing stale.  The prompts end with the configuration's last step, `endless` ones never.
+
+    Of the first `traced_steps`, `spans` has what each rank did; by laps, the first rank of each unit stands for it.
     """
 
     def __init__(
