@@ -17,7 +17,6 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.schedule.weaving.costs import at_stage
 from oppo_megatron.sim.pricing.decoding import Decoding
-from oppo_megatron.sim.pricing.model import host_of
 from oppo_megatron.sim.pricing.prices import Prices
 from oppo_megatron.sim.runs.sources import cluster_costs
 from oppo_megatron.sim.runs.step_costs import StepCosts
@@ -225,7 +224,7 @@ def _changes(point: Point) -> Iterator[tuple[str, Point, StepCosts | None, str]]
 def _without_host(point: Point) -> StepCosts:
     """As if a captured decode step took no time beyond its kernels."""
     stages = point.layout.actor[1]
-    host_s = MODELS[point.model]["num_hidden_layers"] // stages * host_of(cluster_of(point.ranks)).replay_s
+    host_s = MODELS[point.model]["num_hidden_layers"] // stages * cluster_of(point.ranks).engine.replay_s
     lines = [at_stage(point.costs.actions.decode, stage) for stage in range(stages)]
     decode = tuple(replace(line, fixed_s=max(0.0, line.fixed_s - host_s)) for line in lines)
     return replace(point.costs, actions=replace(point.costs.actions, decode=decode))

@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oppo_megatron.cli.bench.machine_runs import fit_runs
+
 if TYPE_CHECKING:
     from oppo_megatron.bench.machine import Core
-    from oppo_megatron.sim.clusters.gpus import Gpu
     from oppo_megatron.sim.laws.points import CollectivePoint, LayerPoint
 
 HELP = "this machine's cores, measured, as a cluster.yaml for `oppo plan` and `oppo simulate`"
 ABOUT = """Measures one core with the layers of a configuration's actor, what further cores bring a rank, and messages between
-ranks; fits the planner's laws to them, and writes layers.csv, collectives.csv, measured.json and cluster.yaml. Takes a minute;
-other work on the machine spoils it. For GPUs there is `oppo bench laws`."""
+ranks; fits the planner's laws to them. Then it makes two short runs of the configuration on one rank, with one core and with
+all, which say what the engine takes beyond the laws of kernels. Writes layers.csv, collectives.csv, measured.json and
+cluster.yaml. Takes some minutes; other work on the machine spoils it. For GPUs there is `oppo bench laws`."""
 NAME = "cpu"
 MOST_RANKS = 64
+MEASURED = "measured.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the four files")
+    parser.add_argument(
+        "--steps", type=int, default=4, metavar="N", help="of each run; 0: no runs (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the files, and for the runs")
     parser.set_defaults(measure=_machine)
 
 
@@ -35,8 +41,11 @@ def _machine(args: argparse.Namespace) -> int:
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.run import TrainConfig
     from oppo_megatron.cores import usable_cores
+    from oppo_megatron.errors import ConfigError
     from oppo_megatron.modeldir.headers import read_hf_config
 
+    if args.steps < 0 or args.steps == 1:
+        raise ConfigError(f"--steps {args.steps}: the first step of a run warms up; give 2 or more, or 0 for no runs")
     actor, cores = load_config(TrainConfig, args.config, args.overrides).actor, usable_cores()
     shape = read_hf_config(actor)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -49,22 +58,28 @@ def _machine(args: argparse.Namespace) -> int:
     messages = _messages(ranks) if ranks > 1 else []
     print(f"a core: {core.flops / 1e9:.1f} GFLOP/s, {core.read_bytes / 1e9:.1f} GB/s")
     print(", ".join(f"{count} cores: {times:.2f} times a core" for count, times in core.threads.items()))
-    _fit(args.out, core, machine.processor(core, cores), layers, messages)
+    tree = _fitted(args.out, core, layers, messages)
+    if args.steps:
+        fit_runs(args.config, args.overrides, args.out, args.steps, tree)
+    print(f"written: {args.out / 'cluster.yaml'}")
     return 0
 
 
-def _fit(folder: Path, core: Core, gpu: Gpu, layers: Sequence[LayerPoint], messages: Sequence[CollectivePoint]) -> None:
-    """Fit the laws, show their errors, and write the four files."""
+def _fitted(
+    folder: Path, core: Core, layers: Sequence[LayerPoint], messages: Sequence[CollectivePoint]
+) -> dict[str, Any]:
+    """Fit the laws, show their errors, and write the four files; what measured.json holds."""
     import yaml
 
     from oppo_megatron.bench.figures import format_table
-    from oppo_megatron.bench.machine import cluster_tree
+    from oppo_megatron.bench.machine import cluster_tree, processor
     from oppo_megatron.rundir.directory import write_json, write_text
     from oppo_megatron.sim.clusters.links import INSIDE
     from oppo_megatron.sim.laws import comparing
     from oppo_megatron.sim.laws.fitting import fit_layers
     from oppo_megatron.sim.laws.points import write_collectives, write_layers
 
+    gpu = processor(core, len(core.threads))
     fit, lines = fit_layers(gpu, layers), comparing.fit_lines(messages)
     rows = [*comparing.compare_layers(gpu, layers, fit), *comparing.compare_collectives(INSIDE[NAME], messages, lines)]
     print(format_table(comparing.COLUMNS, rows))
@@ -73,11 +88,11 @@ def _fit(folder: Path, core: Core, gpu: Gpu, layers: Sequence[LayerPoint], messa
     measured = comparing.measured_tree(
         f"`oppo bench machine`, {len(layers)} layers, {len(messages)} messages", fit, lines
     )
-    threads = {str(count): times for count, times in core.threads.items()}
-    write_json(folder / "measured.json", measured | {"threads": threads})
-    tree = cluster_tree(gpu, len(core.threads), "measured.json")
-    write_text(folder / "cluster.yaml", yaml.safe_dump(tree, sort_keys=False))
-    print(f"written: {folder / 'cluster.yaml'}")
+    measured["threads"] = {str(count): times for count, times in core.threads.items()}
+    write_json(folder / MEASURED, measured)
+    text = yaml.safe_dump(cluster_tree(gpu, len(core.threads), MEASURED), sort_keys=False)
+    write_text(folder / "cluster.yaml", text)
+    return measured
 
 
 def _messages(ranks: int) -> list[CollectivePoint]:

@@ -38,7 +38,6 @@ def _prices(args: argparse.Namespace) -> int:
     from oppo_megatron.schedule.weaving.costs_file import costs_tree
     from oppo_megatron.sim.clusters.reading import read_cluster
     from oppo_megatron.sim.pricing.decoding import Decoding
-    from oppo_megatron.sim.pricing.model import host_of
     from oppo_megatron.sim.pricing.prices import Prices, seen_by, total_s
 
     if args.costs is not None:
@@ -53,7 +52,7 @@ def _prices(args: argparse.Namespace) -> int:
           f"average, {max(lengths)} at most, to prompts of {config.data.max_prompt_tokens}")  # fmt: skip
     room = cluster.gpu.memory_bytes / 1e9
     print(f"the fullest rank holds {prices.fullest_gb():.1f} of {room:g} GB")
-    for constant, source in [*cluster.sources(), ("host", host_of(cluster).source)]:
+    for constant, source in cluster.sources():
         print(f"{constant}: {source}")
     if args.costs is not None:
         write_json(args.costs, costs_tree(prices.costs()))

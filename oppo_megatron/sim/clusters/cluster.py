@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from oppo_megatron.sim.clusters.engine import OF_CPU, PUBLISHED, Engine
 from oppo_megatron.sim.clusters.gpus import Gpu
 from oppo_megatron.sim.clusters.links import Between, Inside
 from oppo_megatron.sim.clusters.sources import Source
@@ -14,7 +15,8 @@ from oppo_megatron.sim.clusters.sources import Source
 class Cluster:
     """`between` is None where there is one node.  Ranks are numbered node by node.
 
-    `threads`: of cores, how many times as fast a rank with so many of them is as one with a single one.
+    `threads`: of cores, how many times as fast a rank with so many of them is as one with a single one.  `adapted`: what the
+    engine takes beyond the laws, where it was measured.
     """
 
     nodes: int
@@ -23,6 +25,11 @@ class Cluster:
     inside: Inside
     between: Between | None = None
     threads: Mapping[int, float] = field(default_factory=dict)
+    adapted: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return self.adapted or (OF_CPU if self.gpu.on_cpu else PUBLISHED)
 
     @property
     def num_ranks(self) -> int:
@@ -37,3 +44,4 @@ class Cluster:
         yield "inside", self.inside.source
         if self.between is not None:
             yield "between", self.between.source
+        yield "host", self.engine.source

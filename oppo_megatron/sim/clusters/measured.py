@@ -36,6 +36,16 @@ class LineSection(Section):
     bytes_per_s: Annotated[float, Field(gt=0)]
 
 
+class EngineSection(Section):
+    """`Engine`."""
+
+    launch_s: Seconds
+    replay_s: Seconds
+    decode: Seconds
+    read: Seconds
+    update: Seconds
+
+
 class MeasuredConfig(Section):
     """Fitted constants; what is null was not measured, and stays as published.
 
@@ -47,6 +57,7 @@ class MeasuredConfig(Section):
     efficiencies: EfficienciesSection | None = None
     collective: dict[int, LineSection] = Field(default_factory=dict)
     send: LineSection | None = None
+    engine: EngineSection | None = None
     threads: dict[int, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from oppo_megatron.config.load import load_config
 from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.clusters.engine import Engine
 from oppo_megatron.sim.clusters.gpus import ATTENTION, GPUS, Efficiencies, Gpu
 from oppo_megatron.sim.clusters.links import GB, INSIDE, US, Between, Inside, Law, Line
 from oppo_megatron.sim.clusters.measured import LineSection, MeasuredConfig, read_measured
@@ -23,12 +24,8 @@ def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:
 
 def build_cluster(config: ClusterConfig, folder: Path = Path()) -> Cluster:
     """Names and numbers into constants with their sources.  Raises ConfigError."""
-    gpu, inside, threads = _gpu(config), _inside(config), dict[int, float]()
-    if config.measured is not None:
-        file = read_measured(folder / config.measured)
-        gpu, inside = _with_measured(gpu, inside, file)
-        threads = file.threads
-    return Cluster(config.nodes, config.gpus_per_node, gpu, inside, _between(config), threads)
+    cluster = Cluster(config.nodes, config.gpus_per_node, _gpu(config), _inside(config), _between(config))
+    return cluster if config.measured is None else _with_measured(cluster, read_measured(folder / config.measured))
 
 
 def _given(key: str) -> Source:
@@ -61,8 +58,8 @@ def _between(config: ClusterConfig) -> Between | None:
     return Between(given.alpha_us * US, given.gb_per_s * GB, given.nics or config.gpus_per_node, _given("between"))
 
 
-def _with_measured(gpu: Gpu, inside: Inside, file: MeasuredConfig) -> tuple[Gpu, Inside]:
-    source = measured(file.source)
+def _with_measured(cluster: Cluster, file: MeasuredConfig) -> Cluster:
+    gpu, inside, source = cluster.gpu, cluster.inside, measured(file.source)
     if file.efficiencies is not None:
         fitted = Efficiencies(**file.efficiencies.model_dump(), attention=gpu.efficiencies.attention)
         gpu = replace(gpu, efficiencies=fitted, sources={**gpu.sources, "efficiencies": source})
@@ -71,7 +68,8 @@ def _with_measured(gpu: Gpu, inside: Inside, file: MeasuredConfig) -> tuple[Gpu,
         inside = replace(inside, collective=laws, source=source)
     if file.send is not None:
         inside = replace(inside, send=_line(file.send), source=source)
-    return gpu, inside
+    engine = None if file.engine is None else Engine(**file.engine.model_dump(), source=source)
+    return replace(cluster, gpu=gpu, inside=inside, threads=file.threads, adapted=engine)
 
 
 def _line(section: LineSection) -> Line:

@@ -11,7 +11,7 @@ from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.cut import Work, choose_cut, predict_s
 from oppo_megatron.sim.laws.communication import send_s
 from oppo_megatron.sim.laws.layer import WIDTH
-from oppo_megatron.sim.pricing.model import LaidModel, Tokens, host_of
+from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
 BLOCKS = 32
 """Pieces of the time in which sequences end: within one, all are taken to run on, at the block's middle position."""
@@ -103,4 +103,4 @@ def _score_s(model: LaidModel) -> float:
 def _message_s(actor: LaidModel, rows: float) -> float:
     if actor.placement.pp == 1:
         return send_s(actor.cluster, WIDTH * actor.shape["hidden_size"] * rows, between=False)
-    return max(actor.hop_s(stage, rows) for stage in range(actor.placement.pp - 1)) + host_of(actor.cluster).replay_s
+    return max(actor.hop_s(stage, rows) for stage in range(actor.placement.pp - 1)) + actor.cluster.engine.replay_s

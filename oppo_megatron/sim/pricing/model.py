@@ -11,26 +11,8 @@ import numpy.typing as npt
 from oppo_megatron.layout.flops import Shape, causal_pairs
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.sources import Source, assumed, published
 from oppo_megatron.sim.laws.communication import Group, all_reduce_s, send_s
 from oppo_megatron.sim.laws.layer import WIDTH, LayerLaw, LayerSizes
-
-
-@dataclass(frozen=True)
-class Host:
-    """What a layer costs beyond the laws: `launch_s` where the host launches it; `replay_s` in a decode step."""
-
-    launch_s: float
-    replay_s: float
-    source: Source
-
-
-REAL_HOST = Host(0.50e-3, 0.15e-3, published("ReaL's generation with and without CUDA graphs; `oppo bench real`"))
-NO_HOST = Host(0.0, 0.0, assumed("a processor launches nothing"))
-
-
-def host_of(cluster: Cluster) -> Host:
-    return NO_HOST if cluster.gpu.on_cpu else REAL_HOST
 
 
 @dataclass(frozen=True)
@@ -78,29 +60,30 @@ class LaidModel:
 
     def step_s(self, stage: int, tokens: Tokens, *, captured: bool) -> float:
         """Seconds of a decode step of one micro-batch, captured as a CUDA graph or launched."""
-        host = host_of(self.cluster)
-        return self._forward_s(stage, tokens, host.replay_s + (0.0 if captured else host.launch_s))
+        engine = self.cluster.engine
+        return self._forward_s(stage, tokens, engine.replay_s + (0.0 if captured else engine.launch_s), engine.decode)
 
-    def forward_s(self, stage: int, tokens: Tokens) -> float:
-        """Seconds of a stage's forward over one micro-batch of new tokens."""
-        return self._forward_s(stage, tokens, host_of(self.cluster).launch_s)
+    def forward_s(self, stage: int, tokens: Tokens, *, training: bool = False) -> float:
+        """Seconds of a stage's forward over one micro-batch of new tokens, to read it or to train on it."""
+        engine = self.cluster.engine
+        return self._forward_s(stage, tokens, engine.launch_s, engine.update if training else engine.read)
 
-    def _forward_s(self, stage: int, tokens: Tokens, host_s: float) -> float:
-        """`host_s`: of a layer."""
-        key = (stage, tokens, host_s)
+    def _forward_s(self, stage: int, tokens: Tokens, host_s: float, factor: float) -> float:
+        """`host_s`: of a layer; `factor`: on kernels."""
+        key = (stage, tokens, host_s, factor)
         if key not in self._forwards:
-            self._forwards[key] = self._computed_s(stage, tokens, host_s)
+            self._forwards[key] = self._computed_s(stage, tokens, host_s, factor)
         return self._forwards[key]
 
-    def _computed_s(self, stage: int, tokens: Tokens, host_s: float) -> float:
+    def _computed_s(self, stage: int, tokens: Tokens, host_s: float, factor: float) -> float:
         law = self._law
-        layer = law.products_s(self.sizes, tokens.new)
-        layer += law.elementwise_s(self.sizes, tokens.new, hidden_share=self._hidden_share)
-        layer += law.attention_s(self.sizes, tokens.pairs) + law.cached_attention_s(self.sizes, tokens.cached)
-        layer += 2 * all_reduce_s(
-            self.cluster, self.tensor_group(stage), WIDTH * self.shape["hidden_size"] * tokens.new
-        )
-        return self.layers * (layer + host_s) + self.head_s(stage, tokens.rows)
+        kernels = law.products_s(self.sizes, tokens.new)
+        kernels += law.elementwise_s(self.sizes, tokens.new, hidden_share=self._hidden_share)
+        kernels += law.attention_s(self.sizes, tokens.pairs) + law.cached_attention_s(self.sizes, tokens.cached)
+        payload = WIDTH * self.shape["hidden_size"] * tokens.new
+        messages = 2 * all_reduce_s(self.cluster, self.tensor_group(stage), payload)
+        own = factor * (self.layers * kernels + self.head_s(stage, tokens.rows))
+        return own + self.layers * (messages + host_s)
 
     def attention_s(self, tokens: Tokens) -> float:
         """Of a stage's layers: the part that selective recomputation computes once more."""
@@ -128,7 +111,7 @@ class LaidModel:
         return self._replica_groups[stage]
 
     @cached_property
-    def _forwards(self) -> dict[tuple[int, Tokens, float], float]:
+    def _forwards(self) -> dict[tuple[int, Tokens, float, float], float]:
         return {}
 
     @cached_property

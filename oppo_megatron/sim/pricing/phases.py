@@ -72,7 +72,7 @@ def update_s(model: LaidModel, update: Update) -> float:
 
 def _training_s(model: LaidModel, stage: int, tokens: Tokens, train: TrainingLayoutConfig) -> float:
     """A stage's forward, its backward of two forwards, and what is recomputed."""
-    forward = model.forward_s(stage, tokens)
+    forward = model.forward_s(stage, tokens, training=True)
     again = {
         "none": 0.0,
         "selective": model.attention_s(tokens),

@@ -10,7 +10,6 @@ from typing import Any
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.layouts import format_ranks
 from oppo_megatron.sim.laws.communication import RINGS
-from oppo_megatron.sim.pricing.model import host_of
 from oppo_megatron.sim.search.calls import phase_spans
 from oppo_megatron.sim.search.exact import Search
 from oppo_megatron.sim.search.explain import bounded_by, reason
@@ -125,7 +124,6 @@ def _prices(search: Search) -> Iterator[Record]:
 
 def _constants(task: Task) -> Iterator[tuple[str, str]]:
     yield from ((name, str(source)) for name, source in task.cluster.sources())
-    yield "host", str(host_of(task.cluster).source)
     if task.cluster.between is not None:
         yield "rings over nodes", str(RINGS)
     if task.scales.source:
