@@ -93,10 +93,15 @@ def test_a_calibrated_run_takes_what_the_run_took(
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = ["simulate", str(config), "--steps", "3", *LENGTHS, "--calibrate", str(run), "--out", str(out)]
     assert main(arguments) == 0
-    assert f"3 steps of {run}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"3 steps of {run}" in told and "built-in" not in told
     for line in read_run(out).lines:
         assert line["reallocate_s"] == 0.25 and line["critic_update_s"] == pytest.approx(0.5)
         assert line["train_s"] == pytest.approx(1.25 + 0.01 * 6 * line["trained_len_mean"], rel=1e-6)
+    costs["prefill"] = dict.fromkeys(costs["prefill"], [0.002, 2e-5])  # as a run writes it that has measured none
+    (run / "costs.json").write_text(json.dumps(costs))
+    assert main(arguments[:-2]) == 0
+    assert "reading of reference, critic, reward: built-in lines" in capsys.readouterr().out
     (run / "costs.json").unlink()
     assert "no costs.json" in refused(capsys, *arguments[1:-2])
     (run / "metrics.jsonl").write_text("")
