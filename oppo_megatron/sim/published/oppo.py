@@ -23,27 +23,6 @@ HEADLINE_SPEEDUP, HEADLINE_UTILIZATION = (1.8, 2.8), (1.4, 2.1)
 
 
 @dataclass(frozen=True)
-class Setup:
-    """Section 4.1: the actor, the GPUs of a run and the memory of each."""
-
-    name: str
-    dataset: str
-    actor_model: str
-    gpus: str
-    gpu_type: str
-    gpu_memory_gb: int
-
-
-SETUPS = (
-    Setup("se7b", "Stack-Exchange-Paired", "Qwen2.5-7B-Instruct", "8", "H200", 141),
-    Setup("gsm8k7b", "GSM8K", "Qwen2.5-7B", "4", "GH200", 96),
-    Setup("se3b", "Stack-Exchange-Paired", "Qwen2.5-3B-Instruct", "8", "A100", 80),
-    Setup("code3b", "OpenCoder-SFT (Stage 2)", "Qwen2.5-3B-Instruct", "8", "A100", 80),
-    Setup("multinode", "Stack-Exchange-Paired", "Qwen2.5-7B-Instruct", "2 nodes x 4", "A100", 40),
-)
-
-
-@dataclass(frozen=True)
 class Speedup:
     """Section 4.2 and figure 3: minutes to a target reward; None where the text has none."""
 
@@ -123,7 +102,6 @@ REWARD_POINTS: Mapping[str, tuple[tuple[int, float], ...]] = {
 }
 """Section 4.2, of figure 4: step and mean reward; the second point is where it levels off."""
 MULTINODE_S: Mapping[str, float] = {"TRL": 498.30, "OPPO": 111.08}
-MULTINODE_STATED = 4.49
 """Table 1: seconds of a step of `multinode`."""
 FRAMEWORKS_S: Mapping[str, float] = {
     "VeRL w/ DP": 125.36, "VeRL w/ DP+SP": 120.47, "VeRL Fully Async w/ SP": 161.21, "AReaL": 109.92, "OPPO": 99.84,
