@@ -65,6 +65,16 @@ class BookedRound:
     works: Mapping[str, Sequence[ReplicaWork]]
     cut: Cut
 
+    def round(self, index: int) -> Round:
+        """The round of that number."""
+        return Round(
+            index,
+            self.steps,
+            tuple(tuple(work.decode) for work in self.works.get("actor", [])),
+            {name: tuple(tuple(w.prefill) for w in replicas) for name, replicas in self.works.items()},
+            {n: tuple(tuple(w.fork) for w in own) for n, own in self.works.items() if any(w.fork for w in own)},
+        )
+
 
 @dataclass
 class RoundPlanner:
@@ -110,14 +120,7 @@ class RoundPlanner:
         where the round cannot be carried out.
         """
         booked = self.book(decode, score, chunk, order, readable)
-        works, actor = booked.works, booked.works.get("actor", [])
-        round_ = Round(
-            index,
-            booked.steps,
-            tuple(tuple(work.decode) for work in actor),
-            {name: tuple(tuple(w.prefill) for w in replicas) for name, replicas in works.items()},
-            {n: tuple(tuple(w.fork) for w in own) for n, own in works.items() if any(w.fork for w in own)},
-        )
+        works, round_ = booked.works, booked.round(index)
         budgets = self._budgets(works)
         require_room(round_, budgets)
         ours = {name: list(own.values()) for name, own in budgets.items()}

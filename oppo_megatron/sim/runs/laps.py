@@ -1,19 +1,24 @@
-"""Rounds by laps: a replica's pipeline is the formula of its lap, and nothing is ordered action by action.
+"""Rounds by laps: components are walked through, or a replica's pipeline is the formula of its lap.
 
-Legend: R replicas of a role, U units, P stages, M decode micro-batches of a replica.  With w_p the seconds of stage p for one
-micro-batch (its sample on the last) and h those of a message:
+Of a site of few ranks, and of the actor's output rank on any, the components are walked through unit by unit
+(`runs/walks.py`).  Of many ranks the others follow from formulas over all replicas at once.
+
+Legend: R replicas of a role, U units, K kinds of units, P stages, M decode micro-batches of a replica.  With w_p the seconds of
+stage p for one micro-batch (its sample on the last) and h those of a message:
 
     lap      L = max(sum over M of max w_p, w_0 + ... + w_(P-1) + P h)     a decode step of all micro-batches
-    prefill  m max t_p + (t_0 + ... + t_(P-1) - max t_p + (P - 1) h)       m micro-batches of t_p seconds each
+    prefill  stage p ends m micro-batches of t_p seconds m t_p after it began, or t_p + h after the stage before
 
 A lap is of the sequences that still run in it: one that has ended leaves its micro-batch, and a micro-batch without any costs
-nothing.  Roles on the same ranks follow each other, but for what woven rounds hide in the gaps of the laps (`predict_s`).
+nothing.  Roles on the same ranks follow each other, but for what woven rounds hide in the gaps of the laps: the others hide as
+large a part of their scoring as the output rank's component does.  What else the formula misses of that component, it is taken
+to miss of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,20 +27,35 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.planning.book import Book
 from oppo_megatron.schedule.planning.ledger import ordinal
 from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs, at_stage
-from oppo_megatron.schedule.weaving.cut import Cut, Work, predict_s
 from oppo_megatron.sim.runs.loop import Recorded
 from oppo_megatron.sim.runs.played import Floats, Piece, Played
 from oppo_megatron.sim.runs.units import NONE, Units
+from oppo_megatron.sim.runs.walks import NONE_GROWS, Component, Counts, components_of
+
+FEW = 16
+"""Ranks of a site whose components are all walked through."""
+
+
+def planned_rank(site: Site) -> int | None:
+    """Whose component a planner has to know the micro-batches of; None: of all."""
+    return None if len(site.ranks) <= FEW else site.source
 
 
 @dataclass(frozen=True)
 class LapRound:
-    """A round's work: `prefill` by role is [3, R]: tokens, sequences, outputs; `homes` are the replicas of those that decode."""
+    """A round's work: `prefill` by role is [3, R]: tokens, sequences, outputs.
+
+    `round` has the micro-batches of the components that are walked through; decode micro-batches are `parts` of a replica, and
+    those of scorers have `budget` tokens at most.
+    """
 
     steps: int
-    cut: Cut
+    parts: int
+    budget: int
     prefill: Mapping[str, Ints]
+    round: Round
 
 
 @dataclass(frozen=True)
@@ -52,6 +72,13 @@ class Laps:
     def __init__(self, planner: RoundPlanner, units: Units, costs: Costs, round_s: float):
         self.planner, self.units, self.costs, self.round_s = planner, units, costs, round_s
         self.books: dict[str, Book] = {"actor": planner.actor, **planner.scorers}
+        site, generator = planner.site, planner.generator
+        self._all = planner.rank is None
+        if planner.rank is None:
+            self._walked = list(components_of(site, generator, planner.costs))
+        else:
+            self._walked = [Component(site, planner.rank, generator, planner.costs)]
+        self._seats = {role: _seats(site, role, units) for role in site.placements}
 
     def plan(
         self, index: int, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None
@@ -59,26 +86,40 @@ class Laps:
         """The books advance; what they add is the round's work."""
         before = {role: book.prefilled.copy() for role, book in self.books.items()}
         booked = self.planner.book(active, score, chunk, list, readable)
+        added = {role: book.prefilled - before[role] for role, book in self.books.items()}
         return LapRound(
-            booked.steps, booked.cut, {role: book.prefilled - before[role] for role, book in self.books.items()}
+            booked.steps, booked.cut.micro_batches, booked.cut.prefill_tokens, added, booked.round(index)
         )
 
     def play(self, done: Recorded[LapRound], begun: Floats) -> Played:
-        busy, drain = self._scored(done.planned)
-        starts = begun + self.round_s
+        units, starts = self.units, begun + self.round_s
+        clocks, scored = np.full(units.num_kinds, -np.inf), np.zeros(units.num_kinds)
+        np.maximum.at(clocks, units.kinds, starts)  # units of a kind meet in whatever they do
+        ends = clocks.copy()
+        if not self._all:
+            drains = self._score(done.planned, ends, scored)
+            if done.chunk is not None:
+                self._decode(done, clocks, ends, scored, drains)
+        else:
+            self._walk(done, clocks, ends, scored)
+        own = np.where(ends > clocks, ends, -np.inf)[units.kinds]
+        own = np.maximum(own, starts)
+        return self._spread(done, starts, own, scored[units.kinds])
+
+    def _spread(self, done: Recorded[LapRound], starts: Floats, ends: Floats, scored: Floats) -> Played:
+        """The chunk reaches everybody: the actor's replicas gather, and others are sent it when the sender has done its part."""
+        waited = np.zeros_like(ends)
         if done.chunk is None:
-            ends = starts + busy + drain
-            return Played(ends, busy, np.zeros_like(begun), None, lambda: self._pieces(starts, ends, ends, busy))
-        holds = self.units.holds("actor")
-        ends = starts + busy + drain
-        ends[holds] = starts[holds] + self._decoded(done, busy[holds], drain[holds])
-        arrived = float(ends[holds].max())
+            return Played(ends, scored, waited, None, lambda: self._pieces(starts, ends, ends, scored))
+        units, message_s, due = self.units, self.costs.message_s, ends.copy()
+        holds = units.holds("actor")
         if self.planner.site.placements["actor"].dp > 1:
-            arrived += self.costs.message_s
-        due = np.where(holds, arrived, arrived + self.units.hops * self.costs.message_s)
-        waited = np.where(holds, 0.0, np.maximum(0.0, due - ends))
-        own = ends.copy()
-        return Played(np.maximum(ends, due), busy, waited, arrived, lambda: self._pieces(starts, own, due, busy))
+            due[holds] = ends[holds].max() + message_s
+        for hop in range(1, int(units.hops.max()) + 1):
+            unit, sender = units.fed[:, units.hops[units.fed[0]] == hop]
+            np.maximum.at(due, unit, due[sender] + message_s)
+        waited = np.where(holds, 0.0, due - ends)
+        return Played(due, scored, waited, float(due[units.source]), lambda: self._pieces(starts, ends, due, scored))
 
     def _pieces(self, starts: Floats, ends: Floats, due: Floats, busy: Floats) -> Iterable[Piece]:
         """A unit's first rank stands for it; scoring comes first, wherever it was woven in."""
@@ -93,27 +134,71 @@ class Laps:
             if not decodes and whole > end:
                 yield Piece(int(rank), "scorer", "wait_tokens", float(end), float(whole))
 
-    def _scored(self, planned: LapRound) -> tuple[Floats, Floats]:
-        """Seconds of scoring, [U]: the roles of a unit follow each other, and the longest drain comes behind the last."""
-        steady, drain = np.zeros(len(self.units)), np.zeros(len(self.units))
-        for role, replicas in self.units.replicas.items():
+    def _walk(self, done: Recorded[LapRound], clocks: Floats, ends: Floats, scored: Floats) -> None:
+        """Walk through the components: `ends` and `scored` [K] of their kinds are set, which begin at `clocks` [K]."""
+        counts = NONE_GROWS
+        if done.grown is not None:
+            counts = Counts.of(done.grown.columns.seq_ids, self._counts(done))
+        kind_of = self.units.kind_of
+        for component in self._walked:
+            begun = {rank: float(clocks[kind_of[rank]]) for rank in component.ranks}
+            walk = component.walk(done.planned.round, counts, begun)
+            for rank, end in walk.ends.items():
+                ends[kind_of[rank]], scored[kind_of[rank]] = end, walk.scored[rank]
+
+    def _score(self, planned: LapRound, ends: Floats, scored: Floats) -> Floats:
+        """Each role in turn on all ranks: `ends` and `scored` [K] move on.  Returns what drains behind each kind's last, [K]."""
+        drains = np.zeros_like(ends)
+        for role, seats in self._seats.items():
             if role == "actor" or not planned.prefill[role].any():
                 continue
-            own_steady, own_drain = self._prefilled(role, planned.prefill[role], planned.cut.prefill_tokens)
-            held = replicas != NONE
-            steady[held] += own_steady[replicas[held]]
-            drain[held] = np.maximum(drain[held], own_drain[replicas[held]])
-        return steady, drain
+            count, seconds, largest = self._prefilled(role, planned.prefill[role], planned.budget)
+            works, message_s = count > 0, self.costs.message_s
+            drain = largest.sum(axis=0) - largest.max(axis=0) + (len(largest) - 1) * message_s
+            arrives = last = np.full(len(count), -np.inf)
+            for (kinds, replicas), each in zip(seats, seconds, strict=True):
+                start = arrives.copy()
+                np.maximum.at(start, replicas, ends[kinds])
+                end = np.maximum(start + count * each, last + message_s + each)
+                arrives, last = start + each + message_s, end
+                here = works[replicas]
+                ends[kinds[here]] = end[replicas[here]]
+                scored[kinds[here]] += (count * each)[replicas[here]]
+                drains[kinds[here]] = np.maximum(drains[kinds[here]], drain[replicas[here]])
+        return drains
 
-    def _prefilled(self, role: str, work: Ints, budget: int) -> tuple[Floats, Floats]:
-        """Seconds of a role's prefill by replica, [R]: while its slowest stage works, and what drains behind it."""
+    def _decode(self, done: Recorded[LapRound], clocks: Floats, ends: Floats, scored: Floats, drains: Floats) -> None:
+        """Decoding beside what was scored, in place of that on the actor's ranks."""
+        seats = self._seats["actor"]
+        (busy, drain, starts), size = np.zeros((3, len(self.planner.actor))), len(self.planner.actor)
+        starts = np.full(size, -np.inf)
+        for kinds, replicas in seats:
+            for mine, theirs in ((busy, scored), (drain, drains), (starts, clocks)):
+                np.maximum.at(mine, replicas, theirs[kinds])
+        self._walk(done, clocks, ends, scored)
+        walked = list(self._walked[0].replicas["actor"])
+        (kinds, replicas) = seats[-1]
+        known = np.array([ends[kinds[replicas == each]].max() for each in walked]) - starts[walked]
+        own, beside = self._decoded(done, busy, drain)
+        place = int(known.argmax())
+        seen, alone = known[place], own[walked[place]]
+        if beside is None:
+            seconds = own * (seen / alone if alone > 0 else 1.0)
+        else:
+            most = beside[walked[place]]
+            share = min(1.0, max(0.0, (seen - alone) / most)) if most > 0 else 1.0
+            seconds = np.maximum(own + share * beside, beside)
+        seconds[walked] = known
+        for kinds, replicas in seats:
+            ends[kinds] = (starts + seconds)[replicas]
+
+    def _prefilled(self, role: str, work: Ints, budget: int) -> tuple[Ints, Floats, Floats]:
+        """Of a role's prefill by replica: micro-batches [R], seconds of one by stage, [P, R], and of the largest."""
         tokens, sequences, outputs = work
         count = micro_batches(tokens, sequences, budget)
         each, share = tokens / np.maximum(count, 1), np.minimum(1.0, budget / np.maximum(1, tokens))
         seconds = self._stages(role, each, outputs / np.maximum(count, 1))
-        largest = self._stages(role, share * tokens, share * outputs)  # the first bins are filled first
-        drain = largest.sum(axis=0) - largest.max(axis=0) + (len(largest) - 1) * self.costs.message_s
-        return count * seconds.max(axis=0), np.where(count > 0, drain, 0.0)
+        return count, seconds, self._stages(role, share * tokens, share * outputs)  # the first bins are filled first
 
     def _stages(self, role: str, tokens: Floats, outputs: Floats) -> Floats:
         """Seconds of a prefill micro-batch, [P, R]."""
@@ -123,33 +208,34 @@ class Laps:
             seconds[-1] += self.costs.score.fixed_s + outputs * self.costs.score.per_token_s
         return seconds
 
-    def _decoded(self, done: Recorded[LapRound], busy: Floats, drain: Floats) -> Floats:
-        """Seconds of the units that decode, for their scoring (`busy`, `drain`), their prefills and their laps."""
-        placement, replicas = self.planner.site.placements["actor"], self.units.replicas["actor"]
-        replicas, growing = replicas[replicas != NONE], self._growing(done)
-        parts = done.planned.cut.micro_batches
-        prefill, own_drain = self._prefilled("actor", done.planned.prefill["actor"], self.planner.micro_batch_tokens)
+    def _decoded(self, done: Recorded[LapRound], busy: Floats, drain: Floats) -> tuple[Floats, Floats | None]:
+        """Seconds of the replicas that decode, [R], with their scoring (`busy`, `drain`); or without, and what that takes."""
+        placement, growing, parts = self.planner.site.placements["actor"], self._growing(done), done.planned.parts
+        count, prefills, largest = self._prefilled("actor", done.planned.prefill["actor"], self.planner.micro_batch_tokens)
+        prefill = count * prefills.max(axis=0)
         lane = growing.homes * parts + portions(growing.homes, placement.dp, parts)
         if placement.pp == 1:
             laps = self._single(lane, growing.counts, placement.dp * parts).reshape(-1, parts).sum(axis=1)
-            seconds: Floats = busy + drain + (prefill + laps)[replicas]
-            return seconds
+            return busy + drain + prefill + laps, None
+        last = largest.sum(axis=0) - largest.max(axis=0) + (len(largest) - 1) * self.costs.message_s
+        own_drain = np.where(count > 0, last, 0.0)
         laps, fill = self._pipelined(lane, growing.counts, (placement.dp, parts), placement.pp)
         if self.planner.generator == "woven":
-            own = (prefill + own_drain + laps - np.minimum(own_drain, fill))[replicas]
-            seconds = own + self._beside(done.planned, growing, busy + drain, own)
-            return seconds
-        behind = np.maximum(drain, own_drain[replicas])  # all of it is one pipeline, which drains once before the laps
-        seconds = busy + prefill[replicas] + behind + laps[replicas] - np.minimum(behind, fill[replicas])
-        return seconds
+            return prefill + own_drain + laps - np.minimum(own_drain, fill), busy + drain
+        behind = np.maximum(drain, own_drain)  # all of it is one pipeline, which drains once before the laps
+        return busy + prefill + behind + laps - np.minimum(behind, fill), None
 
-    def _growing(self, done: Recorded[LapRound]) -> _Growing:
+    def _counts(self, done: Recorded[LapRound]) -> Ints:
         """A single replica knows when the batch is complete; several go on to the end of the chunk, and are cut there."""
         assert done.grown is not None and done.chunk is not None
         counts = done.grown.counts
         if self.planner.site.placements["actor"].dp == 1:
             counts = np.minimum(counts, done.chunk.clock - done.begun)
-        return _Growing(self.planner.actor.homes(done.grown.columns), counts)
+        return counts
+
+    def _growing(self, done: Recorded[LapRound]) -> _Growing:
+        assert done.grown is not None
+        return _Growing(self.planner.actor.homes(done.grown.columns), self._counts(done))
 
     def _single(self, lane: Ints, counts: Ints, lanes: int) -> Floats:
         """Of one stage: each micro-batch until its last sequence ends, [lanes]."""
@@ -180,25 +266,16 @@ class Laps:
         fill = busy[:-1].sum(axis=0)[:, 0, 0] + (pp - 1) * message_s
         return laps.sum(axis=1) + final, fill
 
-    def _beside(self, planned: LapRound, growing: _Growing, scored: Floats, decoded: Floats) -> Floats:
-        """What scoring adds to decoding where it is woven: as much of it as for the replica that has most to do."""
-        if not scored.any():
-            return scored
-        units, placement = self.units, self.planner.site.placements["actor"]
-        place = int((scored + decoded).argmax())
-        unit = int(np.flatnonzero(units.holds("actor"))[place])
-        mine = growing.counts[growing.homes == units.replicas["actor"][unit]]
-        tokens = {
-            role: int(planned.prefill[role][0, replicas[unit]])
-            for role, replicas in units.replicas.items()
-            if role != "actor" and replicas[unit] != NONE
-        }
-        steps = int(mine.max(initial=0))
-        alone = Work(len(mine), steps, placement.pp, {})  # as the round was planned: what gaps hold does not change in it
-        both_s, alone_s = (predict_s(work, planned.cut, self.costs) for work in (replace(alone, prefill_tokens=tokens), alone))
-        share = (both_s - alone_s) / scored[place]
-        beside: Floats = np.maximum(scored * min(1.0, max(0.0, share)), scored - decoded)
-        return beside
+
+def _seats(site: Site, role: str, units: Units) -> list[tuple[Ints, Ints]]:
+    """By stage of a role, the kinds of units that have it, and of which replica."""
+    placement = site.placements[role]
+    seats = []
+    for stage in range(placement.pp):
+        pairs = {(units.kind_of[rank], d) for d in range(placement.dp) for rank in placement.stage_ranks(d, stage)}
+        kinds, replicas = np.array(sorted(pairs), dtype=np.int64).T
+        seats.append((kinds, replicas))
+    return seats
 
 
 def micro_batches(tokens: Ints, sequences: Ints, budget: int) -> Ints:

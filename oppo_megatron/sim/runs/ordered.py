@@ -10,7 +10,7 @@ import numpy as np
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.actions import Action, Op, Payload
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.timeline import Running, Span, Timeline, simulate
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.weaving.costs import Costs
@@ -19,6 +19,9 @@ from oppo_megatron.sim.runs.played import Floats, Piece, Played
 from oppo_megatron.sim.runs.units import Units
 
 SCORING = (Op.PREFILL, Op.SCORE)
+
+Lanes = list[list[Ints]]
+"""By replica and decode micro-batch, the tokens that each of its sequences gets, ascending."""
 
 
 class Ordered:
@@ -35,34 +38,48 @@ class Ordered:
     def play(self, done: Recorded[PlannedRound], begun: Floats) -> Played:
         ranks, planned = self.units.first.tolist(), done.planned
         starts = dict(zip(ranks, (begun + self.round_s).tolist(), strict=True))
-        running = None if done.grown is None else self._running(done, done.grown)
-        timeline = simulate(
-            planned.schedule, planned.round, self.planner.site, self.costs, begun=starts, running=running
-        )
+        running, schedule = None, planned.schedule
+        if done.grown is not None:
+            lanes = self._lanes(done, done.grown)
+            running, schedule = _running(lanes), self._live(schedule, lanes)
+        timeline = simulate(schedule, planned.round, self.planner.site, self.costs, begun=starts, running=running)
         assert not timeline.stuck, "the planner has checked it"
         ends = [own[-1].end_s if (own := timeline.spans[rank]) else starts[rank] for rank in ranks]
         scored, waited = (np.array([of(timeline, rank) for rank in ranks]) for of in (_scored_s, _waited_s))
         arrived = None if done.chunk is None else ends[self.units.source]
         return Played(np.array(ends), scored, waited, arrived, lambda: _pieces(timeline))
 
-    def _running(self, done: Recorded[PlannedRound], grown: Growing) -> Running:
+    def _lanes(self, done: Recorded[PlannedRound], grown: Growing) -> Lanes:
         """A sequence that ends leaves its micro-batch; a single replica stops when the batch is complete."""
         assert done.chunk is not None
         counts = grown.counts
         if self.planner.site.placements["actor"].dp == 1:
             counts = np.minimum(counts, done.chunk.clock - done.begun)
         by_id = dict(zip(grown.columns.seq_ids.tolist(), counts.tolist(), strict=True))
-        lanes = [
+        return [
             [np.sort([by_id[growth.seq_id] for growth in batch]) for batch in replica]
             for replica in done.planned.round.decode
         ]
 
-        def running(action: Action, replica: int) -> int:
-            lane = lanes[replica][action.micro_batch]
-            assert action.step is not None
-            return len(lane) - int(np.searchsorted(lane, action.step, side="right"))
+    def _live(self, schedule: Schedule, lanes: Lanes) -> Schedule:
+        """Without void micro-steps and their messages, which all ranks of a replica skip."""
+        ended = [[int(lane[-1]) for lane in replica] for replica in lanes]
+        placement, actions = self.planner.site.placements["actor"], dict(schedule.actions)
+        for rank in placement.ranks:
+            coords = placement.coords(rank)
+            assert coords is not None
+            last = ended[coords.replica]
+            actions[rank] = tuple(a for a in schedule.of(rank) if a.step is None or a.step < last[a.micro_batch])
+        return Schedule(actions)
 
-        return running
+
+def _running(lanes: Lanes) -> Running:
+    def running(action: Action, replica: int) -> int:
+        lane = lanes[replica][action.micro_batch]
+        assert action.step is not None
+        return len(lane) - int(np.searchsorted(lane, action.step, side="right"))
+
+    return running
 
 
 def _pieces(timeline: Timeline) -> Iterator[Piece]:

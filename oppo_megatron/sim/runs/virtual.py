@@ -22,7 +22,7 @@ from oppo_megatron.schedule.planning.new_planner import new_planner
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.scoring_delay import scoring_delay
 from oppo_megatron.schedule.weaving.costs import Linear
-from oppo_megatron.sim.runs.laps import Laps
+from oppo_megatron.sim.runs.laps import Laps, planned_rank
 from oppo_megatron.sim.runs.loop import PureLoop, Recorded, StepEnd, made_up_prompts
 from oppo_megatron.sim.runs.ordered import Ordered
 from oppo_megatron.sim.runs.played import Floats, Played
@@ -135,7 +135,7 @@ class VirtualRun(PureLoop[Any]):
             prompt_tokens = max(1, config.data.max_prompt_tokens // 2)
         generator = round_generator(config.overlap, self.site)
         laps = fidelity == "laps"
-        rank = self.site.source if laps else None
+        rank = planned_rank(self.site) if laps else None
         planner = new_planner(config, self.site, generator, lengths, costs=costs.actions, rank=rank)
         count = None if endless or config.steps is None else config.steps * batch_rows(config)
         super().__init__(config, made_up_prompts(prompt_tokens, count), lengths, planner)

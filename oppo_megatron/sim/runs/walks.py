@@ -1,0 +1,220 @@
+"""A component's round as its ranks carry it out: the generator's order, and what everything takes once lengths are known.
+
+A unit (`schedule/weaving/timetable.py`) begins when its ranks are done with the one before it, and when what it continues is
+there.  That passes along a *thread*: a prefill micro-batch from stage to stage; a decode micro-batch from stage to stage, and
+with its tokens from the last stage to the first.  So a round is one pass over its units in their planned order, with a clock
+for each rank and each thread, and no action or message is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from oppo_megatron.columns import Ints
+from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site
+from oppo_megatron.schedule.weaving.components import component_of
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.generators import GENERATORS
+from oppo_megatron.schedule.weaving.timetable import Count, Team, Timetable, count_of
+from oppo_megatron.sim.runs.played import Floats
+
+KEPT_ORDERS = 64
+NOTHING, NOBODY = 0, 1
+"""Threads: what needs nothing waits for the first, what nobody waits for is left to the second."""
+VOID, AWAITED = -2.0, -1.0
+"""In place of seconds: a decode micro-step that is skipped, and the first one that is, for which tokens are still received."""
+
+
+class Counts(NamedTuple):
+    """The tokens that each sequence gets in a round; `seq_ids` ascend."""
+
+    seq_ids: Ints
+    tokens: Ints
+
+    @classmethod
+    def of(cls, seq_ids: Ints, tokens: Ints) -> Counts:
+        order = np.argsort(seq_ids)
+        return cls(seq_ids[order], tokens[order])
+
+    def running(self, batch: Batch, steps: int) -> Ints:
+        """How many sequences of a decode micro-batch run in each step, [steps]."""
+        tokens = self.tokens[np.searchsorted(self.seq_ids, Growths.of(batch).seq_ids)]
+        ended = np.bincount(np.minimum(tokens, steps), minlength=steps + 1)
+        found: Ints = len(tokens) - np.cumsum(ended[:steps])
+        return found
+
+
+NONE_GROWS = Counts(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How a round went on the ranks of the component's model that had anything to do: by rank, its end and what it scored."""
+
+    ends: Mapping[int, float]
+    scored: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The units of all stages in the planned order, [n]: their places in the table of durations, their stage's ranks (a number
+    of `_Stages.ranks`), the threads that they take up and those that they give on; and the number of threads."""
+
+    places: Ints
+    stages: Ints
+    takes: Ints
+    gives: Ints
+    threads: int
+
+
+class Component:
+    """What is tied to one rank, round by round.  Orders are kept by shape, as a run keeps them."""
+
+    def __init__(self, site: Site, rank: int, generator: str, costs: Costs):
+        self._component = component_of(site, rank)
+        self.site, self.generator, self.costs = self._component.model, generator, costs
+        self.replicas = self._component.replicas
+        placements = self.site.placements
+        self._teams: list[Team] = [(role, d) for role in self.replicas for d in range(placements[role].dp)]
+        self._stages = [(team, stage) for team in self._teams for stage in range(placements[team[0]].pp)]
+        numbers = {each: number for number, each in enumerate(self.site.ranks)}
+        self._ranks = [
+            tuple(numbers[each] for each in placements[role].stage_ranks(d, stage)) for (role, d), stage in self._stages
+        ]
+        self._orders: dict[tuple[Count, ...], _Order] = {}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the model: one for each class."""
+        return self.site.ranks
+
+    def walk(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> Walk:
+        """The component's part of a round of the whole site; `begun` has all of `ranks`."""
+        shape = replace(self._component.part(round_), index=1)
+        order, table = self._order(shape), list(self._durations(shape, counts))
+        seconds = np.concatenate([own for own, _ in table])[order.places]
+        live = seconds > VOID
+        columns = [each[live].tolist() for each in (order.stages, order.takes, order.gives, seconds)]
+        free, ready = [begun[rank] for rank in self.ranks], [-np.inf] * order.threads
+        _pass(columns, self._ranks, free, ready, self.costs.message_s)
+        self._receive(shape, free, ready)
+        scored, worked = [0.0] * len(free), set[int]()
+        for ranks, (own, scores) in zip(self._ranks, table, strict=True):
+            worked |= set(ranks) if len(own) else set()
+            for rank in ranks if scores else ():
+                scored[rank] += float(own.sum())
+        named = {number: rank for number, rank in enumerate(self.ranks) if number in worked}
+        return Walk({rank: free[n] for n, rank in named.items()}, {rank: scored[n] for n, rank in named.items()})
+
+    def _receive(self, shape: Round, free: list[float], ready: Sequence[float]) -> None:
+        """The last step's tokens, which a rank takes when it has done all else."""
+        first = NOBODY + 1
+        for team in self._teams:
+            count = count_of(team, shape)
+            arrived = max(ready[first + count.prefills : first + count.prefills + count.batches], default=-np.inf)
+            first += count.prefills + count.batches
+            for (own, stage), ranks in zip(self._stages, self._ranks, strict=True):
+                if own == team and stage < self.site.placements[team[0]].pp - 1:
+                    for rank in ranks:
+                        free[rank] = max(free[rank], arrived)
+
+    def _order(self, shape: Round) -> _Order:
+        key = tuple(count_of(team, shape) for team in self._teams)
+        if key not in self._orders:
+            if len(self._orders) >= KEPT_ORDERS:
+                self._orders.clear()
+            self._orders[key] = self._planned(shape)
+        return self._orders[key]
+
+    def _planned(self, shape: Round) -> _Order:
+        timetable = GENERATORS[self.generator](shape, self.site, self.costs).actions
+        assert isinstance(timetable, Timetable), f"{self.generator} gives no times"
+        starts, placed, takes, gives, first = [], [], [], [], NOBODY + 1
+        for team in self._teams:
+            count, pp = count_of(team, shape), self.site.placements[team[0]].pp
+            threads = first + np.concatenate(
+                [np.arange(count.prefills), count.prefills + np.tile(np.arange(count.batches), count.steps)]
+            ).astype(np.int64)
+            prefills = np.arange(len(threads)) < count.prefills
+            for stage in range(pp):
+                times = timetable.times.get(team)
+                starts.append(times.starts[stage] if times is not None else np.zeros(0, dtype=np.int64))
+                placed.append(times.placed[stage] if times is not None else np.zeros(0, dtype=np.int64))
+                alone = np.full(len(threads), pp == 1)
+                takes.append(np.where(alone | (prefills & (stage == 0)), NOTHING, threads))
+                gives.append(np.where(alone | (prefills & (stage == pp - 1)), NOBODY, threads))
+            first += count.prefills + count.batches
+        stages = np.repeat(np.arange(len(starts)), list(map(len, starts)))
+        order = np.lexsort((np.concatenate(placed), np.concatenate(starts)))
+        columns = (each[order].astype(np.int32) for each in (stages, np.concatenate(takes), np.concatenate(gives)))
+        return _Order(order, *columns, first)
+
+    def _durations(self, shape: Round, counts: Counts) -> Iterator[tuple[Floats, bool]]:
+        """Of each stage's units, [units], in the order of the teams; and whether they score."""
+        for role, d in self._teams:
+            pp, count = self.site.placements[role].pp, count_of((role, d), shape)
+            batches = shape.prefill[role][d] if count.prefills else ()
+            running = np.zeros((count.steps, 0), dtype=np.int64)
+            if count.steps:
+                running = np.stack([counts.running(batch, count.steps) for batch in shape.decode[d]], axis=1)
+            for stage in range(pp):
+                prefilled = self._prefill_s(role, stage, batches)
+                yield np.concatenate([prefilled, self._decode_s(stage, pp, running).ravel()]), role != "actor"
+
+    def _prefill_s(self, role: str, stage: int, batches: Sequence[Batch]) -> Floats:
+        tokens, rows = Growths.sums(batches)
+        line, score = self.costs.prefill_at(role, stage), self.costs.score
+        seconds: Floats = line.fixed_s + tokens * line.per_token_s
+        if role != "actor" and stage == self.site.placements[role].pp - 1:
+            seconds = seconds + score.fixed_s + rows * score.per_token_s
+        return seconds
+
+    def _decode_s(self, stage: int, pp: int, running: Ints) -> Floats:
+        """Of each micro-step, [steps, micro-batches]."""
+        line, sample, last = self.costs.decode_at(stage), self.costs.sample, stage == pp - 1
+        seconds = line.fixed_s + running * line.per_token_s
+        if last:
+            seconds = seconds + sample.fixed_s + running * sample.per_token_s
+        void = np.full_like(seconds, VOID)
+        if not last:
+            void[1:][running[:-1] > 0] = AWAITED
+        found: Floats = np.where(running > 0, seconds, void)
+        return found
+
+
+def _pass(
+    columns: Sequence[list[float]], ranks: Sequence[tuple[int, ...]], free: list[float], ready: list[float], message_s: float
+) -> None:
+    """Every unit in turn: `free` are the ranks' clocks, `ready` the threads'."""
+    single = [own[0] for own in ranks]
+    shared = any(len(own) > 1 for own in ranks)
+    for stage, takes, gives, seconds in zip(*columns, strict=True):
+        rank = single[stage]
+        start = free[rank]
+        if shared:
+            for other in ranks[stage]:
+                start = max(start, free[other])
+        if ready[takes] > start:
+            start = ready[takes]
+        if seconds >= 0:
+            start += seconds
+            ready[gives] = start + message_s
+        free[rank] = start
+        if shared:
+            for other in ranks[stage]:
+                free[other] = start
+
+
+def components_of(site: Site, generator: str, costs: Costs) -> Iterator[Component]:
+    """All of a site, each once."""
+    seen: set[int] = set()
+    for rank in site.ranks:
+        if rank not in seen:
+            found = Component(site, rank, generator, costs)
+            for role, replicas in found.replicas.items():
+                seen |= {each for d in replicas for each in site.placements[role].replica_ranks(d)}
+            yield found
