@@ -4,51 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.bench.planning import MODEL_70B
 from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.modes import switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.schedule.packing import packed_in_order
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.sim.runs.laps import micro_batches, portions
 from oppo_megatron.sim.runs.lines import metrics_lines
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import Fidelity, VirtualRun, VirtualStep
+from tests.support.virtual_layouts import Layout, drawn, plain
 
-Layout = tuple[int, int, int]
 PROMPT = 32
 UPDATES = {"actor": Linear(0.2, 1e-5), "critic": Linear(0.1, 2e-5)}
 COSTS = StepCosts(Costs(), UPDATES, {"actor": 0.05}, round_s=1e-3, step_s=0.01)
-
-
-def tree(actor: Layout = (1, 1, 1), scorer: Layout | None = None, **changes: Any) -> dict[str, Any]:
-    mode = "single" if actor == (1, 1, 1) and scorer is None else "colocated" if scorer is None else "disaggregated"
-    names, role = ("tp", "pp", "dp"), {"init": MODEL_70B}
-    pools = {"actor": dict(zip(names, actor, strict=True))}
-    if scorer is not None:
-        pools["scorer"] = dict(zip(names, scorer, strict=True))
-    config: dict[str, Any] = {
-        "run_dir": "none", "steps": 6, "placement": {"mode": mode, **pools}, "tokenizer": {"path": "none"},
-        "data": {"path": "none", "max_prompt_tokens": 64}, "actor": role, "critic": role, "reward": role,
-        "rewards": [{"kind": "model"}], "rollout": {"batch_size": 16, "max_response_tokens": 96},
-        "overlap": {
-            "chunk": {"tokens": 16, "adaptive": False},
-            "delta": {"rule": "fixed", "initial": 4, "max": 4},
-        },
-        "runtime": {"micro_batch_tokens": 2048}, "debug": {"forced_lengths": [30.0, 0.8]},
-    }  # fmt: skip
-    for key, value in changes.items():
-        config[key] = config.get(key, {}) | value if isinstance(value, dict) else value
-    return config
 
 
 def play(
@@ -58,10 +37,6 @@ def play(
     assert forced is not None
     limits = ForcedLimits.of(forced, config.rollout.max_response_tokens, config.seed)
     return list(VirtualRun(config, costs, limits, fidelity, prompt_tokens=PROMPT, **options).steps(count))
-
-
-def plain(**changes: Any) -> TrainConfig:
-    return TrainConfig.model_validate(tree(**changes))
 
 
 @pytest.mark.parametrize("fidelity", ["laps", "actions"])
@@ -206,30 +181,58 @@ def test_streaming_never_costs_where_rounds_cost_nothing(
     assert intra <= sequential * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("fidelity", ["laps", "actions"])
+def test_void_micro_steps_cost_nothing(fidelity: Fidelity) -> None:
+    """The batch is complete after 10 of 64 decode steps: of the others no stage computes, and no message is sent."""
+    none, second = Linear(0.0, 0.0), Linear(1.0, 0.0)
+    costs = StepCosts(Costs(second, none, {}, none, none, message_s=0.25))
+    overlap = {"chunk": {"tokens": 64, "adaptive": False}, "delta": {"rule": "fixed", "initial": 4, "max": 4}, "weave": [1, "auto"]}
+    config = plain(actor=(1, 2, 1), scorer=(1, 1, 1), overlap=overlap, rollout={"batch_size": 4, "max_response_tokens": 96})
+    run = VirtualRun(config, costs, lambda seq_id: 10 if seq_id < 4 else 90, fidelity, prompt_tokens=PROMPT)
+    step = next(run.steps(1))
+    assert step.clock == 10 and step.parts.decode_s == pytest.approx(10 * 2 * 1.0 + (10 + 9) * 0.25)
+
+
 NEAR = [
     ((1, 1, 1), None), ((2, 1, 2), None), ((1, 4, 1), None), ((1, 2, 2), (1, 1, 2)), ((1, 1, 4), (2, 1, 2)),
     ((2, 2, 2), (1, 2, 4)),
 ]  # fmt: skip
 
 
-def furthest(config: TrainConfig) -> float:
+def furthest(config: TrainConfig, costs: StepCosts = COSTS, count: int = 3) -> float:
     """By what share of a step laps differ from actions, at most."""
-    pairs = list(zip(play(config, 3), play(config, 3, fidelity="actions"), strict=True))
+    pairs = list(
+        zip(*(play(config, count, costs, each, endless=True) for each in get_args(Fidelity)), strict=True)
+    )
     assert all((laps.seq_ids == actions.seq_ids).all() and laps.clock == actions.clock for laps, actions in pairs)
     return max(abs(laps.step_s / actions.step_s - 1) for laps, actions in pairs)
 
 
 @pytest.mark.parametrize("mode", ["sequential", "full"])
 @pytest.mark.parametrize(("actor", "scorer"), NEAR)
-def test_laps_are_within_two_percent_of_actions(actor: Layout, scorer: Layout | None, mode: str) -> None:
-    config = switched(plain(actor=actor, scorer=scorer, overlap={"schedule": "intra"}), mode)
+@pytest.mark.parametrize("schedule", ["intra", "woven"])
+def test_laps_are_within_two_percent_of_actions(
+    actor: Layout, scorer: Layout | None, schedule: str, mode: str
+) -> None:
+    config = switched(plain(actor=actor, scorer=scorer, overlap={"schedule": schedule}), mode)
     assert furthest(config) < 0.02
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_laps_are_within_two_percent_of_actions_on_layouts_drawn_at_random(seed: int) -> None:
+    assert furthest(*drawn(seed), count=2) < 0.02
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(8))
+def test_laps_are_within_two_percent_of_actions_on_many_layouts(part: int) -> None:
+    found = {seed: furthest(*drawn(seed)) for seed in range(100 + 75 * part, 175 + 75 * part)}
+    assert {seed: share for seed, share in found.items() if share >= 0.02} == {}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["sequential", "intra", "woven"])
-def test_laps_are_near_actions_on_every_layout_of_up_to_16_ranks(schedule: str) -> None:
-    """Within 2 %; woven rounds on shared ranks, whose gaps are told by a formula, within 8 %."""
+def test_laps_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_ranks(schedule: str) -> None:
     layouts = [each for each in product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8)) if np.prod(each) <= 16]
     for actor in layouts:
         beside = [each for each in ((1, 1, 1), (1, 2, 2), actor) if np.prod(actor) + np.prod(each) <= 16]
@@ -238,8 +241,22 @@ def test_laps_are_near_actions_on_every_layout_of_up_to_16_ranks(schedule: str) 
             config = switched(
                 plain(actor=actor, scorer=scorer, overlap=overlap), "sequential" if schedule == "sequential" else "full"
             )
-            shared_gaps = schedule == "woven" and scorer is None and actor[1] > 1
-            assert furthest(config) < (0.08 if shared_gaps else 0.02), (actor, scorer)
+            assert furthest(config) < 0.02, (actor, scorer)
+
+
+MANY = [((1, 4, 6), None), ((2, 2, 10), None), ((1, 2, 12), (1, 4, 2)), ((1, 1, 20), (1, 2, 4)), ((2, 1, 24), None)]
+
+
+@pytest.mark.parametrize("mode", ["sequential", "full"])
+@pytest.mark.parametrize(("actor", "scorer"), MANY)
+def test_formulas_of_many_ranks_are_within_two_percent_of_actions(
+    actor: Layout, scorer: Layout | None, mode: str
+) -> None:
+    """Of more kinds of ranks than are walked through, all but the output rank's component follow from formulas."""
+    batch = {"batch_size": 48, "max_response_tokens": 96}
+    config = switched(plain(actor=actor, scorer=scorer, rollout=batch, runtime={"micro_batch_tokens": 256}), mode)
+    assert VirtualRun(config, COSTS, lambda _: 1).planner.rank is not None
+    assert furthest(config, count=2) < 0.02
 
 
 @given(st.lists(st.integers(0, 4), max_size=40), st.integers(1, 5))
@@ -252,9 +269,21 @@ def test_portions_are_those_of_a_plan(homes: Sequence[int], parts: int) -> None:
         assert [found[place] for place in mine] == [m for m, own in enumerate(even_portions(mine, parts)) for _ in own]
 
 
-def test_micro_batches_of_equal_sequences() -> None:
-    tokens, sequences = np.array([0, 100, 1000, 900]), np.array([0, 1, 10, 3])
-    assert micro_batches(tokens, sequences, 256).tolist() == [0, 1, 5, 4]  # two of 100 fit, one of 300 has its own
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 300)), max_size=120), st.sampled_from([1, 4, 41]), st.integers(1, 512)
+)
+def test_micro_batches_are_those_of_a_plan(sequences: Sequence[tuple[int, int]], replicas: int, budget: int) -> None:
+    """Few replicas with many sequences are packed one after the other, many with few all at once."""
+    homes, tokens = np.array(sequences, dtype=np.int64).reshape(-1, 2).T
+    homes %= replicas
+    found = micro_batches(np.stack([homes, tokens, tokens // 2]), replicas, budget)
+    for replica in range(replicas):
+        mine = tokens[homes == replica]
+        members, ends = packed_in_order(mine, budget)
+        bins = [mine[members[start:end]] for start, end in pairwise(ends)]
+        width = found.shape[2]
+        for own, sums in zip(found[:, replica], ([b.sum() for b in bins], [(b // 2).sum() for b in bins]), strict=True):
+            assert own.tolist() == [*sums, *[0] * (width - len(sums))]
 
 
 def test_refused_before_anything_is_played() -> None:

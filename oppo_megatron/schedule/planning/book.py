@@ -68,7 +68,8 @@ class Book:
     """What the books of all roles have: `slots` of each replica's cache, and who has one; `most`: of a group (None: all).
 
     `prefilled` [3, replicas] counts what prefills were planned to compute: tokens, sequences (once a round) and outputs;
-    `forked_tokens` what forks have saved, on all replicas.
+    `forked_tokens` what forks have saved, on all replicas.  `grown` [3, n]: of each sequence of the plan made last its replica,
+    the tokens that are computed of it, and its outputs.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Book:
     ):
         self.slots, self.groups, self.forked_tokens = slots, groups, 0
         self.prefilled = np.zeros((3, replicas), dtype=np.int64)
+        self.grown = np.zeros((3, 0), dtype=np.int64)
         self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most)
         self._ledger = self._replicas.ledger
         self._num_open = np.zeros(replicas, dtype=np.int64)
@@ -143,6 +145,7 @@ class Book:
 
     def _tally(self, homes: Ints, tokens: Ints, outputs: Ints) -> None:
         """Each sequence that is prefilled, at its replica."""
+        self.grown = np.stack([homes, tokens, outputs])
         weights = (tokens, tokens > 0, outputs)
         self.prefilled += np.stack([np.bincount(homes, each, len(self)) for each in weights]).astype(np.int64)
 

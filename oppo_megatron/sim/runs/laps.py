@@ -22,30 +22,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oppo_megatron.columns import Ints
+from oppo_megatron.columns import Bools, Ints
 from oppo_megatron.records import Rollout
+from oppo_megatron.schedule.packing import packed_in_order
 from oppo_megatron.schedule.planning.book import Book
 from oppo_megatron.schedule.planning.ledger import ordinal
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs, at_stage
+from oppo_megatron.schedule.weaving.cut import Cut
 from oppo_megatron.sim.runs.loop import Recorded
 from oppo_megatron.sim.runs.played import Floats, Piece, Played
-from oppo_megatron.sim.runs.units import NONE, Units
+from oppo_megatron.sim.runs.units import Units
 from oppo_megatron.sim.runs.walks import NONE_GROWS, Component, Counts, components_of
 
+MANY = 8
+"""Sequences of a replica for which packing one replica after the other takes less time than all at once."""
+
 FEW = 16
-"""Ranks of a site whose components are all walked through."""
+"""Kinds of units of a site whose components are all walked through; a site of so many ranks has no more."""
 
 
-def planned_rank(site: Site) -> int | None:
+def planned_rank(site: Site, units: Units) -> int | None:
     """Whose component a planner has to know the micro-batches of; None: of all."""
-    return None if len(site.ranks) <= FEW else site.source
+    return None if units.num_kinds <= FEW else site.source
 
 
 @dataclass(frozen=True)
 class LapRound:
-    """A round's work: `prefill` by role is [3, R]: tokens, sequences, outputs.
+    """A round's work: `prefill` by role is [2, R, B]: tokens and outputs of each replica's micro-batches.
 
     `round` has the micro-batches of the components that are walked through; decode micro-batches are `parts` of a replica, and
     those of scorers have `budget` tokens at most.
@@ -84,27 +89,28 @@ class Laps:
         self, index: int, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None
     ) -> LapRound:
         """The books advance; what they add is the round's work."""
-        before = {role: book.prefilled.copy() for role, book in self.books.items()}
         booked = self.planner.book(active, score, chunk, list, readable)
-        added = {role: book.prefilled - before[role] for role, book in self.books.items()}
-        return LapRound(
-            booked.steps, booked.cut.micro_batches, booked.cut.prefill_tokens, added, booked.round(index)
-        )
+        added = {} if self._all else {role: self._added(role, booked.cut) for role in booked.works}
+        return LapRound(booked.steps, booked.cut.micro_batches, booked.cut.prefill_tokens, added, booked.round(index))
+
+    def _added(self, role: str, cut: Cut) -> Ints:
+        """What the books have added to a role's replicas, by micro-batch."""
+        budget = self.planner.micro_batch_tokens if role == "actor" else cut.prefill_tokens
+        return micro_batches(self.books[role].grown, len(self.books[role]), budget)
 
     def play(self, done: Recorded[LapRound], begun: Floats) -> Played:
         units, starts = self.units, begun + self.round_s
         clocks, scored = np.full(units.num_kinds, -np.inf), np.zeros(units.num_kinds)
         np.maximum.at(clocks, units.kinds, starts)  # units of a kind meet in whatever they do
-        ends = clocks.copy()
+        ends, walked = clocks.copy(), self._walk(done, clocks)
         if not self._all:
             drains = self._score(done.planned, ends, scored)
             if done.chunk is not None:
-                self._decode(done, clocks, ends, scored, drains)
-        else:
-            self._walk(done, clocks, ends, scored)
-        own = np.where(ends > clocks, ends, -np.inf)[units.kinds]
-        own = np.maximum(own, starts)
-        return self._spread(done, starts, own, scored[units.kinds])
+                self._decode(done, clocks, ends, (scored, drains), walked)
+        for kind, (end, own) in walked.items():
+            ends[kind], scored[kind] = end, own
+        own_ends = np.maximum(starts, np.where(ends > clocks, ends, -np.inf)[units.kinds])
+        return self._spread(done, starts, own_ends, scored[units.kinds])
 
     def _spread(self, done: Recorded[LapRound], starts: Floats, ends: Floats, scored: Floats) -> Played:
         """The chunk reaches everybody: the actor's replicas gather, and others are sent it when the sender has done its part."""
@@ -134,91 +140,90 @@ class Laps:
             if not decodes and whole > end:
                 yield Piece(int(rank), "scorer", "wait_tokens", float(end), float(whole))
 
-    def _walk(self, done: Recorded[LapRound], clocks: Floats, ends: Floats, scored: Floats) -> None:
-        """Walk through the components: `ends` and `scored` [K] of their kinds are set, which begin at `clocks` [K]."""
-        counts = NONE_GROWS
+    def _walk(self, done: Recorded[LapRound], clocks: Floats) -> dict[int, tuple[float, float]]:
+        """Walk through the components, whose kinds begin at `clocks` [K]; of those with work, the end and what they scored."""
+        counts, found, kind_of = NONE_GROWS, dict[int, tuple[float, float]](), self.units.kind_of
         if done.grown is not None:
             counts = Counts.of(done.grown.columns.seq_ids, self._counts(done))
-        kind_of = self.units.kind_of
         for component in self._walked:
             begun = {rank: float(clocks[kind_of[rank]]) for rank in component.ranks}
             walk = component.walk(done.planned.round, counts, begun)
-            for rank, end in walk.ends.items():
-                ends[kind_of[rank]], scored[kind_of[rank]] = end, walk.scored[rank]
+            found |= {kind_of[rank]: (end, walk.scored[rank]) for rank, end in walk.ends.items()}
+        return found
 
     def _score(self, planned: LapRound, ends: Floats, scored: Floats) -> Floats:
         """Each role in turn on all ranks: `ends` and `scored` [K] move on.  Returns what drains behind each kind's last, [K]."""
         drains = np.zeros_like(ends)
         for role, seats in self._seats.items():
-            if role == "actor" or not planned.prefill[role].any():
+            if role == "actor" or role not in planned.prefill:
                 continue
-            count, seconds, largest = self._prefilled(role, planned.prefill[role], planned.budget)
-            works, message_s = count > 0, self.costs.message_s
-            drain = largest.sum(axis=0) - largest.max(axis=0) + (len(largest) - 1) * message_s
-            arrives = last = np.full(len(count), -np.inf)
-            for (kinds, replicas), each in zip(seats, seconds, strict=True):
-                start = arrives.copy()
-                np.maximum.at(start, replicas, ends[kinds])
-                end = np.maximum(start + count * each, last + message_s + each)
-                arrives, last = start + each + message_s, end
-                here = works[replicas]
-                ends[kinds[here]] = end[replicas[here]]
-                scored[kinds[here]] += (count * each)[replicas[here]]
-                drains[kinds[here]] = np.maximum(drains[kinds[here]], drain[replicas[here]])
+            seconds = self._prefilled(role, planned.prefill[role])
+            works: Bools = seconds.max(axis=(0, 2)) > 0
+            ready = np.full(seconds.shape[1:], -np.inf)
+            for (kinds, replicas), own in zip(seats, seconds, strict=True):
+                clocks = np.full(len(works), -np.inf)
+                np.maximum.at(clocks, replicas, ends[kinds])
+                for nth in range(own.shape[1]):
+                    there = own[:, nth] > 0
+                    clocks = np.where(there, np.maximum(clocks, ready[:, nth]) + own[:, nth], clocks)
+                    ready[:, nth] = clocks + self.costs.message_s
+                kinds, replicas = kinds[works[replicas]], replicas[works[replicas]]
+                ends[kinds] = clocks[replicas]
+                scored[kinds] += own.sum(axis=1)[replicas]
+                drains[kinds] = np.maximum(drains[kinds], self._drain(seconds)[replicas])
         return drains
 
-    def _decode(self, done: Recorded[LapRound], clocks: Floats, ends: Floats, scored: Floats, drains: Floats) -> None:
-        """Decoding beside what was scored, in place of that on the actor's ranks."""
-        seats = self._seats["actor"]
-        (busy, drain, starts), size = np.zeros((3, len(self.planner.actor))), len(self.planner.actor)
-        starts = np.full(size, -np.inf)
+    def _decode(
+        self,
+        done: Recorded[LapRound],
+        clocks: Floats,
+        ends: Floats,
+        scoring: tuple[Floats, Floats],
+        walked: Mapping[int, tuple[float, float]],
+    ) -> None:
+        """Decoding beside `scoring` (its seconds and its drains, [K]): `ends` [K] of the actor's kinds are set."""
+        seats, size = self._seats["actor"], len(self.planner.actor)
+        busy, drain, begun, known = np.zeros(size), np.zeros(size), np.full(size, -np.inf), np.zeros(size)
         for kinds, replicas in seats:
-            for mine, theirs in ((busy, scored), (drain, drains), (starts, clocks)):
+            for mine, theirs in ((busy, scoring[0]), (drain, scoring[1]), (begun, clocks)):
                 np.maximum.at(mine, replicas, theirs[kinds])
-        self._walk(done, clocks, ends, scored)
-        walked = list(self._walked[0].replicas["actor"])
-        (kinds, replicas) = seats[-1]
-        known = np.array([ends[kinds[replicas == each]].max() for each in walked]) - starts[walked]
+            for kind, replica in zip(kinds.tolist(), replicas.tolist(), strict=True):
+                known[replica] = max(known[replica], walked[kind][0]) if kind in walked else known[replica]
         own, beside = self._decoded(done, busy, drain)
         place = int(known.argmax())
-        seen, alone = known[place], own[walked[place]]
+        seen = known[place] - begun[place]
         if beside is None:
-            seconds = own * (seen / alone if alone > 0 else 1.0)
+            seconds = own * (seen / own[place] if own[place] > 0 else 1.0)
         else:
-            most = beside[walked[place]]
-            share = min(1.0, max(0.0, (seen - alone) / most)) if most > 0 else 1.0
+            share = min(1.0, max(0.0, (seen - own[place]) / beside[place])) if beside[place] > 0 else 1.0
             seconds = np.maximum(own + share * beside, beside)
-        seconds[walked] = known
         for kinds, replicas in seats:
-            ends[kinds] = (starts + seconds)[replicas]
+            ends[kinds] = (begun + seconds)[replicas]
 
-    def _prefilled(self, role: str, work: Ints, budget: int) -> tuple[Ints, Floats, Floats]:
-        """Of a role's prefill by replica: micro-batches [R], seconds of one by stage, [P, R], and of the largest."""
-        tokens, sequences, outputs = work
-        count = micro_batches(tokens, sequences, budget)
-        each, share = tokens / np.maximum(count, 1), np.minimum(1.0, budget / np.maximum(1, tokens))
-        seconds = self._stages(role, each, outputs / np.maximum(count, 1))
-        return count, seconds, self._stages(role, share * tokens, share * outputs)  # the first bins are filled first
-
-    def _stages(self, role: str, tokens: Floats, outputs: Floats) -> Floats:
-        """Seconds of a prefill micro-batch, [P, R]."""
-        lines = [self.costs.prefill_at(role, stage) for stage in range(self.planner.site.placements[role].pp)]
+    def _prefilled(self, role: str, work: Ints) -> Floats:
+        """Seconds of each micro-batch of a role by stage, [P, R, B]; 0 where there is none."""
+        (tokens, outputs), costs = work, self.costs
+        lines = [costs.prefill_at(role, stage) for stage in range(self.planner.site.placements[role].pp)]
         seconds = np.stack([line.fixed_s + tokens * line.per_token_s for line in lines])
         if role != "actor":
-            seconds[-1] += self.costs.score.fixed_s + outputs * self.costs.score.per_token_s
-        return seconds
+            seconds[-1] += costs.score.fixed_s + outputs * costs.score.per_token_s
+        return np.where(tokens > 0, seconds, 0.0)
+
+    def _drain(self, seconds: Floats) -> Floats:
+        """Of a prefill [P, R, B], what the other stages take for the largest micro-batch, which comes first, [R]."""
+        largest = seconds[:, :, 0]
+        drain = largest.sum(axis=0) - largest.max(axis=0) + (len(largest) - 1) * self.costs.message_s
+        return np.where(largest.any(axis=0), drain, 0.0)
 
     def _decoded(self, done: Recorded[LapRound], busy: Floats, drain: Floats) -> tuple[Floats, Floats | None]:
         """Seconds of the replicas that decode, [R], with their scoring (`busy`, `drain`); or without, and what that takes."""
         placement, growing, parts = self.planner.site.placements["actor"], self._growing(done), done.planned.parts
-        count, prefills, largest = self._prefilled("actor", done.planned.prefill["actor"], self.planner.micro_batch_tokens)
-        prefill = count * prefills.max(axis=0)
+        prefills = self._prefilled("actor", done.planned.prefill["actor"])
+        prefill, own_drain = prefills.max(axis=0).sum(axis=1), self._drain(prefills)
         lane = growing.homes * parts + portions(growing.homes, placement.dp, parts)
         if placement.pp == 1:
             laps = self._single(lane, growing.counts, placement.dp * parts).reshape(-1, parts).sum(axis=1)
             return busy + drain + prefill + laps, None
-        last = largest.sum(axis=0) - largest.max(axis=0) + (len(largest) - 1) * self.costs.message_s
-        own_drain = np.where(count > 0, last, 0.0)
         laps, fill = self._pipelined(lane, growing.counts, (placement.dp, parts), placement.pp)
         if self.planner.generator == "woven":
             return prefill + own_drain + laps - np.minimum(own_drain, fill), busy + drain
@@ -278,11 +283,34 @@ def _seats(site: Site, role: str, units: Units) -> list[tuple[Ints, Ints]]:
     return seats
 
 
-def micro_batches(tokens: Ints, sequences: Ints, budget: int) -> Ints:
-    """How many micro-batches of at most `budget` tokens hold so many sequences of equal length, [R]."""
-    length = np.maximum(1, -(-tokens // np.maximum(1, sequences)))
-    found: Ints = np.maximum(-(-tokens // budget), -(-sequences // np.maximum(1, budget // length)))
-    return np.where(tokens > 0, found, 0)
+def micro_batches(grown: Ints, replicas: int, budget: int) -> Ints:
+    """Tokens and outputs of each replica's micro-batches of at most `budget` tokens, [2, R, B]; those that it has come first.
+
+    `grown` [3, n] is of sequences: replica, tokens, outputs.  They are packed as by `packed_in_order`; of many replicas all at
+    once, the n-th longest sequence of each in turn.
+    """
+    homes, tokens, _ = grown
+    total, number = np.bincount(homes, tokens, replicas), np.bincount(homes, minlength=replicas)
+    crowded = np.flatnonzero(total > budget)
+    most = int(number[crowded].max(initial=0))
+    bins = np.zeros(len(homes), dtype=np.int64)
+    if len(crowded) * MANY < most:
+        for replica in crowded.tolist():
+            mine = np.flatnonzero(homes == replica)
+            order, ends = packed_in_order(tokens[mine], budget)
+            bins[mine[order]] = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+    else:
+        order, first = np.lexsort((-tokens, homes)), np.cumsum(number) - number
+        rooms = np.full((len(crowded), int(2 * total[crowded].max(initial=0) // budget) + 2), budget)
+        for nth in range(most):
+            has = np.flatnonzero(number[crowded] > nth)
+            items = order[first[crowded[has]] + nth]
+            length = np.minimum(tokens[items], budget)  # a longer one fills its own
+            bins[items] = (rooms[has] >= length[:, None]).argmax(axis=1)
+            rooms[has, bins[items]] -= length
+    width = int(bins.max(initial=0)) + 1
+    sums = [np.bincount(homes * width + bins, each, replicas * width) for each in grown[1:]]
+    return np.stack(sums).astype(np.int64).reshape(2, replicas, width)
 
 
 def portions(homes: Ints, replicas: int, parts: int) -> Ints:

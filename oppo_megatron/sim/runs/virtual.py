@@ -135,11 +135,11 @@ class VirtualRun(PureLoop[Any]):
             prompt_tokens = max(1, config.data.max_prompt_tokens // 2)
         generator = round_generator(config.overlap, self.site)
         laps = fidelity == "laps"
-        rank = planned_rank(self.site) if laps else None
+        self.units = Units.of(self.site, single=not laps)
+        rank = planned_rank(self.site, self.units) if laps else None
         planner = new_planner(config, self.site, generator, lengths, costs=costs.actions, rank=rank)
         count = None if endless or config.steps is None else config.steps * batch_rows(config)
         super().__init__(config, made_up_prompts(prompt_tokens, count), lengths, planner)
-        self.units = Units.of(self.site, single=not laps)
         self.rounds: Rounds = (Laps if laps else Ordered)(planner, self.units, costs.actions, costs.round_s)
         self.now: Floats = np.zeros(len(self.units))
         self.plan, self._last_update_s = plan_step(config), 0.0  # of the critic

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site
@@ -22,7 +23,9 @@ from oppo_megatron.schedule.weaving.generators import GENERATORS
 from oppo_megatron.schedule.weaving.timetable import Count, Team, Timetable, count_of
 from oppo_megatron.sim.runs.played import Floats
 
-KEPT_ORDERS = 64
+KEPT_UNITS = 1 << 19
+"""Of the orders that a component keeps."""
+
 NOTHING, NOBODY = 0, 1
 """Threads: what needs nothing waits for the first, what nobody waits for is left to the second."""
 VOID, AWAITED = -2.0, -1.0
@@ -61,13 +64,10 @@ class Walk:
 
 @dataclass(frozen=True)
 class _Order:
-    """The units of all stages in the planned order, [n]: their places in the table of durations, their stage's ranks (a number
-    of `_Stages.ranks`), the threads that they take up and those that they give on; and the number of threads."""
+    """The units of all stages in the planned order, `table` [4, n]: their places among the durations, their stage (a number of
+    `Component._stages`), the threads that they take up and those that they give on; and the number of threads."""
 
-    places: Ints
-    stages: Ints
-    takes: Ints
-    gives: Ints
+    table: npt.NDArray[np.int32]
     threads: int
 
 
@@ -96,11 +96,11 @@ class Component:
         """The component's part of a round of the whole site; `begun` has all of `ranks`."""
         shape = replace(self._component.part(round_), index=1)
         order, table = self._order(shape), list(self._durations(shape, counts))
-        seconds = np.concatenate([own for own, _ in table])[order.places]
+        seconds = np.concatenate([own for own, _ in table])[order.table[0]]
         live = seconds > VOID
-        columns = [each[live].tolist() for each in (order.stages, order.takes, order.gives, seconds)]
+        units = (*order.table[1:, live].tolist(), seconds[live].tolist())
         free, ready = [begun[rank] for rank in self.ranks], [-np.inf] * order.threads
-        _pass(columns, self._ranks, free, ready, self.costs.message_s)
+        _pass(units, self._ranks, free, ready, self.costs.message_s)
         self._receive(shape, free, ready)
         scored, worked = [0.0] * len(free), set[int]()
         for ranks, (own, scores) in zip(self._ranks, table, strict=True):
@@ -125,7 +125,7 @@ class Component:
     def _order(self, shape: Round) -> _Order:
         key = tuple(count_of(team, shape) for team in self._teams)
         if key not in self._orders:
-            if len(self._orders) >= KEPT_ORDERS:
+            if sum(each.table.shape[1] for each in self._orders.values()) > KEPT_UNITS:
                 self._orders.clear()
             self._orders[key] = self._planned(shape)
         return self._orders[key]
@@ -150,8 +150,8 @@ class Component:
             first += count.prefills + count.batches
         stages = np.repeat(np.arange(len(starts)), list(map(len, starts)))
         order = np.lexsort((np.concatenate(placed), np.concatenate(starts)))
-        columns = (each[order].astype(np.int32) for each in (stages, np.concatenate(takes), np.concatenate(gives)))
-        return _Order(order, *columns, first)
+        table = np.stack([order, stages[order], np.concatenate(takes)[order], np.concatenate(gives)[order]])
+        return _Order(table.astype(np.int32), first)
 
     def _durations(self, shape: Round, counts: Counts) -> Iterator[tuple[Floats, bool]]:
         """Of each stage's units, [units], in the order of the teams; and whether they score."""
@@ -168,7 +168,7 @@ class Component:
     def _prefill_s(self, role: str, stage: int, batches: Sequence[Batch]) -> Floats:
         tokens, rows = Growths.sums(batches)
         line, score = self.costs.prefill_at(role, stage), self.costs.score
-        seconds: Floats = line.fixed_s + tokens * line.per_token_s
+        seconds: Floats = line.fixed_s + tokens.astype(np.float64) * line.per_token_s
         if role != "actor" and stage == self.site.placements[role].pp - 1:
             seconds = seconds + score.fixed_s + rows * score.per_token_s
         return seconds
@@ -187,12 +187,13 @@ class Component:
 
 
 def _pass(
-    columns: Sequence[list[float]], ranks: Sequence[tuple[int, ...]], free: list[float], ready: list[float], message_s: float
+    units: tuple[list[Any], ...], ranks: Sequence[tuple[int, ...]], free: list[float], ready: list[float], message_s: float
 ) -> None:
-    """Every unit in turn: `free` are the ranks' clocks, `ready` the threads'."""
+    """Each of `units` in turn, in columns: stage, threads that it takes and gives, seconds.  The ranks' clocks, `free`, move on,
+    and the threads', `ready`."""
     single = [own[0] for own in ranks]
     shared = any(len(own) > 1 for own in ranks)
-    for stage, takes, gives, seconds in zip(*columns, strict=True):
+    for stage, takes, gives, seconds in zip(*units, strict=True):
         rank = single[stage]
         start = free[rank]
         if shared:
