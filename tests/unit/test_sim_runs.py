@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from statistics import fmean
 from typing import Any, get_args
 
@@ -17,13 +17,14 @@ from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.modes import switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.schedule.packing import packed_in_order
+from oppo_megatron.schedule.planning.book import packed
+from oppo_megatron.schedule.rounds import Fork, Growths
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.sim.runs.laps import micro_batches, portions
 from oppo_megatron.sim.runs.lines import metrics_lines
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import Fidelity, VirtualRun, VirtualStep
-from tests.support.virtual_layouts import Layout, drawn, plain
+from tests.support.virtual_layouts import Layout, drawn, plain, tree
 
 PROMPT = 32
 UPDATES = {"actor": Linear(0.2, 1e-5), "critic": Linear(0.1, 2e-5)}
@@ -186,7 +187,7 @@ def test_void_micro_steps_cost_nothing(fidelity: Fidelity) -> None:
     """The batch is complete after 10 of 64 decode steps: of the others no stage computes, and no message is sent."""
     none, second = Linear(0.0, 0.0), Linear(1.0, 0.0)
     costs = StepCosts(Costs(second, none, {}, none, none, message_s=0.25))
-    overlap = {"chunk": {"tokens": 64, "adaptive": False}, "delta": {"rule": "fixed", "initial": 4, "max": 4}, "weave": [1, "auto"]}
+    overlap = tree()["overlap"] | {"chunk": {"tokens": 64, "adaptive": False}, "weave": [1, "auto"]}
     config = plain(actor=(1, 2, 1), scorer=(1, 1, 1), overlap=overlap, rollout={"batch_size": 4, "max_response_tokens": 96})
     run = VirtualRun(config, costs, lambda seq_id: 10 if seq_id < 4 else 90, fidelity, prompt_tokens=PROMPT)
     step = next(run.steps(1))
@@ -270,20 +271,24 @@ def test_portions_are_those_of_a_plan(homes: Sequence[int], parts: int) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 300)), max_size=120), st.sampled_from([1, 4, 41]), st.integers(1, 512)
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 300), st.booleans()), max_size=120),
+    st.sampled_from([1, 4, 41]),
+    st.integers(1, 512),
 )
-def test_micro_batches_are_those_of_a_plan(sequences: Sequence[tuple[int, int]], replicas: int, budget: int) -> None:
+def test_micro_batches_are_those_of_a_plan(
+    sequences: Sequence[tuple[int, int, bool]], replicas: int, budget: int
+) -> None:
     """Few replicas with many sequences are packed one after the other, many with few all at once."""
-    homes, tokens = np.array(sequences, dtype=np.int64).reshape(-1, 2).T
+    homes, tokens, late = np.array(sequences, dtype=np.int64).reshape(-1, 3).T
     homes %= replicas
-    found = micro_batches(np.stack([homes, tokens, tokens // 2]), replicas, budget)
+    found = micro_batches(np.stack([homes, tokens, tokens // 2, late]), replicas, budget)
     for replica in range(replicas):
-        mine = tokens[homes == replica]
-        members, ends = packed_in_order(mine, budget)
-        bins = [mine[members[start:end]] for start, end in pairwise(ends)]
-        width = found.shape[2]
-        for own, sums in zip(found[:, replica], ([b.sum() for b in bins], [(b // 2).sum() for b in bins]), strict=True):
-            assert own.tolist() == [*sums, *[0] * (width - len(sums))]
+        here = np.flatnonzero(homes == replica)
+        growths = Growths(np.stack([here, 0 * here, tokens[here], tokens[here] // 2]))
+        forks = [Fork(source=-1, target=seq_id, tokens=1) for seq_id in here[late[here] == 1].tolist()]
+        planned = packed(growths, forks, budget)
+        own = [sums for sums in found[:, replica].T.tolist() if any(sums)]
+        assert own == [[sum(each.new for each in batch), sum(each.rows for each in batch)] for batch in planned]
 
 
 def test_refused_before_anything_is_played() -> None:

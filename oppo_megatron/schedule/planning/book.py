@@ -68,8 +68,8 @@ class Book:
     """What the books of all roles have: `slots` of each replica's cache, and who has one; `most`: of a group (None: all).
 
     `prefilled` [3, replicas] counts what prefills were planned to compute: tokens, sequences (once a round) and outputs;
-    `forked_tokens` what forks have saved, on all replicas.  `grown` [3, n]: of each sequence of the plan made last its replica,
-    the tokens that are computed of it, and its outputs.
+    `forked_tokens` what forks have saved, on all replicas.  `grown` [4, n]: of each sequence of the plan made last its replica,
+    the tokens that are computed of it, its outputs, and 1 where it continues a fork of what the plan computes.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Book:
     ):
         self.slots, self.groups, self.forked_tokens = slots, groups, 0
         self.prefilled = np.zeros((3, replicas), dtype=np.int64)
-        self.grown = np.zeros((3, 0), dtype=np.int64)
+        self.grown = np.zeros((4, 0), dtype=np.int64)
         self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most)
         self._ledger = self._replicas.ledger
         self._num_open = np.zeros(replicas, dtype=np.int64)
@@ -143,9 +143,9 @@ class Book:
     def _count(self, rows: Ints, each: int) -> None:
         self._num_open += each * np.bincount(self._ledger[REPLICA][rows], minlength=len(self))
 
-    def _tally(self, homes: Ints, tokens: Ints, outputs: Ints) -> None:
-        """Each sequence that is prefilled, at its replica."""
-        self.grown = np.stack([homes, tokens, outputs])
+    def _tally(self, homes: Ints, tokens: Ints, outputs: Ints, late: Bools) -> None:
+        """Each sequence that is prefilled, at its replica; `late` are those behind what they fork."""
+        self.grown = np.stack([homes, tokens, outputs, late])
         weights = (tokens, tokens > 0, outputs)
         self.prefilled += np.stack([np.bincount(homes, each, len(self)) for each in weights]).astype(np.int64)
 
@@ -193,6 +193,12 @@ class Book:
         found = seq_ids[first[inverse]][len(held) :]
         sources[fresh] = np.where(found == self._ledger.ids(rows[fresh]), ABSENT, found)
         return sources
+
+    def _late(self, depth: Ints, sources: Ints) -> Bools:
+        """Which have a source that is to be computed, before the round is booked."""
+        late: Bools = sources != ABSENT
+        late[late] = self._ledger[CACHED][self._ledger.rows(sources[late])] < depth[late]
+        return late
 
     def _forks(self, rows: Ints, depth: Ints, sources: Ints) -> list[Fork]:
         """The forks of those of `rows` that have a source, before the round is booked."""

@@ -93,10 +93,10 @@ class ScoringBook(Book):
         admitted = self._ledger[CACHED][rows] != ABSENT
         columns, rows = columns.at(admitted), rows[admitted]
         homes = self._ledger[REPLICA][rows]
-        self._fork(columns, rows, ours)
+        late = self._fork(columns, rows, ours)
         table = self._grow(columns, rows)
         grows = table.new > 0
-        self._tally(homes[grows], table.new[grows], table.rows[grows])
+        self._tally(homes[grows], table.new[grows], table.rows[grows], late[grows])
         for replica, work in ours.items():
             here = homes == replica
             work.prefill = packed(table.at(np.flatnonzero(here & grows)), work.fork, budget)
@@ -190,18 +190,21 @@ class ScoringBook(Book):
         self._close(self._ledger.rows(np.array(work.evict, dtype=np.int64)))
         self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
 
-    def _fork(self, columns: Columns, rows: Ints, ours: Mapping[int, ReplicaWork]) -> None:
-        """Fork prompts that are computed elsewhere; the work of `ours` hears of it."""
+    def _fork(self, columns: Columns, rows: Ints, ours: Mapping[int, ReplicaWork]) -> Bools:
+        """Fork prompts that are computed elsewhere; the work of `ours` hears of it.  Returns which come behind what they fork."""
         depth = self._depth(columns)
         sources = self._sources(rows, depth, np.ones(len(rows), dtype=np.bool_))
-        forked, homes = sources != ABSENT, self._ledger[REPLICA][rows]
+        forked: Bools = sources != ABSENT
+        homes = self._ledger[REPLICA][rows]
         if not forked.any():
-            return
+            return forked
+        late = self._late(depth, sources)
         for replica, work in ours.items():
             here = forked & (homes == replica)
             work.fork = self._forks(rows[here], depth[here], sources[here])
         self._ledger[CACHED][rows[forked]] = depth[forked]
         self.forked_tokens += int(depth[forked].sum())
+        return late
 
     def _grow(self, columns: Columns, rows: Ints) -> Growths:
         """Read what is there."""
@@ -265,7 +268,7 @@ class ActorBook(Book):
         forked = sources != ABSENT
         self.forked_tokens += int(depth[forked].sum())
         cached = np.where(forked, depth, cached)
-        self._tally(homes[running], (due - cached)[running], none[running])
+        self._tally(homes[running], (due - cached)[running], none[running], self._late(depth, sources)[running])
         decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
         again = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
         for replica, work in ours.items():

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,6 +72,14 @@ class _Growing:
     counts: Ints
 
 
+class _Walked(NamedTuple):
+    """Kinds whose round has been walked through, [w]; when it has ended on each, and what that has scored."""
+
+    kinds: Ints
+    ends: Floats
+    scored: Floats
+
+
 class Laps:
     """Plays the rounds of one run.  `begun` [U] is when each unit begins a round."""
 
@@ -83,6 +92,9 @@ class Laps:
             self._walked = list(components_of(site, generator, planner.costs))
         else:
             self._walked = [Component(site, planner.rank, generator, planner.costs)]
+        held = {kind: _stages(site, rank) for rank, kind in units.kind_of.items()}
+        numbers = {each: number for number, each in enumerate(dict.fromkeys(held.values()))}
+        self._alike = np.array([numbers[held[kind]] for kind in range(units.num_kinds)], dtype=np.int64)
         self._seats = {role: _seats(site, role, units) for role in site.placements}
 
     def plan(
@@ -105,10 +117,10 @@ class Laps:
         ends, walked = clocks.copy(), self._walk(done, clocks)
         if not self._all:
             drains = self._score(done.planned, ends, scored)
+            ends = clocks + (ends - clocks) * self._missed(clocks, ends, walked)
             if done.chunk is not None:
                 self._decode(done, clocks, ends, (scored, drains), walked)
-        for kind, (end, own) in walked.items():
-            ends[kind], scored[kind] = end, own
+        ends[walked.kinds], scored[walked.kinds] = walked.ends, walked.scored
         own_ends = np.maximum(starts, np.where(ends > clocks, ends, -np.inf)[units.kinds])
         return self._spread(done, starts, own_ends, scored[units.kinds])
 
@@ -140,38 +152,56 @@ class Laps:
             if not decodes and whole > end:
                 yield Piece(int(rank), "scorer", "wait_tokens", float(end), float(whole))
 
-    def _walk(self, done: Recorded[LapRound], clocks: Floats) -> dict[int, tuple[float, float]]:
-        """Walk through the components, whose kinds begin at `clocks` [K]; of those with work, the end and what they scored."""
-        counts, found, kind_of = NONE_GROWS, dict[int, tuple[float, float]](), self.units.kind_of
+    def _walk(self, done: Recorded[LapRound], clocks: Floats) -> _Walked:
+        """Walk through the components, whose kinds begin at `clocks` [K]."""
+        counts, kind_of, walks = NONE_GROWS, self.units.kind_of, list[tuple[int, float, float]]()
         if done.grown is not None:
             counts = Counts.of(done.grown.columns.seq_ids, self._counts(done))
         for component in self._walked:
             begun = {rank: float(clocks[kind_of[rank]]) for rank in component.ranks}
             walk = component.walk(done.planned.round, counts, begun)
-            found |= {kind_of[rank]: (end, walk.scored[rank]) for rank, end in walk.ends.items()}
-        return found
+            walks += [(kind_of[rank], end, walk.scored[rank]) for rank, end in walk.ends.items()]
+        kinds, ends, scored = zip(*walks, strict=True) if walks else ((), (), ())
+        return _Walked(np.array(kinds, dtype=np.int64), np.array(ends), np.array(scored))
+
+    def _missed(self, clocks: Floats, ends: Floats, walked: _Walked) -> Floats:
+        """By what the formulas are wrong about the scoring of kinds that hold what a walked one does, [K]."""
+        seen, told = walked.ends - clocks[walked.kinds], (ends - clocks)[walked.kinds]
+        which, most = self._alike[walked.kinds[told > 0]], self._alike.max() + 1
+        sums = [np.bincount(which, each[told > 0], most).astype(np.float64) for each in (seen, told)]
+        factors: Floats = np.divide(sums[0], sums[1], out=np.ones(most), where=sums[1] > 0)[self._alike]
+        return factors
 
     def _score(self, planned: LapRound, ends: Floats, scored: Floats) -> Floats:
-        """Each role in turn on all ranks: `ends` and `scored` [K] move on.  Returns what drains behind each kind's last, [K]."""
-        drains = np.zeros_like(ends)
-        for role, seats in self._seats.items():
-            if role == "actor" or role not in planned.prefill:
-                continue
-            seconds = self._prefilled(role, planned.prefill[role])
-            works: Bools = seconds.max(axis=(0, 2)) > 0
-            ready = np.full(seconds.shape[1:], -np.inf)
-            for (kinds, replicas), own in zip(seats, seconds, strict=True):
-                clocks = np.full(len(works), -np.inf)
-                np.maximum.at(clocks, replicas, ends[kinds])
-                for nth in range(own.shape[1]):
-                    there = own[:, nth] > 0
-                    clocks = np.where(there, np.maximum(clocks, ready[:, nth]) + own[:, nth], clocks)
-                    ready[:, nth] = clocks + self.costs.message_s
-                kinds, replicas = kinds[works[replicas]], replicas[works[replicas]]
-                ends[kinds] = clocks[replicas]
+        """The micro-batches of all roles by turns: `ends` and `scored` [K] move on.
+
+        Returns what drains behind each kind's last, [K].
+        """
+        drains, rolled = np.zeros_like(ends), list[tuple[str, Floats]]()
+        for role in self._seats:
+            if role != "actor" and role in planned.prefill:
+                rolled.append((role, self._prefilled(role, planned.prefill[role])))
+        for role, seconds in rolled:
+            for (kinds, replicas), own in zip(self._seats[role], seconds, strict=True):
                 scored[kinds] += own.sum(axis=1)[replicas]
                 drains[kinds] = np.maximum(drains[kinds], self._drain(seconds)[replicas])
+        if all(len(seconds) == 1 for _, seconds in rolled):  # without stages, turns do not matter
+            rolled = [(role, seconds.sum(axis=2, keepdims=True)) for role, seconds in rolled]
+        for nth in range(max((seconds.shape[2] for _, seconds in rolled), default=0)):
+            for role, seconds in rolled:
+                if nth < seconds.shape[2]:
+                    self._pass_through(role, seconds[:, :, nth], ends)
         return drains
+
+    def _pass_through(self, role: str, seconds: Floats, ends: Floats) -> None:
+        """One micro-batch of each replica, [P, R], goes through the stages: `ends` [K] move on."""
+        ready = np.full(seconds.shape[1], -np.inf)
+        for (kinds, replicas), own in zip(self._seats[role], seconds, strict=True):
+            np.maximum.at(ready, replicas, ends[kinds])
+            ready += own
+            there = own[replicas] > 0
+            ends[kinds[there]] = ready[replicas[there]]
+            ready += self.costs.message_s
 
     def _decode(
         self,
@@ -179,16 +209,16 @@ class Laps:
         clocks: Floats,
         ends: Floats,
         scoring: tuple[Floats, Floats],
-        walked: Mapping[int, tuple[float, float]],
+        walked: _Walked,
     ) -> None:
         """Decoding beside `scoring` (its seconds and its drains, [K]): `ends` [K] of the actor's kinds are set."""
         seats, size = self._seats["actor"], len(self.planner.actor)
         busy, drain, begun, known = np.zeros(size), np.zeros(size), np.full(size, -np.inf), np.zeros(size)
+        known_ends = np.zeros_like(clocks)
+        known_ends[walked.kinds] = walked.ends
         for kinds, replicas in seats:
-            for mine, theirs in ((busy, scoring[0]), (drain, scoring[1]), (begun, clocks)):
+            for mine, theirs in ((busy, scoring[0]), (drain, scoring[1]), (begun, clocks), (known, known_ends)):
                 np.maximum.at(mine, replicas, theirs[kinds])
-            for kind, replica in zip(kinds.tolist(), replicas.tolist(), strict=True):
-                known[replica] = max(known[replica], walked[kind][0]) if kind in walked else known[replica]
         own, beside = self._decoded(done, busy, drain)
         place = int(known.argmax())
         seen = known[place] - begun[place]
@@ -272,6 +302,12 @@ class Laps:
         return laps.sum(axis=1) + final, fill
 
 
+def _stages(site: Site, rank: int) -> tuple[int | None, ...]:
+    """The stage that a rank has of each role."""
+    found = (placement.coords(rank) for placement in site.placements.values())
+    return tuple(None if coords is None else coords.stage for coords in found)
+
+
 def _seats(site: Site, role: str, units: Units) -> list[tuple[Ints, Ints]]:
     """By stage of a role, the kinds of units that have it, and of which replica."""
     placement = site.placements[role]
@@ -284,33 +320,47 @@ def _seats(site: Site, role: str, units: Units) -> list[tuple[Ints, Ints]]:
 
 
 def micro_batches(grown: Ints, replicas: int, budget: int) -> Ints:
-    """Tokens and outputs of each replica's micro-batches of at most `budget` tokens, [2, R, B]; those that it has come first.
+    """Tokens and outputs of each replica's micro-batches of at most `budget` tokens, in their order, [2, R, B]; 0 where there is
+    none.
 
-    `grown` [3, n] is of sequences: replica, tokens, outputs.  They are packed as by `packed_in_order`; of many replicas all at
-    once, the n-th longest sequence of each in turn.
+    `grown` [4, n] is a book's.  What continues a fork comes behind what it forks, in micro-batches of its own.
     """
-    homes, tokens, _ = grown
-    total, number = np.bincount(homes, tokens, replicas), np.bincount(homes, minlength=replicas)
-    crowded = np.flatnonzero(total > budget)
-    most = int(number[crowded].max(initial=0))
+    (homes, tokens, *_), late = grown, grown[3]
     bins = np.zeros(len(homes), dtype=np.int64)
-    if len(crowded) * MANY < most:
-        for replica in crowded.tolist():
+    for part in np.flatnonzero(late == 0), np.flatnonzero(late):
+        bins[part] = _bins(homes[part], tokens[part], replicas, budget)
+    if late.any():
+        bins += late * (int(bins[late == 0].max(initial=0)) + 1)
+    width = int(bins.max(initial=0)) + 1
+    sums = [np.bincount(homes * width + bins, each, replicas * width) for each in grown[1:3]]
+    return np.stack(sums).astype(np.int64).reshape(2, replicas, width)
+
+
+def _bins(homes: Ints, tokens: Ints, replicas: int, budget: int) -> Ints:
+    """Of each sequence the number of its micro-batch, as by `packed_in_order`.
+
+    Of many replicas all are packed at once, the n-th longest sequence of each in turn.
+    """
+    bins, crowded = np.zeros(len(homes), dtype=np.int64), np.bincount(homes, tokens, replicas) > budget
+    inside = np.flatnonzero(crowded[homes])
+    number = np.bincount(homes[inside], minlength=replicas)[crowded]
+    most = int(number.max(initial=0))
+    if len(number) * MANY < most:
+        for replica in np.flatnonzero(crowded).tolist():
             mine = np.flatnonzero(homes == replica)
             order, ends = packed_in_order(tokens[mine], budget)
             bins[mine[order]] = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
-    else:
-        order, first = np.lexsort((-tokens, homes)), np.cumsum(number) - number
-        rooms = np.full((len(crowded), int(2 * total[crowded].max(initial=0) // budget) + 2), budget)
-        for nth in range(most):
-            has = np.flatnonzero(number[crowded] > nth)
-            items = order[first[crowded[has]] + nth]
-            length = np.minimum(tokens[items], budget)  # a longer one fills its own
-            bins[items] = (rooms[has] >= length[:, None]).argmax(axis=1)
-            rooms[has, bins[items]] -= length
-    width = int(bins.max(initial=0)) + 1
-    sums = [np.bincount(homes * width + bins, each, replicas * width) for each in grown[1:]]
-    return np.stack(sums).astype(np.int64).reshape(2, replicas, width)
+        return bins
+    order, first = inside[np.lexsort((-tokens[inside], homes[inside]))], np.cumsum(number) - number
+    total = int(np.bincount(homes[inside], tokens[inside]).max(initial=0))
+    rooms = np.full((len(number), 2 * total // budget + 2), budget)
+    for nth in range(most):
+        has = np.flatnonzero(number > nth)
+        items = order[first[has] + nth]
+        length = np.minimum(tokens[items], budget)  # a longer one fills its own
+        bins[items] = (rooms[has] >= length[:, None]).argmax(axis=1)
+        rooms[has, bins[items]] -= length
+    return bins
 
 
 def portions(homes: Ints, replicas: int, parts: int) -> Ints:

@@ -20,7 +20,7 @@ from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS
-from oppo_megatron.schedule.weaving.timetable import Count, Team, Timetable, count_of
+from oppo_megatron.schedule.weaving.timetable import Team, Timetable, count_of
 from oppo_megatron.sim.runs.played import Floats
 
 KEPT_UNITS = 1 << 19
@@ -72,20 +72,25 @@ class _Order:
 
 
 class Component:
-    """What is tied to one rank, round by round.  Orders are kept by shape, as a run keeps them."""
+    """What is tied to one rank, round by round.
 
-    def __init__(self, site: Site, rank: int, generator: str, costs: Costs):
+    Orders are kept by the shape of its part of a round, as a planner of that rank keeps them; or, as one of all ranks does, by
+    that of the whole round, where all components are played (`beside_all`).
+    """
+
+    def __init__(self, site: Site, rank: int, generator: str, costs: Costs, *, beside_all: bool = False):
         self._component = component_of(site, rank)
         self.site, self.generator, self.costs = self._component.model, generator, costs
         self.replicas = self._component.replicas
         placements = self.site.placements
         self._teams: list[Team] = [(role, d) for role in self.replicas for d in range(placements[role].dp)]
+        self._all_teams = [(r, d) for r, own in site.placements.items() for d in range(own.dp)] if beside_all else []
         self._stages = [(team, stage) for team in self._teams for stage in range(placements[team[0]].pp)]
         numbers = {each: number for number, each in enumerate(self.site.ranks)}
         self._ranks = [
             tuple(numbers[each] for each in placements[role].stage_ranks(d, stage)) for (role, d), stage in self._stages
         ]
-        self._orders: dict[tuple[Count, ...], _Order] = {}
+        self._orders: dict[tuple[tuple[int, int, int], ...], _Order] = {}
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -95,7 +100,7 @@ class Component:
     def walk(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> Walk:
         """The component's part of a round of the whole site; `begun` has all of `ranks`."""
         shape = replace(self._component.part(round_), index=1)
-        order, table = self._order(shape), list(self._durations(shape, counts))
+        order, table = self._order(round_, shape), list(self._durations(shape, counts))
         seconds = np.concatenate([own for own, _ in table])[order.table[0]]
         live = seconds > VOID
         units = (*order.table[1:, live].tolist(), seconds[live].tolist())
@@ -122,8 +127,9 @@ class Component:
                     for rank in ranks:
                         free[rank] = max(free[rank], arrived)
 
-    def _order(self, shape: Round) -> _Order:
-        key = tuple(count_of(team, shape) for team in self._teams)
+    def _order(self, round_: Round, shape: Round) -> _Order:
+        counts = [count_of(team, shape) for team in self._teams] + [count_of(team, round_) for team in self._all_teams]
+        key = tuple((count.prefills, count.batches, count.steps) for count in counts)
         if key not in self._orders:
             if sum(each.table.shape[1] for each in self._orders.values()) > KEPT_UNITS:
                 self._orders.clear()
@@ -215,7 +221,7 @@ def components_of(site: Site, generator: str, costs: Costs) -> Iterator[Componen
     seen: set[int] = set()
     for rank in site.ranks:
         if rank not in seen:
-            found = Component(site, rank, generator, costs)
+            found = Component(site, rank, generator, costs, beside_all=True)
             for role, replicas in found.replicas.items():
                 seen |= {each for d in replicas for each in site.placements[role].replica_ranks(d)}
             yield found
