@@ -20,7 +20,7 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.schedule.planning.book import packed
 from oppo_megatron.schedule.rounds import Fork, Growths
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
-from oppo_megatron.sim.runs.laps import micro_batches, portions
+from oppo_megatron.sim.runs.laps import micro_batches, packed_bins, portions
 from oppo_megatron.sim.runs.lines import metrics_lines
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import Fidelity, VirtualRun, VirtualStep
@@ -281,7 +281,8 @@ def test_micro_batches_are_those_of_a_plan(
     """Few replicas with many sequences are packed one after the other, many with few all at once."""
     homes, tokens, late = np.array(sequences, dtype=np.int64).reshape(-1, 3).T
     homes %= replicas
-    found = micro_batches(np.stack([homes, tokens, tokens // 2, late]), replicas, budget)
+    grown = np.stack([homes, tokens, tokens // 2, late])
+    found = micro_batches(grown, replicas, packed_bins(grown, replicas, budget))
     for replica in range(replicas):
         here = np.flatnonzero(homes == replica)
         growths = Growths(np.stack([here, 0 * here, tokens[here], tokens[here] // 2]))

@@ -23,15 +23,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oppo_megatron.columns import Bools, Ints
+from oppo_megatron.columns import Ints
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import packed_in_order
 from oppo_megatron.schedule.planning.book import Book
 from oppo_megatron.schedule.planning.ledger import ordinal
-from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.planning.planner import BookedRound, RoundPlanner
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs, at_stage
-from oppo_megatron.schedule.weaving.cut import Cut
 from oppo_megatron.sim.runs.loop import Recorded
 from oppo_megatron.sim.runs.played import Floats, Piece, Played
 from oppo_megatron.sim.runs.units import Units
@@ -51,15 +50,12 @@ def planned_rank(site: Site, units: Units) -> int | None:
 
 @dataclass(frozen=True)
 class LapRound:
-    """A round's work: `prefill` by role is [2, R, B]: tokens and outputs of each replica's micro-batches.
-
-    `round` has the micro-batches of the components that are walked through; decode micro-batches are `parts` of a replica, and
-    those of scorers have `budget` tokens at most.
+    """A round's work: `prefill` by role is [2, R, B]: tokens and outputs of each replica's micro-batches; of decode micro-batches
+    a replica has `parts`.  `round` has the micro-batches of the components that are walked through.
     """
 
     steps: int
     parts: int
-    budget: int
     prefill: Mapping[str, Ints]
     round: Round
 
@@ -96,19 +92,29 @@ class Laps:
         numbers = {each: number for number, each in enumerate(dict.fromkeys(held.values()))}
         self._alike = np.array([numbers[held[kind]] for kind in range(units.num_kinds)], dtype=np.int64)
         self._seats = {role: _seats(site, role, units) for role in site.placements}
+        decoding = {units.kind_of[rank] for rank in site.placements["actor"].ranks}
+        ranks = {role: placement.ranks for role, placement in site.placements.items()}
+        self._decoders = {role for role, own in ranks.items() if {units.kind_of[rank] for rank in own} <= decoding}
 
     def plan(
         self, index: int, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None
     ) -> LapRound:
         """The books advance; what they add is the round's work."""
         booked = self.planner.book(active, score, chunk, list, readable)
-        added = {} if self._all else {role: self._added(role, booked.cut) for role in booked.works}
-        return LapRound(booked.steps, booked.cut.micro_batches, booked.cut.prefill_tokens, added, booked.round(index))
+        added = {} if self._all else self._added(booked)
+        return LapRound(booked.steps, booked.cut.micro_batches, added, booked.round(index))
 
-    def _added(self, role: str, cut: Cut) -> Ints:
-        """What the books have added to a role's replicas, by micro-batch."""
-        budget = self.planner.micro_batch_tokens if role == "actor" else cut.prefill_tokens
-        return micro_batches(self.books[role].grown, len(self.books[role]), budget)
+    def _added(self, booked: BookedRound) -> dict[str, Ints]:
+        """What the books have added to the replicas of each role, by micro-batch; roles that read the same are packed once."""
+        added, known = {}, dict[tuple[int, int, bytes], Ints]()
+        for role in booked.works:
+            grown, replicas = self.books[role].grown, len(self.books[role])
+            budget = self.planner.micro_batch_tokens if role == "actor" else booked.cut.prefill_tokens
+            key = replicas, budget, grown[[0, 1, 3]].tobytes()
+            if key not in known:
+                known[key] = packed_bins(grown, replicas, budget)
+            added[role] = micro_batches(grown, replicas, known[key])
+        return added
 
     def play(self, done: Recorded[LapRound], begun: Floats) -> Played:
         units, starts = self.units, begun + self.round_s
@@ -185,6 +191,8 @@ class Laps:
             for (kinds, replicas), own in zip(self._seats[role], seconds, strict=True):
                 scored[kinds] += own.sum(axis=1)[replicas]
                 drains[kinds] = np.maximum(drains[kinds], self._drain(seconds)[replicas])
+        if planned.steps:  # of the actor's ranks, only what they do is wanted
+            rolled = [(role, seconds) for role, seconds in rolled if role not in self._decoders]
         if all(len(seconds) == 1 for _, seconds in rolled):  # without stages, turns do not matter
             rolled = [(role, seconds.sum(axis=2, keepdims=True)) for role, seconds in rolled]
         for nth in range(max((seconds.shape[2] for _, seconds in rolled), default=0)):
@@ -319,11 +327,18 @@ def _seats(site: Site, role: str, units: Units) -> list[tuple[Ints, Ints]]:
     return seats
 
 
-def micro_batches(grown: Ints, replicas: int, budget: int) -> Ints:
-    """Tokens and outputs of each replica's micro-batches of at most `budget` tokens, in their order, [2, R, B]; 0 where there is
-    none.
+def micro_batches(grown: Ints, replicas: int, bins: Ints) -> Ints:
+    """Tokens and outputs of each replica's micro-batches, [2, R, B]; 0 where there is none.  `grown` [4, n] is a book's, `bins`
+    [n] say which micro-batch of its replica each sequence is in."""
+    width = int(bins.max(initial=0)) + 1
+    sums = [np.bincount(grown[0] * width + bins, each, replicas * width) for each in grown[1:3]]
+    return np.stack(sums).astype(np.int64).reshape(2, replicas, width)
 
-    `grown` [4, n] is a book's.  What continues a fork comes behind what it forks, in micro-batches of its own.
+
+def packed_bins(grown: Ints, replicas: int, budget: int) -> Ints:
+    """Of each sequence of `grown` [4, n] the micro-batch of at most `budget` tokens that it is packed into, [n].
+
+    What continues a fork comes behind what it forks, in micro-batches of its own.
     """
     (homes, tokens, *_), late = grown, grown[3]
     bins = np.zeros(len(homes), dtype=np.int64)
@@ -331,15 +346,13 @@ def micro_batches(grown: Ints, replicas: int, budget: int) -> Ints:
         bins[part] = _bins(homes[part], tokens[part], replicas, budget)
     if late.any():
         bins += late * (int(bins[late == 0].max(initial=0)) + 1)
-    width = int(bins.max(initial=0)) + 1
-    sums = [np.bincount(homes * width + bins, each, replicas * width) for each in grown[1:3]]
-    return np.stack(sums).astype(np.int64).reshape(2, replicas, width)
+    return bins
 
 
 def _bins(homes: Ints, tokens: Ints, replicas: int, budget: int) -> Ints:
     """Of each sequence the number of its micro-batch, as by `packed_in_order`.
 
-    Of many replicas all are packed at once, the n-th longest sequence of each in turn.
+    Of many replicas all are packed at once: first the longest, then the n-th of the others of each in turn.
     """
     bins, crowded = np.zeros(len(homes), dtype=np.int64), np.bincount(homes, tokens, replicas) > budget
     inside = np.flatnonzero(crowded[homes])
@@ -351,15 +364,23 @@ def _bins(homes: Ints, tokens: Ints, replicas: int, budget: int) -> Ints:
             order, ends = packed_in_order(tokens[mine], budget)
             bins[mine[order]] = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
         return bins
-    order, first = inside[np.lexsort((-tokens[inside], homes[inside]))], np.cumsum(number) - number
+    order, firsts = inside[np.lexsort((-tokens[inside], homes[inside]))], np.cumsum(number) - number
+    rows, every = np.repeat(np.arange(len(number)), number), np.arange(len(number))
+    lengths, nth = np.minimum(tokens[order], budget), np.arange(len(order)) - firsts[rows]  # a longer one fills its own
+    longest = lengths[firsts]
+    alike, each = lengths == longest[rows], budget // longest
+    count = np.bincount(rows[alike], minlength=len(number))  # of one length, and so packed at once
+    found = nth // each[rows]
     total = int(np.bincount(homes[inside], tokens[inside]).max(initial=0))
-    rooms = np.full((len(number), 2 * total // budget + 2), budget)
-    for nth in range(most):
-        has = np.flatnonzero(number > nth)
-        items = order[first[has] + nth]
-        length = np.minimum(tokens[items], budget)  # a longer one fills its own
-        bins[items] = (rooms[has] >= length[:, None]).argmax(axis=1)
-        rooms[has, bins[items]] -= length
+    filled = np.clip(count[:, None] - np.arange(2 * total // budget + 2) * each[:, None], 0, each[:, None])
+    rooms, rest, nth = budget - longest[:, None] * filled, np.flatnonzero(~alike), nth - count[rows]
+    table = np.zeros((int((number - count).max(initial=0)), len(number)), dtype=np.int64)
+    table[nth[rest], rows[rest]] = lengths[rest]
+    for place, length in enumerate(table.copy()):
+        table[place] = (rooms >= length[:, None]).argmax(axis=1)
+        rooms[every, table[place]] -= length
+    found[rest] = table[nth[rest], rows[rest]]
+    bins[order] = found
     return bins
 
 
