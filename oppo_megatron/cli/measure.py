@@ -71,7 +71,8 @@ def measure_placements(
 ) -> dict[str, Any]:
     """Measure what there is to choose from; writes `placement.json` and returns what it holds.
 
-    Raises PlacementError, and what reading the rows and rewards raises.  `tell` is told the plan of the measurement, `tell_runs` the result of each run.
+    Raises PlacementError, and what reading the rows and rewards raises.  `tell` is told the plan of the
+    measurement, `tell_runs` the result of each run.
     """
     from oppo_megatron.layout.placing.choice import choose, to_record
     from oppo_megatron.layout.placing.probe import fingerprint
