@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from random import Random
 from typing import Any
 
 from oppo_megatron.bench.planning import MODEL_70B
 from oppo_megatron.config.modes import switched
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.schedule.weaving.costs import Costs, Linear
+from oppo_megatron.layout.placements import role_placements
+from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
 from oppo_megatron.sim.runs.step_costs import StepCosts
 
 Layout = tuple[int, int, int]
@@ -72,7 +73,8 @@ def drawn(seed: int) -> tuple[TrainConfig, StepCosts]:
         roles.pop("critic", None)
     config |= {role: {"init": MODEL_70B, **own} for role, own in roles.items()}
     mode = random.choice(("sequential", "intra", "inter", "full", "full"))
-    return switched(TrainConfig.model_validate(config), mode), _priced(random)
+    parsed = switched(TrainConfig.model_validate(config), mode)
+    return parsed, _priced(random, {role: placement.pp for role, placement in role_placements(parsed).items()})
 
 
 def _placed(random: Random) -> tuple[Layout, Layout | None, dict[str, dict[str, Any]]]:
@@ -101,21 +103,23 @@ def _layout(random: Random, ranks: int) -> Layout:
     return tp, pp, ranks // tp // pp
 
 
-def _priced(random: Random) -> StepCosts:
+def _priced(random: Random, stages: Mapping[str, int]) -> StepCosts:
     def line(fixed: tuple[float, float], each: tuple[float, float]) -> Linear:
         """Log-uniform between powers of ten; now and then nothing is fixed."""
         return Linear(10 ** random.uniform(*fixed) if random.random() < 0.9 else 0.0, 10 ** random.uniform(*each))
 
-    def reading() -> Iterator[tuple[str, Linear]]:
-        for role in ("actor", *SCORERS):
-            if random.random() < 0.7:
-                yield role, line((-4, -2), (-5.5, -4))
+    def lines(role: str, fixed: tuple[float, float], each: tuple[float, float]) -> Lines:
+        """One for all stages, or one for each."""
+        if random.random() < 0.5:
+            return line(fixed, each)
+        return tuple(line(fixed, each) for _ in range(stages[role]))
 
     costs = Costs()
     if random.random() < 0.7:
         costs = Costs(
-            line((-3.3, -2), (-5, -4)), line((-4.5, -3), (-6, -4.5)), dict(reading()), line((-4, -2), (-5.5, -4)),
-            line((-4.5, -3), (-7, -5.5)), 10 ** random.uniform(-6, -3),
+            lines("actor", (-3.3, -2), (-5, -4)), line((-4.5, -3), (-6, -4.5)),
+            {role: lines(role, (-4, -2), (-5.5, -4)) for role in stages if random.random() < 0.7},
+            line((-4, -2), (-5.5, -4)), line((-4.5, -3), (-7, -5.5)), 10 ** random.uniform(-6, -3),
         )  # fmt: skip
     updates = {"actor": Linear(random.choice((0.0, 0.05, 0.2)), 1e-5), "critic": Linear(random.choice((0.0, 0.3)), 2e-5)}
     moves = {"actor": 0.05} if random.random() < 0.5 else {}

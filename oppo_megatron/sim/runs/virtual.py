@@ -215,7 +215,8 @@ class VirtualRun(PureLoop[Any]):
         self._trace(end.step, "actor", "update", self.now, np.where(holds, arrived, self.now))
         self._trace(end.step, "actor", "wait_scores", arrived, np.where(holds, met, arrived))
         self._trace(end.step, "scorer", "send", arrived, np.where(holds, arrived, met))
-        return StepCost(times.met - times.begun - ahead_s, end.occupancy.num_steps, times.tokens, times.law)
+        spent_s = max(0.0, times.met - times.begun - ahead_s)  # of a step that decodes nothing, the last bits of the sums
+        return StepCost(spent_s, end.occupancy.num_steps, times.tokens, times.law)
 
     def _critic_delay(self, times: _Times) -> float:
         """Of the wait for scores, what the critic's update of the step before has held them up by."""

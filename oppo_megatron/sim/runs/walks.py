@@ -164,12 +164,12 @@ class Component:
         for role, d in self._teams:
             pp, count = self.site.placements[role].pp, count_of((role, d), shape)
             batches = shape.prefill[role][d] if count.prefills else ()
-            running = np.zeros((count.steps, 0), dtype=np.int64)
-            if count.steps:
-                running = np.stack([counts.running(batch, count.steps) for batch in shape.decode[d]], axis=1)
+            running = [counts.running(batch, count.steps) for batch in shape.decode[d]] if count.steps else []
             for stage in range(pp):
-                prefilled = self._prefill_s(role, stage, batches)
-                yield np.concatenate([prefilled, self._decode_s(stage, pp, running).ravel()]), role != "actor"
+                own = self._prefill_s(role, stage, batches)
+                if running:
+                    own = np.concatenate([own, self._decode_s(stage, pp, np.stack(running, axis=1)).ravel()])
+                yield own, role != "actor"
 
     def _prefill_s(self, role: str, stage: int, batches: Sequence[Batch]) -> Floats:
         tokens, rows = Growths.sums(batches)
