@@ -90,6 +90,7 @@ class Component:
         self._ranks = [
             tuple(numbers[each] for each in placements[role].stage_ranks(d, stage)) for (role, d), stage in self._stages
         ]
+        self._own = sorted({rank for ranks in self._ranks for rank in ranks})
         self._orders: dict[tuple[tuple[int, int, int], ...], _Order] = {}
 
     @property
@@ -100,13 +101,12 @@ class Component:
     def walk(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> Walk:
         """The component's part of a round of the whole site; `begun` has all of `ranks`."""
         shape = replace(self._component.part(round_), index=1)
-        order, table = self._order(round_, shape), list(self._durations(shape, counts))
-        seconds = np.concatenate([own for own, _ in table])[order.table[0]]
-        live = seconds > VOID
-        units = (*order.table[1:, live].tolist(), seconds[live].tolist())
-        free, ready = [begun[rank] for rank in self.ranks], [-np.inf] * order.threads
-        _pass(units, self._ranks, free, ready, self.costs.message_s)
-        self._receive(shape, free, ready)
+        table, free = list(self._durations(shape, counts)), [begun[rank] for rank in self.ranks]
+        seconds = np.concatenate([own for own, _ in table])
+        if len(self._own) == 1:  # it waits for nothing, in whatever order
+            free[self._own[0]] += float(seconds[seconds > 0].sum())
+        else:
+            self._go_through(self._order(round_, shape), seconds, free, shape)
         scored, worked = [0.0] * len(free), set[int]()
         for ranks, (own, scores) in zip(self._ranks, table, strict=True):
             worked |= set(ranks) if len(own) else set()
@@ -114,6 +114,14 @@ class Component:
                 scored[rank] += float(own.sum())
         named = {number: rank for number, rank in enumerate(self.ranks) if number in worked}
         return Walk({rank: free[n] for n, rank in named.items()}, {rank: scored[n] for n, rank in named.items()})
+
+    def _go_through(self, order: _Order, seconds: Floats, free: list[float], shape: Round) -> None:
+        """The ranks' clocks, `free`, move on."""
+        in_order, ready = seconds[order.table[0]], [-np.inf] * order.threads
+        live = in_order > VOID
+        units = (*order.table[1:, live].tolist(), in_order[live].tolist())
+        _pass(units, self._ranks, free, ready, self.costs.message_s)
+        self._receive(shape, free, ready)
 
     def _receive(self, shape: Round, free: list[float], ready: Sequence[float]) -> None:
         """The last step's tokens, which a rank takes when it has done all else."""
