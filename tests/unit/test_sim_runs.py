@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.bench.planning import MODEL_70B
 from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.modes import switched
 from oppo_megatron.config.run import TrainConfig
@@ -24,7 +25,7 @@ from oppo_megatron.sim.runs.laps import micro_batches, packed_bins, portions
 from oppo_megatron.sim.runs.lines import metrics_lines
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import Fidelity, VirtualRun, VirtualStep
-from tests.support.virtual_layouts import Layout, drawn, plain, tree
+from tests.support.virtual_layouts import SIZES, Layout, drawn, plain, tree
 
 PROMPT = 32
 UPDATES = {"actor": Linear(0.2, 1e-5), "critic": Linear(0.1, 2e-5)}
@@ -225,7 +226,7 @@ def test_laps_are_within_two_percent_of_actions_on_layouts_drawn_at_random(seed:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(6))
 def test_laps_are_within_two_percent_of_actions_on_many_layouts(part: int) -> None:
     found = {seed: furthest(*drawn(seed)) for seed in range(100 + 75 * part, 175 + 75 * part)}
     assert {seed: share for seed, share in found.items() if share >= 0.02} == {}
@@ -245,19 +246,26 @@ def test_laps_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_rank
             assert furthest(config) < 0.02, (actor, scorer)
 
 
-MANY = [((1, 4, 6), None), ((2, 2, 10), None), ((1, 2, 12), (1, 4, 2)), ((1, 1, 20), (1, 2, 4)), ((2, 1, 24), None)]
+MANY = [
+    ((1, 4, 6), None, None), ((2, 2, 10), None, None), ((1, 1, 24), None, (2, 2, 6)), ((1, 2, 12), (1, 4, 2), None),
+    ((1, 1, 20), (1, 2, 4), None),
+]  # fmt: skip
+DEAR = replace(COSTS, actions=Costs(default_prefill=Linear(8e-3, 1e-4), message_s=1e-2))
+"""Scoring does not fit into the gaps of decoding, and messages are slow."""
 
 
 @pytest.mark.parametrize("mode", ["sequential", "full"])
-@pytest.mark.parametrize(("actor", "scorer"), MANY)
+@pytest.mark.parametrize(("actor", "scorer", "reference"), MANY)
 def test_formulas_of_many_ranks_are_within_two_percent_of_actions(
-    actor: Layout, scorer: Layout | None, mode: str
+    actor: Layout, scorer: Layout | None, reference: Layout | None, mode: str
 ) -> None:
     """Of more kinds of ranks than are walked through, all but the output rank's component follow from formulas."""
+    own = {} if reference is None else {"parallel": dict(zip(SIZES, reference, strict=True))}
     batch = {"batch_size": 48, "max_response_tokens": 96}
-    config = switched(plain(actor=actor, scorer=scorer, rollout=batch, runtime={"micro_batch_tokens": 256}), mode)
-    assert VirtualRun(config, COSTS, lambda _: 1).planner.rank is not None
-    assert furthest(config, count=2) < 0.02
+    changes: dict[str, Any] = {"rollout": batch, "runtime": {"micro_batch_tokens": 256}, "reference": {"init": MODEL_70B, **own}}
+    config = switched(plain(actor=actor, scorer=scorer, **changes), mode)
+    assert VirtualRun(config, DEAR, lambda _: 1).planner.rank is not None
+    assert furthest(config, DEAR, count=2) < 0.02
 
 
 @given(st.lists(st.integers(0, 4), max_size=40), st.integers(1, 5))
