@@ -247,7 +247,7 @@ def test_laps_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_rank
 
 
 MANY = [
-    ((1, 4, 6), None, None), ((2, 2, 10), None, None), ((1, 1, 24), None, (2, 2, 6)), ((1, 2, 12), (1, 4, 2), None),
+    ((1, 4, 6), None, None), ((2, 2, 10), None, None), ((1, 1, 24), None, (2, 1, 12)), ((1, 2, 12), (1, 4, 2), None),
     ((1, 1, 20), (1, 2, 4), None),
 ]  # fmt: skip
 DEAR = replace(COSTS, actions=Costs(default_prefill=Linear(8e-3, 1e-4), message_s=1e-2))

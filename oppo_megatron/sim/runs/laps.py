@@ -123,10 +123,9 @@ class Laps:
         ends, walked = clocks.copy(), self._walk(done, clocks)
         if not self._all:
             drains = self._score(done.planned, ends, scored)
-            alone = ends - clocks
             ends = clocks + (ends - clocks) * self._missed(clocks, ends, walked)
             if done.chunk is not None:
-                self._decode(done, clocks, ends, (scored, drains, alone), walked)
+                self._decode(done, clocks, ends, (scored, drains), walked)
         ends[walked.kinds], scored[walked.kinds] = walked.ends, walked.scored
         own_ends = np.maximum(starts, np.where(ends > clocks, ends, -np.inf)[units.kinds])
         return self._spread(done, starts, own_ends, scored[units.kinds])
@@ -192,7 +191,7 @@ class Laps:
             for (kinds, replicas), own in zip(self._seats[role], seconds, strict=True):
                 scored[kinds] += own.sum(axis=1)[replicas]
                 drains[kinds] = np.maximum(drains[kinds], self._drain(seconds)[replicas])
-        if planned.steps and len(self._seats["actor"]) > 1:  # of the actor's ranks, only what they do is wanted
+        if planned.steps:  # of the actor's ranks, only what they do is wanted
             rolled = [(role, seconds) for role, seconds in rolled if role not in self._decoders]
         if all(len(seconds) == 1 for _, seconds in rolled):  # without stages, turns do not matter
             rolled = [(role, seconds.sum(axis=2, keepdims=True)) for role, seconds in rolled]
@@ -217,19 +216,18 @@ class Laps:
         done: Recorded[LapRound],
         clocks: Floats,
         ends: Floats,
-        scoring: tuple[Floats, Floats, Floats],
+        scoring: tuple[Floats, Floats],
         walked: _Walked,
     ) -> None:
-        """Decoding beside `scoring` (its seconds, its drains, and what it takes alone, [K]): `ends` [K] of the actor's are set."""
+        """Decoding beside `scoring` (its seconds and its drains, [K]): `ends` [K] of the actor's kinds are set."""
         seats, size = self._seats["actor"], len(self.planner.actor)
-        (busy, drain, alone, known), begun = np.zeros((4, size)), np.full(size, -np.inf)
+        busy, drain, begun, known = np.zeros(size), np.zeros(size), np.full(size, -np.inf), np.zeros(size)
         known_ends = np.zeros_like(clocks)
         known_ends[walked.kinds] = walked.ends
         for kinds, replicas in seats:
-            pairs = zip((busy, drain, alone, begun, known), (*scoring, clocks, known_ends), strict=True)
-            for mine, theirs in pairs:
+            for mine, theirs in ((busy, scoring[0]), (drain, scoring[1]), (begun, clocks), (known, known_ends)):
                 np.maximum.at(mine, replicas, theirs[kinds])
-        own, beside = self._decoded(done, busy, drain, alone)
+        own, beside = self._decoded(done, busy, drain)
         place = int(known.argmax())
         seen = known[place] - begun[place]
         if beside is None:
@@ -255,18 +253,15 @@ class Laps:
         drain = largest.sum(axis=0) - largest.max(axis=0) + (len(largest) - 1) * self.costs.message_s
         return np.where(largest.any(axis=0), drain, 0.0)
 
-    def _decoded(
-        self, done: Recorded[LapRound], busy: Floats, drain: Floats, alone: Floats
-    ) -> tuple[Floats, Floats | None]:
-        """Seconds of the replicas that decode, [R], with their scoring (`busy` and `drain`, or `alone` from its begin to its
-        end); or without, and what that takes."""
+    def _decoded(self, done: Recorded[LapRound], busy: Floats, drain: Floats) -> tuple[Floats, Floats | None]:
+        """Seconds of the replicas that decode, [R], with their scoring (`busy`, `drain`); or without, and what that takes."""
         placement, growing, parts = self.planner.site.placements["actor"], self._growing(done), done.planned.parts
         prefills = self._prefilled("actor", done.planned.prefill["actor"])
         prefill, own_drain = prefills.max(axis=0).sum(axis=1), self._drain(prefills)
         lane = growing.homes * parts + portions(growing.homes, placement.dp, parts)
         if placement.pp == 1:
             laps = self._single(lane, growing.counts, placement.dp * parts).reshape(-1, parts).sum(axis=1)
-            return alone + prefill + laps, None
+            return busy + drain + prefill + laps, None
         laps, fill = self._pipelined(lane, growing.counts, (placement.dp, parts), placement.pp)
         if self.planner.generator == "woven":
             return prefill + own_drain + laps - np.minimum(own_drain, fill), busy + drain
