@@ -247,25 +247,34 @@ def test_laps_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_rank
 
 
 MANY = [
-    ((1, 4, 6), None, None), ((2, 2, 10), None, None), ((1, 1, 24), None, (2, 1, 12)), ((1, 2, 12), (1, 4, 2), None),
-    ((1, 1, 20), (1, 2, 4), None),
+    ((1, 4, 6), None, None, "full"), ((2, 2, 10), None, None, "full"), ((1, 2, 20), None, None, "full"),
+    ((1, 1, 24), None, (2, 2, 6), "sequential"), ((1, 2, 12), (1, 4, 2), None, "full"), ((1, 1, 20), (1, 2, 4), None, "full"),
+    ((1, 1, 20), (1, 2, 4), None, "sequential"),
 ]  # fmt: skip
-DEAR = replace(COSTS, actions=Costs(default_prefill=Linear(8e-3, 1e-4), message_s=1e-2))
-"""Scoring does not fit into the gaps of decoding, and messages are slow."""
+DEAR = replace(COSTS, actions=Costs(default_prefill=Linear(4e-3, 4e-5), message_s=1e-3))
+"""Scoring fits into the gaps of decoding in part, and messages are slow."""
 
 
-@pytest.mark.parametrize("mode", ["sequential", "full"])
-@pytest.mark.parametrize(("actor", "scorer", "reference"), MANY)
+@pytest.mark.parametrize(("actor", "scorer", "reference", "mode"), MANY)
 def test_formulas_of_many_ranks_are_within_two_percent_of_actions(
     actor: Layout, scorer: Layout | None, reference: Layout | None, mode: str
 ) -> None:
     """Of more kinds of ranks than are walked through, all but the output rank's component follow from formulas."""
     own = {} if reference is None else {"parallel": dict(zip(SIZES, reference, strict=True))}
-    batch = {"batch_size": 48, "max_response_tokens": 96}
+    batch = {"batch_size": 50, "max_response_tokens": 96}
     changes: dict[str, Any] = {"rollout": batch, "runtime": {"micro_batch_tokens": 256}, "reference": {"init": MODEL_70B, **own}}
     config = switched(plain(actor=actor, scorer=scorer, **changes), mode)
     assert VirtualRun(config, DEAR, lambda _: 1).planner.rank is not None
     assert furthest(config, DEAR, count=2) < 0.02
+
+
+@pytest.mark.parametrize("fidelity", ["laps", "actions"])
+def test_scorers_hear_of_a_chunk_a_message_later(fidelity: Fidelity) -> None:
+    none = Linear(0.0, 0.0)
+    costs = StepCosts(Costs(Linear(1e-3, 0.0), none, {}, none, none, message_s=1.0))
+    chunk = {"chunk": {"tokens": 64, "adaptive": False}}
+    config = switched(plain(scorer=(1, 1, 1), debug={"forced_lengths": [24.0, 0.0]}, overlap=chunk), "intra")
+    assert play(config, 1, costs, fidelity)[0].step_s == pytest.approx(24 * 1e-3 + 1.0)
 
 
 @given(st.lists(st.integers(0, 4), max_size=40), st.integers(1, 5))
