@@ -21,6 +21,7 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.schedule.planning.book import packed
 from oppo_megatron.schedule.rounds import Fork, Growths
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
+from oppo_megatron.sim.runs import virtual
 from oppo_megatron.sim.runs.laps import micro_batches, packed_bins, portions
 from oppo_megatron.sim.runs.lines import metrics_lines
 from oppo_megatron.sim.runs.step_costs import StepCosts
@@ -266,6 +267,12 @@ def test_formulas_of_many_ranks_are_within_two_percent_of_actions(
     config = switched(plain(actor=actor, scorer=scorer, **changes), mode)
     assert VirtualRun(config, DEAR, lambda _: 1).planner.rank is not None
     assert furthest(config, DEAR, count=2) < 0.02
+
+
+def test_what_formulas_miss_of_a_component_they_are_taken_to_miss_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two components, each of four replicas of the actor, and scorers in a layout of their own."""
+    monkeypatch.setattr(virtual, "planned_rank", lambda site: site.source)
+    assert furthest(*drawn(118)) < 0.02
 
 
 @pytest.mark.parametrize("fidelity", ["laps", "actions"])

@@ -40,12 +40,12 @@ MANY = 8
 """Sequences of a replica for which packing one replica after the other takes less time than all at once."""
 
 FEW = 16
-"""Kinds of units of a site whose components are all walked through; a site of so many ranks has no more."""
+"""Ranks of a site whose components are all walked through; of a larger site's component, where a formula can do it instead."""
 
 
-def planned_rank(site: Site, units: Units) -> int | None:
+def planned_rank(site: Site) -> int | None:
     """Whose component a planner has to know the micro-batches of; None: of all."""
-    return None if units.num_kinds <= FEW else site.source
+    return None if len(site.ranks) <= FEW else site.source
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,11 @@ class Laps:
         self.books: dict[str, Book] = {"actor": planner.actor, **planner.scorers}
         site, generator = planner.site, planner.generator
         self._all = planner.rank is None
-        if planner.rank is None:
-            self._walked = list(components_of(site, generator, planner.costs))
-        else:
-            self._walked = [Component(site, planner.rank, generator, planner.costs)]
+        self._walked = list(components_of(site, generator, planner.costs)) if planner.rank is None else []
+        if planner.rank is not None:
+            own = Component(site, planner.rank, generator, planner.costs)
+            weaves = generator == "woven" and site.placements["actor"].pp > 1  # no formula tells what gaps hide
+            self._walked = [own] if weaves or len(own.ranks) <= FEW else []
         held = {kind: _stages(site, rank) for rank, kind in units.kind_of.items()}
         numbers = {each: number for number, each in enumerate(dict.fromkeys(held.values()))}
         self._alike = np.array([numbers[held[kind]] for kind in range(units.num_kinds)], dtype=np.int64)
@@ -231,7 +232,7 @@ class Laps:
         place = int(known.argmax())
         seen = known[place] - begun[place]
         if beside is None:
-            seconds = own * (seen / own[place] if own[place] > 0 else 1.0)
+            seconds = own * (seen / own[place] if len(walked.kinds) and own[place] > 0 else 1.0)
         else:
             share = min(1.0, max(0.0, (seen - own[place]) / beside[place])) if beside[place] > 0 else 1.0
             seconds = np.maximum(own + share * beside, beside)

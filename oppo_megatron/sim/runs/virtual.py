@@ -136,7 +136,7 @@ class VirtualRun(PureLoop[Any]):
         generator = round_generator(config.overlap, self.site)
         laps = fidelity == "laps"
         self.units = Units.of(self.site, single=not laps)
-        rank = planned_rank(self.site, self.units) if laps else None
+        rank = planned_rank(self.site) if laps else None
         planner = new_planner(config, self.site, generator, lengths, costs=costs.actions, rank=rank)
         count = None if endless or config.steps is None else config.steps * batch_rows(config)
         super().__init__(config, made_up_prompts(prompt_tokens, count), lengths, planner)
