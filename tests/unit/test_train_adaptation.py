@@ -15,6 +15,7 @@ from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Decision, StepSignals
+from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.adaptation import Adaptation
 from oppo_megatron.train.logs.facts import StepFacts
 from oppo_megatron.train.score_exchange import ScoreReport
@@ -49,8 +50,8 @@ def test_delta_is_told_the_scores_that_are_trained_on(settings: dict[str, Any], 
     rule, buffer = Listening(), RolloutBuffer(3, 0, 1)
     scheduler = OvercommitScheduler(PromptStream(plain_set(3), 1), buffer, cast(Any, rule))
     tuner, kl = ChunkTuner(ChunkConfig(), 8), KLController(KLConfig())
-    nothing = cast(Any, None)  # worlds, planners and costs have no part in this
-    adaptation = Adaptation(nothing, scheduler, tuner, kl, nothing, nothing, tunes_chunk=True)
+    nothing = cast(Any, None)  # worlds and planners have no part in this
+    adaptation = Adaptation(nothing, scheduler, tuner, kl, nothing, CostMeter({"actor": 1}), tunes_chunk=True)
     facts = StepFacts(1, 0, 8)
     facts.scores = ScoreReport({}, 0.0, 0.0, [], {}, ess=1.0, measured=[])
     scheduler.begin_step()
