@@ -103,7 +103,7 @@ def _search(task: Task, args: argparse.Namespace) -> Planned:
                 f"no plan that fits was found in {PATIENCE * args.seconds:g} s; raise --seconds, or lower --margin"
             )
         later = time.monotonic() + args.seconds / 2
-        shortage = find_shortage(task, lambda: time.monotonic() > later)
+        shortage = find_shortage(planned.task, lambda: time.monotonic() > later)
     raise ConfigError(_told(task, shortage, args.margin))
 
 
@@ -121,7 +121,7 @@ def _told(task: Task, shortage: object, margin: float) -> str:
     nodes = f"no number of such nodes up to {MOST_NODES} was found to do in this time"
     if shortage.nodes:
         nodes = f"{shortage.nodes} such nodes would do"
-    told = shortage.fullest.told(task.budget)
+    told = shortage.told()
     return f"no plan fits {where} (margin {margin:g}): the one that lacks least needs {told}; {nodes}"
 
 

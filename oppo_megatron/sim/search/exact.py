@@ -128,11 +128,13 @@ class Search:
 class Found:
     """The best plans, fastest first, one for each of the actor's homes and layouts.
 
-    `bound_ns`: no plan is faster; `looked_at`: layouts tried; `ended`: whether the search came to its end.
+    `bound_ns`: no plan is faster; `rest_ns`: none that is left out, of another home or layout of the actor's, is faster (None:
+    none is left out); `looked_at`: layouts tried; `ended`: whether the search came to its end.
     """
 
     plans: list[Plan] = field(default_factory=list)
     bound_ns: int = 0
+    rest_ns: int | None = None
     looked_at: int = 0
     ended: bool = True
 
@@ -146,8 +148,9 @@ def joined(founds: Sequence[Found]) -> Found:
     """What several searches of parts of a space have found of all of it."""
     plans = sorted((plan for found in founds for plan in found.plans), key=lambda plan: plan.step_ns)
     bounds = [found.bound_ns for found in founds if found.bound_ns]
+    rests = [found.rest_ns for found in founds if found.rest_ns is not None]
     looked_at, ended = sum(found.looked_at for found in founds), all(found.ended for found in founds)
-    return Found(plans, min(bounds, default=0), looked_at, ended)
+    return Found(plans, min(bounds, default=0), min(rests, default=None), looked_at, ended)
 
 
 class _Place(NamedTuple):
@@ -174,6 +177,7 @@ def search_exact(
         if (out_of_time if best.plans else give_up)():
             found.ended = False
             found.bound_ns = min([place.bound_ns, *(plan.step_ns for plan in best.plans[:1])])
+            found.rest_ns = place.bound_ns
             break
         homes = search.arrangements[place.number]
         stacks = search.stacks(homes)
@@ -187,6 +191,7 @@ def search_exact(
     found.plans = best.plans
     if found.ended and found.plans:
         found.bound_ns = found.plans[0].step_ns
+        found.rest_ns = found.plans[-1].step_ns if len(found.plans) >= keep else None
     return found
 
 

@@ -11,6 +11,7 @@ from oppo_megatron.config.model import TrainedRoleConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.placements import RolePlacement, named_roles, role_placements, training_placements, world_size
+from oppo_megatron.sim.search.finalists import played_ns
 from oppo_megatron.sim.search.homes import Home, Homes
 from oppo_megatron.sim.search.options import Option, Profile
 from oppo_megatron.sim.search.planning import Planned, Task, new_table
@@ -29,10 +30,11 @@ def judged(planned: Planned, config: TrainConfig) -> dict[str, Any]:
     memory = f"its fullest rank holds {fullest.held / 1e9:.1f} GB"
     if not found["fits"]:
         memory = f"refused, for it needs {fullest.told(budget)}"
-    step_ns = given_step_ns(replace(task, config=config))
+    first, given = planned.plans[0], replace(task, config=config)
+    step_ns = played_ns(given) if first.played else given_step_ns(given)
     if step_ns is None:
         return found | {"told": f"{memory}; a role's ranks are not one run of ranks, which is not priced"}
-    slower = step_ns / planned.plans[0].plan.step_ns - 1
+    slower = step_ns / first.step_ns - 1
     told = f"{step_ns / 1e9:.3g} s a step, {abs(slower):.1%} {'more' if slower >= 0 else 'less'} than the first plan; {memory}"
     return found | {"step_s": step_ns / 1e9, "told": told}
 

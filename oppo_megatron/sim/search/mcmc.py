@@ -45,7 +45,7 @@ def search_mcmc(search: Search, keep: int, seed: int, out_of_time: Clock = never
         if slower <= 0 or chain.rng.random() < exp(-slower / temperature):
             now = other
     found.plans = best.plans
-    found.bound_ns = min([found.bound_ns, *(plan.step_ns for plan in found.plans[:1])])
+    found.bound_ns = found.rest_ns = min([found.bound_ns, *(plan.step_ns for plan in found.plans[:1])])
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,18 +18,21 @@ from oppo_megatron.sim.search.homes import Homes, arrangements, set_sizes, total
 from oppo_megatron.sim.search.inner import eased, micro_batches, repriced, with_micro_batch
 from oppo_megatron.sim.search.mcmc import search_mcmc
 from oppo_megatron.sim.search.scales import Scales
+from oppo_megatron.sim.search.steady import Steady, steady_work
 from oppo_megatron.sim.search.step import Mode, Parts, StepRule
 from oppo_megatron.sim.search.table import PriceTable
 
 Kind = Literal["exact", "mcmc"]
 STRIDE = 7919
 SPARE = 8
-"""Plans kept beyond those asked for."""
+"""Plans kept beyond those asked for, where phases follow each other."""
+FINALISTS = 50
+"""Plans kept where phases overlap, to be played in virtual time."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is planned.  `margin`: share of a rank's memory that stays free."""
+    """What is planned.  `margin`: share of a rank's memory that stays free; `known_work`: of a step, where it was found before."""
 
     config: TrainConfig
     cluster: Cluster
@@ -37,6 +40,7 @@ class Task:
     margin: float = 0.1
     scales: Scales = Scales()
     limits: Callable[[int], int] | None = None
+    known_work: Steady | None = None
 
     def limit_of(self, seq_id: int) -> int:
         """Tokens of a response: by `limits`, else each of `lengths` in turn, dealt by a stride that no batch size divides."""
@@ -50,8 +54,18 @@ class Task:
         return int(self.cluster.gpu.memory_bytes * (1 - self.margin))
 
     @property
+    def overlaps(self) -> bool:
+        """Whether steps are more than phases that follow each other, so that only playing them tells their seconds."""
+        return self.mode.streams or self.config.overlap.inter
+
+    @property
     def decoding(self) -> Decoding:
         return Decoding(self.config.data.max_prompt_tokens, tuple(self.lengths))
+
+    @property
+    def steady(self) -> Steady:
+        """What a step decodes and reads; no matter of layouts, cluster or micro-batches."""
+        return self.known_work or steady_work(self.config, self.decoding, self.limit_of)
 
     @property
     def on_cpu(self) -> bool:
@@ -65,7 +79,7 @@ class Task:
     def mode(self) -> Mode:
         """How phases follow each other with the configuration's switches."""
         overlap = self.config.overlap
-        share = min(1.0, overlap.chunk.tokens / max(1, max(self.lengths)))
+        share = min(1.0, overlap.chunk.tokens / max(self.steady.decoding.lengths))
         return Mode(overlap.intra, overlap.intra and "critic" not in self.config.debug.wait_for, share)
 
 
@@ -92,21 +106,37 @@ class Confirmed:
 
 
 @dataclass(frozen=True)
+class Contest:
+    """So many `plans` were played for so many `steps`, and the `finalists` among them for `finalist_steps`.
+
+    `least_ratio`, `most_ratio`: of played seconds over the price.
+    """
+
+    plans: int
+    steps: int
+    finalists: int
+    finalist_steps: int
+    least_ratio: float
+    most_ratio: float
+
+
+@dataclass(frozen=True)
 class Planned:
-    """The result of one or more searches; `plans`: fastest first."""
+    """The result of one or more searches; `plans`: fastest first; `contest`: how they were played, where they were."""
 
     task: Task
     table: PriceTable
     searches: Sequence[Search]
     found: Found
     plans: Sequence[Confirmed] = field(default_factory=tuple)
+    contest: Contest | None = None
 
     def rule(self, plan: Plan) -> StepRule:
         return self.searches[0].rule(plan.homes)
 
 
 def new_table(task: Task) -> PriceTable:
-    return PriceTable(task.config, task.cluster, task.decoding, task.budget, task.scales)
+    return PriceTable(task.config, task.cluster, task.decoding, task.steady, task.budget, task.scales)
 
 
 def new_search(task: Task, table: PriceTable, of: Sequence[int] | None = None) -> Search:
@@ -130,7 +160,7 @@ def make_plan(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, g
     `give_up` ends a search that has found no plan yet.  Where nothing fits with the configuration's micro-batches, smaller ones
     are searched.
     """
-    own = task.config.runtime.micro_batch_tokens
+    own, task = task.config.runtime.micro_batch_tokens, replace(task, known_work=task.steady)
     for tokens in [size for size in micro_batches(task.config) if size <= own]:
         tried = replace(task, config=with_micro_batch(task.config, tokens))
         planned = _searched(tried, kind, top, seed, out_of_time, give_up)
@@ -140,18 +170,17 @@ def make_plan(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, g
 
 
 def _searched(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, give_up: Clock) -> Planned:
-    """On GPUs one search; on cores one for each number of ranks, for these share out the cores."""
-    every = totals(task.cluster.nodes, task.cluster.gpus_per_node)
-    founds, searches, plans, keep = list[Found](), list[Search](), list[Confirmed](), top + SPARE
-    for some in [[total] for total in every] if task.on_cpu else [every]:
-        own = task.on(max(some))
+    founds, searches, plans = list[Found](), list[Search](), list[Confirmed]()
+    keep = max(FINALISTS, top) if task.overlaps else top + SPARE
+    for own, some in searched_apart(task):
         table = new_table(own)
         search = new_search(own, table, some)
         if kind == "exact":
             found = search_exact(search, keep, out_of_time, give_up)
         else:
             found = search_mcmc(search, keep, seed, out_of_time)
-        settled = [_settled(own, table, search, eased(search, plan)) for plan in found.plans]
+        tables = _Tables(own, table)
+        settled = [_settled(tables, search, eased(search, plan)) for plan in found.plans]
         plans += [plan for plan in settled if plan is not None]
         founds.append(found)
         searches.append(search)
@@ -159,20 +188,49 @@ def _searched(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, g
     return Planned(task, table, searches, joined(founds), tuple(plans))
 
 
-def _settled(task: Task, table: PriceTable, search: Search, plan: Plan) -> Confirmed | None:
-    """With the micro-batch of least seconds that fits, and the chunk for it."""
-    best: Confirmed | None = None
-    for tokens in micro_batches(task.config):
-        tried = replace(task, config=with_micro_batch(task.config, tokens))
-        other = new_table(tried) if tokens != task.config.runtime.micro_batch_tokens else table
-        again = plan if other is table else repriced(other, search, plan)
-        if again.fullest_bytes <= task.budget and (best is None or again.step_ns < best.plan.step_ns):
-            best = confirm(tried, other, again) or best
-    return best
+def searched_apart(task: Task) -> Iterator[tuple[Task, Sequence[int]]]:
+    """Tasks with the numbers of ranks to search: on GPUs all at once; on cores one by one, for ranks share out the cores."""
+    every = totals(task.cluster.nodes, task.cluster.gpus_per_node)
+    for some in [[total] for total in every] if task.on_cpu else [every]:
+        yield task.on(max(some)), some
+
+
+def _settled(tables: _Tables, search: Search, plan: Plan) -> Confirmed | None:
+    """With the micro-batch of least seconds that fits, and passes the checks."""
+    tries = list[tuple[int, Task, Plan]]()
+    for tokens in micro_batches(tables.task.config):
+        tried, table = tables.of(tokens)
+        again = plan if tokens == tables.own else repriced(table, search, plan)
+        if again.fullest_bytes <= tried.budget:
+            tries.append((again.step_ns, tried, again))
+    tries.sort(key=lambda each: each[0])
+    confirmed = (confirm(tried, tables.table, again) for _, tried, again in tries)
+    return next((each for each in confirmed if each is not None), None)
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """A task with its table of prices for each size of micro-batches."""
+
+    task: Task
+    table: PriceTable
+    _others: dict[int, tuple[Task, PriceTable]] = field(default_factory=dict)
+
+    @property
+    def own(self) -> int:
+        return self.task.config.runtime.micro_batch_tokens
+
+    def of(self, tokens: int) -> tuple[Task, PriceTable]:
+        if tokens == self.own:
+            return self.task, self.table
+        if tokens not in self._others:
+            tried = replace(self.task, config=with_micro_batch(self.task.config, tokens))
+            self._others[tokens] = tried, self.table.with_config(tried.config)
+        return self._others[tokens]
 
 
 def confirm(task: Task, table: PriceTable, plan: Plan) -> Confirmed | None:
-    """None where a check of the whole configuration refuses it, or it fills more of a rank than it may."""
+    """The plan as a configuration.  None where a check of the whole configuration refuses it, or it fills more of a rank than it may."""
     config = planned_config(task.config, plan)
     if check_layouts(config, table.shapes):
         return None

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.layouts import format_ranks
@@ -14,9 +17,10 @@ from oppo_megatron.sim.search.calls import phase_spans
 from oppo_megatron.sim.search.exact import Search
 from oppo_megatron.sim.search.explain import bounded_by, reason
 from oppo_megatron.sim.search.fitted import beyond_fits
-from oppo_megatron.sim.search.planning import Confirmed, Planned, Task
+from oppo_megatron.sim.search.planning import Confirmed, Contest, Planned, Task
+from oppo_megatron.sim.search.record_schema import PRINTED
 
-VERSION = 1
+VERSION = 2
 Record = dict[str, Any]
 
 
@@ -30,6 +34,7 @@ def to_record(planned: Planned, kind: str, seed: int, seconds: float) -> Record:
             "kind": kind, "seed": seed, "seconds": seconds, "ended": found.ended, "places": places,
             "looked_at": found.looked_at, "bound_s": found.bound_ns / 1e9, "gap": found.gap,
         },
+        "contest": None if planned.contest is None else asdict(planned.contest) | _beyond(planned, planned.contest),
         "cluster": {
             "nodes": task.cluster.nodes, "gpus_per_node": task.cluster.gpus_per_node, "gpu": task.cluster.gpu.name,
             "memory_gb": task.cluster.gpu.memory_bytes / 1e9, "margin": task.margin,
@@ -47,6 +52,20 @@ def to_record(planned: Planned, kind: str, seed: int, seconds: float) -> Record:
     }  # fmt: skip
 
 
+def _beyond(planned: Planned, contest: Contest) -> Record:
+    """How far the played seconds of the first plan lie above the least price, and the least price of plans not played.
+
+    The latter have other ranks or layouts of the actor: of each, the one of least price is played.
+    """
+    prices = [each.plan.step_ns for each in planned.plans]
+    rest = [price for price in (*prices[contest.plans :], planned.found.rest_ns) if price is not None]
+    least_ns = min(planned.found.bound_ns, *prices)
+    return {
+        "least_s": least_ns / 1e9, "gap": planned.plans[0].step_ns / least_ns - 1,
+        "others_s": min(rest) / 1e9 if rest else None,
+    }  # fmt: skip
+
+
 def read_record(path: Path) -> Record:
     """What `to_record` made.  Raises ConfigError for another file, or one of another version."""
     if not path.is_file():
@@ -61,6 +80,14 @@ def read_record(path: Path) -> Record:
             f"{path} is of version {version!r}, but this `oppo plan` reads version {VERSION}; search again, or print it with "
             "the release that wrote it"
         )
+    try:
+        PRINTED.validate_python(record)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{path}: `{place}`: {first['msg']}; the file is not as `oppo plan` wrote it; search again"
+        ) from error
     return dict(record)
 
 
