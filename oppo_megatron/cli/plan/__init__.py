@@ -97,7 +97,8 @@ def _search(task: Task, args: argparse.Namespace) -> Planned:
 
         planned = make_plan(task, args.search, args.top, args.seed, out_of_time, give_up)
         if planned.plans:
-            return finished(planned, args.top, out_of_time)
+            later = max(begun, time.monotonic() - args.seconds / 2) + args.seconds  # half as long, at least, to play plans
+            return finished(planned, args.top, lambda: time.monotonic() > later)
         if not planned.found.ended:
             raise ConfigError(
                 f"no plan that fits was found in {PATIENCE * args.seconds:g} s; raise --seconds, or lower --margin"

@@ -95,7 +95,11 @@ def _bound(record: Mapping[str, Any]) -> str:
             f"the first found may be {search['gap']:.1%} above the best"
         )
     elif search["kind"] == "exact":
-        found = f"of {search['places']} ways to place the roles none is faster by price than {search['bound_s']:.3g} s: gap 0"
+        sizes = ", ".join(map(str, search["micro_batch_tokens"]))
+        found = (
+            f"of {search['places']} ways to place the roles, each with micro-batches of {sizes} tokens, none is faster by price "
+            f"than {search['bound_s']:.3g} s: gap 0"
+        )
     else:
         found = f"a chain proves nothing: no plan has a price below {search['bound_s']:.3g} s, gap {search['gap']:.1%}"
     if contest is None:
@@ -110,7 +114,7 @@ def _contest(first_s: float, contest: Mapping[str, Any]) -> str:
     if others is not None:
         rest = f"of other ranks and layouts of the actor, which were not played, none has a price below {others:.3g} s"
     return (
-        f"played in virtual time: the {contest['plans']} plans of least price for {contest['steps']} steps{finals}; they took "
+        f"played in virtual time: {contest['plans']} of least price for {contest['steps']} steps{finals}; they took "
         f"{contest['least_ratio']:.2f} to {contest['most_ratio']:.2f} of their prices, and the first, {first_s:.3g} s, is "
         f"{abs(contest['gap']):.1%} {side} the least price, {contest['least_s']:.3g} s; {rest}"
     )

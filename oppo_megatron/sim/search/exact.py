@@ -162,13 +162,20 @@ class _Place(NamedTuple):
 
 
 def search_exact(
-    search: Search, keep: int, out_of_time: Clock = never, give_up: Clock = never, *, first_only: bool = False
+    search: Search,
+    keep: int,
+    out_of_time: Clock = never,
+    give_up: Clock = never,
+    *,
+    first_only: bool = False,
+    known: Sequence[Plan] = (),
 ) -> Found:
     """The `keep` best plans.  Where time runs out, `bound_ns` is the least bound of what was not looked at.
 
-    While there is no plan, `give_up` ends the search in place of `out_of_time`.  `first_only`: any plan will do.
+    While there is no plan, `give_up` ends the search in place of `out_of_time`.  `first_only`: any plan will do.  Those `known`
+    before, by other prices, are not given back; what is found is faster than `keep` of them.
     """
-    heap, best, found = list(_bounds(search)), Best(keep), Found()
+    heap, best, found = list(_bounds(search)), Best(keep, known), Found()
     heapq.heapify(heap)
     while heap:
         place = heapq.heappop(heap)
@@ -188,10 +195,10 @@ def search_exact(
             heapq.heappush(heap, _Place(bound_ns, True, place.number))
             continue
         _Descent(search, homes, stacks, best, found).run()
-    found.plans = best.plans
-    if found.ended and found.plans:
-        found.bound_ns = found.plans[0].step_ns
-        found.rest_ns = found.plans[-1].step_ns if len(found.plans) >= keep else None
+    found.plans = [plan for plan in best.plans if not any(plan is each for each in known)]
+    if found.ended and best.plans:
+        found.bound_ns = best.plans[0].step_ns
+        found.rest_ns = best.plans[-1].step_ns if len(best.plans) >= keep else None
     return found
 
 
@@ -205,10 +212,10 @@ def _bounds(search: Search) -> Iterator[_Place]:
 class Best:
     """The best plans so far, one for each `Plan.key`."""
 
-    def __init__(self, keep: int):
+    def __init__(self, keep: int, known: Sequence[Plan] = ()):
         self.keep = keep
-        self.plans: list[Plan] = []
-        self.by_key: dict[object, int] = {}
+        self.plans = sorted(known, key=lambda each: each.step_ns)[:keep]
+        self.by_key: dict[object, int] = {each.key: each.step_ns for each in self.plans}
 
     @property
     def limit_ns(self) -> float:

@@ -39,7 +39,7 @@ GAIN = 0.01
 def finished(planned: Planned, top: int, out_of_time: Clock) -> Planned:
     """Where phases overlap: all plans that were kept played for few steps, the fastest of these for more, the first one tuned.
 
-    Where time runs out, fewer are played, for few steps; the others follow as they were.
+    Where time runs out, those asked for and one more are played, for few steps; the others follow as they were.
     """
     task = planned.task
     if not (planned.plans and task.overlaps):
@@ -47,7 +47,7 @@ def finished(planned: Planned, top: int, out_of_time: Clock) -> Planned:
     few, many = _steps(task)
     done = list[Confirmed]()
     for each in planned.plans:
-        if done and out_of_time():
+        if len(done) > top and out_of_time():
             break
         done.append(played(task, each, few))
     done.sort(key=lambda each: each.step_ns)

@@ -122,14 +122,22 @@ class Contest:
 
 @dataclass(frozen=True)
 class Planned:
-    """The result of one or more searches; `plans`: fastest first; `contest`: how they were played, where they were."""
+    """The result of searches with the micro-batches of `task`, and of those with others of the `sizes`.
+
+    `plans`: fastest first; `contest`: how they were played, where they were.
+    """
 
     task: Task
-    table: PriceTable
+    tables: Sequence[_Tables]
     searches: Sequence[Search]
     found: Found
     plans: Sequence[Confirmed] = field(default_factory=tuple)
+    sizes: Sequence[int] = field(default_factory=tuple)
     contest: Contest | None = None
+
+    @property
+    def table(self) -> PriceTable:
+        return self.tables[0].table
 
     def rule(self, plan: Plan) -> StepRule:
         return self.searches[0].rule(plan.homes)
@@ -157,35 +165,70 @@ def all_homes(cluster: Cluster, table: PriceTable, of: Sequence[int] | None = No
 def make_plan(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, give_up: Clock) -> Planned:
     """Search, settle what is within the best plans, and confirm them.  `plans` is empty where nothing fits.
 
-    `give_up` ends a search that has found no plan yet.  Where nothing fits with the configuration's micro-batches, smaller ones
-    are searched.
+    `give_up` ends a search that has found no plan yet.  Once a size of micro-batches, the configuration's or less, lets something
+    fit, the others are searched for what is faster.
     """
-    own, task = task.config.runtime.micro_batch_tokens, replace(task, known_work=task.steady)
-    for tokens in [size for size in micro_batches(task.config) if size <= own]:
-        tried = replace(task, config=with_micro_batch(task.config, tokens))
-        planned = _searched(tried, kind, top, seed, out_of_time, give_up)
+    own, task, sizes = task.config.runtime.micro_batch_tokens, replace(task, known_work=task.steady), micro_batches(task.config)
+
+    def with_size(tokens: int) -> Task:
+        return replace(task, config=with_micro_batch(task.config, tokens))
+
+    for fitting in [size for size in sizes if size <= own]:
+        planned = _searched(with_size(fitting), sizes, (kind, top, seed), (out_of_time, give_up))
         if planned.plans or not planned.found.ended:
             break
+    if kind == "exact" and planned.plans:
+        for other in [size for size in sizes if size < fitting or size > own]:
+            if not planned.found.ended or out_of_time():
+                break
+            planned = _with_faster(planned, with_size(other), top, out_of_time)
     return planned
 
 
-def _searched(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, give_up: Clock) -> Planned:
-    founds, searches, plans = list[Found](), list[Search](), list[Confirmed]()
-    keep = max(FINALISTS, top) if task.overlaps else top + SPARE
+def _searched(task: Task, sizes: Sequence[int], asked: tuple[Kind, int, int], clocks: tuple[Clock, Clock]) -> Planned:
+    """With the task's micro-batches; what is found is settled with one of `sizes`."""
+    (kind, top, seed), (out_of_time, give_up) = asked, clocks
+    tables, founds, searches, plans = list[_Tables](), list[Found](), list[Search](), list[Confirmed]()
     for own, some in searched_apart(task):
         table = new_table(own)
         search = new_search(own, table, some)
         if kind == "exact":
-            found = search_exact(search, keep, out_of_time, give_up)
+            found = search_exact(search, _kept(task, top), out_of_time, give_up)
         else:
-            found = search_mcmc(search, keep, seed, out_of_time)
-        tables = _Tables(own, table)
-        settled = [_settled(tables, search, eased(search, plan)) for plan in found.plans]
-        plans += [plan for plan in settled if plan is not None]
+            found = search_mcmc(search, _kept(task, top), seed, out_of_time)
+        tables.append(_Tables(own, table, sizes))
+        plans += _all_settled(tables[-1], search, found)
         founds.append(found)
         searches.append(search)
-    plans.sort(key=lambda each: each.plan.step_ns)
-    return Planned(task, table, searches, joined(founds), tuple(plans))
+    return Planned(task, tables, searches, joined(founds), tuple(_one_of_each(plans)), (_size(task),))
+
+
+def _with_faster(planned: Planned, task: Task, top: int, out_of_time: Clock) -> Planned:
+    """And with what the task's micro-batches make faster."""
+    founds, plans, known = [planned.found], list(planned.plans), [each.plan for each in planned.plans]
+    for tables, (own, some) in zip(planned.tables, searched_apart(task), strict=True):
+        search = new_search(own, tables.of(_size(task))[1], some)
+        founds.append(search_exact(search, _kept(task, top), out_of_time, known=known))
+        plans += _all_settled(tables, search, founds[-1])
+    together = tuple(_one_of_each(plans))
+    return replace(planned, found=joined(founds), plans=together, sizes=(*planned.sizes, _size(task)))
+
+
+def _kept(task: Task, top: int) -> int:
+    return max(FINALISTS, top) if task.overlaps else top + SPARE
+
+
+def _size(task: Task) -> int:
+    return task.config.runtime.micro_batch_tokens
+
+
+def _one_of_each(plans: Sequence[Confirmed]) -> Iterator[Confirmed]:
+    """The fastest of each `Plan.key`, fastest first."""
+    seen = set[object]()
+    for each in sorted(plans, key=lambda each: each.plan.step_ns):
+        if each.plan.key not in seen:
+            seen.add(each.plan.key)
+            yield each
 
 
 def searched_apart(task: Task) -> Iterator[tuple[Task, Sequence[int]]]:
@@ -195,38 +238,42 @@ def searched_apart(task: Task) -> Iterator[tuple[Task, Sequence[int]]]:
         yield task.on(max(some)), some
 
 
-def _settled(tables: _Tables, search: Search, plan: Plan) -> Confirmed | None:
-    """With the micro-batch of least seconds that fits, and passes the checks."""
-    tries = list[tuple[int, Task, Plan]]()
-    for tokens in micro_batches(tables.task.config):
-        tried, table = tables.of(tokens)
-        again = plan if tokens == tables.own else repriced(table, search, plan)
-        if again.fullest_bytes <= tried.budget:
-            tries.append((again.step_ns, tried, again))
-    tries.sort(key=lambda each: each[0])
-    confirmed = (confirm(tried, tables.table, again) for _, tried, again in tries)
-    return next((each for each in confirmed if each is not None), None)
-
-
 @dataclass(frozen=True)
 class _Tables:
-    """A task with its table of prices for each size of micro-batches."""
+    """A task with its table of prices, and those for micro-batches of other `sizes`."""
 
     task: Task
     table: PriceTable
+    sizes: Sequence[int]
     _others: dict[int, tuple[Task, PriceTable]] = field(default_factory=dict)
 
-    @property
-    def own(self) -> int:
-        return self.task.config.runtime.micro_batch_tokens
-
     def of(self, tokens: int) -> tuple[Task, PriceTable]:
-        if tokens == self.own:
+        if tokens == _size(self.task):
             return self.task, self.table
         if tokens not in self._others:
             tried = replace(self.task, config=with_micro_batch(self.task.config, tokens))
             self._others[tokens] = tried, self.table.with_config(tried.config)
         return self._others[tokens]
+
+
+def _all_settled(tables: _Tables, search: Search, found: Found) -> Iterator[Confirmed]:
+    for plan in found.plans:
+        settled = _settled(tables, search, eased(search, plan))
+        if settled is not None:
+            yield settled
+
+
+def _settled(tables: _Tables, search: Search, plan: Plan) -> Confirmed | None:
+    """With the micro-batch of least seconds that fits, and passes the checks."""
+    tries = list[tuple[int, Task, Plan]]()
+    for tokens in tables.sizes:
+        tried, table = tables.of(tokens)
+        again = plan if table is search.offers else repriced(table, search, plan)
+        if again.fullest_bytes <= tried.budget:
+            tries.append((again.step_ns, tried, again))
+    tries.sort(key=lambda each: each[0])
+    confirmed = (confirm(tried, tables.table, again) for _, tried, again in tries)
+    return next((each for each in confirmed if each is not None), None)
 
 
 def confirm(task: Task, table: PriceTable, plan: Plan) -> Confirmed | None:

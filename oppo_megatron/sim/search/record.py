@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.layouts import format_ranks
 from oppo_megatron.sim.laws.communication import RINGS
+from oppo_megatron.sim.runs.sources import not_counted
 from oppo_megatron.sim.search.calls import phase_spans
 from oppo_megatron.sim.search.exact import Search
 from oppo_megatron.sim.search.explain import bounded_by, reason
@@ -33,6 +34,7 @@ def to_record(planned: Planned, kind: str, seed: int, seconds: float) -> Record:
         "search": {
             "kind": kind, "seed": seed, "seconds": seconds, "ended": found.ended, "places": places,
             "looked_at": found.looked_at, "bound_s": found.bound_ns / 1e9, "gap": found.gap,
+            "micro_batch_tokens": sorted(planned.sizes),
         },
         "contest": None if planned.contest is None else asdict(planned.contest) | _beyond(planned, planned.contest),
         "cluster": {
@@ -48,7 +50,7 @@ def to_record(planned: Planned, kind: str, seed: int, seconds: float) -> Record:
         "plans": [_plan(planned, each) for each in planned.plans],
         "prices": [row for search in planned.searches for row in _prices(search)],
         "constants": dict(_constants(task)),
-        "beyond_fits": beyond_fits(task, planned.plans[0].config),
+        "beyond_fits": [*beyond_fits(task, planned.plans[0].config), *not_counted(task.config)],
     }  # fmt: skip
 
 

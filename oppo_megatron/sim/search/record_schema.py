@@ -31,6 +31,7 @@ class _Search(TypedDict):
     places: int
     bound_s: float
     gap: float
+    micro_batch_tokens: list[int]
 
 
 class _Contest(TypedDict):
