@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="laps",
         help="laps: for any number of ranks; actions: every action of every rank, up to some hundred ranks",
     )
-    parser.add_argument("--modes", metavar="MODE,...", help="sequential, intra, inter, full, padded, ...: a run in each")
+    parser.add_argument("--modes", metavar="MODE,...", help="sequential, intra, inter, full, padded, ...: a run each")
     parser.add_argument(
         "--sweep",
         action="append",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from oppo_megatron.config.modes import switched
 from oppo_megatron.sim.runs.padding import Padding
 from oppo_megatron.sim.runs.sources import built_in_costs
-from oppo_megatron.sim.runs.virtual import VirtualRun
+from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep
 from tests.unit.test_sim_search_plan import config
 
 ROWS = 32
@@ -24,15 +26,16 @@ def test_every_response_is_computed_to_its_batchs_longest() -> None:
     sequential = switched(config(), "sequential")
     costs = built_in_costs(sequential, 16)
 
-    def steps(lengths: object) -> list[object]:
-        return list(VirtualRun(sequential, costs, lengths, prompt_tokens=16, endless=True).steps(3))  # type: ignore[arg-type]
+    def steps(lengths: Callable[[int], int]) -> list[VirtualStep]:
+        return list(VirtualRun(sequential, costs, lengths, prompt_tokens=16, endless=True).steps(3))
 
     padding = Padding(own, ROWS)
     padded, plain = steps(padding.padded), steps(own)
     full = steps(lambda seq_id: LONGEST[seq_id // ROWS % 3])
-    assert [step.step_s for step in padded] == [step.step_s for step in full]  # type: ignore[attr-defined]
-    for batch, (wide, narrow) in enumerate(zip(map(padding.unpadded, padded), plain, strict=True)):  # type: ignore[arg-type]
-        assert wide.step_s > narrow.step_s and wide.tokens == narrow.tokens == sum(map(own, range(batch * ROWS, batch * ROWS + ROWS)))  # type: ignore[attr-defined]
+    assert [step.step_s for step in padded] == [step.step_s for step in full]
+    for batch, (wide, narrow) in enumerate(zip(map(padding.unpadded, padded), plain, strict=True)):
+        assert wide.step_s > narrow.step_s
+        assert wide.tokens == narrow.tokens == sum(map(own, range(batch * ROWS, batch * ROWS + ROWS)))
         assert wide.lengths.tolist() == [own(seq_id) for seq_id in wide.seq_ids.tolist()]
 
 

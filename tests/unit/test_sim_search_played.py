@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import cache
 from statistics import fmean
 
 import pytest
@@ -35,7 +35,9 @@ def test_without_delta_a_step_decodes_its_batch() -> None:
     assert steady_work(config(overlap={"inter": False}), PLAIN, dealt).decoding == PLAIN
     found = steady_work(carrying(0), PLAIN, dealt)
     assert sorted(found.decoding.lengths) == LENGTHS and found.decoding.prompt_tokens == 256
-    assert found.reads["actor"] == pytest.approx(1.0, abs=0.005) and found.reads["reward"] == pytest.approx(1.0, rel=0.02)
+    assert found.reads["actor"] == pytest.approx(1.0, abs=0.005) and found.reads["reward"] == pytest.approx(
+        1.0, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("delta", [4, 16])
@@ -49,33 +51,46 @@ def test_carried_rollouts_fill_up_the_batch_and_are_read_again(delta: int) -> No
     assert kept.reads["actor"] == pytest.approx(1.0, abs=0.02) and kept.decoding == found.decoding
 
 
-def planned(delta: int = 0) -> Planned:
-    return make_plan(Task(carrying(delta), CLUSTER, LENGTHS), "exact", 1, 1, never, never)
+@cache
+def planned() -> Planned:
+    return make_plan(Task(carrying(0), CLUSTER, LENGTHS), "exact", 1, 1, never, never)
 
 
-def test_all_plans_that_were_kept_are_played_and_the_gap_is_of_the_played_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finalists, "RESPONSES", (96, 160))
-    monkeypatch.setattr(finalists, "FEW", 1)
-    monkeypatch.setattr(finalists, "MANY", 2)
+def test_plans_are_played_until_no_other_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gap that is told is of played seconds; whatever was not played lies above it by price."""
+    few = {"RESPONSES": (32, 64), "FEW": 1, "MANY": 2, "WARM_UP": 1, "LONG": 2, "LONG_RESPONSES": 64, "MORE": 1}
+    for name, value in few.items():
+        monkeypatch.setattr(finalists, name, value)
     before = planned()
-    before = replace(before, plans=before.plans[:7])
     after = finished(before, 1, never)
-    assert after.contest is not None and (after.contest.plans, after.contest.finalists) == (7, 4)
-    assert all(each.played for each in after.plans)
-    first = after.plans[0].step_ns
-    assert first == min(each.step_ns for each in after.plans[:4])
+    contest = after.contest
+    assert contest is not None and contest.ended and contest.finalists == 2 <= contest.plans < len(before.plans)
+    assert [each.played for each in after.plans] == [number < contest.plans for number in range(len(after.plans))]
+    first, rest = after.plans[0].step_ns, min(each.plan.step_ns for each in after.plans[contest.plans :])
+    assert first <= after.plans[1].step_ns
+    assert rest * min(1.0, contest.least_ratio) > min(each.step_ns for each in after.plans[: contest.plans]) * 0.98
     record = to_record(after, "exact", 1, 1.0)["contest"]
     assert record["gap"] == first / min(each.plan.step_ns for each in after.plans) - 1
-    assert record["others_s"] is None or record["others_s"] >= record["least_s"]
+    assert record["others_s"] == rest / 1e9
 
 
-def test_the_delta_of_least_seconds_is_taken() -> None:
+def test_where_time_is_out_the_plans_asked_for_and_one_more_are_played() -> None:
+    after = finished(planned(), 1, lambda: True)
+    assert after.contest is not None and (after.contest.plans, after.contest.finalists, after.contest.ended) == (
+        2,
+        0,
+        False,
+    )
+    assert after.plans[0].played and after.plans[1].played and not after.plans[2].played
+
+
+def test_the_delta_of_least_seconds_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against every delta played on its own for long: the chosen one trains a token in no more time than any."""
-    task = Task(carrying(0), CLUSTER, LENGTHS)
-    plan = make_plan(task, "exact", 1, 1, never, never).plans[0]
-    chosen = finalists._best_delta(task, plan, 4)
+    task, plan = planned().task, planned().plans[0]
+    monkeypatch.setattr(finalists, "MOST_LONG", 16)
+    chosen = finalists.best_delta(task, plan, 4, never)
     paces = {
-        delta: finalists._pace(finalists._counted(task, finalists.with_delta(plan.config, delta), 24))
+        delta: finalists.pace(finalists.counted_steps(task, finalists.with_delta(plan.config, delta), 16))
         for delta in (0, 8, 32)
     }
     best = min(paces.values())
@@ -83,8 +98,7 @@ def test_the_delta_of_least_seconds_is_taken() -> None:
 
 
 def test_played_seconds_are_means_of_steps_after_the_first_responses() -> None:
-    task = Task(carrying(8), CLUSTER, LENGTHS)
-    plan = make_plan(task, "exact", 1, 1, never, never).plans[0]
-    steps = finalists._counted(task, plan.config, 3)
+    task, plan = planned().task, planned().plans[0]
+    steps = finalists.counted_steps(task, plan.config, 3)
     assert len(steps) == 3 and steps[0].step > 3 and steps[0].clock > max(LENGTHS)
     assert played(task, plan, 3).step_ns == pytest.approx(1e9 * fmean(step.step_s for step in steps), rel=1e-6)

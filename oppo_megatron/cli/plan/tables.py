@@ -110,9 +110,10 @@ def _bound(record: Mapping[str, Any]) -> str:
 def _contest(first_s: float, contest: Mapping[str, Any]) -> str:
     finals = f", and {contest['finalists']} of these for {contest['finalist_steps']}" if contest["finalists"] else ""
     side, others = "above" if contest["gap"] >= 0 else "below", contest["others_s"]
+    finals += "" if contest["ended"] else " (then time ran out)"
     rest = "no other ranks or layouts of the actor fit"
     if others is not None:
-        rest = f"of other ranks and layouts of the actor, which were not played, none has a price below {others:.3g} s"
+        rest = f"of plans with other ranks or layouts of the actor, not played, none has a price below {others:.3g} s"
     return (
         f"played in virtual time: {contest['plans']} of least price for {contest['steps']} steps{finals}; they took "
         f"{contest['least_ratio']:.2f} to {contest['most_ratio']:.2f} of their prices, and the first, {first_s:.3g} s, is "

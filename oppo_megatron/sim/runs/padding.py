@@ -17,7 +17,7 @@ ABOUT = "padded: every sequence of a batch is computed as far as its longest; to
 
 @dataclass(frozen=True)
 class Padding:
-    """`lengths(seq_id)`: tokens of each response; `rows`: sequences of a batch, which follow each other (no inter-step overlap)."""
+    """`lengths(seq_id)`: tokens of each response; `rows`: sequences of a batch, which follow each other."""
 
     lengths: Callable[[int], int]
     rows: int

@@ -27,19 +27,21 @@ MORE = 3
 """Finalists beyond the plans asked for."""
 WARM_UP = 3
 """Steps that come before deferral is steady, at least."""
-FEW, MANY, MOST_STEPS = 3, 9, 48
+FEW, MANY, MOST_STEPS = 3, 5, 48
 RESPONSES = 512, 2048
 """Steps that count of all plans and of the finalists: as many as have so many responses, from FEW or MANY to MOST_STEPS."""
-LONG = 4
-"""Times as many steps tell one delta from another, which train other responses in a step."""
+LONG, MOST_LONG, LONG_RESPONSES = 12, 64, 4096
+"""The same of deltas, which train other responses in a step."""
 GAIN = 0.01
 """By this share a setting must shorten a step to replace the configuration's."""
 
 
 def finished(planned: Planned, top: int, out_of_time: Clock) -> Planned:
-    """Where phases overlap: all plans that were kept played for few steps, the fastest of these for more, the first one tuned.
+    """Where phases overlap: plans played for few steps, the fastest of these for more, the first one tuned.
 
-    Where time runs out, those asked for and one more are played, for few steps; the others follow as they were.
+    By price, until no other can be the fastest: until the price, times the least ratio of played seconds to a price so far, lies
+    above the fastest.  Where time runs out, those asked for and one more are played, for few steps; the others follow as they
+    were.
     """
     task = planned.task
     if not (planned.plans and task.overlaps):
@@ -47,16 +49,21 @@ def finished(planned: Planned, top: int, out_of_time: Clock) -> Planned:
     few, many = _steps(task)
     done = list[Confirmed]()
     for each in planned.plans:
-        if len(done) > top and out_of_time():
+        if len(done) > top and (out_of_time() or (len(done) >= top + MORE and _cannot_win(each, done))):
             break
         done.append(played(task, each, few))
     done.sort(key=lambda each: each.step_ns)
-    ratios = [each.step_ns / each.plan.step_ns for each in done]
-    finalists = 0 if out_of_time() else min(len(done), top + MORE)
-    contest = Contest(len(done), few, finalists, many, min(ratios), max(ratios))
+    ratios, ended = [each.step_ns / each.plan.step_ns for each in done], not out_of_time()
+    finalists = min(len(done), top + MORE) if ended else 0
     best = _tuned_alike(task, done[:finalists], many, out_of_time)
+    contest = Contest(len(done), few, finalists, many, min(ratios), max(ratios), ended and not out_of_time())
     plans = (*best, *done[finalists:], *planned.plans[len(done) :])
     return replace(planned, plans=plans, contest=contest)
+
+
+def _cannot_win(each: Confirmed, done: Sequence[Confirmed]) -> bool:
+    least_ratio = min(1.0, *(other.step_ns / other.plan.step_ns for other in done))
+    return each.plan.step_ns * least_ratio > min(other.step_ns for other in done)
 
 
 def _steps(task: Task) -> tuple[int, int]:
@@ -72,9 +79,9 @@ def _tuned_alike(task: Task, finalists: Sequence[Confirmed], steps: int, out_of_
     best = sorted((played(task, each, steps) for each in finalists), key=lambda each: each.step_ns)
     if not best or out_of_time():
         return best
-    first = tuned(task, best[0], steps)
-    if first.config.overlap == best[0].config.overlap:
-        return best
+    first = tuned(task, best[0], steps, out_of_time)
+    if out_of_time() or first.config.overlap == best[0].config.overlap:
+        return [first, *best[1:]]
     others = [played(task, replace(each, config=_overlapped_as(first, each)), steps) for each in best[1:]]
     return sorted([first, *others], key=lambda each: each.step_ns)
 
@@ -87,12 +94,12 @@ def _overlapped_as(first: Confirmed, each: Confirmed) -> TrainConfig:
 
 def played(task: Task, each: Confirmed, steps: int) -> Confirmed:
     """The plan with the seconds of its steps in virtual time, by part."""
-    return replace(each, parts=mean_parts(_counted(task, each.config, steps)), played=True)
+    return replace(each, parts=mean_parts(counted_steps(task, each.config, steps)), played=True)
 
 
 def played_ns(task: Task) -> int:
     """Nanoseconds of a step of the task's configuration in its own layouts, played for as many steps as finalists are."""
-    return mean_parts(_counted(task, task.config, _steps(task)[1])).total
+    return mean_parts(counted_steps(task, task.config, _steps(task)[1])).total
 
 
 def mean_parts(steps: Sequence[VirtualStep]) -> Parts:
@@ -101,7 +108,7 @@ def mean_parts(steps: Sequence[VirtualStep]) -> Parts:
     return Parts(*(nanoseconds(fmean(getattr(step.parts, name) for step in steps)) for name in names))
 
 
-def _counted(task: Task, config: TrainConfig, steps: int) -> list[VirtualStep]:
+def counted_steps(task: Task, config: TrainConfig, steps: int) -> list[VirtualStep]:
     """So many steps, once the first responses, which all began together, have ended."""
     prompt_tokens, longest = task.config.data.max_prompt_tokens, max(task.lengths)
     costs, found = step_costs(task, config), list[VirtualStep]()
@@ -114,33 +121,39 @@ def _counted(task: Task, config: TrainConfig, steps: int) -> list[VirtualStep]:
     return found
 
 
-def tuned(task: Task, each: Confirmed, steps: int) -> Confirmed:
+def tuned(task: Task, each: Confirmed, steps: int, out_of_time: Clock) -> Confirmed:
     """With the chunk and the delta of least seconds: chunks next to sqrt(f T / s), deltas up to the configuration's largest."""
     best = each
     for tokens in _chunks(task, best):
+        if out_of_time():
+            return best
         other = played(task, replace(best, config=with_chunk(best.config, tokens)), steps)
         best = other if other.step_ns < (1 - GAIN) * best.step_ns else best
-    delta = _best_delta(task, best, steps)
+    delta = best_delta(task, best, steps, out_of_time)
     return best if delta is None else played(task, replace(best, config=with_delta(best.config, delta)), steps)
 
 
-def _best_delta(task: Task, each: Confirmed, steps: int) -> int | None:
-    """The delta of least seconds for a trained token; None for the configuration's.
+def best_delta(task: Task, each: Confirmed, steps: int, out_of_time: Clock) -> int | None:
+    """The delta of least seconds for a trained token; None for the configuration's, or where time runs out.
 
-    All play the same responses; the better half go on to `LONG` times as many steps.
+    All play the same responses; the better half go on to many steps.
     """
     own, sizes = each.config.overlap.delta.initial, _deltas(each)
-    for count in (steps, LONG * steps):
+    for count in (steps, min(MOST_LONG, max(LONG, LONG_RESPONSES // task.config.rollout.batch_size))):
         if len(sizes) < 2:
             return None
-        paces = {size: _pace(_counted(task, with_delta(each.config, size), count)) for size in sizes}
+        paces = dict[int, float]()
+        for size in sizes:
+            if out_of_time():
+                return None
+            paces[size] = pace(counted_steps(task, with_delta(each.config, size), count))
         better = sorted(paces, key=lambda size: (paces[size], size))[: (len(sizes) + 1) // 2]
         sizes = [own, *(size for size in better if size != own)]
     best = min(paces, key=lambda size: (paces[size], size))
     return best if paces[best] < (1 - GAIN) * paces[own] else None
 
 
-def _pace(steps: Sequence[VirtualStep]) -> float:
+def pace(steps: Sequence[VirtualStep]) -> float:
     """Seconds of a trained token: in the long run every delta trains as many tokens in a step."""
     return sum(step.step_s for step in steps) / sum(int(step.lengths.sum()) for step in steps)
 

@@ -32,7 +32,7 @@ FINALISTS = 50
 
 @dataclass(frozen=True)
 class Task:
-    """What is planned.  `margin`: share of a rank's memory that stays free; `known_work`: of a step, where it was found before."""
+    """What is planned.  `margin`: share of a rank's memory that stays free; `known_work`: of a step, if found before."""
 
     config: TrainConfig
     cluster: Cluster
@@ -109,7 +109,7 @@ class Confirmed:
 class Contest:
     """So many `plans` were played for so many `steps`, and the `finalists` among them for `finalist_steps`.
 
-    `least_ratio`, `most_ratio`: of played seconds over the price.
+    `least_ratio`, `most_ratio`: of played seconds over the price; `ended`: whether time was enough.
     """
 
     plans: int
@@ -118,6 +118,7 @@ class Contest:
     finalist_steps: int
     least_ratio: float
     most_ratio: float
+    ended: bool
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,13 @@ def make_plan(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, g
     """Search, settle what is within the best plans, and confirm them.  `plans` is empty where nothing fits.
 
     `give_up` ends a search that has found no plan yet.  Once a size of micro-batches, the configuration's or less, lets something
-    fit, the others are searched for what is faster.
+    fit, the others are searched for a plan that is faster than all.
     """
-    own, task, sizes = task.config.runtime.micro_batch_tokens, replace(task, known_work=task.steady), micro_batches(task.config)
+    own, task, sizes = (
+        task.config.runtime.micro_batch_tokens,
+        replace(task, known_work=task.steady),
+        micro_batches(task.config),
+    )
 
     def with_size(tokens: int) -> Task:
         return replace(task, config=with_micro_batch(task.config, tokens))
@@ -181,7 +186,7 @@ def make_plan(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, g
         for other in [size for size in sizes if size < fitting or size > own]:
             if not planned.found.ended or out_of_time():
                 break
-            planned = _with_faster(planned, with_size(other), top, out_of_time)
+            planned = _with_faster(planned, with_size(other), out_of_time)
     return planned
 
 
@@ -203,13 +208,15 @@ def _searched(task: Task, sizes: Sequence[int], asked: tuple[Kind, int, int], cl
     return Planned(task, tables, searches, joined(founds), tuple(_one_of_each(plans)), (_size(task),))
 
 
-def _with_faster(planned: Planned, task: Task, top: int, out_of_time: Clock) -> Planned:
-    """And with what the task's micro-batches make faster."""
-    founds, plans, known = [planned.found], list(planned.plans), [each.plan for each in planned.plans]
-    for tables, (own, some) in zip(planned.tables, searched_apart(task), strict=True):
-        search = new_search(own, tables.of(_size(task))[1], some)
-        founds.append(search_exact(search, _kept(task, top), out_of_time, known=known))
-        plans += _all_settled(tables, search, founds[-1])
+def _with_faster(planned: Planned, task: Task, out_of_time: Clock) -> Planned:
+    """And with a plan that is faster than all of them by the task's micro-batches, if there is one."""
+    founds, plans = [planned.found], list(planned.plans)
+    for tables, before in zip(planned.tables, planned.searches, strict=True):
+        own, table = tables.of(_size(task))
+        search = Search(table, before.arrangements, own.mode, own.budget)
+        found = search_exact(search, 1, out_of_time, known=[min(plans, key=lambda each: each.step_ns).plan])
+        founds.append(replace(found, rest_ns=None))
+        plans += _all_settled(tables, search, found)
     together = tuple(_one_of_each(plans))
     return replace(planned, found=joined(founds), plans=together, sizes=(*planned.sizes, _size(task)))
 
@@ -277,7 +284,10 @@ def _settled(tables: _Tables, search: Search, plan: Plan) -> Confirmed | None:
 
 
 def confirm(task: Task, table: PriceTable, plan: Plan) -> Confirmed | None:
-    """The plan as a configuration.  None where a check of the whole configuration refuses it, or it fills more of a rank than it may."""
+    """The plan as a configuration.
+
+    None where a check of the whole configuration refuses it, or it fills more of a rank than it may.
+    """
     config = planned_config(task.config, plan)
     if check_layouts(config, table.shapes):
         return None

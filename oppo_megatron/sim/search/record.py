@@ -27,13 +27,14 @@ Record = dict[str, Any]
 
 def to_record(planned: Planned, kind: str, seed: int, seconds: float) -> Record:
     """What does not depend on the clock; but for a search that ran out of time."""
-    task, found = planned.task, planned.found
+    task, found, least_ns = planned.task, planned.found, min(each.plan.step_ns for each in planned.plans)
+    bound_ns = min(found.bound_ns, least_ns)
     places = sum(len(search.arrangements) for search in planned.searches)
     return {
         "version": VERSION,
         "search": {
             "kind": kind, "seed": seed, "seconds": seconds, "ended": found.ended, "places": places,
-            "looked_at": found.looked_at, "bound_s": found.bound_ns / 1e9, "gap": found.gap,
+            "looked_at": found.looked_at, "bound_s": bound_ns / 1e9, "gap": least_ns / bound_ns - 1,
             "micro_batch_tokens": sorted(planned.sizes),
         },
         "contest": None if planned.contest is None else asdict(planned.contest) | _beyond(planned, planned.contest),

@@ -41,6 +41,7 @@ class _Contest(TypedDict):
     finalist_steps: int
     least_ratio: float
     most_ratio: float
+    ended: bool
     least_s: float
     gap: float
     others_s: float | None

@@ -77,8 +77,9 @@ class Shortage:
 
 
 def find_shortage(task: Task, out_of_time: Clock) -> Shortage | None:
-    """None where no layout passes the checks, whatever it takes.  `task`: as it was searched last, with the least micro-batches."""
-    closest = min((each for each in (_closest(*apart) for apart in searched_apart(task)) if each), key=lambda each: each.lacks, default=None)
+    """None where no layout passes the checks, whatever it takes.  `task`: as searched last, with the least micro-batches."""
+    found = [_closest(*apart) for apart in searched_apart(task)]
+    closest = min((each for each in found if each), key=lambda each: each.lacks, default=None)
     if closest is None:
         return None
     config = planned_config(task.config, closest.plan)

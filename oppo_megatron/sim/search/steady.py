@@ -47,7 +47,10 @@ def steady_work(config: TrainConfig, plain: Decoding, lengths: Callable[[int], i
     decoded = tuple(tokens for tokens in np.rint(table.mean(axis=0)).astype(int).tolist() if tokens)
     own = sum(tokens * tokens / 2 for tokens in decoded) / sum(decoded)
     position = sum(each.positions for each in seen) / sum(int(each.decoded.sum()) for each in seen)
-    once = {role: batch_rows(config) * (plain.prompt_tokens + fmean(plain.lengths) * (role != "actor")) for role in run.books}
+    once = {
+        role: batch_rows(config) * (plain.prompt_tokens + fmean(plain.lengths) * (role != "actor"))
+        for role in run.books
+    }
     reads = {role: fmean(each.read[role] for each in seen) / tokens for role, tokens in once.items()}
     carried = max(0, round(position - own))  # tokens in front of what is decoded
     return Steady(Decoding(plain.prompt_tokens + carried, decoded, plain.captured), reads)
