@@ -97,7 +97,10 @@ def _search(task: Task, args: argparse.Namespace) -> Planned:
         def give_up() -> bool:
             return time.monotonic() > begun + PATIENCE * args.seconds
 
-        planned = make_plan(task, args.search, args.top, args.seed, out_of_time, give_up)
+        def enough() -> bool:
+            return time.monotonic() > begun + args.seconds / 2
+
+        planned = make_plan(task, args.search, args.top, args.seed, out_of_time, give_up, enough)
         if planned.plans:
             later = max(begun + args.seconds, time.monotonic() + args.seconds / PLAYING)
             return finished(planned, args.top, lambda: time.monotonic() > later)

@@ -13,7 +13,7 @@ from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.threads import threaded
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.search.emit import planned_config
-from oppo_megatron.sim.search.exact import Clock, Found, Plan, Search, joined, search_exact
+from oppo_megatron.sim.search.exact import Clock, Found, Plan, Search, joined, never, search_exact
 from oppo_megatron.sim.search.homes import Homes, arrangements, set_sizes, totals
 from oppo_megatron.sim.search.inner import eased, micro_batches, repriced, with_micro_batch
 from oppo_megatron.sim.search.mcmc import search_mcmc
@@ -163,11 +163,13 @@ def all_homes(cluster: Cluster, table: PriceTable, of: Sequence[int] | None = No
     ]
 
 
-def make_plan(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, give_up: Clock) -> Planned:
+def make_plan(
+    task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, give_up: Clock, enough: Clock = never
+) -> Planned:
     """Search, settle what is within the best plans, and confirm them.  `plans` is empty where nothing fits.
 
     `give_up` ends a search that has found no plan yet.  Once a size of micro-batches, the configuration's or less, lets something
-    fit, the others are searched for a plan that is faster than all.
+    fit, the others are searched for a plan that is faster than all, one after the other until it is `enough`.
     """
     own, task, sizes = (
         task.config.runtime.micro_batch_tokens,
@@ -184,7 +186,7 @@ def make_plan(task: Task, kind: Kind, top: int, seed: int, out_of_time: Clock, g
             break
     if kind == "exact" and planned.plans:
         for other in [size for size in sizes if size < fitting or size > own]:
-            if not planned.found.ended or out_of_time():
+            if not planned.found.ended or out_of_time() or enough():
                 break
             planned = _with_faster(planned, with_size(other), out_of_time)
     return planned
