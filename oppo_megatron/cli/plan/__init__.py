@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from oppo_megatron.sim.search.planning import Planned, Task
 
 OUT = Path("runs/plan")
-PLAYING = 3
-"""The part of --seconds that there is to play plans, however long they were searched."""
 PATIENCE = 5
 """Times --seconds for which a first plan is searched."""
 
@@ -102,7 +100,8 @@ def _search(task: Task, args: argparse.Namespace) -> Planned:
 
         planned = make_plan(task, args.search, args.top, args.seed, out_of_time, give_up, enough)
         if planned.plans:
-            later = max(begun + args.seconds, time.monotonic() + args.seconds / PLAYING)
+            searched = time.monotonic()
+            later = max(begun + args.seconds, searched + (searched - begun))  # plans are played as long as they were searched
             return finished(planned, args.top, lambda: time.monotonic() > later)
         if not planned.found.ended:
             raise ConfigError(
