@@ -322,7 +322,7 @@ def test_table_2_is_refused_on_80_gb(described: Path, capsys: pytest.CaptureFixt
     given = load_config(TrainConfig, described / "c.yaml")
     needed = max(memory.total for memory in rank_memory(train_holdings(given, on_cpu=False)).values())
     assert needed > 80e9
-    assert main([*PLAN, "--seconds", "3"]) == 0
+    assert main([*PLAN, "--seconds", "6"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"refused, for it needs {needed / 1e9:.1f} GB on rank" in out and "GB are missing" in out
 
@@ -357,3 +357,15 @@ def test_what_lies_beyond_the_fits_is_said() -> None:
     assert "no layers of such a processor" in beyond_fits(Task(config(), by_numbers, LENGTHS), config())[0]
     few = config(runtime={"device": "cpu", "dtype": "bfloat16", "kv_cache_mb": 32})
     assert "the others wait" in beyond_fits(Task(few, CLUSTER, LENGTHS), few)[0]
+
+
+def test_what_no_price_has_is_said(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rewards of a service; and lengths that are no numbers are refused."""
+    rewards = ["reward=null", "rewards=[{kind: http, url: http://127.0.0.1:9}]"]
+    assert main([*PLAN, *rewards, "overlap.intra=false", "--out", "out"]) == 0
+    assert "rewards of kind http take no time here" in " ".join(capsys.readouterr().out.split())
+    (described / "costs.json").write_text('{"prefill": {"judge": [0.1, 0.2]}}')
+    assert "prefill of judge, which the configuration does not have" in refused(capsys, *PLAN, "--costs", "costs.json")
+    with pytest.raises(SystemExit):
+        main([*PLAN, "--lognormal", "nan,1"])
+    assert "'nan,1' must be two finite numbers" in capsys.readouterr().err
