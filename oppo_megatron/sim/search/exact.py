@@ -228,11 +228,10 @@ def _least_by_size(search: Search, role: str, sizes: Bytes) -> tuple[Times, Any]
 
 
 def _alike(homes: Bytes) -> Iterator[Bytes]:
-    """Numbers of the arrangements [number, role, (first, size)] in which the same homes meet and hold each other."""
+    """Numbers of the arrangements [number, role, (first, size)] in which the same homes hold each other, and so meet."""
     first, end = homes[:, :, 0], homes.sum(axis=2)
-    meets = first[:, :, None] < end[:, None, :]
     holds = (first[:, :, None] <= first[:, None, :]) & (end[:, None, :] <= end[:, :, None])
-    patterns = np.concatenate([meets & meets.swapaxes(1, 2), holds], axis=1).reshape(len(homes), -1)
+    patterns = holds.reshape(len(homes), -1)
     keys = np.packbits(patterns, axis=1)
     _, group = np.unique(keys, axis=0, return_inverse=True)
     order = np.argsort(group.reshape(-1), kind="stable")
