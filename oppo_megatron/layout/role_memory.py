@@ -123,18 +123,30 @@ def stage_memory(
 ) -> StageMemory:
     """What `role_holdings` counts, once a stage.  `train` stands for the role's own."""
     model = laid_out(config, name, serving, training or serving)
-    served = tuple(served_memory(config, name, serving, model, stage, on_cpu=on_cpu)[0] for stage in range(serving.pp))
+    served = served_stages(config, name, serving, model, on_cpu=on_cpu)
     if training is None or train is None:
         return StageMemory(served)
-    trained = tuple(
-        trained_memory(config, training, model, train, stage, on_cpu=on_cpu) for stage in range(training.pp)
-    )
+    trained = trained_stages(config, training, model, train, on_cpu=on_cpu)
     if has_own_training_weights(serving, training, train.vpp):
         return StageMemory(served, trained)
     one_model = is_one_model(train)
     return StageMemory(
         served, trained, tuple(both_memory(*pair, one_model=one_model) for pair in zip(served, trained, strict=True))
     )
+
+
+def served_stages(
+    config: TrainConfig, name: str, serving: RolePlacement, model: RoleModel, *, on_cpu: bool
+) -> tuple[Memory, ...]:
+    """Memory of each stage's ranks as the role decodes or scores."""
+    return tuple(served_memory(config, name, serving, model, stage, on_cpu=on_cpu)[0] for stage in range(serving.pp))
+
+
+def trained_stages(
+    config: TrainConfig, training: RolePlacement, model: RoleModel, train: TrainingLayoutConfig, *, on_cpu: bool
+) -> tuple[Memory, ...]:
+    """Memory of each stage's ranks in the update."""
+    return tuple(trained_memory(config, training, model, train, stage, on_cpu=on_cpu) for stage in range(training.pp))
 
 
 def laid_out(config: TrainConfig, name: str, serving: RolePlacement, training: RolePlacement) -> RoleModel:

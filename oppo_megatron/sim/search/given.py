@@ -33,12 +33,15 @@ def judged(planned: Planned, config: TrainConfig) -> dict[str, Any]:
         memory = f"refused, for it needs {fullest.told(budget)}"
     first, given = planned.plans[0], replace(task, config=config)
     price_ns = given_step_ns(given)
-    step_ns = played_ns(given) if first.played else price_ns
+    plays = first.played and found["fits"]
+    step_ns = played_ns(given) if plays else price_ns
     if step_ns is None:
         return found | {"told": f"{memory}; a role's ranks are not one run of ranks, which is not priced"}
+    if first.played and not plays:
+        return found | {"price_s": step_ns / 1e9, "told": f"{memory}; its phases have a price of {step_ns / 1e9:.3g} s a step"}
     slower = step_ns / first.step_ns - 1
     told = f"{step_ns / 1e9:.3g} s a step, {abs(slower):.1%} {'more' if slower >= 0 else 'less'} than the first plan; {memory}"
-    if first.played and price_ns is not None:
+    if plays and price_ns is not None:
         told += f"; with nothing carried over its phases have a price of {price_ns / 1e9:.3g} s"
     return found | {"step_s": step_ns / 1e9, "price_s": price_ns and price_ns / 1e9, "told": told}
 

@@ -16,7 +16,7 @@ from oppo_megatron.layout.checks import serving_problems
 from oppo_megatron.layout.layouts import Sizes, fills_shards, layouts_of
 from oppo_megatron.layout.memory import Shape
 from oppo_megatron.layout.placements import RolePlacement, has_own_training_weights, named_roles
-from oppo_megatron.layout.role_memory import SCALAR_ROLES, stage_memory
+from oppo_megatron.layout.role_memory import SCALAR_ROLES, laid_out, served_stages, stage_memory, trained_stages
 from oppo_megatron.layout.shape import model_limits
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.sim.clusters.cluster import Cluster
@@ -209,17 +209,19 @@ class _Memories:
     trained: dict[tuple[Sizes, str, int], Profile] = field(default_factory=dict)
 
     def profile(self, serving: Sizes, train: TrainingLayoutConfig) -> Profile:
+        config, on_cpu = self.table.config, self.table.on_cpu
         training = _sizes(train)
+        placed, trained = _over(serving), _over(training)
+        if not has_own_training_weights(placed, trained, train.vpp):
+            return Profile.of(stage_memory(config, self.role, placed, trained, train, on_cpu=on_cpu).both)
         common = lcm(serving.tp, training.tp)
         serves, trains = (serving, common), (training, train.recompute, common)
-        alike = not has_own_training_weights(_over(serving), _over(training), train.vpp)
-        if alike or serves not in self.served or trains not in self.trained:
-            found = stage_memory(
-                self.table.config, self.role, _over(serving), _over(training), train, on_cpu=self.table.on_cpu
-            )
-            self.served[serves], self.trained[trains] = Profile.of(found.served), Profile.of(found.trained)
-            if alike:
-                return Profile.of(found.both)
+        if serves not in self.served or trains not in self.trained:
+            model = laid_out(config, self.role, placed, trained)
+            if serves not in self.served:
+                self.served[serves] = Profile.of(served_stages(config, self.role, placed, model, on_cpu=on_cpu))
+            if trains not in self.trained:
+                self.trained[trains] = Profile.of(trained_stages(config, trained, model, train, on_cpu=on_cpu))
         return self.served[serves].beside(self.trained[trains])
 
 
