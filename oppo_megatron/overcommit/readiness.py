@@ -34,6 +34,11 @@ class Readiness:
         """Enough groups have finished, and with them all that may not be deferred again."""
         return self._num_missing <= 0 and not self._waits
 
+    @property
+    def least(self) -> int:
+        """Sequences that have to end before it can be ready, at least: one of each group that is missing."""
+        return max(self._num_missing, *(number for _, number in self._waits), 0)
+
     def finish(self, *seq_ids: int) -> None:
         """Note that the sequences have their last tokens."""
         ended = set(seq_ids)
