@@ -72,10 +72,10 @@ class Growths(Sequence[Growth]):
     @staticmethod
     def sums(batches: Sequence[Batch]) -> tuple[Ints, Ints]:
         """New tokens and output rows of each micro-batch."""
-        tables = [np.zeros((4, 1), dtype=np.int64), *(Growths.of(batch).table for batch in batches)]
+        tables = [np.zeros((2, 1), dtype=np.int64), *(Growths.of(batch).table[2:] for batch in batches)]
         ends = np.cumsum([table.shape[1] for table in tables])
-        summed = np.cumsum(np.concatenate(tables, axis=1)[2:], axis=1)[:, ends - 1]
-        new, rows = summed[:, 1:] - summed[:, :-1]
+        summed = np.cumsum(np.concatenate(tables, axis=1), axis=1)[:, ends - 1]
+        new, rows = np.diff(summed)
         return new, rows
 
     def __len__(self) -> int:

@@ -168,17 +168,23 @@ class Book:
         current: Bools = self._ledger[CACHED] > 0
         return current
 
-    def _sources(self, rows: Ints, depth: Ints, wanting: Bools) -> Ints:
+    @property
+    def forks(self) -> bool:
+        """Whether a prompt's cache is ever forked."""
+        return self.groups.size > 1 and self.groups.fork
+
+    def _sources(self, rows: Ints, depth: Ints, wanting: Bools | None = None) -> Ints:
         """For each of `rows` the sequence whose cache it forks at `depth` tokens, the prompt's; ABSENT where it forks none.
 
-        `wanting`: those that are prefilled in this round, or wait for it.  Where nobody in a group has the prompt cached, the
+        `wanting`: those that are prefilled in this round, or wait for it (None: all).  Where nobody in a group has the prompt cached, the
         first of them computes it.
         """
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
-        if self.groups.size == 1 or not self.groups.fork:
+        if not self.forks:
             return sources
         cached, homes = self._ledger[CACHED], self._ledger[REPLICA]
-        fresh = np.flatnonzero(wanting & (cached[rows] <= 0) & (depth > 0))
+        fresh = (cached[rows] <= 0) & (depth > 0)
+        fresh = np.flatnonzero(fresh if wanting is None else fresh & wanting)
         if not len(fresh):
             return sources
         held = np.flatnonzero(self._current())

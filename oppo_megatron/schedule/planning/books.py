@@ -78,10 +78,13 @@ class ScoringBook(Book):
     def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
         """Of each sequence with new tokens that this role has not read: its replica, and how many they are."""
         columns, rows = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
-        depth, cached = self._depth(columns), np.maximum(self._ledger[CACHED][rows], 0)
-        forked = self._sources(rows, depth, np.ones(len(rows), dtype=np.bool_)) != ABSENT
-        news = self._targets(columns) - np.where(forked, depth, cached)
-        return self._ledger[REPLICA][rows[news > 0]], news[news > 0]
+        cached = np.maximum(self._ledger[CACHED][rows], 0)
+        if self.forks:
+            depth = self._depth(columns)
+            cached = np.where(self._sources(rows, depth) != ABSENT, depth, cached)
+        news = self._targets(columns) - cached
+        grow = np.flatnonzero(news > 0)
+        return self._ledger[REPLICA][rows[grow]], news[grow]
 
     def plan(
         self, rollouts: Sequence[Rollout] | Columns | Unread, budget: int, own: Collection[int] | None = None
@@ -91,17 +94,18 @@ class ScoringBook(Book):
         ours = self._ours(own)
         self._admit(columns, rows, ours)
         admitted = self._ledger[CACHED][rows] != ABSENT
-        columns, rows = columns.at(admitted), rows[admitted]
+        if not admitted.all():
+            columns, rows = columns.at(admitted), rows[admitted]
         homes = self._ledger[REPLICA][rows]
-        self._fork(columns, rows, ours)
+        if self.forks:
+            self._fork(columns, rows, ours)
         table = self._grow(columns, rows)
-        grows = table.new > 0
-        self._tally(homes[grows], table.new[grows], table.rows[grows])
+        grown, ended = np.flatnonzero(table.new > 0), np.flatnonzero(columns.finished)
+        self._tally(homes[grown], table.new[grown], table.rows[grown])
         for replica, work in ours.items():
-            here = homes == replica
-            work.prefill = packed(table.at(np.flatnonzero(here & grows)), work.fork, budget)
-            work.done = columns.seq_ids[here & columns.finished].tolist()
-        self._close(rows[columns.finished])
+            work.prefill = packed(table.at(grown[homes[grown] == replica]), work.fork, budget)
+            work.done = columns.seq_ids[ended[homes[ended] == replica]].tolist()
+        self._close(rows[ended])
         return self._works(ours)
 
     def forget(self, *seq_ids: int, unread: bool = False) -> None:
@@ -156,18 +160,24 @@ class ScoringBook(Book):
         return columns.prompt_tokens - (self.role != "reward")
 
     def _missing(self, columns: Columns, rows: Ints) -> Bools:
-        due = columns.response_tokens if self.every_token else 1
-        unread = np.maximum(self._ledger[CACHED][rows], 0) < self._targets(columns)
-        return np.where(columns.finished, self._ledger[OUTPUTS][rows] < due, unread)
+        missing: Bools = np.maximum(self._ledger[CACHED][rows], 0) < self._targets(columns)
+        ended = np.flatnonzero(columns.finished)
+        due = columns.response_tokens[ended] if self.every_token else 1
+        missing[ended] = self._ledger[OUTPUTS][rows[ended]] < due
+        return missing
 
     def _admit(self, columns: Columns, rows: Ints, ours: Mapping[int, ReplicaWork]) -> None:
         """Give slots to those that have none, those finished first; the work of `ours` hears of it."""
-        homes, closed = self._ledger[REPLICA][rows], self._ledger[CACHED][rows] == ABSENT
-        new = np.concatenate([np.flatnonzero(closed & columns.finished), np.flatnonzero(closed & ~columns.finished)])
+        new = np.flatnonzero(self._ledger[CACHED][rows] == ABSENT)
+        if not len(new):
+            return
+        ended, homes = columns.finished[new], self._ledger[REPLICA][rows]
+        new = np.concatenate([new[ended], new[~ended]])
         short = self._short(homes[new])
         for replica in short.tolist():
             self._make_way(replica, columns.at(homes == replica), ours.get(replica) or ReplicaWork())
-        new = new[~np.isin(homes[new], short)]
+        if len(short):
+            new = new[~np.isin(homes[new], short)]
         self._open(rows[new])
         for replica, work in ours.items():
             work.open += columns.seq_ids[new[homes[new] == replica]].tolist()
@@ -193,7 +203,7 @@ class ScoringBook(Book):
     def _fork(self, columns: Columns, rows: Ints, ours: Mapping[int, ReplicaWork]) -> None:
         """Fork prompts that are computed elsewhere; the work of `ours` hears of it."""
         depth = self._depth(columns)
-        sources = self._sources(rows, depth, np.ones(len(rows), dtype=np.bool_))
+        sources = self._sources(rows, depth)
         forked, homes = sources != ABSENT, self._ledger[REPLICA][rows]
         if not forked.any():
             return

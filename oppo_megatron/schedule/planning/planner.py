@@ -136,9 +136,9 @@ class RoundPlanner:
         active = columns_of(decode)
         read = self._read(columns_of(score), readable, decodes=bool(decode))
         unread = {name: self.scorers[name].unread(columns) for name, columns in read.items()}
-        cut = self._cut(active, unread, chunk)
-        works: dict[str, list[ReplicaWork]] = {}
         steps = self.actor.steps(active, chunk)
+        cut = self._cut(active, unread, steps)
+        works: dict[str, list[ReplicaWork]] = {}
         if decode:
             works["actor"] = self.actor.plan(
                 active, steps, cut.micro_batches, self.micro_batch_tokens, order, self._own("actor")
@@ -184,11 +184,12 @@ class RoundPlanner:
         late = self.late if decodes else ()
         none = score.at(slice(0))
         some = score
-        if readable is not None and any(book.perishable for book in self.scorers.values()):
+        perishable = any(book.perishable for book in self.scorers.values())
+        if perishable and readable is not None and not np.array_equal(readable, score.seq_ids):
             some = score.at(np.isin(score.seq_ids, readable))
         return {n: none if n in late else some if book.perishable else score for n, book in self.scorers.items()}
 
-    def _cut(self, decode: Columns, unread: Mapping[str, Unread], chunk: int) -> Cut:
+    def _cut(self, decode: Columns, unread: Mapping[str, Unread], steps: int) -> Cut:
         """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
         (micro_batches, asked), placement = self.weave, self.site.placements["actor"]
         tokens = None if asked == "auto" else min(asked, self.micro_batch_tokens)
@@ -198,11 +199,11 @@ class RoundPlanner:
         growths = np.concatenate([news for _, news in pending.values()]) if pending else np.zeros(0, dtype=np.int64)
         work = Work(
             num_sequences=_coarse(max(self.actor.running(decode))),
-            steps=_coarse(self.actor.steps(decode, chunk)),
+            steps=_coarse(steps),
             pp=placement.pp,
             prefill_tokens={name: _coarse(int(np.bincount(*each).max(initial=0))) for name, each in pending.items()},
         )
-        grain = _coarse(int(np.median(growths))) if len(growths) else 1
+        grain = _coarse(_median(growths)) if len(growths) else 1
         key = (work.num_sequences, work.steps, *work.prefill_tokens.items(), grain)
         if key not in self._cuts:
             wanted = None if micro_batches == "auto" else micro_batches
@@ -280,6 +281,13 @@ def _counts(part: Round) -> tuple[object, ...]:
     """How many micro-batches there are of everything."""
     prefill = tuple((name, tuple(map(len, replicas))) for name, replicas in sorted(part.prefill.items()))
     return tuple(map(len, part.decode)), prefill
+
+
+def _median(numbers: Ints) -> int:
+    """Of some whole numbers from 0 on, rounded down: counted, not sorted, as they are tens of thousands below some thousands."""
+    smaller = np.cumsum(np.bincount(numbers))
+    middle = np.array([(len(numbers) - 1) // 2, len(numbers) // 2])
+    return int(np.searchsorted(smaller, middle, side="right").sum()) // 2
 
 
 def _coarse(number: int) -> int:

@@ -50,10 +50,11 @@ class Gaps:
         Those at the end that come behind all gaps, and are ready one after the other, follow each other: what one of them leaves
         free before it is too early for the next.  So nothing is searched for them.
         """
-        ends = [0] * (max(lines, default=0) + 1)
-        behind = self._behind(ranks, ready, durations)
-        found = self._one_by_one(ranks, ready[:behind], durations[:behind], lines, ends)
-        if self._behind(ranks, ready[behind:], durations[behind:]):  # a gap has been left meanwhile
+        ends, last = [0] * (max(lines, default=0) + 1), self._last(ranks)
+        behind = _behind(last, ready, durations)
+        found = self._one_by_one(ranks, ready[:behind], durations[:behind], lines, ends) if behind else []
+        left = self._last(ranks)
+        if left > last and _behind(left, ready[behind:], durations[behind:]):  # a gap has been left meanwhile
             found += self._one_by_one(ranks, ready[behind:], durations[behind:], lines[behind:], ends)
         elif behind < len(lines):
             rest = durations[behind:]
@@ -63,13 +64,9 @@ class Gaps:
             found += starts.tolist()
         return np.array(found, dtype=np.int64)
 
-    def _behind(self, ranks: Sequence[int], ready: Ints, durations: Ints) -> int:
-        """From which of n on all end behind the gaps that the ranks have now, and are ready one after the other."""
-        last = max((self._ends[rank][-2] for rank in ranks if len(self._ends[rank]) > 1), default=0)
-        early = (ready + durations <= last) | (durations <= 0)
-        early[:-1] |= ready[1:] < ready[:-1]
-        found = np.flatnonzero(early)
-        return int(found[-1]) + 1 if len(found) else 0
+    def _last(self, ranks: Sequence[int]) -> int:
+        """The end of the last gap that ends."""
+        return max((self._ends[rank][-2] for rank in ranks if len(self._ends[rank]) > 1), default=0)
 
     def _one_by_one(
         self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int], ends: list[int]
@@ -167,3 +164,11 @@ class Gaps:
             if last - end >= self._shortest:
                 starts.insert(gap + 1, end)
                 ends.insert(gap + 1, last)
+
+
+def _behind(last: int, ready: Ints, durations: Ints) -> int:
+    """From which of n on all end behind `last`, and are ready one after the other."""
+    early = (ready + durations <= last) | (durations <= 0)
+    early[:-1] |= ready[1:] < ready[:-1]
+    found = np.flatnonzero(early)
+    return int(found[-1]) + 1 if len(found) else 0

@@ -275,7 +275,8 @@ class Placer:
         """Of each micro-batch by stage, [n, stages]; and with its score on the last."""
         tokens, rows = Growths.sums(batches)
         lines = [self.costs.prefill_at(role, stage) for stage in range(self.site.placements[role].pp)]
-        seconds = np.stack([line.fixed_s + tokens * line.per_token_s for line in lines], axis=1)
+        fixed_s, per_token_s = np.array([(line.fixed_s, line.per_token_s) for line in lines]).T
+        seconds = fixed_s + tokens[:, None] * per_token_s
         scored = seconds.copy()
         if role != "actor":
             scored[:, -1] += self.costs.score.fixed_s + rows * self.costs.score.per_token_s
