@@ -41,6 +41,8 @@ class Columns(NamedTuple):
 
     def at(self, rows: Ints | Bools | slice) -> Columns:
         """Those at `rows`."""
+        if not isinstance(rows, slice) and rows.dtype == np.bool_:
+            rows = np.flatnonzero(rows)  # once, not for each column
         return Columns(self.seq_ids[rows], self.prompt_tokens[rows], self.response_tokens[rows], self.finished[rows])
 
 

@@ -272,17 +272,19 @@ class ActorBook(Book):
         homes, cached = self._ledger[REPLICA][rows], self._ledger[CACHED][rows]
         due, none, depth = columns.num_tokens - 1, np.zeros_like(rooms), columns.prompt_tokens - 1
         sources = self._sources(rows, depth, running)
-        forked = sources != ABSENT
-        self.forked_tokens += int(depth[forked].sum())
-        cached = np.where(forked, depth, cached)
-        self._tally(homes[running], (due - cached)[running], none[running])
+        if self.forks:
+            forked = sources != ABSENT
+            self.forked_tokens += int(depth[forked].sum())
+            cached = np.where(forked, depth, cached)
+        self._tally(homes, np.where(running, due - cached, 0), none)
         decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
         again = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
         for replica, work in ours.items():
-            here = running & (homes == replica)
-            work.open = columns.seq_ids[here & new].tolist()
-            lined = self._in_line(rows, np.flatnonzero(here & ~new), np.flatnonzero(here & new), order)
-            forks = here & forked
+            here = np.flatnonzero(running & (homes == replica))
+            opened = here[new[here]]
+            work.open = columns.seq_ids[opened].tolist()
+            lined = self._in_line(rows, here[~new[here]], opened, order)
+            forks = here[sources[here] != ABSENT]
             work.fork = self._forks(rows[forks], depth[forks], sources[forks])
             work.prefill = packed(again.at(lined[again.new[lined] > 0]), work.fork, budget)
             work.decode = [decode.at(portion) for portion in even_portions(lined.tolist(), micro_batches)]
@@ -297,7 +299,7 @@ class ActorBook(Book):
         ordered = order(ledger.ids(rows[before]).tolist())
         return np.concatenate([position[ledger.rows(np.array(ordered, dtype=np.int64))], new])
 
-    def runs(self, rollouts: Sequence[Rollout]) -> Bools:
+    def runs(self, rollouts: Sequence[Rollout] | Columns) -> Bools:
         """Which of the rollouts run in the round planned last."""
         rows = self._ledger.rows(columns_of(rollouts).seq_ids)
         run: Bools = (self._ledger[CACHED][rows] != ABSENT) & (self._ledger[WAITING][rows] == 0)
@@ -305,13 +307,13 @@ class ActorBook(Book):
 
     def record(self, rollouts: Sequence[Rollout]) -> None:
         """A round has been recorded in the rollouts."""
-        columns, run = columns_of(rollouts), self.runs(rollouts)
-        rows = self._ledger.rows(columns.seq_ids)
-        going, ended = run & ~columns.finished, run & columns.finished
+        columns = columns_of(rollouts)
+        rows, run = self._ledger.rows(columns.seq_ids), self.runs(columns)
+        going, ended = np.flatnonzero(run & ~columns.finished), rows[run & columns.finished]
         self._ledger[CACHED][rows[going]] = columns.num_tokens[going] - 1
-        self._close(rows[ended])
-        self._ledger[REPLICA][rows[ended]] = ABSENT
-        self._ledger[OUTLIVED][rows[ended]] = 0
+        self._close(ended)
+        self._ledger[REPLICA][ended] = ABSENT
+        self._ledger[OUTLIVED][ended] = 0
 
     def stop(self, rollouts: Sequence[Rollout]) -> None:
         """These are decoded no further, from between two rounds on."""
