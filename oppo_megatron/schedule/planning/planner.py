@@ -26,12 +26,16 @@ from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook, Unread
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.components import component_of
-from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.costs import Costs, nearly
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
 from oppo_megatron.schedule.weaving.generators import GENERATORS
 from oppo_megatron.schedule.weaving.steady import lengthened, repeats, shortened
 
 KEPT_SCHEDULES = 256
+KEPT_CUTS = 1024
+
+NEARLY = 0.05
+"""Share by which the seconds of an action may differ from those by which a cut was sought."""
 
 Order = Callable[[Sequence[int]], list[int]]
 
@@ -92,6 +96,7 @@ class RoundPlanner:
     _cuts: dict[tuple[object, ...], Cut] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._sought_by = self.costs
         self._component = None if self.rank is None else component_of(self.site, self.rank)
 
     @uncollected()
@@ -163,10 +168,18 @@ class RoundPlanner:
         return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
-        """Plan by `costs` from now on.  All ranks do so between the same two rounds."""
+        """Plan by `costs` from now on.  All ranks do so between the same two rounds.
+
+        Cuts are kept until an action takes another time by more than NEARLY: what is measured is no surer than that, and
+        micro-batches keep their sizes.
+        """
         self.costs = costs
-        self._known.clear()
-        self._cuts.clear()
+        slots, pp = self.actor.slots, self.site.placements["actor"].pp
+        sequences, tokens = (max(1, slots // (2 * pp)), slots), (max(1, self.micro_batch_tokens // 16), self.micro_batch_tokens)
+        if not nearly(costs, self._sought_by, NEARLY, sequences, tokens):
+            self._known.clear()
+            self._cuts.clear()
+            self._sought_by = costs
 
     def reset_perishable(self) -> list[str]:
         """Scorers that are trained have other weights: what they have computed is stale.  Returns their names."""
@@ -206,6 +219,8 @@ class RoundPlanner:
         grain = _coarse(_median(growths)) if len(growths) else 1
         key = (work.num_sequences, work.steps, *work.prefill_tokens.items(), grain)
         if key not in self._cuts:
+            if len(self._cuts) >= KEPT_CUTS:
+                self._cuts.clear()
             wanted = None if micro_batches == "auto" else micro_batches
             self._cuts[key] = choose_cut(
                 work, self.costs, self.micro_batch_tokens, grain=grain, micro_batches=wanted, prefill_tokens=tokens
