@@ -41,11 +41,14 @@ class Readiness:
 
     def finish(self, *seq_ids: int) -> None:
         """Note that the sequences have their last tokens."""
-        ended = set(seq_ids)
-        decoded = ended <= self._unfinished and ended.isdisjoint(self._ended) and len(ended) == len(seq_ids)
+        ended_before = len(self._ended)
+        self._ended.update(seq_ids)
+        decoded = len(self._ended) == ended_before + len(seq_ids) and self._unfinished.issuperset(seq_ids)
         assert decoded, f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
-        self._ended |= ended
-        whole = self._last_of_groups(ended)
+        if self._group_size == 1 and not self._waits:
+            self._num_missing -= len(seq_ids)
+            return
+        whole = self._last_of_groups(set(seq_ids))
         self._num_missing -= len(whole)
         if self._waits:
             left = [(sequences, number - len(whole & sequences)) for sequences, number in self._waits]

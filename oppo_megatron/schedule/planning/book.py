@@ -143,8 +143,10 @@ class Book:
 
     def _tally(self, homes: Ints, tokens: Ints, outputs: Ints) -> None:
         """Each sequence that is prefilled, at its replica."""
-        weights = (tokens, tokens > 0, outputs)
-        self.prefilled += np.stack([np.bincount(homes, each, len(self)) for each in weights]).astype(np.int64)
+        replicas = len(self)
+        self.prefilled[0] += np.bincount(homes, tokens, replicas).astype(np.int64)
+        self.prefilled[1] += np.bincount(homes, minlength=replicas)
+        self.prefilled[2] += np.bincount(homes, outputs, replicas).astype(np.int64)
 
     def _stamp(self, rows: Ints) -> None:
         self._ledger[OPENED][rows] = np.arange(self._num_opened, self._num_opened + len(rows))
@@ -219,5 +221,5 @@ def packed(growths: Growths, forks: Sequence[Fork], budget: int) -> list[Batch]:
 
 def _packed(growths: Growths, budget: int) -> list[Batch]:
     members, ends = packed_in_order(growths.new, budget)
-    ordered = growths.at(members)
-    return [ordered[start:end] for start, end in pairwise(ends)]
+    ordered = growths.table[:, members]
+    return [Growths(ordered[:, start:end]) for start, end in pairwise(ends)]

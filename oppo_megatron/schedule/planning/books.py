@@ -115,7 +115,7 @@ class ScoringBook(Book):
         assert unread or not len(held), f"{self.role}: sequence {self._ledger.ids(held).min()} was trained unscored"
         self._close(held)
         self._ledger[OUTPUTS][rows] = 0
-        self._replicas.remove(*seq_ids)
+        self._ledger[REPLICA][rows] = ABSENT
 
     def beyond(self, rollouts: Sequence[Rollout]) -> list[int]:
         """Of rollouts that have been cut, the sequences of which this role has read all that is left, or more: it has no plan to
@@ -276,9 +276,10 @@ class ActorBook(Book):
             forked = sources != ABSENT
             self.forked_tokens += int(depth[forked].sum())
             cached = np.where(forked, depth, cached)
-        self._tally(homes, np.where(running, due - cached, 0), none)
+        again = np.flatnonzero(running & (due > cached))
+        self._tally(homes[again], (due - cached)[again], none[again])
         decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
-        again = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
+        stale = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
         for replica, work in ours.items():
             here = np.flatnonzero(running & (homes == replica))
             opened = here[new[here]]
@@ -286,7 +287,7 @@ class ActorBook(Book):
             lined = self._in_line(rows, here[~new[here]], opened, order)
             forks = here[sources[here] != ABSENT]
             work.fork = self._forks(rows[forks], depth[forks], sources[forks])
-            work.prefill = packed(again.at(lined[again.new[lined] > 0]), work.fork, budget)
+            work.prefill = packed(stale.at(lined[stale.new[lined] > 0]), work.fork, budget)
             work.decode = [decode.at(portion) for portion in even_portions(lined.tolist(), micro_batches)]
         return self._works(ours)
 
