@@ -77,6 +77,7 @@ class DryRun(PureLoop[PlannedRound]):
         trace = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
         stopping = Stopping.of(config.rollout, (), config.seed, trace, forced=config.debug.lengths)
         self.limit: Callable[[int], int] = stopping.limit
+        self._limits: dict[int, int] = {}
         generator = round_generator(config.overlap, self.site)
         rank = self.site.source if rank is None else rank
         assert config.steps is not None
@@ -84,7 +85,7 @@ class DryRun(PureLoop[PlannedRound]):
             config,
             self._prompts(config.steps * batch_rows(config), prompt_tokens),
             responses or self.limit,
-            new_planner(config, self.site, generator, self.limit, rank=rank),
+            new_planner(config, self.site, generator, self._limits.__getitem__, rank=rank),
         )
         self.kl = KLController(config.ppo.kl)
         self.encoder, self.decoder = ChunkEncoder(), ChunkDecoder()
@@ -140,7 +141,7 @@ class DryRun(PureLoop[PlannedRound]):
 
     def _open(self, admitted: Sequence[Rollout]) -> None:
         for rollout in admitted:
-            self.limit(rollout.seq_id)  # draw made-up lengths here, untimed: a run has one limit for all
+            self._limits[rollout.seq_id] = self.limit(rollout.seq_id)  # drawn here, untimed: a run has one limit for all
         super()._open(admitted)
         if self.codec:
             with self.watch.part("stream"):
@@ -165,7 +166,7 @@ class DryRun(PureLoop[PlannedRound]):
 def measured_costs(site: Site, step: int) -> Costs:
     """Made up, as ranks would have measured it by the end of a step: the cost model's lines, each stage's by itself a little
     off."""
-    draw, model = random.Random(step), Costs()
+    draw, model = random.Random(step), Costs()  # noqa: S311  (to be drawn again, not to be secret)
 
     def off(line: Linear) -> Linear:
         by = 1 + DRIFT * draw.uniform(-1, 1)

@@ -53,7 +53,7 @@ def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: i
 
 
 def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
-    """The `number` of the groups (at least none) that finished first, ties in their order; they are sorted only if there are more."""
+    """The `number` of the groups that finished first, ties in their order.  Nothing is sorted where there are no more."""
     if len(groups) <= max(0, number):
         return groups
     return groups[np.argsort(clocks_G[groups], kind="stable")][: max(0, number)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 

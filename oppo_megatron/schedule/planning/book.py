@@ -19,6 +19,7 @@ import numpy as np
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import packed_in_order
+from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.ledger import ABSENT
 from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas, pairs_of
 from oppo_megatron.schedule.rounds import Batch, Fork, Growths
@@ -72,11 +73,18 @@ class Book:
     """
 
     def __init__(
-        self, replicas: int, slots: int, columns: Mapping[str, int], groups: Grouping, most: int | None = None
+        self,
+        replicas: int,
+        slots: int,
+        columns: Mapping[str, int],
+        groups: Grouping,
+        most: int | None = None,
+        alike: Alike | None = None,
     ):
         self.slots, self.groups, self.forked_tokens = slots, groups, 0
+        self._alike = alike or Alike()
         self.prefilled = np.zeros((3, replicas), dtype=np.int64)
-        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most)
+        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most, self._alike)
         self._ledger = self._replicas.ledger
         self._num_open = np.zeros(replicas, dtype=np.int64)
         self._num_opened = 0
@@ -178,15 +186,15 @@ class Book:
     def _sources(self, rows: Ints, depth: Ints, wanting: Bools | None = None) -> Ints:
         """For each of `rows` the sequence whose cache it forks at `depth` tokens, the prompt's; ABSENT where it forks none.
 
-        `wanting`: those that are prefilled in this round, or wait for it (None: all).  Where nobody in a group has the prompt cached, the
-        first of them computes it.
+        `wanting`: those that are prefilled in this round, or wait for it (None: all).  Where nobody in a group has the prompt
+        cached, the first of them computes it.
         """
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
         if not self.forks:
             return sources
         cached, homes = self._ledger[CACHED], self._ledger[REPLICA]
-        fresh = (cached[rows] <= 0) & (depth > 0)
-        fresh = np.flatnonzero(fresh if wanting is None else fresh & wanting)
+        empty = (cached[rows] <= 0) & (depth > 0)
+        fresh = np.flatnonzero(empty if wanting is None else empty & wanting)
         if not len(fresh):
             return sources
         held = np.flatnonzero(self._current())
@@ -207,19 +215,19 @@ class Book:
         return list(map(Fork, *(column.tolist() for column in table)))
 
 
-def packed(growths: Growths, forks: Sequence[Fork], budget: int) -> list[Batch]:
+def packed(growths: Growths, forks: Sequence[Fork], budget: int, alike: Alike) -> list[Batch]:
     """Prefill micro-batches of at most `budget` tokens, each in the order of `growths`.
 
     What continues a fork comes behind what computes its source.
     """
     waiting = [fork.target for fork in forks if fork.held < fork.tokens]
     if not waiting:
-        return _packed(growths, budget)
+        return _packed(growths, budget, alike)
     late = np.isin(growths.seq_ids, waiting)
-    return [batch for part in (~late, late) for batch in _packed(growths.at(np.flatnonzero(part)), budget)]
+    return [batch for part in (~late, late) for batch in _packed(growths.at(np.flatnonzero(part)), budget, alike)]
 
 
-def _packed(growths: Growths, budget: int) -> list[Batch]:
-    members, ends = packed_in_order(growths.new, budget)
+def _packed(growths: Growths, budget: int, alike: Alike) -> list[Batch]:
+    members, ends = alike.once(packed_in_order, growths.new, budget)
     ordered = growths.table[:, members]
     return [Growths(ordered[:, start:end]) for start, end in pairwise(ends)]

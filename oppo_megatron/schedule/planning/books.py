@@ -9,6 +9,7 @@ import numpy as np
 
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
+from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.book import (
     ALONE,
     CACHED,
@@ -55,9 +56,10 @@ class ScoringBook(Book):
         *,
         every_token: bool = False,
         reads_greedy: bool = True,
+        alike: Alike | None = None,
     ):
         self._leaves_out = groups.greedy and not reads_greedy
-        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out)
+        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out, alike)
         self.role, self.every_token = role, every_token or role != "reward"
         self.perishable = role == "critic"  # each update makes what it has computed stale
 
@@ -103,7 +105,7 @@ class ScoringBook(Book):
         grown, ended = np.flatnonzero(table.new > 0), np.flatnonzero(columns.finished)
         self._tally(homes[grown], table.new[grown], table.rows[grown])
         for replica, work in ours.items():
-            work.prefill = packed(table.at(grown[homes[grown] == replica]), work.fork, budget)
+            work.prefill = packed(table.at(grown[homes[grown] == replica]), work.fork, budget, self._alike)
             work.done = columns.seq_ids[ended[homes[ended] == replica]].tolist()
         self._close(rows[ended])
         return self._works(ours)
@@ -287,7 +289,7 @@ class ActorBook(Book):
             lined = self._in_line(rows, here[~new[here]], opened, order)
             forks = here[sources[here] != ABSENT]
             work.fork = self._forks(rows[forks], depth[forks], sources[forks])
-            work.prefill = packed(stale.at(lined[stale.new[lined] > 0]), work.fork, budget)
+            work.prefill = packed(stale.at(lined[stale.new[lined] > 0]), work.fork, budget, self._alike)
             work.decode = [decode.at(portion) for portion in even_portions(lined.tolist(), micro_batches)]
         return self._works(ours)
 
