@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,15 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.readiness import Readiness
 from oppo_megatron.overcommit.staleness import settled
+from oppo_megatron.records import Prompt
 from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.alike import KEPT, Alike
-from oppo_megatron.schedule.planning.books import ActorBook
-from oppo_megatron.schedule.planning.planner import NEARLY, RoundPlanner
+from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.planner import NEARLY, RoundPlanner, median
 from oppo_megatron.schedule.planning.replicas import BLOCK, dealt
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, nearly
+from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
 
 Part = tuple[int, int, int]
 
@@ -108,23 +113,34 @@ def test_costs_are_near_where_no_action_takes_another_time(data: st.DataObject, 
 
 
 @pytest.mark.parametrize("name", ["decode", "sample", "default_prefill", "score"])
-def test_plans_are_kept_until_an_action_takes_another_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuts_are_kept_until_an_action_takes_another_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a share of NEARLY, told from the costs by which they were sought: many small changes are a large one."""
-    planner = RoundPlanner(
-        Site({"actor": RolePlacement((0, 1), 1, 2)}), "woven", (1, 8), 64, 99, ActorBook(1, 8, len), {}
-    )
+    made: list[Cut] = []
 
-    def learned(by: float) -> bool:
-        planner._known["kept",] = planner._cuts["kept",] = object()  # type: ignore[assignment]
+    def cut(work: Work, costs: Costs, budget: int, **rest: Any) -> Cut:
+        made.append(choose_cut(work, costs, budget, **rest))
+        return made[-1]
+
+    monkeypatch.setattr(planner_module, "choose_cut", cut)
+    placement, ids = RolePlacement((0, 1), 1, 2), itertools.count()
+    books = ActorBook(1, 400, lambda _: 50), {"reward": ScoringBook("reward", 1, 400)}
+    planner = RoundPlanner(Site({"actor": placement, "reward": placement}), "woven", ("auto", "auto"), 64, 99, *books)
+
+    def again(by: float) -> bool:
+        """Whether a cut of the same round is sought anew where an action takes `by` as long."""
         line = getattr(Costs(), name)
         planner.learn(replace(Costs(), **{name: Linear(by * line.fixed_s, by * line.per_token_s)}))
-        assert planner._known.keys() == planner._cuts.keys()
-        return ("kept",) in planner._cuts
+        made.clear()
+        buffer = RolloutBuffer(4, 0, 1)
+        buffer.admit(Prompt(next(ids), 0, "", (1,) * 6) for _ in range(4))
+        planner.plan(1, buffer.active, buffer.rollouts, 8, list)
+        return bool(made)
 
-    assert learned(1 + 0.9 * NEARLY) and learned(1 - 0.9 * NEARLY) and not learned(1 + 1.1 * NEARLY)
-    assert learned(1 + 1.9 * NEARLY) and not learned(1.0)
+    assert again(1.0) and not again(1.0)
+    assert not again(1 + 0.9 * NEARLY) and not again(1 - 0.9 * NEARLY) and again(1 + 1.1 * NEARLY)
+    assert not again(1 + 1.9 * NEARLY) and again(1.0)
     monkeypatch.setattr(planner_module, "NEARLY", 0.0)
-    assert learned(1.0) and not learned(1.0001)
+    assert not again(1.0) and again(1.0001)
 
 
 @given(data=st.data(), groups=st.integers(0, 12), batch=st.integers(1, 4), most=st.integers(1, 3))
@@ -159,3 +175,8 @@ def test_a_batch_is_not_ready_before_the_least_that_it_takes(data: st.DataObject
         signal.finish(order[ended])
         ended += 1
     assert least <= ended and signal.least == 0
+
+
+@given(numbers=st.lists(st.integers(0, 40), min_size=1, max_size=30))
+def test_a_median_that_is_counted_is_that_of_the_sorted(numbers: list[int]) -> None:
+    assert median(np.array(numbers)) == int(np.median(numbers))

@@ -174,10 +174,10 @@ class RoundPlanner:
         micro-batches keep their sizes.
         """
         self.costs = costs
+        self._known.clear()
         slots, pp = self.actor.slots, self.site.placements["actor"].pp
         sequences, tokens = (max(1, slots // (2 * pp)), slots), (max(1, self.micro_batch_tokens // 16), self.micro_batch_tokens)
         if not nearly(costs, self._sought_by, NEARLY, sequences, tokens):
-            self._known.clear()
             self._cuts.clear()
             self._sought_by = costs
 
@@ -216,7 +216,7 @@ class RoundPlanner:
             pp=placement.pp,
             prefill_tokens={name: _coarse(int(np.bincount(*each).max(initial=0))) for name, each in pending.items()},
         )
-        grain = _coarse(_median(growths)) if len(growths) else 1
+        grain = _coarse(median(growths)) if len(growths) else 1
         key = (work.num_sequences, work.steps, *work.prefill_tokens.items(), grain)
         if key not in self._cuts:
             if len(self._cuts) >= KEPT_CUTS:
@@ -298,7 +298,7 @@ def _counts(part: Round) -> tuple[object, ...]:
     return tuple(map(len, part.decode)), prefill
 
 
-def _median(numbers: Ints) -> int:
+def median(numbers: Ints) -> int:
     """Of some whole numbers from 0 on, rounded down: counted, not sorted, as they are tens of thousands below some thousands."""
     smaller = np.cumsum(np.bincount(numbers))
     middle = np.array([(len(numbers) - 1) // 2, len(numbers) // 2])
