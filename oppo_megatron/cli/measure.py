@@ -69,15 +69,19 @@ def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
 def measure_placements(
     settings: TrainSettings, options: Options, tell: Tell, tell_runs: Tell = lambda line: None
 ) -> dict[str, Any]:
-    """Measure what there is to choose from; writes `placement.json` and returns what it holds.  Raises PlacementError.
+    """Measure what there is to choose from; writes `placement.json` and returns what it holds.
 
-    `tell` is told the plan of the measurement, `tell_runs` the result of each run.
+    Raises PlacementError, and what reading the rows and rewards raises.  `tell` is told the plan of the
+    measurement, `tell_runs` the result of each run.
     """
     from oppo_megatron.layout.placing.choice import choose, to_record
     from oppo_megatron.layout.placing.probe import fingerprint
     from oppo_megatron.layout.placing.trials import measure_all
     from oppo_megatron.rundir.directory import RunDirectory, write_json
+    from oppo_megatron.train.inputs import read_inputs
 
+    # What every run would refuse, be it a row or the settings of a reward, is refused once.
+    read_inputs(settings).rewards.close()
     run = RunDirectory(settings.run_dir)
     if run.placement_runs.exists():
         shutil.rmtree(run.placement_runs)

@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--costs", type=Path, metavar="COSTS.json", help="seconds of the actions, as `oppo schedule` reads"
     )
     add_length_arguments(parser)
-    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="of all prompts (default: half of the longest)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="of all prompts (default: as in RUN, else half of the longest)"
+    )
     parser.add_argument(
         "--fidelity",
         choices=("laps", "actions"),
@@ -114,7 +116,12 @@ def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
 
 
 def _prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
-    return int(args.prompt_tokens or max(1, config.data.max_prompt_tokens // 2))
+    """As asked for, else as long as those of the run that calibrates, else half of the longest."""
+    from oppo_megatron.sim.runs.sources import run_prompt_tokens
+
+    longest = config.data.max_prompt_tokens
+    measured = None if args.calibrate is None else run_prompt_tokens(args.calibrate)
+    return int(args.prompt_tokens or min(longest, measured or max(1, longest // 2)))
 
 
 def _costs(args: argparse.Namespace, config: TrainConfig) -> StepCosts:

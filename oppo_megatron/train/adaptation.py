@@ -25,6 +25,7 @@ COSTS_KEPT = 0.5
 @dataclass
 class Adaptation:
     """The controllers of one rank.  `tunes_chunk`: the chunk size is searched, which rounds without scoring gain nothing by.
+    `costs`: what this rank's actions took in the step under way.
 
     All that plan a round need the same size, also ranks that only score: it goes by what the scores bring to every rank.
     """
@@ -37,26 +38,32 @@ class Adaptation:
     costs: CostMeter
     tunes_chunk: bool
     members: Members = ALONE
+    _learned: int = 0  # steps
+
+    def __post_init__(self) -> None:
+        self._of_run, self._of_late = CostMeter(self.costs.stages), CostMeter(self.costs.stages)
 
     def learn_costs(self, step: int) -> None:
         """What all ranks measured becomes the cost model of the next step's rounds, where they are woven by it.
 
         Before the update: the ranks have just met for the scores, and the actor's may later be ahead of the critic's.
         """
+        sums = self.costs.take()
+        self._learned += 1
+        warm = self._learned > 2
+        self._of_run.join(sums, keep=float(warm))  # the first step warms up, and counts where no other follows
         if self.planner.generator != "woven":
-            self.costs.forget(COSTS_KEPT)
             return
         with waiting_for(f"measured costs, step {step}", self.world.activity):
-            sums = sum_over_ranks(self.costs.to_vector(), self.world.device)
-        self.planner.learn(CostMeter(self.costs.stages, sums).costs(Costs()))
-        self.costs.forget(COSTS_KEPT)
+            sums = sum_over_ranks(sums, self.world.device)
+        self._of_late.join(sums, COSTS_KEPT)
+        self.planner.learn(self._of_late.costs(Costs()))
 
-    def measured_costs(self) -> Costs:
-        """What actions have taken on all ranks, the last steps before all; collective where rounds are not woven by it."""
-        if self.planner.generator == "woven":
-            return self.planner.costs
-        sums = sum_over_ranks(self.costs.to_vector(), self.world.device)
-        return CostMeter(self.costs.stages, sums).costs(Costs())
+    def measured_costs(self) -> Costs | None:
+        """What actions have taken on all ranks, over all steps but the first; None where no step was made; collective."""
+        sums = sum_over_ranks(self._of_run.to_vector(), self.world.device)
+        of_run = CostMeter(self.costs.stages, sums)
+        return None if of_run.empty else of_run.costs(Costs())
 
     def learn_batch(
         self, facts: StepFacts, batch: Sequence[Rollout], experience: Experience, *, actor_trained: bool = True

@@ -148,7 +148,8 @@ def _finish(config: TrainConfig, loop: TrainingLoop, inputs: Inputs) -> None:
     dist.barrier()
     if loop.journal is not None:
         merge_traces(config.run_dir)
-        write_json(run.costs, costs_tree(costs))
+        if costs is not None:
+            write_json(run.costs, costs_tree(costs))
         loop.journal.summarise(inputs.counts(), memory, loop.state.rollbacks.summary(), loop.saver.best)
 
 

@@ -98,11 +98,23 @@ def test_one_that_fails_is_left_out(workspace: Workspace, capfd: pytest.CaptureF
 
 @pytest.mark.long
 def test_if_all_fail_the_error_is_told(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
-    bad = workspace.root / "bad.jsonl"
-    bad.write_text('{"prompt": "1+1=", "answer": "2"}\nno JSON\n')
-    path, run = write(workspace, "all-fail", **{"data.path": str(bad)})
+    rewards = [{"kind": "python", "entry_point": "tests.e2e.rewards:failing"}]
+    path, run = write(workspace, "all-fail", reward=None, rewards=rewards)
     assert main(["train", str(path)]) == 2
     err = capfd.readouterr().err
     assert "none of 5 placements could be measured; the first, single, ended with:" in err
-    assert f"{bad}:2: not JSON" in err and "Traceback" not in err
+    assert "no opinion" in err and "Traceback" not in err
     assert not (run / "placement.json").exists() and not (run / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "placement"])
+def test_what_every_run_would_refuse_is_refused_once(
+    workspace: Workspace, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    bad = workspace.root / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1=", "answer": "2"}\nno JSON\n')
+    path, run = write(workspace, f"bad-{command}", **{"data.path": str(bad)})
+    assert main([command, str(path)]) == 2
+    err = capfd.readouterr().err
+    assert f"{bad}:2: not JSON" in err and "could be measured" not in err and "Traceback" not in err
+    assert not (run / "placement").exists()

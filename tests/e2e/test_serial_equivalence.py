@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.placements import world_size
+from oppo_megatron.layout.placements import role_placements, world_size
+from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.schedule.rounds import FAN_OUT
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.costs_file import read_costs
 from tests.support.layouts import assert_same, deep
 from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
@@ -42,10 +45,17 @@ def test_the_plain_run_is_worth_comparing_with(plain: Outcome) -> None:
 
 
 def test_disaggregated_sequential_is_bit_equal_to_one_process(workspace: Workspace, plain: Outcome) -> None:
-    outcome = run_ppo_ranks(deep(workspace, "sequential", placement=DISAGGREGATED))
+    """And measures every kind of action, though each role reads a single micro-batch in a step."""
+    config = deep(workspace, "sequential", placement=DISAGGREGATED)
+    outcome = run_ppo_ranks(config)
     assert_same(outcome, plain)
     assert weight_distance(outcome.actor, plain.actor) == 0.0
     assert weight_distance(outcome.critic, plain.critic) == 0.0
+    costs = read_costs(RunDirectory(config["run_dir"]).costs, role_placements(TrainConfig(**config)))
+    built_in = Costs()
+    assert costs.decode_at(0) != built_in.decode_at(0) and costs.sample != built_in.sample and costs.score != built_in.score
+    assert set(costs.prefill) == {"actor", "reference", "critic", "reward"}
+    assert built_in.default_prefill not in {costs.prefill_at(role, 0) for role in costs.prefill}
 
 
 @pytest.mark.parametrize("placement", ["single", "disaggregated"])

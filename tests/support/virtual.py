@@ -19,7 +19,10 @@ COUNTED = (
     "tokens", "prefilled_tokens", "forked_tokens", "delta", "deferred", "carried", "carried_finished", "backfilled",
     "trained_len_max",
 )  # fmt: skip
-MEASURED = ("running_mean", "tail_waste", "trained_len_mean", "submitted_len_mean", "length_gap", "group_length_gap")
+MEASURED = (
+    "running_mean", "tail_waste", "prompt_len_mean", "trained_len_mean", "submitted_len_mean", "length_gap",
+    "group_length_gap",
+)  # fmt: skip
 
 
 def shown(outcome: Outcome) -> Callable[[int, StepSignals], StepSignals]:

@@ -92,18 +92,22 @@ def test_lines_are_never_negative() -> None:
     assert_close(steep.costs(Costs()).decode_at(0), Linear(0.0, through_origin))
 
 
-def test_too_few_samples_leave_the_fallback_and_one_size_scales_it() -> None:
+def test_few_samples_and_samples_of_one_size_scale_the_fallback() -> None:
     fallback = Costs(decode=Linear(1.0, 0.1), message_s=0.25)
     meter = CostMeter(STAGES)
-    for _ in range(3):
-        meter.add(Op.DECODE, "actor", 0, 10, 4.0)
-    assert meter.costs(fallback) == Costs(
+    unseen = Costs(
         decode=(fallback.decode_at(0),) * 2,
         prefill={role: (fallback.default_prefill,) * pp for role, pp in STAGES.items()},
         message_s=0.25,
     )
-    meter.add(Op.DECODE, "actor", 0, 10, 4.0)
+    assert meter.empty and meter.costs(fallback) == unseen
+    for n in (5, 10, 15):  # three samples make no line of their own: they have one slope, which is not taken
+        meter.add(Op.DECODE, "actor", 0, n, 4.0)
     assert_close(meter.costs(fallback).decode_at(0), Linear(2.0, 0.2))
+    assert not meter.empty and meter.costs(fallback).prefill == unseen.prefill
+    for _ in range(4):
+        meter.add(Op.PREFILL, "actor", 0, 10, 4.4)
+    assert_close(meter.costs(fallback).prefill_at("actor", 0), Linear(2e-3 * 2000, 2e-5 * 2000))
 
 
 def test_a_stage_with_too_few_samples_has_the_line_of_all_stages() -> None:
@@ -118,20 +122,24 @@ def test_a_stage_with_too_few_samples_has_the_line_of_all_stages() -> None:
     assert found.prefill_at("actor", 1) == Costs().default_prefill
     for _ in range(4):
         meter.add(Op.PREFILL, "critic", 1, 24, 100.0)
-    meter.forget(0.9)
     one_size = meter.costs(Costs()).prefill_at("critic", 1)  # 4 samples of about one size: through their mean
     assert one_size(24) == pytest.approx(90, rel=0.05)
 
 
-def test_what_is_forgotten_counts_less() -> None:
-    meter = CostMeter(STAGES)
-    for n in (10, 20, 30, 40):
-        meter.add(Op.DECODE, "actor", 1, n, 1.0)
-    meter.forget(0.0)
-    assert meter.to_vector() == [0.0] * len(meter.to_vector())
-    fed(meter, [10, 20, 30, 40, 50])
-    meter.forget(0.9)
-    assert_close(meter.costs(Costs()).decode_at(1), TRUE.decode_at(1))
+def test_what_is_joined_later_counts_more() -> None:
+    """Of two lots of samples, the first at half its weight: as if the second had been seen twice."""
+    late, twice = CostMeter(STAGES), CostMeter(STAGES)
+    late.add(Op.SAMPLE, "actor", 1, 10, 1.0)
+    first = late.take()
+    assert late.empty and not any(late.to_vector())
+    for n, seconds in ((10, 2.0), (20, 5.0)):
+        late.add(Op.SAMPLE, "actor", 1, n, seconds)
+    second = late.take()
+    late.join(first)
+    late.join(second, keep=0.5)
+    for vector in (first, second, second):
+        twice.join(vector)
+    assert [2 * value for value in late.to_vector()] == pytest.approx(twice.to_vector())
 
 
 @given(st.integers(0, 70), st.integers(1, 20))

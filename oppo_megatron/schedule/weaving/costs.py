@@ -103,10 +103,22 @@ class CostMeter:
         for i, moment in enumerate((1.0, n, t, n * n, n * t)):
             sums[i] += moment
 
-    def forget(self, keep: float) -> None:
-        """Let what was seen so far count `keep` times as much (0 .. 1) as what comes; once a PPO step."""
-        for sums in self._sums.values():
-            sums[:] = [keep * value for value in sums]
+    def join(self, vector: Sequence[float], keep: float = 1.0) -> None:
+        """Add what another meter of the same roles has seen; what was seen before counts `keep` times as much (0 .. 1)."""
+        for i, sums in enumerate(self._sums.values()):
+            other = vector[_MOMENTS * i : _MOMENTS * (i + 1)]
+            sums[:] = [keep * own + new for own, new in zip(sums, other, strict=True)]
+
+    def take(self) -> list[float]:
+        """The sums, as `to_vector` has them; the meter then starts anew."""
+        vector = self.to_vector()
+        self.join([0.0] * len(vector), keep=0.0)
+        return vector
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has been seen."""
+        return not any(self.to_vector())
 
     def to_vector(self) -> list[float]:
         """The sums, in a fixed order and number for given roles and stages."""
@@ -115,9 +127,9 @@ class CostMeter:
     def costs(self, fallback: Costs) -> Costs:
         """The fitted costs.
 
-        A stage with fewer than `MIN_SAMPLES` samples has the line of all stages of its role together, and where these
-        are too few as well, that of `fallback`, as `sample` and `score` have; messages always have it.  Where all
-        samples have the same n, the line that the kind would otherwise have is scaled to pass through their mean.
+        Without samples a stage has the line of all stages of its role together, and where these have none either, that
+        of `fallback`, as `sample` and `score` have; messages always have it.  Where samples are fewer than `MIN_SAMPLES`,
+        or all of the same n, the line that the kind would have without them is scaled to pass through their mean.
         """
         prefill = {role: self._by_stage(Op.PREFILL, role, fallback.prefill_of(role)) for role in self.stages}
         return Costs(
@@ -141,11 +153,11 @@ def _kind(op: Op, role: str = "", stage: int = 0) -> tuple[Op, str, int]:
 
 def _fit(sums: Sequence[float], fallback: Linear) -> Linear:
     count, n, t, nn, nt = sums
-    if count < CostMeter.MIN_SAMPLES:
+    if count == 0:
         return fallback
     mean_n, mean_t = n / count, t / count
     variance = nn / count - mean_n**2
-    if variance <= 1e-6 * mean_n**2:
+    if count < CostMeter.MIN_SAMPLES or variance <= 1e-6 * mean_n**2:
         expected = fallback(round(mean_n))
         scale = mean_t / expected if expected > 0 else 0.0
         return Linear(scale * fallback.fixed_s, scale * fallback.per_token_s)

@@ -9,7 +9,7 @@ import numpy as np
 
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.cut import Work, choose_cut, predict_s
-from oppo_megatron.sim.laws.communication import send_s
+from oppo_megatron.sim.laws.communication import all_reduce_s, send_s
 from oppo_megatron.sim.laws.layer import WIDTH
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
@@ -19,6 +19,8 @@ SAMPLED_WIDTH = 4
 """Bytes of a logit while tokens are drawn."""
 PASSES = 6
 """Over the logits in a draw: temperature, softmax, cumulative sums."""
+DRAWS = 2
+"""Messages of tensor ranks in a draw: the masses of their shards, and what was drawn; small ones (`engine/sampler.py`)."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured:
 
     decode = tuple(line_through(few, step(stage, few), sequences, step(stage, sequences)) for stage in range(pp))
     draw = PASSES * SAMPLED_WIDTH * actor.shape["vocab_size"] / actor.placement.tp / actor.cluster.gpu.bytes_per_s
-    return Costs(decode, Linear(0.0, draw), message_s=_message_s(actor, sequences / pp))
+    told = DRAWS * all_reduce_s(actor.cluster, actor.tensor_group(pp - 1), SAMPLED_WIDTH)
+    return Costs(decode, Linear(told, draw), message_s=_message_s(actor, sequences / pp))
 
 
 def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequences: int, prefill_tokens: int) -> Costs:

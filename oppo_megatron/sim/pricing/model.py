@@ -81,9 +81,9 @@ class LaidModel:
         kernels += law.elementwise_s(self.sizes, tokens.new, hidden_share=self._hidden_share)
         kernels += law.attention_s(self.sizes, tokens.pairs) + law.cached_attention_s(self.sizes, tokens.cached)
         payload = WIDTH * self.shape["hidden_size"] * tokens.new
-        messages = 2 * all_reduce_s(self.cluster, self.tensor_group(stage), payload)
+        messages = 2 * self.layers + (stage == 0)  # of products of rows, two a layer, and of the embedding
         own = factor * (self.layers * kernels + self.head_s(stage, tokens.rows))
-        return own + self.layers * (messages + host_s)
+        return own + messages * all_reduce_s(self.cluster, self.tensor_group(stage), payload) + self.layers * host_s
 
     def attention_s(self, tokens: Tokens) -> float:
         """Of a stage's layers: the part that selective recomputation computes once more."""

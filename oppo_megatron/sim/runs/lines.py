@@ -73,6 +73,7 @@ def _line(step: VirtualStep, after: VirtualStep | None, group_size: int) -> dict
         "chunk_tokens": step.chunk_tokens, "chunk_reason": facts["chunk_reason"],
         "deferred": {str(times): number for times, number in sorted(Counter(step.deferrals.tolist()).items())},
         "carried": facts["carried"], "carried_finished": facts["carried_finished"], "backfilled": facts["backfilled"],
+        "prompt_len_mean": facts["prompt_len_mean"],
         "trained_len_mean": float(lengths.mean()), "trained_len_max": int(lengths.max()),
         "submitted_len_mean": submitted, "length_gap": facts["length_gap"],
         "group_length_gap": float(np.mean(1 - of_groups.mean(1) / of_groups.max(1))) if group_size > 1 else None,

@@ -28,16 +28,8 @@ from oppo_megatron.sim.runs.step_costs import StepCosts
 
 Lines = Sequence[Mapping[str, Any]]
 
-BUILT_IN = Costs().default_prefill
-"""The line of what was not measured."""
 FORWARDS = 3
 """A training pass over a token takes as many forward passes: one forward, and a backward of two."""
-
-
-def unmeasured(config: TrainConfig, actions: Costs) -> list[str]:
-    """Roles that score, of whose reading the actions have the built-in line: a run without streaming measures none."""
-    lines = {name: actions.prefill_of(name) for name in role_placements(config) if name != "actor"}
-    return [name for name, own in lines.items() if set(own if isinstance(own, tuple) else (own,)) == {BUILT_IN}]
 
 
 def built_in_costs(config: TrainConfig, prompt_tokens: int) -> StepCosts:
@@ -100,13 +92,16 @@ def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path
     costs = file_costs(config, measured, prompt_tokens)
     updates = {role: _update_line(config, lines, role) for role in config.trained}
     moves = {"actor": fmean(float(line.get("reallocate_s") or 0.0) for line in lines)}
-    told = [f"actions: {measured}", f"updates, moves and planning: {len(lines)} steps of {path}"]
-    if missing := unmeasured(config, costs.actions):
-        told.append(
-            f"reading of {', '.join(missing)}: built-in lines, of no machine, for the run measured none; calibrate with a "
-            "run that streams (overlap.intra: true), and play other modes with --modes"
-        )
-    return replace(costs, updates=updates, moves=moves, round_s=_planning_s(lines), sources=tuple(told))
+    told = f"actions: {measured}", f"updates, moves and planning: {len(lines)} steps of {path}"
+    return replace(costs, updates=updates, moves=moves, round_s=_planning_s(lines), sources=told)
+
+
+def run_prompt_tokens(path: Path) -> int | None:
+    """The mean length of the prompts that a run has trained on; None where its metrics.jsonl does not tell."""
+    metrics = RunDirectory(path).metrics
+    lines = read_metrics(metrics) if metrics.exists() else []
+    lengths = [float(line["prompt_len_mean"]) for line in lines if "prompt_len_mean" in line]
+    return round(fmean(lengths)) if lengths else None
 
 
 def run_signals(path: Path) -> Callable[[int, StepSignals], StepSignals]:

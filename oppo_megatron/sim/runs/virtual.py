@@ -275,6 +275,7 @@ class VirtualRun(PureLoop[Any]):
             "critic_delay_s": times.critic_delay_s, "lag_s": times.lag_s, "shares_ranks": self._shares,
             "prefilled_tokens": self.planner.prefilled_tokens - times.prefilled,
             "forked_tokens": self.planner.forked_tokens - times.forked,
+            "prompt_len_mean": float(end.batch.prompt_tokens.mean()),
             "tail_waste": end.occupancy.tail_waste, "length_gap": end.length_gap, "backfilled": end.backfilled,
             "carried": len(end.carried.seq_ids), "carried_finished": int(end.carried.finished.sum()),
             "carried_tokens": int(end.carried.response_tokens.sum()),

@@ -242,6 +242,7 @@ def _lengths(facts: StepFacts, batch: Sequence[Rollout], carried: Sequence[Rollo
         "carried": len(carried),
         "carried_finished": sum(rollout.finished for rollout in carried),
         "backfilled": facts.backfilled,
+        "prompt_len_mean": sum(len(r.prompt.tokens) for r in batch) / len(batch),
         "trained_len_mean": sum(trained) / len(trained),
         "trained_len_max": max(trained),
         "submitted_len_mean": sum(submitted) / len(submitted),
