@@ -21,10 +21,11 @@ from oppo_megatron.overcommit.staleness import settled
 from oppo_megatron.records import Prompt
 from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.alike import KEPT, Alike
+from oppo_megatron.schedule.planning.book import packed
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import NEARLY, RoundPlanner, median
 from oppo_megatron.schedule.planning.replicas import BLOCK, dealt
-from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.rounds import Growth, Growths, Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, nearly
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
 
@@ -180,3 +181,14 @@ def test_a_batch_is_not_ready_before_the_least_that_it_takes(data: st.DataObject
 @given(numbers=st.lists(st.integers(0, 40), min_size=1, max_size=30))
 def test_a_median_that_is_counted_is_that_of_the_sorted(numbers: list[int]) -> None:
     assert median(np.array(numbers)) == int(np.median(numbers))
+
+
+@given(lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=20), budget=st.integers(1, 12))
+def test_micro_batches_know_what_their_growths_sum_to(lengths: list[tuple[int, int]], budget: int) -> None:
+    growths = Growths.of([Growth(i, 0, new, rows) for i, (new, rows) in enumerate(lengths)])
+    batches = packed(growths, [], budget, Alike())
+    new, rows = Growths.sums(batches)
+    assert new.tolist() == [sum(g.new for g in batch) for batch in batches]
+    assert rows.tolist() == [sum(g.rows for g in batch) for batch in batches]
+    assert sorted(g for batch in batches for g in batch) == sorted(growths)
+    assert [list(each) for each in Growths.sums([tuple(batch) for batch in batches])] == [new.tolist(), rows.tolist()]

@@ -229,5 +229,8 @@ def packed(growths: Growths, forks: Sequence[Fork], budget: int, alike: Alike) -
 
 def _packed(growths: Growths, budget: int, alike: Alike) -> list[Batch]:
     members, ends = alike.once(packed_in_order, growths.new, budget)
+    if not len(members):
+        return []
     ordered = growths.table[:, members]
-    return [Growths(ordered[:, start:end]) for start, end in pairwise(ends)]
+    totals = np.add.reduceat(ordered[2:], ends[:-1], axis=1).T.tolist()
+    return [Growths(ordered[:, start:end], own) for (start, end), own in zip(pairwise(ends), totals, strict=True)]
