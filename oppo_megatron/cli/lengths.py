@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,4 +78,6 @@ def _median_sigma(text: str) -> tuple[float, float]:
         median, sigma = map(float, text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no MEDIAN,SIGMA, as in 64,1.0") from None
+    if not (isfinite(median) and isfinite(sigma)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be two finite numbers, MEDIAN,SIGMA, as in 64,1.0")
     return median, sigma

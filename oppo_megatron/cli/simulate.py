@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="laps",
         help="laps: for any number of ranks; actions: every action of every rank, up to some hundred ranks",
     )
-    parser.add_argument("--modes", metavar="MODE,...", help="sequential, intra, inter, full, ...: a run in each")
+    parser.add_argument("--modes", metavar="MODE,...", help="sequential, intra, inter, full, padded, ...: a run each")
     parser.add_argument(
         "--sweep",
         action="append",
@@ -96,6 +96,7 @@ def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
     from oppo_megatron.cli.run import load_train
     from oppo_megatron.config.modes import switched
     from oppo_megatron.errors import ConfigError
+    from oppo_megatron.sim.runs.variants import PADDED
 
     config = load_train(args.config, [*args.overrides, *forced_lengths(args), *variant.overrides], inputs=False)
     longest, forced = config.data.max_prompt_tokens, config.debug.lengths
@@ -112,7 +113,9 @@ def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
             f"the median length is {forced.median:g} tokens, beyond rollout.max_response_tokens = {most}, which would cut most "
             "responses; give a smaller median, or raise the limit"
         )
-    return config if variant.mode is None else switched(config, variant.mode)
+    if variant.mode is None:
+        return config
+    return switched(config, "sequential" if variant.mode == PADDED else variant.mode)
 
 
 def _prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
@@ -152,21 +155,27 @@ def _limits(config: TrainConfig) -> Any:
 def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, costs: StepCosts) -> Simulated:
     from itertools import islice
 
+    from oppo_megatron.config.derived import batch_rows
     from oppo_megatron.sim.runs.lines import metrics_lines
+    from oppo_megatron.sim.runs.padding import ABOUT, Padding
     from oppo_megatron.sim.runs.sources import describe, run_signals
+    from oppo_megatron.sim.runs.variants import PADDED
     from oppo_megatron.sim.runs.virtual import VirtualRun
 
     endless = config.steps is None or args.steps > config.steps
     signals = None if args.calibrate is None else run_signals(args.calibrate)
     tokens, traced = _prompt_tokens(args, config), TRACED_STEPS if args.out is not None else 0
+    padding = Padding(_limits(config), batch_rows(config)) if variant.mode == PADDED else None
     played = VirtualRun(
-        config, costs, _limits(config), args.fidelity,
+        config, costs, padding.padded if padding else _limits(config), args.fidelity,
         prompt_tokens=tokens, signals=signals, endless=endless, traced_steps=min(traced, args.steps),
     )  # fmt: skip
     steps = list(played.steps(args.steps + 1))
+    if padding:
+        steps = [padding.unpadded(step) for step in steps]
     lines = list(islice(metrics_lines(config, steps), args.steps))
     row = _row(variant.name, [vars(step.parts) | vars(step) for step in steps[: args.steps]])
-    about = [f"prompts of {tokens} tokens, {args.fidelity}", *describe(config, costs)]
+    about = [f"prompts of {tokens} tokens, {args.fidelity}", *describe(config, costs), *([ABOUT] if padding else [])]
     if endless:
         about.append(f"the run has {config.steps} steps; as more are asked for, its prompts do not end")
     return Simulated(variant, config, row, lines, played.spans, about)

@@ -17,7 +17,7 @@ from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.sim.events.dataflow import check, makespan_ns, play
 from oppo_megatron.sim.search.calls import step_calls
-from oppo_megatron.sim.search.exact import Search, held_bytes, search_exact
+from oppo_megatron.sim.search.exact import Search, held_bytes, least_bounds, search_exact
 from oppo_megatron.sim.search.homes import Home, Homes, arrangements, part_places, set_sizes, totals
 from oppo_megatron.sim.search.mcmc import search_mcmc
 from oppo_megatron.sim.search.options import Option, Profile, undominated
@@ -209,3 +209,25 @@ def test_equal_input_gives_equal_plans() -> None:
         [(p.homes, [o.number for o in p.options]) for p in search_mcmc(s, 5, 3, proposals=500).plans] for s in searches
     ]
     assert exact[0] == exact[1] and chains[0] == chains[1] and exact[0]
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 10**6), MODES)
+def test_bounds_of_all_homes_are_those_of_each(seed: int, mode: Mode) -> None:
+    """Without those in which a role has no option."""
+
+    @cache
+    def least(role: str, size: int) -> Times | None:
+        rng = random.Random(f"{seed} {role} {size}")
+        long = rng.choice([3, 300])
+        return None if rng.random() < 0.05 else Times(rng.randint(1, long), rng.randint(0, long) if role in TRAINED else 0)
+
+    drawn, sizes = Drawn(seed), set_sizes(1, 4)
+    drawn.least = least  # type: ignore[method-assign]
+    homes = [each for total in totals(1, 4) for each in arrangements(dict.fromkeys(ROLES, sizes), total, 4)]
+    alone = {}
+    for number, each in enumerate(homes):
+        times = [least(role, home.size) for role, home in zip(ROLES, each, strict=True)]
+        if None not in times:
+            alone[number] = StepRule(ROLES, each, mode).step_ns([known for known in times if known is not None])
+    assert dict(least_bounds(Search(drawn, homes, mode, drawn.budget))) == alone

@@ -96,7 +96,7 @@ def _row(args: argparse.Namespace, model: str, shape: Path, nodes: int, worst: f
         plan = to_record(finished(planned, 1, out_of_time), "exact", 1, args.seconds)["plans"][0]
         return [model, str(nodes), batch, *_cells(plan, worst)]
     later = time.monotonic() + args.seconds
-    shortage = find_shortage(task, lambda: time.monotonic() > later)
+    shortage = find_shortage(planned.task, lambda: time.monotonic() > later)
     told = "no plan fits" if shortage is None else f"no plan fits: {shortage.fullest.held / 1e9:.0f} GB on a rank"
     if shortage is not None and shortage.nodes:
         told += f"; {shortage.nodes} nodes would do"

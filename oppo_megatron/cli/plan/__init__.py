@@ -95,15 +95,20 @@ def _search(task: Task, args: argparse.Namespace) -> Planned:
         def give_up() -> bool:
             return time.monotonic() > begun + PATIENCE * args.seconds
 
-        planned = make_plan(task, args.search, args.top, args.seed, out_of_time, give_up)
+        def enough() -> bool:
+            return time.monotonic() > begun + args.seconds / 2
+
+        planned = make_plan(task, args.search, args.top, args.seed, out_of_time, give_up, enough)
         if planned.plans:
-            return finished(planned, args.top, out_of_time)
+            searched = time.monotonic()
+            later = max(begun + args.seconds, searched + (searched - begun))  # plans are played as long as they were searched
+            return finished(planned, args.top, lambda: time.monotonic() > later)
         if not planned.found.ended:
             raise ConfigError(
                 f"no plan that fits was found in {PATIENCE * args.seconds:g} s; raise --seconds, or lower --margin"
             )
         later = time.monotonic() + args.seconds / 2
-        shortage = find_shortage(task, lambda: time.monotonic() > later)
+        shortage = find_shortage(planned.task, lambda: time.monotonic() > later)
     raise ConfigError(_told(task, shortage, args.margin))
 
 
@@ -121,7 +126,7 @@ def _told(task: Task, shortage: object, margin: float) -> str:
     nodes = f"no number of such nodes up to {MOST_NODES} was found to do in this time"
     if shortage.nodes:
         nodes = f"{shortage.nodes} such nodes would do"
-    told = shortage.fullest.told(task.budget)
+    told = shortage.told()
     return f"no plan fits {where} (margin {margin:g}): the one that lacks least needs {told}; {nodes}"
 
 

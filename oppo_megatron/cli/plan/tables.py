@@ -87,15 +87,35 @@ def _roles(plan: Mapping[str, Any]) -> Table:
 
 
 def _bound(record: Mapping[str, Any]) -> str:
-    search, memory = record["search"], record["cluster"]
+    search, memory, contest = record["search"], record["cluster"], record["contest"]
     margin = f"a margin of {memory['margin']:.0%} of {memory['memory_gb']:g} GB stays free"
     if not search["ended"]:
-        return (
-            f"the search ended after {search['seconds']:g} s: no plan takes less than {search['bound_s']:.3g} s, and the first "
-            f"may be {search['gap']:.1%} above the best; {margin}"
+        found = (
+            f"the search ended after {search['seconds']:g} s: no plan takes less than {search['bound_s']:.3g} s by price, and "
+            f"the first found may be {search['gap']:.1%} above the best"
         )
-    if search["kind"] == "exact":
-        return f"of {search['places']} ways to place the roles none is faster by these prices: gap 0; {margin}"
+    elif search["kind"] == "exact":
+        sizes = ", ".join(map(str, search["micro_batch_tokens"]))
+        found = (
+            f"of {search['places']} ways to place the roles, each with micro-batches of {sizes} tokens, none is faster by price "
+            f"than {search['bound_s']:.3g} s: gap 0"
+        )
+    else:
+        found = f"a chain proves nothing: no plan has a price below {search['bound_s']:.3g} s, gap {search['gap']:.1%}"
+    if contest is None:
+        return f"{found}; {margin}"
+    return f"{found}; {margin}\n{_contest(record['plans'][0]['step_s'], contest)}"
+
+
+def _contest(first_s: float, contest: Mapping[str, Any]) -> str:
+    finals = f", and {contest['finalists']} of these for {contest['finalist_steps']}" if contest["finalists"] else ""
+    side, others = "above" if contest["gap"] >= 0 else "below", contest["others_s"]
+    finals += "" if contest["ended"] else " (then time ran out)"
+    rest = "no other ranks or layouts of the actor fit"
+    if others is not None:
+        rest = f"of plans with other ranks or layouts of the actor, not played, none has a price below {others:.3g} s"
     return (
-        f"a chain proves nothing: no plan takes less than {search['bound_s']:.3g} s, gap {search['gap']:.1%}; {margin}"
+        f"played in virtual time: {contest['plans']} of least price for {contest['steps']} steps{finals}; they took "
+        f"{contest['least_ratio']:.2f} to {contest['most_ratio']:.2f} of their prices, and the first, {first_s:.3g} s, is "
+        f"{abs(contest['gap']):.1%} {side} the least price, {contest['least_s']:.3g} s; {rest}"
     )

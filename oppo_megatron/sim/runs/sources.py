@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -129,11 +129,17 @@ def describe(config: TrainConfig, costs: StepCosts) -> list[str]:
             f"{', '.join(shared)} share ranks with the actor: scoring and decoding there {serial} "
             f"({round_generator(config.overlap, site)} rounds); what they would slow each other by, side by side, is not measured"
         )
+    return [*told, *not_counted(config)]
+
+
+def not_counted(config: TrainConfig) -> Iterator[str]:
+    """What of a configuration's steps no seconds and no simulation have, in lines."""
     if config.filter is not None:
-        told.append("the filter is not played: its verdicts need rewards; every group is trained")
+        yield "the filter is not played: its verdicts need rewards; every group is trained"
     if config.settle.mode != "off":
-        told.append("responses that end early (settle) are not played: that needs rewards")
-    return told
+        yield "responses that end early (settle) are not played: that needs rewards"
+    if others := sorted({part.kind for part in config.rewards if part.kind in ("python", "http")}):
+        yield f"rewards of kind {', '.join(others)} take no time here: nothing tells how long functions and services take"
 
 
 def _shares(site: Site, role: str) -> bool:

@@ -11,6 +11,9 @@ from oppo_megatron.config.modes import MODES
 from oppo_megatron.errors import ConfigError
 
 MOST = 1000
+PADDED = "padded"
+"""A mode of simulated runs alone: `sequential`, every sequence of a batch computed as long as its longest (`padding.py`)."""
+PLAYED_MODES = (*MODES, PADDED)
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class Variant:
 def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
     """`modes` and the values of each of `sweeps` ("a.b=1,2") are separated by commas.  Raises ConfigError."""
     names = [None] if modes is None else [name.strip() for name in modes.split(",")]
-    unknown = [name for name in names if name is not None and name not in MODES]
-    problems = [f"--modes {name}: no such mode; there are {', '.join(MODES)}" for name in unknown]
+    unknown = [name for name in names if name is not None and name not in PLAYED_MODES]
+    problems = [f"--modes {name}: no such mode; there are {', '.join(PLAYED_MODES)}" for name in unknown]
     axes = []
     for sweep in sweeps:
         key, _, values = sweep.partition("=")

@@ -29,6 +29,10 @@ def scales_of_costs(path: Path, config: TrainConfig, cluster: Cluster, lengths: 
     """
     placements = role_placements(config)
     measured = read_costs(path, placements)
+    if stray := sorted(set(measured.prefill) - set(placements)):
+        raise ConfigError(
+            f"{path}: prefill of {', '.join(stray)}, which the configuration does not have; give costs that were measured in it"
+        )
     laws = Prices(config, seen_by(config, cluster), Decoding(config.data.max_prompt_tokens, lengths)).costs()
     sequences = ceil(len(lengths) / placements["actor"].dp)
     reading = {

@@ -106,12 +106,6 @@ class Search:
         found = [self._stack(role, home.size) for role, home in zip(self.offers.roles, homes, strict=True)]
         return found if all(stack.options for stack in found) else None
 
-    def bound_ns(self, homes: Homes) -> int | None:
-        """No plan in these homes is faster; None where there is none."""
-        least = [self.offers.least(role, home.size) for role, home in zip(self.offers.roles, homes, strict=True)]
-        known = [times for times in least if times is not None]
-        return int(self.rule(homes).step_ns(known)) if len(known) == len(least) else None
-
     @property
     def opened(self) -> Mapping[tuple[str, int], Stack]:
         """The options that were looked at, by role and number of ranks."""
@@ -128,11 +122,13 @@ class Search:
 class Found:
     """The best plans, fastest first, one for each of the actor's homes and layouts.
 
-    `bound_ns`: no plan is faster; `looked_at`: layouts tried; `ended`: whether the search came to its end.
+    `bound_ns`: no plan is faster; `rest_ns`: none that is left out, of another home or layout of the actor's, is faster (None:
+    none is left out, by these prices); `looked_at`: layouts tried; `ended`: whether the search came to its end.
     """
 
     plans: list[Plan] = field(default_factory=list)
     bound_ns: int = 0
+    rest_ns: int | None = None
     looked_at: int = 0
     ended: bool = True
 
@@ -146,8 +142,9 @@ def joined(founds: Sequence[Found]) -> Found:
     """What several searches of parts of a space have found of all of it."""
     plans = sorted((plan for found in founds for plan in found.plans), key=lambda plan: plan.step_ns)
     bounds = [found.bound_ns for found in founds if found.bound_ns]
+    rests = [found.rest_ns for found in founds if found.rest_ns is not None]
     looked_at, ended = sum(found.looked_at for found in founds), all(found.ended for found in founds)
-    return Found(plans, min(bounds, default=0), looked_at, ended)
+    return Found(plans, min(bounds, default=0), min(rests, default=None), looked_at, ended)
 
 
 class _Place(NamedTuple):
@@ -159,13 +156,20 @@ class _Place(NamedTuple):
 
 
 def search_exact(
-    search: Search, keep: int, out_of_time: Clock = never, give_up: Clock = never, *, first_only: bool = False
+    search: Search,
+    keep: int,
+    out_of_time: Clock = never,
+    give_up: Clock = never,
+    *,
+    first_only: bool = False,
+    known: Sequence[Plan] = (),
 ) -> Found:
     """The `keep` best plans.  Where time runs out, `bound_ns` is the least bound of what was not looked at.
 
-    While there is no plan, `give_up` ends the search in place of `out_of_time`.  `first_only`: any plan will do.
+    While there is no plan, `give_up` ends the search in place of `out_of_time`.  `first_only`: any plan will do.  Those `known`
+    before, by other prices, are not given back; what is found is faster than `keep` of them, or beside fewer.
     """
-    heap, best, found = list(_bounds(search)), Best(keep), Found()
+    heap, best, found = list(_bounds(search)), Best(keep, known), Found()
     heapq.heapify(heap)
     while heap:
         place = heapq.heappop(heap)
@@ -174,6 +178,7 @@ def search_exact(
         if (out_of_time if best.plans else give_up)():
             found.ended = False
             found.bound_ns = min([place.bound_ns, *(plan.step_ns for plan in best.plans[:1])])
+            found.rest_ns = place.bound_ns
             break
         homes = search.arrangements[place.number]
         stacks = search.stacks(homes)
@@ -184,26 +189,62 @@ def search_exact(
             heapq.heappush(heap, _Place(bound_ns, True, place.number))
             continue
         _Descent(search, homes, stacks, best, found).run()
-    found.plans = best.plans
-    if found.ended and found.plans:
-        found.bound_ns = found.plans[0].step_ns
+    found.plans = [plan for plan in best.plans if not any(plan is each for each in known)]
+    if found.ended and best.plans:
+        found.bound_ns = best.plans[0].step_ns
+        found.rest_ns = best.plans[-1].step_ns if len(best.plans) >= keep else None
     return found
 
 
 def _bounds(search: Search) -> Iterator[_Place]:
-    for number, homes in enumerate(search.arrangements):
-        bound_ns = search.bound_ns(homes)
-        if bound_ns is not None:
-            yield _Place(bound_ns, False, number)
+    for number, bound_ns in least_bounds(search):
+        yield _Place(bound_ns, False, number)
+
+
+def least_bounds(search: Search) -> Iterator[tuple[int, int]]:
+    """By the number of an arrangement, what no plan in these homes is faster than; without those in which a role has no option.
+
+    Homes that meet alike are reckoned together.
+    """
+    if not search.arrangements:
+        return
+    homes = np.array([[(home.first, home.size) for home in each] for each in search.arrangements], dtype=np.int64)
+    least = [_least_by_size(search, role, homes[:, number, 1]) for number, role in enumerate(search.offers.roles)]
+    known = np.logical_and.reduce([has for _, has in least])
+    for numbers in _alike(homes):
+        numbers = numbers[known[numbers]]
+        if len(numbers):
+            times = [Times(*(column[numbers] for column in columns)) for columns, _ in least]
+            bounds = np.broadcast_to(search.rule(search.arrangements[numbers[0]]).step_ns(times), len(numbers))
+            yield from zip(numbers.tolist(), bounds.tolist(), strict=True)
+
+
+def _least_by_size(search: Search, role: str, sizes: Bytes) -> tuple[Times, Any]:
+    """Of the role in each arrangement the least times, and whether there are some."""
+    distinct, place = np.unique(sizes, return_inverse=True)
+    found = [search.offers.least(role, int(size)) for size in distinct]
+    table = np.array([each or Times(0) for each in found], dtype=np.int64)[place]
+    return Times(*table.T), np.array([each is not None for each in found])[place]
+
+
+def _alike(homes: Bytes) -> Iterator[Bytes]:
+    """Numbers of the arrangements [number, role, (first, size)] in which the same homes hold each other, and so meet."""
+    first, end = homes[:, :, 0], homes.sum(axis=2)
+    holds = (first[:, :, None] <= first[:, None, :]) & (end[:, None, :] <= end[:, :, None])
+    patterns = holds.reshape(len(homes), -1)
+    keys = np.packbits(patterns, axis=1)
+    _, group = np.unique(keys, axis=0, return_inverse=True)
+    order = np.argsort(group.reshape(-1), kind="stable")
+    yield from np.split(order, np.flatnonzero(np.diff(group.reshape(-1)[order])) + 1)
 
 
 class Best:
     """The best plans so far, one for each `Plan.key`."""
 
-    def __init__(self, keep: int):
+    def __init__(self, keep: int, known: Sequence[Plan] = ()):
         self.keep = keep
-        self.plans: list[Plan] = []
-        self.by_key: dict[object, int] = {}
+        self.plans = sorted(known, key=lambda each: each.step_ns)[:keep]
+        self.by_key: dict[object, int] = {each.key: each.step_ns for each in self.plans}
 
     @property
     def limit_ns(self) -> float:

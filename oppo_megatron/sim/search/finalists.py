@@ -5,7 +5,7 @@ Rounds, chunks, deferral and the order of scoring count here (`sim/runs`).  All 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -16,65 +16,146 @@ from oppo_megatron.sim.events.dataflow import nanoseconds
 from oppo_megatron.sim.pricing.prices import Prices
 from oppo_megatron.sim.runs.sources import cluster_costs
 from oppo_megatron.sim.runs.step_costs import StepCosts
-from oppo_megatron.sim.runs.virtual import VirtualRun
+from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep
 from oppo_megatron.sim.search.exact import Clock
 from oppo_megatron.sim.search.inner import chosen_chunk, with_chunk, with_delta
-from oppo_megatron.sim.search.planning import Confirmed, Planned, Task
+from oppo_megatron.sim.search.planning import Confirmed, Contest, Planned, Task
 from oppo_megatron.sim.search.scales import Scales
 from oppo_megatron.sim.search.step import Parts
 
 MORE = 3
-"""Plans that are played beyond those asked for."""
+"""Finalists beyond the plans asked for."""
 WARM_UP = 3
-"""Steps that come before deferral is steady."""
-STEPS, MOST_STEPS, RESPONSES = 8, 24, 512
-"""Steps that are played: as many as have so many responses, within both."""
+"""Steps that come before deferral is steady, at least."""
+FEW, MANY, MOST_STEPS = 3, 5, 48
+RESPONSES = 512, 2048
+"""Steps that count of all plans and of the finalists: as many as have so many responses, from FEW or MANY to MOST_STEPS."""
+LONG, MOST_LONG, LONG_RESPONSES = 12, 64, 4096
+"""The same of deltas, which train other responses in a step."""
 GAIN = 0.01
 """By this share a setting must shorten a step to replace the configuration's."""
 
 
 def finished(planned: Planned, top: int, out_of_time: Clock) -> Planned:
-    """Where phases overlap: the best plans played, the fastest of these first and tuned; the others follow as they were.
+    """Where phases overlap: plans played for few steps, the fastest of these for more, the first one tuned.
 
-    Where time runs out, fewer are played.
+    By price, until no other can be the fastest: until the price, times the least ratio of played seconds to a price so far, lies
+    above the fastest.  Where time runs out, those asked for and one more are played, for few steps; the others follow as they
+    were.
     """
     task = planned.task
-    if not (planned.plans and (task.mode.streams or task.config.overlap.inter)):
+    if not (planned.plans and task.overlaps):
         return planned
-    count, done = top + MORE, list[Confirmed]()
-    for each in planned.plans[:count]:
-        if done and out_of_time():
+    few, many = _steps(task)
+    done = list[Confirmed]()
+    for each in planned.plans:
+        if len(done) > top and (out_of_time() or (len(done) >= top + MORE and _cannot_win(each, done))):
             break
-        done.append(played(task, each))
+        done.append(played(task, each, few))
     done.sort(key=lambda each: each.step_ns)
-    if not out_of_time():
-        done[0] = tuned(task, done[0])
-    return replace(planned, plans=(*done, *planned.plans[len(done) :]))
+    ratios, ended = [each.step_ns / each.plan.step_ns for each in done], not out_of_time()
+    finalists = min(len(done), top + MORE) if ended else 0
+    best = _tuned_alike(task, done[:finalists], many, out_of_time)
+    contest = Contest(len(done), few, finalists, many, min(ratios), max(ratios), ended and not out_of_time())
+    plans = (*best, *done[finalists:], *planned.plans[len(done) :])
+    return replace(planned, plans=plans, contest=contest)
 
 
-def played(task: Task, each: Confirmed) -> Confirmed:
+def _cannot_win(each: Confirmed, done: Sequence[Confirmed]) -> bool:
+    least_ratio = min(1.0, *(other.step_ns / other.plan.step_ns for other in done))
+    return each.plan.step_ns * least_ratio > min(other.step_ns for other in done)
+
+
+def _steps(task: Task) -> tuple[int, int]:
+    batch = task.config.rollout.batch_size
+    few, many = (
+        min(MOST_STEPS, max(least, responses // batch)) for least, responses in zip((FEW, MANY), RESPONSES, strict=True)
+    )
+    return few, many
+
+
+def _tuned_alike(task: Task, finalists: Sequence[Confirmed], steps: int, out_of_time: Clock) -> list[Confirmed]:
+    """Played for so many steps, all with the chunk and the delta that the first does best with; fastest first."""
+    best = sorted((played(task, each, steps) for each in finalists), key=lambda each: each.step_ns)
+    if not best or out_of_time():
+        return best
+    first = tuned(task, best[0], steps, out_of_time)
+    if out_of_time() or first.config.overlap == best[0].config.overlap:
+        return [first, *best[1:]]
+    others = [played(task, replace(each, config=_overlapped_as(first, each)), steps) for each in best[1:]]
+    return sorted([first, *others], key=lambda each: each.step_ns)
+
+
+def _overlapped_as(first: Confirmed, each: Confirmed) -> TrainConfig:
+    """With the chunk and the delta of `first`."""
+    overlap = first.config.overlap
+    return with_delta(with_chunk(each.config, overlap.chunk.tokens), overlap.delta.initial)
+
+
+def played(task: Task, each: Confirmed, steps: int) -> Confirmed:
     """The plan with the seconds of its steps in virtual time, by part."""
-    costs = step_costs(task, each.config)
-    steady = _without_search(each.config)
-    prompt_tokens = task.config.data.max_prompt_tokens
-    run = VirtualRun(steady, costs, task.limit_of, "laps", prompt_tokens=prompt_tokens, endless=True)
-    count = min(MOST_STEPS, max(STEPS, RESPONSES // steady.rollout.batch_size))
-    parts = [step.parts for step in run.steps(count)][WARM_UP:]
-    spent = [
-        nanoseconds(fmean(getattr(part, name) for part in parts))
-        for name in ("decode_s", "score_exposed_s", "update_s", "critic_exposed_s", "reallocate_s", "idle_s")
-    ]
-    return replace(each, parts=Parts(*spent), played=True)
+    return replace(each, parts=mean_parts(counted_steps(task, each.config, steps)), played=True)
 
 
-def tuned(task: Task, each: Confirmed) -> Confirmed:
+def played_ns(task: Task) -> int:
+    """Nanoseconds of a step of the task's configuration in its own layouts, played for as many steps as finalists are."""
+    return mean_parts(counted_steps(task, task.config, _steps(task)[1])).total
+
+
+def mean_parts(steps: Sequence[VirtualStep]) -> Parts:
+    """Means over steps, in nanoseconds."""
+    names = ("decode_s", "score_exposed_s", "update_s", "critic_exposed_s", "reallocate_s", "idle_s")
+    return Parts(*(nanoseconds(fmean(getattr(step.parts, name) for step in steps)) for name in names))
+
+
+def counted_steps(task: Task, config: TrainConfig, steps: int) -> list[VirtualStep]:
+    """So many steps, once the first responses, which all began together, have ended."""
+    prompt_tokens, longest = task.config.data.max_prompt_tokens, max(task.lengths)
+    costs, found = step_costs(task, config), list[VirtualStep]()
+    run = VirtualRun(_without_search(config), costs, task.limit_of, "laps", prompt_tokens=prompt_tokens, endless=True)
+    for step in run.steps(WARM_UP + longest + steps):
+        if step.step > WARM_UP and step.clock > longest:
+            found.append(step)
+        if len(found) == steps:
+            break
+    return found
+
+
+def tuned(task: Task, each: Confirmed, steps: int, out_of_time: Clock) -> Confirmed:
     """With the chunk and the delta of least seconds: chunks next to sqrt(f T / s), deltas up to the configuration's largest."""
     best = each
-    for config in _variants(task, best, _chunks(task, best)):
-        best = _better(task, best, config)
-    for config in _variants(task, best, _deltas(best)):
-        best = _better(task, best, config)
-    return best
+    for tokens in _chunks(task, best):
+        if out_of_time():
+            return best
+        other = played(task, replace(best, config=with_chunk(best.config, tokens)), steps)
+        best = other if other.step_ns < (1 - GAIN) * best.step_ns else best
+    delta = best_delta(task, best, steps, out_of_time)
+    return best if delta is None else played(task, replace(best, config=with_delta(best.config, delta)), steps)
+
+
+def best_delta(task: Task, each: Confirmed, steps: int, out_of_time: Clock) -> int | None:
+    """The delta of least seconds for a trained token; None for the configuration's, or where time runs out.
+
+    All play the same responses; the better half go on to many steps.
+    """
+    own, sizes = each.config.overlap.delta.initial, _deltas(each)
+    for count in (steps, min(MOST_LONG, max(LONG, LONG_RESPONSES // task.config.rollout.batch_size))):
+        if len(sizes) < 2:
+            return None
+        paces = dict[int, float]()
+        for size in sizes:
+            if out_of_time():
+                return None
+            paces[size] = pace(counted_steps(task, with_delta(each.config, size), count))
+        better = sorted(paces, key=lambda size: (paces[size], size))[: (len(sizes) + 1) // 2]
+        sizes = [own, *(size for size in better if size != own)]
+    best = min(paces, key=lambda size: (paces[size], size))
+    return best if paces[best] < (1 - GAIN) * paces[own] else None
+
+
+def pace(steps: Sequence[VirtualStep]) -> float:
+    """Seconds of a trained token: in the long run every delta trains as many tokens in a step."""
+    return sum(step.step_s for step in steps) / sum(int(step.lengths.sum()) for step in steps)
 
 
 def step_costs(task: Task, config: TrainConfig) -> StepCosts:
@@ -90,30 +171,21 @@ def step_costs(task: Task, config: TrainConfig) -> StepCosts:
     )
 
 
-def _better(task: Task, best: Confirmed, config: TrainConfig) -> Confirmed:
-    other = played(task, replace(best, config=config))
-    return other if other.parts.total < (1 - GAIN) * best.parts.total else best
-
-
-def _variants(task: Task, best: Confirmed, settings: list[tuple[str, int]]) -> Iterator[TrainConfig]:
-    for name, value in settings:
-        yield (with_chunk if name == "chunk" else with_delta)(best.config, value)
-
-
-def _chunks(task: Task, best: Confirmed) -> list[tuple[str, int]]:
+def _chunks(task: Task, best: Confirmed) -> list[int]:
     longest = max(task.lengths)
     cluster = task.on(world_size(best.config)).cluster
     middle = chosen_chunk(Prices(best.config, cluster, task.decoding), best.plan.options, longest)
     own = best.config.overlap.chunk.tokens
-    return [("chunk", size) for size in sorted({max(1, middle // 2), middle, min(longest, 2 * middle)} - {own})]
+    return sorted({max(1, middle // 2), middle, min(longest, 2 * middle)} - {own})
 
 
-def _deltas(best: Confirmed) -> list[tuple[str, int]]:
+def _deltas(best: Confirmed) -> list[int]:
+    """Sizes to try, the configuration's first."""
     delta = best.config.overlap.delta
     if not best.config.overlap.inter:
         return []
-    sizes = {delta.min, delta.max // 4, delta.max // 2, delta.max} - {delta.initial}
-    return [("delta", size) for size in sorted(sizes) if size >= delta.min]
+    sizes = {delta.min, *(delta.max // part for part in (8, 4, 2, 1))} - {delta.initial}
+    return [delta.initial, *sorted(size for size in sizes if size >= delta.min)]
 
 
 def _without_search(config: TrainConfig) -> TrainConfig:

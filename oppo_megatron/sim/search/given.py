@@ -11,10 +11,12 @@ from oppo_megatron.config.model import TrainedRoleConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.placements import RolePlacement, named_roles, role_placements, training_placements, world_size
+from oppo_megatron.sim.search.finalists import played_ns
 from oppo_megatron.sim.search.homes import Home, Homes
 from oppo_megatron.sim.search.options import Option, Profile
 from oppo_megatron.sim.search.planning import Planned, Task, new_table
 from oppo_megatron.sim.search.shortage import Fullest
+from oppo_megatron.sim.search.steady import Steady
 from oppo_megatron.sim.search.step import StepRule, Times
 from oppo_megatron.sim.search.table import PriceTable
 
@@ -29,17 +31,22 @@ def judged(planned: Planned, config: TrainConfig) -> dict[str, Any]:
     memory = f"its fullest rank holds {fullest.held / 1e9:.1f} GB"
     if not found["fits"]:
         memory = f"refused, for it needs {fullest.told(budget)}"
-    step_ns = given_step_ns(replace(task, config=config))
+    first, given = planned.plans[0], replace(task, config=config)
+    price_ns = given_step_ns(given)
+    step_ns = played_ns(given) if first.played else price_ns
     if step_ns is None:
         return found | {"told": f"{memory}; a role's ranks are not one run of ranks, which is not priced"}
-    slower = step_ns / planned.plans[0].plan.step_ns - 1
+    slower = step_ns / first.step_ns - 1
     told = f"{step_ns / 1e9:.3g} s a step, {abs(slower):.1%} {'more' if slower >= 0 else 'less'} than the first plan; {memory}"
-    return found | {"step_s": step_ns / 1e9, "told": told}
+    if first.played and price_ns is not None:
+        told += f"; with nothing carried over its phases have a price of {price_ns / 1e9:.3g} s"
+    return found | {"step_s": step_ns / 1e9, "price_s": price_ns and price_ns / 1e9, "told": told}
 
 
 def given_step_ns(task: Task) -> int | None:
-    """Of a step of `task.config` in its own layouts; None where a role's ranks have gaps."""
+    """The price of a step of `task.config` in its own layouts, nothing carried over; None where a role's ranks have gaps."""
     homes, task = _homes(task.config), task.on(world_size(task.config))
+    task = replace(task, known_work=Steady(task.decoding))
     if homes is None:
         return None
     table = new_table(task)

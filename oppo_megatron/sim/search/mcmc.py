@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import exp
 
-from oppo_megatron.sim.search.exact import Best, Clock, Found, Plan, Search, held_bytes, never
+from oppo_megatron.sim.search.exact import Best, Clock, Found, Plan, Search, held_bytes, least_bounds, never
 from oppo_megatron.sim.search.homes import Home, Homes
 from oppo_megatron.sim.search.options import Option
 
@@ -24,8 +24,7 @@ def search_mcmc(search: Search, keep: int, seed: int, out_of_time: Clock = never
     """The best plans that a chain of so many proposals meets.  It proves nothing: `bound_ns` is the least bound of all homes."""
     chain = _Chain(search, random.Random(seed))  # noqa: S311  (to be drawn again, not to be secret)
     best, found = Best(keep), Found()
-    bounds = [bound for homes in search.arrangements if (bound := search.bound_ns(homes)) is not None]
-    found.bound_ns = min(bounds, default=0)
+    found.bound_ns = min((bound_ns for _, bound_ns in least_bounds(search)), default=0)
     now = chain.first()
     if now is None:
         return found
@@ -45,7 +44,7 @@ def search_mcmc(search: Search, keep: int, seed: int, out_of_time: Clock = never
         if slower <= 0 or chain.rng.random() < exp(-slower / temperature):
             now = other
     found.plans = best.plans
-    found.bound_ns = min([found.bound_ns, *(plan.step_ns for plan in found.plans[:1])])
+    found.bound_ns = found.rest_ns = min([found.bound_ns, *(plan.step_ns for plan in found.plans[:1])])
     return found
 
 
@@ -61,10 +60,7 @@ class _Chain:
 
     def first(self) -> Plan | None:
         """The fastest options in the homes of least bound, or, where they do not fit, the smallest."""
-        bounds = [
-            (bound, n) for n, homes in enumerate(self.search.arrangements) if (bound := self.search.bound_ns(homes))
-        ]
-        for _, number in sorted(bounds):
+        for _, number in sorted((bound_ns, number) for number, bound_ns in least_bounds(self.search)):
             homes = self.search.arrangements[number]
             stacks = self.search.stacks(homes)
             if stacks is None:

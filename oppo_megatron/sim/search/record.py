@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.layouts import format_ranks
 from oppo_megatron.sim.laws.communication import RINGS
+from oppo_megatron.sim.runs.sources import not_counted
 from oppo_megatron.sim.search.calls import phase_spans
 from oppo_megatron.sim.search.exact import Search
 from oppo_megatron.sim.search.explain import bounded_by, reason
 from oppo_megatron.sim.search.fitted import beyond_fits
-from oppo_megatron.sim.search.planning import Confirmed, Planned, Task
+from oppo_megatron.sim.search.planning import Confirmed, Contest, Planned, Task
+from oppo_megatron.sim.search.record_schema import PRINTED
 
-VERSION = 1
+VERSION = 2
 Record = dict[str, Any]
 
 
 def to_record(planned: Planned, kind: str, seed: int, seconds: float) -> Record:
     """What does not depend on the clock; but for a search that ran out of time."""
-    task, found = planned.task, planned.found
+    task, found, least_ns = planned.task, planned.found, min(each.plan.step_ns for each in planned.plans)
+    bound_ns = min(found.bound_ns, least_ns)
     places = sum(len(search.arrangements) for search in planned.searches)
     return {
         "version": VERSION,
         "search": {
             "kind": kind, "seed": seed, "seconds": seconds, "ended": found.ended, "places": places,
-            "looked_at": found.looked_at, "bound_s": found.bound_ns / 1e9, "gap": found.gap,
+            "looked_at": found.looked_at, "bound_s": bound_ns / 1e9, "gap": least_ns / bound_ns - 1,
+            "micro_batch_tokens": sorted(planned.sizes),
         },
+        "contest": None if planned.contest is None else asdict(planned.contest) | _beyond(planned, planned.contest),
         "cluster": {
             "nodes": task.cluster.nodes, "gpus_per_node": task.cluster.gpus_per_node, "gpu": task.cluster.gpu.name,
             "memory_gb": task.cluster.gpu.memory_bytes / 1e9, "margin": task.margin,
@@ -43,7 +51,21 @@ def to_record(planned: Planned, kind: str, seed: int, seconds: float) -> Record:
         "plans": [_plan(planned, each) for each in planned.plans],
         "prices": [row for search in planned.searches for row in _prices(search)],
         "constants": dict(_constants(task)),
-        "beyond_fits": beyond_fits(task, planned.plans[0].config),
+        "beyond_fits": [*beyond_fits(task, planned.plans[0].config), *not_counted(task.config)],
+    }  # fmt: skip
+
+
+def _beyond(planned: Planned, contest: Contest) -> Record:
+    """How far the played seconds of the first plan lie above the least price, and the least price of plans not played.
+
+    The latter have other ranks or layouts of the actor: of each, the one of least price is played.
+    """
+    prices = [each.plan.step_ns for each in planned.plans]
+    rest = [price for price in (*prices[contest.plans :], planned.found.rest_ns) if price is not None]
+    least_ns = min(planned.found.bound_ns, *prices)
+    return {
+        "least_s": least_ns / 1e9, "gap": planned.plans[0].step_ns / least_ns - 1,
+        "others_s": min(rest) / 1e9 if rest else None,
     }  # fmt: skip
 
 
@@ -61,6 +83,14 @@ def read_record(path: Path) -> Record:
             f"{path} is of version {version!r}, but this `oppo plan` reads version {VERSION}; search again, or print it with "
             "the release that wrote it"
         )
+    try:
+        PRINTED.validate_python(record)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{path}: `{place}`: {first['msg']}; the file is not as `oppo plan` wrote it; search again"
+        ) from error
     return dict(record)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
@@ -10,9 +12,8 @@ from oppo_megatron.sim.clusters.links import Between
 from oppo_megatron.sim.clusters.sources import assumed
 from oppo_megatron.sim.search.emit import planned_config
 from oppo_megatron.sim.search.exact import Clock, Plan, held_bytes, search_exact
-from oppo_megatron.sim.search.homes import Homes
 from oppo_megatron.sim.search.options import Option
-from oppo_megatron.sim.search.planning import Task, all_homes, new_search, new_table
+from oppo_megatron.sim.search.planning import Task, all_homes, new_search, new_table, searched_apart
 
 GB = 1e9
 UNLIMITED = 2**62
@@ -61,27 +62,47 @@ class Fullest:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Of the plan that lacks least.  `nodes`: the least number that would do; None where none was found in time."""
+    """Of the plan that lacks least, on ranks that may fill `budget` bytes each.
+
+    `nodes`: the least number that would do; None where none was found in time.
+    """
 
     fullest: Fullest
+    budget: int
     nodes: int | None
+
+    def told(self) -> str:
+        """`Fullest.told`."""
+        return self.fullest.told(self.budget)
 
 
 def find_shortage(task: Task, out_of_time: Clock) -> Shortage | None:
-    """None where no layout passes the checks, whatever it takes."""
-    closest = _closest(task)
+    """None where no layout passes the checks, whatever it takes.  `task`: as searched last, with the least micro-batches."""
+    found = [_closest(*apart) for apart in searched_apart(task)]
+    closest = min((each for each in found if each), key=lambda each: each.lacks, default=None)
     if closest is None:
         return None
-    config = planned_config(task.config, Plan(*closest, 0, 0))
-    return Shortage(Fullest.of(config, on_cpu=task.on_cpu), _least_nodes(task, out_of_time))
+    config = planned_config(task.config, closest.plan)
+    return Shortage(Fullest.of(config, on_cpu=task.on_cpu), closest.budget, _least_nodes(task, out_of_time))
 
 
-def _closest(task: Task) -> tuple[Homes, tuple[Option, ...]] | None:
-    """The homes whose fullest rank, each role in its smallest layout, holds least."""
+class _Closest(NamedTuple):
+    """A plan whose fullest rank holds so much, and may hold `budget`."""
+
+    plan: Plan
+    budget: int
+
+    @property
+    def lacks(self) -> int:
+        return self.plan.fullest_bytes - self.budget
+
+
+def _closest(task: Task, some: Sequence[int]) -> _Closest | None:
+    """Of so many ranks, the homes whose fullest rank, each role in its smallest layout, holds least."""
     table = replace(new_table(task), budget=UNLIMITED)
     smallest: dict[tuple[str, int], Option] = {}
-    best: tuple[int, Homes, tuple[Option, ...]] | None = None
-    for homes in all_homes(task.cluster, table):
+    best: Plan | None = None
+    for homes in all_homes(task.cluster, table, some):
         options = []
         for role, home in zip(table.roles, homes, strict=True):
             key = (role, home.size)
@@ -89,9 +110,9 @@ def _closest(task: Task) -> tuple[Homes, tuple[Option, ...]] | None:
                 smallest[key] = min(table.options(role, home.size), key=lambda o: (o.profile.fullest, o.number))
             options.append(smallest[key])
         fullest = int(held_bytes(homes, options).sum(axis=0).max())
-        if best is None or fullest < best[0]:
-            best = (fullest, homes, tuple(options))
-    return None if best is None else best[1:]
+        if best is None or fullest < best.fullest_bytes:
+            best = Plan(homes, tuple(options), 0, fullest)
+    return None if best is None else _Closest(best, task.budget)
 
 
 def _least_nodes(task: Task, out_of_time: Clock) -> int | None:
@@ -112,6 +133,7 @@ def _least_nodes(task: Task, out_of_time: Clock) -> int | None:
 
 def _fits(task: Task, nodes: int, out_of_time: Clock) -> bool:
     cluster = replace(task.cluster, nodes=nodes, between=task.cluster.between or ANY_NETWORK)
-    larger = replace(task, cluster=cluster)
-    table = new_table(larger)
-    return bool(search_exact(new_search(larger, table), 1, give_up=out_of_time, first_only=True).plans)
+    return any(
+        search_exact(new_search(own, new_table(own), some), 1, give_up=out_of_time, first_only=True).plans
+        for own, some in searched_apart(replace(task, cluster=cluster))
+    )

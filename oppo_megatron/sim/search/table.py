@@ -27,6 +27,7 @@ from oppo_megatron.sim.pricing.phases import Weights, inference_s, reallocation_
 from oppo_megatron.sim.pricing.prices import StepWork, trained_model
 from oppo_megatron.sim.search.options import Option, Profile, undominated, with_weights
 from oppo_megatron.sim.search.scales import Scales
+from oppo_megatron.sim.search.steady import Steady
 from oppo_megatron.sim.search.step import Times
 
 MOST_STAGES = 8
@@ -44,7 +45,8 @@ class _Priced(NamedTuple):
 
 @dataclass(frozen=True)
 class PriceTable:
-    """All options of a configuration's roles.  `budget`: bytes of a rank that a plan may fill.
+    """All options of a configuration's roles.  `budget`: bytes of a rank that a plan may fill; `steady`: what a step decodes and
+    reads, where `decoding` are the responses that it trains.
 
     Prices depend on how many ranks a role has, not on which: sets are parts of a node, or whole nodes, and nodes are alike.
     """
@@ -52,11 +54,17 @@ class PriceTable:
     config: TrainConfig
     cluster: Cluster
     decoding: Decoding
+    steady: Steady
     budget: int
     scales: Scales = Scales()
     _fronts: dict[tuple[str, int], list[Option]] = field(default_factory=dict)
     _moves: dict[tuple[str, Sizes, Sizes], int] = field(default_factory=dict)
     _prices: dict[tuple[str, int], _Priced] = field(default_factory=dict)
+    _decoded: dict[Sizes, float] = field(default_factory=dict)
+
+    def with_config(self, config: TrainConfig) -> PriceTable:
+        """For a configuration with other micro-batches, which neither decoding nor moves of weights have."""
+        return replace(self, config=config, _fronts={}, _prices={})
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
@@ -169,9 +177,12 @@ class PriceTable:
 
     def _serving_ns(self, role: str, sizes: Sizes) -> int:
         model, work = self._model(role, sizes), self._work
-        seconds = inference_s(model, work.reading(model, prompts_only=role == "actor"))
+        batch = work.reading(model, prompts_only=role == "actor")
+        seconds = inference_s(model, replace(batch, tokens=batch.tokens * self.steady.reads.get(role, 1.0)))
         if role == "actor":
-            seconds += decode_s(model, self.decoding)
+            if sizes not in self._decoded:
+                self._decoded[sizes] = decode_s(model, self.steady.decoding)
+            seconds += self._decoded[sizes]
         return nanoseconds(seconds * self.scales.serving.get(role, 1.0))
 
     def _update_ns(self, role: str, train: TrainingLayoutConfig) -> int:
