@@ -34,6 +34,13 @@ class Columns(NamedTuple):
             np.array([r.finish_clock is not None for r in rollouts], dtype=np.bool_),
         )
 
+    @classmethod
+    def begun(cls, rollouts: Sequence[Rollout]) -> Columns:
+        """The same for rollouts without any response yet."""
+        seq_ids = np.array([r.prompt.seq_id for r in rollouts], dtype=np.int64)
+        prompt_tokens = np.array([len(r.prompt.tokens) for r in rollouts], dtype=np.int64)
+        return cls(seq_ids, prompt_tokens, np.zeros_like(seq_ids), np.zeros(len(seq_ids), dtype=np.bool_))
+
     @property
     def num_tokens(self) -> Ints:
         """Of the whole sequences, prompts included."""
@@ -41,6 +48,8 @@ class Columns(NamedTuple):
 
     def at(self, rows: Ints | Bools | slice) -> Columns:
         """Those at `rows`."""
+        if not isinstance(rows, slice) and rows.dtype == np.bool_:
+            rows = np.flatnonzero(rows)  # once, not for each column
         return Columns(self.seq_ids[rows], self.prompt_tokens[rows], self.response_tokens[rows], self.finished[rows])
 
 
@@ -120,18 +129,25 @@ class Table:
         found = self._by_id[np.minimum(np.searchsorted(known, seq_ids, sorter=self._by_id), self._size - 1)]
         return np.where(known[found] == seq_ids, found, -1)
 
+    def begin(self, rollouts: Sequence[Rollout]) -> None:
+        """New rows, of rollouts without any response yet."""
+        self._add(Columns.begun(rollouts), np.zeros(len(rollouts), dtype=np.int64))
+
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """New rows."""
+        self._add(Columns.of(rollouts), np.array([r.finish_clock or 0 for r in rollouts], dtype=np.int64))
+
+    def _add(self, columns: Columns, finish_clocks: Ints) -> None:
         self._by_id = None
-        end = self._size + len(rollouts)
+        end = self._size + len(finish_clocks)
         if end > len(self._finish):
             room, finish = _empty(2 * end), np.zeros(2 * end, dtype=np.int64)
             for new, old in zip((*room, finish), (*self.columns, self.finish_clocks), strict=True):
                 new[: self._size] = old
             self._room, self._finish = room, finish
-        for column, values in zip(self._room, Columns.of(rollouts), strict=True):
+        for column, values in zip(self._room, columns, strict=True):
             column[self._size : end] = values
-        self._finish[self._size : end] = [r.finish_clock or 0 for r in rollouts]
+        self._finish[self._size : end] = finish_clocks
         self._size = end
 
     def keep(self, mask: Bools) -> None:

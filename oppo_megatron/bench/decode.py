@@ -172,7 +172,7 @@ class Engine:
 class _Unending:
     """A stop signal that lets every sequence reach its limit."""
 
-    ready = False
+    ready, least = False, 0
 
     def finish(self, *seq_ids: int) -> None:
         """Counts nothing."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,7 +25,11 @@ from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.planning.new_planner import new_planner
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines, at_stage
 from oppo_megatron.sim.runs.loop import PureLoop, Recorded, StepEnd, made_up_prompts
+
+DRIFT = 0.02
+"""Share by which measured seconds lie above or below those of the cost model, anew in each step."""
 
 PARTS = ("scheduler and buffer", "planner and checker", "stream", "controllers")
 
@@ -72,6 +77,7 @@ class DryRun(PureLoop[PlannedRound]):
         trace = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
         stopping = Stopping.of(config.rollout, (), config.seed, trace, forced=config.debug.lengths)
         self.limit: Callable[[int], int] = stopping.limit
+        self._limits: dict[int, int] = {}
         generator = round_generator(config.overlap, self.site)
         rank = self.site.source if rank is None else rank
         assert config.steps is not None
@@ -79,7 +85,7 @@ class DryRun(PureLoop[PlannedRound]):
             config,
             self._prompts(config.steps * batch_rows(config), prompt_tokens),
             responses or self.limit,
-            new_planner(config, self.site, generator, self.limit, rank=rank),
+            new_planner(config, self.site, generator, self._limits.__getitem__, rank=rank),
         )
         self.kl = KLController(config.ppo.kl)
         self.encoder, self.decoder = ChunkEncoder(), ChunkDecoder()
@@ -118,7 +124,7 @@ class DryRun(PureLoop[PlannedRound]):
         with self.watch.part("controllers"):
             self.kl.observe(0.0, len(end.batch.seq_ids))
             if self.planner.generator == "woven":  # a run has measured other costs by now, and plans anew
-                self.planner.learn(self.planner.costs)
+                self.planner.learn(measured_costs(self.site, end.step))
 
     def _plan(
         self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None = None
@@ -135,7 +141,7 @@ class DryRun(PureLoop[PlannedRound]):
 
     def _open(self, admitted: Sequence[Rollout]) -> None:
         for rollout in admitted:
-            self.limit(rollout.seq_id)  # draw made-up lengths here, untimed: a run has one limit for all
+            self._limits[rollout.seq_id] = self.limit(rollout.seq_id)  # drawn here, untimed: a run has one limit for all
         super()._open(admitted)
         if self.codec:
             with self.watch.part("stream"):
@@ -155,3 +161,20 @@ class DryRun(PureLoop[PlannedRound]):
                 for rollout in batch:
                     self.encoder.close(rollout.seq_id)
                     self.decoder.close(rollout.seq_id)
+
+
+def measured_costs(site: Site, step: int) -> Costs:
+    """Made up, as ranks would have measured it by the end of a step: the cost model's lines, each stage's by itself a little
+    off."""
+    draw, model = random.Random(step), Costs()  # noqa: S311  (to be drawn again, not to be secret)
+
+    def off(line: Linear) -> Linear:
+        by = 1 + DRIFT * draw.uniform(-1, 1)
+        return Linear(by * line.fixed_s, by * line.per_token_s)
+
+    def stages(role: str, lines: Lines) -> tuple[Linear, ...]:
+        return tuple(off(at_stage(lines, stage)) for stage in range(site.placements[role].pp))
+
+    prefill = {role: stages(role, model.prefill_of(role)) for role in site.placements}
+    decode = stages("actor", model.decode)
+    return replace(model, decode=decode, sample=off(model.sample), prefill=prefill, score=off(model.score))

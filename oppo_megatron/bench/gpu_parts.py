@@ -61,7 +61,7 @@ READ_BYTES = {"cuda": 2**31, "cpu": 2**26}
 class Unending:
     """A stop signal that lets every sequence reach its limit."""
 
-    ready = False
+    ready, least = False, 0
 
     def finish(self, *seq_ids: int) -> None:
         """Counts nothing."""

@@ -176,7 +176,7 @@ class RolloutBuffer:
             self._rollouts[prompt.seq_id] = self._unfinished[prompt.seq_id] = rollout
             self._num_admitted += 1
             admitted.append(rollout)
-        self._table.add(admitted)
+        self._table.begin(admitted)
         self._ages = np.concatenate([self._ages, np.zeros(len(admitted) // self.group_size, dtype=np.int64)])
         self._running = None
         return admitted
@@ -283,9 +283,10 @@ class RolloutBuffer:
         """The rollouts at these rows of the table, in that order; they are held no longer."""
         columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
         kept[rows] = False
-        gone = {seq_id: self._rollouts.pop(seq_id) for seq_id in columns.seq_ids.tolist()}
-        for seq_id in gone:
-            self._unfinished.pop(seq_id, None)
+        seq_ids: list[int] = columns.seq_ids.tolist()
+        gone = dict(zip(seq_ids, map(self._rollouts.pop, seq_ids), strict=True))
+        for seq_id in columns.seq_ids[~columns.finished].tolist():
+            del self._unfinished[seq_id]
         if self._kept is not None:
             self._kept -= {seq_id // self.group_size for seq_id in gone}
         self._table.keep(kept)

@@ -34,13 +34,21 @@ class Readiness:
         """Enough groups have finished, and with them all that may not be deferred again."""
         return self._num_missing <= 0 and not self._waits
 
+    @property
+    def least(self) -> int:
+        """Sequences that have to end before it can be ready, at least: one of each group that is missing."""
+        return max(self._num_missing, *(number for _, number in self._waits), 0)
+
     def finish(self, *seq_ids: int) -> None:
         """Note that the sequences have their last tokens."""
-        ended = set(seq_ids)
-        decoded = ended <= self._unfinished and ended.isdisjoint(self._ended) and len(ended) == len(seq_ids)
+        ended_before = len(self._ended)
+        self._ended.update(seq_ids)
+        decoded = len(self._ended) == ended_before + len(seq_ids) and self._unfinished.issuperset(seq_ids)
         assert decoded, f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
-        self._ended |= ended
-        whole = self._last_of_groups(ended)
+        if self._group_size == 1 and not self._waits:
+            self._num_missing -= len(seq_ids)
+            return
+        whole = self._last_of_groups(set(seq_ids))
         self._num_missing -= len(whole)
         if self._waits:
             left = [(sequences, number - len(whole & sequences)) for sequences, number in self._waits]

@@ -37,20 +37,26 @@ def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: i
     The oldest, finished or not; then the first finishers of each S_k up to r_k; then of all, but for places that some S_k needs
     for groups that have not finished.  Where a batch is ready, these are the batch.
     """
-    order = np.flatnonzero(finished_G)
-    order = order[np.argsort(clocks_G[order], kind="stable")]
+    finishers = np.flatnonzero(finished_G)
     chosen_G, reserved = ages_G >= most, 0
     if chosen_G.sum() > target:  # settings that were changed within a run may have left more than fit; the first admitted
         return np.flatnonzero(chosen_G)[:target]
     for members_G, needed in due(ages_G, batch, most):
         missing = needed - int((chosen_G & members_G).sum()) - reserved  # those reserved for an older class are members, too
         room = target - int(chosen_G.sum()) - reserved
-        first = order[(members_G & ~chosen_G)[order]][: max(0, min(missing, room))]
+        first = _first(finishers[(members_G & ~chosen_G)[finishers]], clocks_G, min(missing, room))
         chosen_G[first] = True
         reserved += max(0, missing - len(first))
     places = target - int(chosen_G.sum()) - reserved
-    chosen_G[order[~chosen_G[order]][: max(0, places)]] = True
+    chosen_G[_first(finishers[~chosen_G[finishers]], clocks_G, places)] = True
     return np.flatnonzero(chosen_G)
+
+
+def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
+    """The `number` of the groups that finished first, ties in their order.  Nothing is sorted where there are no more."""
+    if len(groups) <= max(0, number):
+        return groups
+    return groups[np.argsort(clocks_G[groups], kind="stable")][: max(0, number)]
 
 
 def needed_batch(ages: Ints, most: int) -> int:

@@ -41,14 +41,16 @@ def _first_fit(lengths: Ints, budget: int) -> tuple[Ints, Ints]:
     shortest, rooms = int(lengths.min(initial=budget)), list[int]()
     open_bins: list[int] = []  # those with room for anything
     for begin, end in pairwise(edges if len(ordered) else ()):
-        length = int(ordered[begin])
+        length, full = int(ordered[begin]), False
         # Items of one length fill a bin as far as they fit before the next bin gets any.
         for b in open_bins:
-            if rooms[b] < length:
+            room = rooms[b]
+            if room < length:
                 continue
-            fitting = min(rooms[b] // length if length else end - begin, end - begin)
+            fitting = min(room // length if length else end - begin, end - begin)
             bins[begin : begin + fitting] = b
-            rooms[b] -= fitting * length
+            rooms[b] = room - fitting * length
+            full = full or rooms[b] < shortest
             begin += fitting
             if begin == end:
                 break
@@ -57,7 +59,9 @@ def _first_fit(lengths: Ints, budget: int) -> tuple[Ints, Ints]:
             bins[start : min(start + each, end)] = len(rooms)
             open_bins.append(len(rooms))
             rooms.append(budget - (min(start + each, end) - start) * length)
-        open_bins = [b for b in open_bins if rooms[b] >= shortest]
+            full = full or rooms[-1] < shortest
+        if full:
+            open_bins = [b for b in open_bins if rooms[b] >= shortest]
     return order, bins
 
 

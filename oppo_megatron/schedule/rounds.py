@@ -39,10 +39,18 @@ class Growths(Sequence[Growth]):
     A plan has tens of thousands, and asks for sums and lengths.
     """
 
-    __slots__ = ("table",)
+    __slots__ = ("_totals", "table")
 
-    def __init__(self, table: Ints):
-        self.table = table
+    def __init__(self, table: Ints, totals: Sequence[int] | None = None):
+        """`totals`: new tokens and output rows, where they are known."""
+        self.table, self._totals = table, totals
+
+    @property
+    def totals(self) -> Sequence[int]:
+        """New tokens and output rows."""
+        if self._totals is None:
+            self._totals = self.table[2:].sum(axis=1).tolist()
+        return self._totals
 
     @property
     def seq_ids(self) -> Ints:
@@ -72,10 +80,7 @@ class Growths(Sequence[Growth]):
     @staticmethod
     def sums(batches: Sequence[Batch]) -> tuple[Ints, Ints]:
         """New tokens and output rows of each micro-batch."""
-        tables = [np.zeros((4, 1), dtype=np.int64), *(Growths.of(batch).table for batch in batches)]
-        ends = np.cumsum([table.shape[1] for table in tables])
-        summed = np.cumsum(np.concatenate(tables, axis=1)[2:], axis=1)[:, ends - 1]
-        new, rows = summed[:, 1:] - summed[:, :-1]
+        new, rows = np.array([Growths.of(batch).totals for batch in batches], dtype=np.int64).reshape(-1, 2).T
         return new, rows
 
     def __len__(self) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import packed_in_order
+from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.ledger import ABSENT
 from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas, pairs_of
 from oppo_megatron.schedule.rounds import Batch, Fork, Growths
@@ -73,12 +74,19 @@ class Book:
     """
 
     def __init__(
-        self, replicas: int, slots: int, columns: Mapping[str, int], groups: Grouping, most: int | None = None
+        self,
+        replicas: int,
+        slots: int,
+        columns: Mapping[str, int],
+        groups: Grouping,
+        most: int | None = None,
+        alike: Alike | None = None,
     ):
         self.slots, self.groups, self.forked_tokens = slots, groups, 0
+        self._alike = alike or Alike()
         self.prefilled = np.zeros((3, replicas), dtype=np.int64)
         self.grown = np.zeros((4, 0), dtype=np.int64)
-        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most)
+        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most, self._alike)
         self._ledger = self._replicas.ledger
         self._num_open = np.zeros(replicas, dtype=np.int64)
         self._num_opened = 0
@@ -145,9 +153,10 @@ class Book:
 
     def _tally(self, homes: Ints, tokens: Ints, outputs: Ints, late: Bools) -> None:
         """Each sequence that is prefilled, at its replica; `late` are those behind what they fork."""
-        self.grown = np.stack([homes, tokens, outputs, late])
-        weights = (tokens, tokens > 0, outputs)
-        self.prefilled += np.stack([np.bincount(homes, each, len(self)) for each in weights]).astype(np.int64)
+        self.grown, replicas = np.stack([homes, tokens, outputs, late]), len(self)
+        self.prefilled[0] += np.bincount(homes, tokens, replicas).astype(np.int64)
+        self.prefilled[1] += np.bincount(homes, minlength=replicas)
+        self.prefilled[2] += np.bincount(homes, outputs, replicas).astype(np.int64)
 
     def _stamp(self, rows: Ints) -> None:
         self._ledger[OPENED][rows] = np.arange(self._num_opened, self._num_opened + len(rows))
@@ -171,17 +180,23 @@ class Book:
         current: Bools = self._ledger[CACHED] > 0
         return current
 
-    def _sources(self, rows: Ints, depth: Ints, wanting: Bools) -> Ints:
+    @property
+    def forks(self) -> bool:
+        """Whether a prompt's cache is ever forked."""
+        return self.groups.size > 1 and self.groups.fork
+
+    def _sources(self, rows: Ints, depth: Ints, wanting: Bools | None = None) -> Ints:
         """For each of `rows` the sequence whose cache it forks at `depth` tokens, the prompt's; ABSENT where it forks none.
 
-        `wanting`: those that are prefilled in this round, or wait for it.  Where nobody in a group has the prompt cached, the
-        first of them computes it.
+        `wanting`: those that are prefilled in this round, or wait for it (None: all).  Where nobody in a group has the prompt
+        cached, the first of them computes it.
         """
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
-        if self.groups.size == 1 or not self.groups.fork:
+        if not self.forks:
             return sources
         cached, homes = self._ledger[CACHED], self._ledger[REPLICA]
-        fresh = np.flatnonzero(wanting & (cached[rows] <= 0) & (depth > 0))
+        empty = (cached[rows] <= 0) & (depth > 0)
+        fresh = np.flatnonzero(empty if wanting is None else empty & wanting)
         if not len(fresh):
             return sources
         held = np.flatnonzero(self._current())
@@ -208,19 +223,22 @@ class Book:
         return list(map(Fork, *(column.tolist() for column in table)))
 
 
-def packed(growths: Growths, forks: Sequence[Fork], budget: int) -> list[Batch]:
+def packed(growths: Growths, forks: Sequence[Fork], budget: int, alike: Alike) -> list[Batch]:
     """Prefill micro-batches of at most `budget` tokens, each in the order of `growths`.
 
     What continues a fork comes behind what computes its source.
     """
     waiting = [fork.target for fork in forks if fork.held < fork.tokens]
     if not waiting:
-        return _packed(growths, budget)
+        return _packed(growths, budget, alike)
     late = np.isin(growths.seq_ids, waiting)
-    return [batch for part in (~late, late) for batch in _packed(growths.at(np.flatnonzero(part)), budget)]
+    return [batch for part in (~late, late) for batch in _packed(growths.at(np.flatnonzero(part)), budget, alike)]
 
 
-def _packed(growths: Growths, budget: int) -> list[Batch]:
-    members, ends = packed_in_order(growths.new, budget)
-    ordered = growths.at(members)
-    return [ordered[start:end] for start, end in pairwise(ends)]
+def _packed(growths: Growths, budget: int, alike: Alike) -> list[Batch]:
+    members, ends = alike.once(packed_in_order, growths.new, budget)
+    if not len(members):
+        return []
+    ordered = growths.table[:, members]
+    totals = np.add.reduceat(ordered[2:], ends[:-1], axis=1).T.tolist()
+    return [Growths(ordered[:, start:end], own) for (start, end), own in zip(pairwise(ends), totals, strict=True)]

@@ -9,6 +9,7 @@ import numpy as np
 
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
+from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.book import (
     ALONE,
     CACHED,
@@ -55,9 +56,10 @@ class ScoringBook(Book):
         *,
         every_token: bool = False,
         reads_greedy: bool = True,
+        alike: Alike | None = None,
     ):
         self._leaves_out = groups.greedy and not reads_greedy
-        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out)
+        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out, alike)
         self.role, self.every_token = role, every_token or role != "reward"
         self.perishable = role == "critic"  # each update makes what it has computed stale
 
@@ -78,10 +80,13 @@ class ScoringBook(Book):
     def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
         """Of each sequence with new tokens that this role has not read: its replica, and how many they are."""
         columns, rows = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
-        depth, cached = self._depth(columns), np.maximum(self._ledger[CACHED][rows], 0)
-        forked = self._sources(rows, depth, np.ones(len(rows), dtype=np.bool_)) != ABSENT
-        news = self._targets(columns) - np.where(forked, depth, cached)
-        return self._ledger[REPLICA][rows[news > 0]], news[news > 0]
+        cached = np.maximum(self._ledger[CACHED][rows], 0)
+        if self.forks:
+            depth = self._depth(columns)
+            cached = np.where(self._sources(rows, depth) != ABSENT, depth, cached)
+        news = self._targets(columns) - cached
+        grow = np.flatnonzero(news > 0)
+        return self._ledger[REPLICA][rows[grow]], news[grow]
 
     def plan(
         self, rollouts: Sequence[Rollout] | Columns | Unread, budget: int, own: Collection[int] | None = None
@@ -91,17 +96,17 @@ class ScoringBook(Book):
         ours = self._ours(own)
         self._admit(columns, rows, ours)
         admitted = self._ledger[CACHED][rows] != ABSENT
-        columns, rows = columns.at(admitted), rows[admitted]
+        if not admitted.all():
+            columns, rows = columns.at(admitted), rows[admitted]
         homes = self._ledger[REPLICA][rows]
-        late = self._fork(columns, rows, ours)
+        late = self._fork(columns, rows, ours) if self.forks else np.zeros(len(rows), dtype=np.bool_)
         table = self._grow(columns, rows)
-        grows = table.new > 0
-        self._tally(homes[grows], table.new[grows], table.rows[grows], late[grows])
+        grown, ended = np.flatnonzero(table.new > 0), np.flatnonzero(columns.finished)
+        self._tally(homes[grown], table.new[grown], table.rows[grown], late[grown])
         for replica, work in ours.items():
-            here = homes == replica
-            work.prefill = packed(table.at(np.flatnonzero(here & grows)), work.fork, budget)
-            work.done = columns.seq_ids[here & columns.finished].tolist()
-        self._close(rows[columns.finished])
+            work.prefill = packed(table.at(grown[homes[grown] == replica]), work.fork, budget, self._alike)
+            work.done = columns.seq_ids[ended[homes[ended] == replica]].tolist()
+        self._close(rows[ended])
         return self._works(ours)
 
     def forget(self, *seq_ids: int, unread: bool = False) -> None:
@@ -111,7 +116,7 @@ class ScoringBook(Book):
         assert unread or not len(held), f"{self.role}: sequence {self._ledger.ids(held).min()} was trained unscored"
         self._close(held)
         self._ledger[OUTPUTS][rows] = 0
-        self._replicas.remove(*seq_ids)
+        self._ledger[REPLICA][rows] = ABSENT
 
     def beyond(self, rollouts: Sequence[Rollout]) -> list[int]:
         """Of rollouts that have been cut, the sequences of which this role has read all that is left, or more: it has no plan to
@@ -156,18 +161,24 @@ class ScoringBook(Book):
         return columns.prompt_tokens - (self.role != "reward")
 
     def _missing(self, columns: Columns, rows: Ints) -> Bools:
-        due = columns.response_tokens if self.every_token else 1
-        unread = np.maximum(self._ledger[CACHED][rows], 0) < self._targets(columns)
-        return np.where(columns.finished, self._ledger[OUTPUTS][rows] < due, unread)
+        missing: Bools = np.maximum(self._ledger[CACHED][rows], 0) < self._targets(columns)
+        ended = np.flatnonzero(columns.finished)
+        due = columns.response_tokens[ended] if self.every_token else 1
+        missing[ended] = self._ledger[OUTPUTS][rows[ended]] < due
+        return missing
 
     def _admit(self, columns: Columns, rows: Ints, ours: Mapping[int, ReplicaWork]) -> None:
         """Give slots to those that have none, those finished first; the work of `ours` hears of it."""
-        homes, closed = self._ledger[REPLICA][rows], self._ledger[CACHED][rows] == ABSENT
-        new = np.concatenate([np.flatnonzero(closed & columns.finished), np.flatnonzero(closed & ~columns.finished)])
+        new = np.flatnonzero(self._ledger[CACHED][rows] == ABSENT)
+        if not len(new):
+            return
+        ended, homes = columns.finished[new], self._ledger[REPLICA][rows]
+        new = np.concatenate([new[ended], new[~ended]])
         short = self._short(homes[new])
         for replica in short.tolist():
             self._make_way(replica, columns.at(homes == replica), ours.get(replica) or ReplicaWork())
-        new = new[~np.isin(homes[new], short)]
+        if len(short):
+            new = new[~np.isin(homes[new], short)]
         self._open(rows[new])
         for replica, work in ours.items():
             work.open += columns.seq_ids[new[homes[new] == replica]].tolist()
@@ -193,7 +204,7 @@ class ScoringBook(Book):
     def _fork(self, columns: Columns, rows: Ints, ours: Mapping[int, ReplicaWork]) -> Bools:
         """Fork prompts that are computed elsewhere; the work of `ours` hears of it.  Returns which come behind what they fork."""
         depth = self._depth(columns)
-        sources = self._sources(rows, depth, np.ones(len(rows), dtype=np.bool_))
+        sources = self._sources(rows, depth)
         forked: Bools = sources != ABSENT
         homes = self._ledger[REPLICA][rows]
         if not forked.any():
@@ -265,19 +276,23 @@ class ActorBook(Book):
         homes, cached = self._ledger[REPLICA][rows], self._ledger[CACHED][rows]
         due, none, depth = columns.num_tokens - 1, np.zeros_like(rooms), columns.prompt_tokens - 1
         sources = self._sources(rows, depth, running)
-        forked = sources != ABSENT
-        self.forked_tokens += int(depth[forked].sum())
-        cached = np.where(forked, depth, cached)
-        self._tally(homes[running], (due - cached)[running], none[running], self._late(depth, sources)[running])
+        late = sources != ABSENT
+        if self.forks:
+            forked, late = late, self._late(depth, sources)
+            self.forked_tokens += int(depth[forked].sum())
+            cached = np.where(forked, depth, cached)
+        again = np.flatnonzero(running & (due > cached))
+        self._tally(homes[again], (due - cached)[again], none[again], late[again])
         decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
-        again = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
+        stale = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
         for replica, work in ours.items():
-            here = running & (homes == replica)
-            work.open = columns.seq_ids[here & new].tolist()
-            lined = self._in_line(rows, np.flatnonzero(here & ~new), np.flatnonzero(here & new), order)
-            forks = here & forked
+            here = np.flatnonzero(running & (homes == replica))
+            opened = here[new[here]]
+            work.open = columns.seq_ids[opened].tolist()
+            lined = self._in_line(rows, here[~new[here]], opened, order)
+            forks = here[sources[here] != ABSENT]
             work.fork = self._forks(rows[forks], depth[forks], sources[forks])
-            work.prefill = packed(again.at(lined[again.new[lined] > 0]), work.fork, budget)
+            work.prefill = packed(stale.at(lined[stale.new[lined] > 0]), work.fork, budget, self._alike)
             work.decode = [decode.at(portion) for portion in even_portions(lined.tolist(), micro_batches)]
         return self._works(ours)
 
@@ -290,7 +305,7 @@ class ActorBook(Book):
         ordered = order(ledger.ids(rows[before]).tolist())
         return np.concatenate([position[ledger.rows(np.array(ordered, dtype=np.int64))], new])
 
-    def runs(self, rollouts: Sequence[Rollout]) -> Bools:
+    def runs(self, rollouts: Sequence[Rollout] | Columns) -> Bools:
         """Which of the rollouts run in the round planned last."""
         rows = self._ledger.rows(columns_of(rollouts).seq_ids)
         run: Bools = (self._ledger[CACHED][rows] != ABSENT) & (self._ledger[WAITING][rows] == 0)
@@ -298,13 +313,13 @@ class ActorBook(Book):
 
     def record(self, rollouts: Sequence[Rollout]) -> None:
         """A round has been recorded in the rollouts."""
-        columns, run = columns_of(rollouts), self.runs(rollouts)
-        rows = self._ledger.rows(columns.seq_ids)
-        going, ended = run & ~columns.finished, run & columns.finished
+        columns = columns_of(rollouts)
+        rows, run = self._ledger.rows(columns.seq_ids), self.runs(columns)
+        going, ended = np.flatnonzero(run & ~columns.finished), rows[run & columns.finished]
         self._ledger[CACHED][rows[going]] = columns.num_tokens[going] - 1
-        self._close(rows[ended])
-        self._ledger[REPLICA][rows[ended]] = ABSENT
-        self._ledger[OUTLIVED][rows[ended]] = 0
+        self._close(ended)
+        self._ledger[REPLICA][ended] = ABSENT
+        self._ledger[OUTLIVED][ended] = 0
 
     def stop(self, rollouts: Sequence[Rollout]) -> None:
         """These are decoded no further, from between two rounds on."""

@@ -11,6 +11,7 @@ from oppo_megatron.layout.placements import RolePlacement, named_roles
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.plan import late_scorers
+from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.book import Grouping
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
@@ -34,6 +35,7 @@ def new_planner(
     """
     slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
     each = members(config)
+    alike = Alike()
     groups, steps = Grouping(each.size, config.debug.fork, greedy=each.greedy), config.scores_steps
     return RoundPlanner(
         site,
@@ -44,7 +46,7 @@ def new_planner(
         ActorBook(site.placements["actor"].dp, slots["actor"], limit, groups),
         {
             role: ScoringBook(
-                role, placement.dp, slots[role], groups, every_token=steps, reads_greedy=role in READ_GREEDY
+                role, placement.dp, slots[role], groups, every_token=steps, reads_greedy=role in READ_GREEDY, alike=alike
             )
             for role, placement in site.placements.items()
             if role != "actor"

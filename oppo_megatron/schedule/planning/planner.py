@@ -26,12 +26,16 @@ from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook, Unread
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.components import component_of
-from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.costs import Costs, nearly
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
 from oppo_megatron.schedule.weaving.generators import GENERATORS
 from oppo_megatron.schedule.weaving.steady import lengthened, repeats, shortened
 
 KEPT_SCHEDULES = 256
+KEPT_CUTS = 1024
+
+NEARLY = 0.05
+"""Share by which the seconds of an action may differ from those by which a cut was sought."""
 
 Order = Callable[[Sequence[int]], list[int]]
 
@@ -102,6 +106,7 @@ class RoundPlanner:
     _cuts: dict[tuple[object, ...], Cut] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._sought_by = self.costs
         self._component = None if self.rank is None else component_of(self.site, self.rank)
 
     @uncollected()
@@ -139,9 +144,9 @@ class RoundPlanner:
         active = columns_of(decode)
         read = self._read(columns_of(score), readable, decodes=bool(decode))
         unread = {name: self.scorers[name].unread(columns) for name, columns in read.items()}
-        cut = self._cut(active, unread, chunk)
-        works: dict[str, list[ReplicaWork]] = {}
         steps = self.actor.steps(active, chunk)
+        cut = self._cut(active, unread, steps)
+        works: dict[str, list[ReplicaWork]] = {}
         if decode:
             works["actor"] = self.actor.plan(
                 active, steps, cut.micro_batches, self.micro_batch_tokens, order, self._own("actor")
@@ -166,10 +171,18 @@ class RoundPlanner:
         return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
-        """Plan by `costs` from now on.  All ranks do so between the same two rounds."""
+        """Plan by `costs` from now on.  All ranks do so between the same two rounds.
+
+        Cuts are kept until an action takes another time by more than NEARLY: what is measured is no surer than that, and
+        micro-batches keep their sizes.
+        """
         self.costs = costs
         self._known.clear()
-        self._cuts.clear()
+        slots, pp = self.actor.slots, self.site.placements["actor"].pp
+        sequences, tokens = (max(1, slots // (2 * pp)), slots), (max(1, self.micro_batch_tokens // 16), self.micro_batch_tokens)
+        if not nearly(costs, self._sought_by, NEARLY, sequences, tokens):
+            self._cuts.clear()
+            self._sought_by = costs
 
     def reset_perishable(self) -> list[str]:
         """Scorers that are trained have other weights: what they have computed is stale.  Returns their names."""
@@ -187,11 +200,12 @@ class RoundPlanner:
         late = self.late if decodes else ()
         none = score.at(slice(0))
         some = score
-        if readable is not None and any(book.perishable for book in self.scorers.values()):
+        perishable = any(book.perishable for book in self.scorers.values())
+        if perishable and readable is not None and not np.array_equal(readable, score.seq_ids):
             some = score.at(np.isin(score.seq_ids, readable))
         return {n: none if n in late else some if book.perishable else score for n, book in self.scorers.items()}
 
-    def _cut(self, decode: Columns, unread: Mapping[str, Unread], chunk: int) -> Cut:
+    def _cut(self, decode: Columns, unread: Mapping[str, Unread], steps: int) -> Cut:
         """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
         (micro_batches, asked), placement = self.weave, self.site.placements["actor"]
         tokens = None if asked == "auto" else min(asked, self.micro_batch_tokens)
@@ -201,13 +215,15 @@ class RoundPlanner:
         growths = np.concatenate([news for _, news in pending.values()]) if pending else np.zeros(0, dtype=np.int64)
         work = Work(
             num_sequences=_coarse(max(self.actor.running(decode))),
-            steps=_coarse(self.actor.steps(decode, chunk)),
+            steps=_coarse(steps),
             pp=placement.pp,
             prefill_tokens={name: _coarse(int(np.bincount(*each).max(initial=0))) for name, each in pending.items()},
         )
-        grain = _coarse(int(np.median(growths))) if len(growths) else 1
+        grain = _coarse(median(growths)) if len(growths) else 1
         key = (work.num_sequences, work.steps, *work.prefill_tokens.items(), grain)
         if key not in self._cuts:
+            if len(self._cuts) >= KEPT_CUTS:
+                self._cuts.clear()
             wanted = None if micro_batches == "auto" else micro_batches
             self._cuts[key] = choose_cut(
                 work, self.costs, self.micro_batch_tokens, grain=grain, micro_batches=wanted, prefill_tokens=tokens
@@ -283,6 +299,13 @@ def _counts(part: Round) -> tuple[object, ...]:
     """How many micro-batches there are of everything."""
     prefill = tuple((name, tuple(map(len, replicas))) for name, replicas in sorted(part.prefill.items()))
     return tuple(map(len, part.decode)), prefill
+
+
+def median(numbers: Ints) -> int:
+    """Of some whole numbers from 0 on, rounded down: counted, not sorted, as they are tens of thousands below some thousands."""
+    smaller = np.cumsum(np.bincount(numbers))
+    middle = np.array([(len(numbers) - 1) // 2, len(numbers) // 2])
+    return int(np.searchsorted(smaller, middle, side="right").sum()) // 2
 
 
 def _coarse(number: int) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
+from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger
 
 Pairs = list[tuple[int, int]]
@@ -17,12 +17,15 @@ Pairs = list[tuple[int, int]]
 
 REPLICA = "replica"
 
+BLOCK = 512
+"""Arrivals that are dealt before anyone looks whether slots are left."""
+
 
 class Replicas:
     """Each sequence's replica, where it stays until it leaves.  `slots`: the number of slots of one replica's cache.
 
     Of sequences in groups, `group_size` with neighbouring ids, a group has one replica, and no more than `most` of a group
-    are placed (None: all).
+    are placed (None: all).  `alike` may be shared with other roles.
     `ledger` has the replicas in its column REPLICA, and what else a book keeps of its sequences (`columns`).
     """
 
@@ -33,9 +36,11 @@ class Replicas:
         columns: Mapping[str, int] | None = None,
         group_size: int = 1,
         most: int | None = None,
+        alike: Alike | None = None,
     ):
         self._num_replicas, self._slots, self._group_size = num_replicas, slots, group_size
         self._most = group_size if most is None else most
+        self._alike = alike or Alike()
         self.ledger = Ledger(REPLICA, {REPLICA: ABSENT} | dict(columns or {}))
 
     def of(self, seq_id: int) -> int:
@@ -56,26 +61,34 @@ class Replicas:
         """
         columns = columns_of(held)
         rows = self.ledger.rows(columns.seq_ids)
-        homeless = self.ledger[REPLICA][rows] == ABSENT
+        homes = self.ledger[REPLICA][rows]
+        homeless = homes == ABSENT
         if not (homeless if among is None else homeless & among).any():
             return
         if among is not None:
-            columns, rows = columns.at(among), rows[among]
+            columns, rows, homes = columns.at(among), rows[among], homes[among]
         if self._group_size > 1:
             self._follow(columns.seq_ids, rows)
-        homes = self.ledger[REPLICA][rows]
-        new = np.flatnonzero(homes == ABSENT)
+            homes = self.ledger[REPLICA][rows]
+        new, known = np.flatnonzero(homes == ABSENT), np.flatnonzero(homes != ABSENT)
         arrived = columns.at(new)
-        _, first, group = np.unique(arrived.seq_ids // self._group_size, return_index=True, return_inverse=True)
-        tokens, unfinished = (
-            np.bincount(group, weights).astype(np.int64) for weights in (arrived.num_tokens, ~arrived.finished)
-        )
-        order = np.lexsort((first, -tokens))
-        arrivals = [column[order].tolist() for column in (tokens, np.bincount(group), unfinished)]
-        parts = self._parts(columns.at(homes != ABSENT), homes[homes != ABSENT])
-        found = np.empty_like(first)
-        found[order] = _dealt(parts, list(zip(*arrivals, strict=True)), self._most)
-        self.ledger[REPLICA][rows[new]] = found[group]
+        group, arrivals = self._arrivals(arrived)
+        order = np.argsort(-arrivals[0], kind="stable")  # ties: the first of `held`
+        found = np.empty_like(order)
+        found[order] = self._dealt(columns.at(known), homes[known], arrivals[:, order])
+        self.ledger[REPLICA][rows[new]] = found if group is None else found[group]
+
+    def _arrivals(self, arrived: Columns) -> tuple[Ints | None, Ints]:
+        """The group of each (None: each is one), and their tokens, sequences and unfinished ones, [3, groups], in the order in
+        which they first come."""
+        weights = arrived.num_tokens, np.ones_like(arrived.seq_ids), (~arrived.finished).astype(np.int64)
+        if self._group_size == 1:
+            return None, np.stack(weights)
+        _, first, inverse = np.unique(arrived.seq_ids // self._group_size, return_index=True, return_inverse=True)
+        place = np.empty_like(first)
+        place[np.argsort(first)] = np.arange(len(first))
+        group: Ints = place[inverse]
+        return group, np.stack([np.bincount(group, each).astype(np.int64) for each in weights])
 
     def _follow(self, seq_ids: Ints, rows: Ints) -> None:
         """Those without a replica go where others of their group are."""
@@ -101,77 +114,95 @@ class Replicas:
         self.ledger.clear()
         self.ledger.enter(REPLICA, state)
 
-    def _parts(self, columns: Columns, homes: Ints) -> list[_Part]:
-        """What each replica has of those that have one."""
+    def _dealt(self, known: Columns, homes: Ints, arrivals: Ints) -> Ints:
+        """The replicas of arriving groups, [3, groups] tokens, sequences and unfinished, in their order; `known` have `homes`."""
 
-        def by_replica(weights: Ints | None = None) -> list[int]:
+        def by_replica(weights: Ints | None = None) -> Ints:
             # As floats the sums of whole numbers are exact up to 2^53.
-            sums: list[int] = np.bincount(homes, weights, self._num_replicas).astype(np.int64).tolist()
-            return sums
+            return np.bincount(homes, weights, self._num_replicas).astype(np.int64)
 
-        sums = by_replica(columns.num_tokens), by_replica(), by_replica((~columns.finished).astype(np.int64))
-        return [_Part(replica, self._slots, *own) for replica, own in enumerate(zip(*sums, strict=True))]
-
-
-@dataclass(slots=True)
-class _Part:
-    """What one replica holds."""
-
-    replica: int
-    slots: int
-    tokens: int
-    sequences: int
-    unfinished: int
-
-    def add(self, tokens: int, sequences: int, unfinished: int) -> None:
-        self.tokens += tokens
-        self.sequences += sequences
-        self.unfinished += unfinished
-
-    def rank_for(self, sequences: int, unfinished: int) -> tuple[int, ...]:
-        """The replica with the smallest takes a group of so many."""
-        crowded = max(0, self.unfinished + unfinished - self.slots), max(0, self.sequences + sequences - self.slots)
-        return *crowded, self.tokens, self.sequences, self.replica
+        parts = np.stack([by_replica(known.num_tokens), by_replica(), by_replica((~known.finished).astype(np.int64))])
+        return self._alike.once(dealt, parts, self._slots, arrivals, self._most)
 
 
-def _dealt(parts: Sequence[_Part], arrivals: Sequence[tuple[int, int, int]], group_size: int) -> list[int]:
-    """The replicas of arriving groups (tokens, sequences, unfinished), in their order: each goes to the part whose
-    `rank_for` is smallest.
+def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
+    """The replicas of arriving groups in their order, each the one whose `_rank_for` is smallest.
 
+    `parts` [3, replicas] and `arrivals` [3, groups] are tokens, sequences and unfinished ones; no group has more than `most`.
     A part with slots for a whole group is not crowded by it, and one without is, as sequences are no fewer than those
-    unfinished.  So the parts with slots come first, by tokens and sequences: a heap has what they have of both.  (Less than
-    a whole group is dealt as if it were whole.)  One whole number has tokens, sequences and replica, in this order of weight:
-    it is compared and added to faster than a tuple.
+    unfinished.  So the parts with slots come first, by tokens and sequences.  (Less than a whole group is dealt as if it were
+    whole.)
     """
-    if len(parts) == 1:
-        return [parts[0].replica] * len(arrivals)
-    found: list[int] = []
-    bits = len(parts).bit_length()
-    mask = (1 << bits) - 1
-    above = (sum(p.sequences for p in parts) + sum(sequences for _, sequences, _ in arrivals)).bit_length() + bits
-    heap = [p.tokens << above | p.sequences << bits | p.replica for p in parts if p.sequences + group_size <= p.slots]
+    if parts.shape[1] == 1:
+        return np.zeros(arrivals.shape[1], dtype=np.int64)
+    found = _to_those_with_slots(parts, slots, arrivals, most)
+    held = [list(own) for own in zip(*parts.tolist(), strict=True)]
+    rest = list(zip(*arrivals[:, len(found) :].tolist(), strict=True))
+    if rest:
+        for column, weights in enumerate(arrivals[:, : len(found)]):
+            for part, more in zip(held, np.bincount(found, weights, len(held)).astype(np.int64).tolist(), strict=True):
+                part[column] += more
+    others = list[int]()
+    for arrival in rest:
+        others.append(min(range(len(held)), key=lambda d: _rank_for(held[d], d, slots, arrival)))
+        held[others[-1]] = [own + more for own, more in zip(held[others[-1]], arrival, strict=True)]
+    return np.append(found, others).astype(np.int64)
+
+
+def _rank_for(part: Sequence[int], replica: int, slots: int, arrival: Sequence[int]) -> tuple[int, ...]:
+    """The replica with the smallest takes the group: the least crowded, then the one with the fewest tokens."""
+    (tokens, sequences, unfinished), (_, more, more_unfinished) = part, arrival
+    crowded = max(0, unfinished + more_unfinished - slots), max(0, sequences + more - slots)
+    return *crowded, tokens, sequences, replica
+
+
+def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
+    """The replicas of the first of the arrivals, as long as one has slots for a whole group.
+
+    A heap has what each of these holds.  One whole number has tokens, sequences and replica, in this order of weight: it is
+    compared and added to faster than a tuple.  Nobody looks after each arrival whether slots are left: a block of them is
+    dealt as if they were, and once more if they were not.
+    """
+    replicas, bits = parts.shape[1], parts.shape[1].bit_length()
+    above, mask = int(parts[1].sum() + arrivals[1].sum()).bit_length() + bits, (1 << bits) - 1
+    assert int(parts[0].sum() + arrivals[0].sum()).bit_length() + above < 63, "too many tokens for a whole number"
+    adds = ((arrivals[0] << above) + (arrivals[1] << bits)).tolist()
+    left = slots - most - parts[1]  # sequences that leave room for another group
+    open_parts = np.flatnonzero(left >= 0)
+    heap = ((parts[0] << above) + (parts[1] << bits) + np.arange(replicas))[open_parts].tolist()
     heapify(heap)
-    free = [p.slots - p.sequences - group_size for p in parts]  # sequences that leave room for another group
-    for tokens, sequences, _ in arrivals if heap else ():
+    found = list[Ints]()
+    for start in range(0, len(adds), BLOCK):
+        block, sequences = adds[start : start + BLOCK], arrivals[1, start : start + BLOCK]
+        if not heap:
+            break
+        tried = list(heap)
+        given = np.array([heapreplace(tried, tried[0] + add) for add in block], dtype=np.int64) & mask
+        after = left - np.bincount(given, sequences, replicas).astype(np.int64)
+        if (after[given] >= 0).all():
+            heap, left = tried, after
+        else:
+            given = _one_by_one(heap, left, block, sequences.tolist(), mask)
+        found.append(given)
+    return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+
+def _one_by_one(heap: list[int], left: Ints, adds: Sequence[int], sequences: Sequence[int], mask: int) -> Ints:
+    """The replicas of arrivals, while one has slots; `heap` and `left` (sequences that leave room) change."""
+    found, free = list[int](), left.tolist()
+    for add, number in zip(adds, sequences, strict=True):
+        if not heap:
+            break
         first = heap[0]
         replica = first & mask
         found.append(replica)
-        free[replica] -= sequences
+        free[replica] -= number
         if free[replica] >= 0:
-            heapreplace(heap, first + (tokens << above) + (sequences << bits))
+            heapreplace(heap, first + add)
         else:
             heappop(heap)
-            if not heap:
-                break
-    rest = arrivals[len(found) :]
-    if rest:
-        for replica, arrival in zip(found, arrivals, strict=False):
-            parts[replica].add(*arrival)
-    for tokens, sequences, unfinished in rest:
-        part = min(parts, key=lambda p: p.rank_for(sequences, unfinished))
-        part.add(tokens, sequences, unfinished)
-        found.append(part.replica)
-    return found
+    left[:] = free
+    return np.array(found, dtype=np.int64)
 
 
 def pairs_of(keys: Ints, values: Ints) -> Pairs:

@@ -162,20 +162,19 @@ def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, messa
 
     It comes no sooner than it comes from the stage before, where that has put as many behind.
     """
-    rest, as_before = woven < count, woven == np.concatenate([count[None], woven[:-1]])
-    left, ready = (count - woven) * seconds, np.zeros_like(ends[0])
-    for stage, end in enumerate(ends):
-        start = np.maximum(end, np.where(as_before[stage], ready, 0.0))
-        np.add(start + seconds[stage], message_s, out=ready, where=rest[stage])
-        np.add(start, left[stage], out=end, where=rest[stage])
+    follows = np.zeros_like(ends)  # 1 where it waits for the stage before
+    np.multiply(woven[1:] < count, woven[1:] == woven[:-1], out=follows[1:])
+    left, through, ready = (count - woven) * seconds, seconds + message_s, np.zeros_like(ends[0])
+    for end, more, one, waits in zip(ends, left, through, follows, strict=True):
+        start = np.maximum(end, ready * waits)
+        np.add(start, more, out=end)
+        np.add(start, one, out=ready)
 
 
 def _later(seconds: Floats, message_s: float) -> Floats:
     """What the stages behind each take for one micro-batch, with its messages, [stages, cuts]."""
     later = np.zeros_like(seconds)
-    for stage in range(1, len(seconds)):
-        later[:stage] += seconds[stage]
-    later += np.arange(len(seconds) - 1, -1, -1)[:, None] * message_s
+    later[:-1] = np.cumsum((seconds[1:] + message_s)[::-1], axis=0)[::-1]
     return later
 
 

@@ -50,10 +50,11 @@ class Gaps:
         Those at the end that come behind all gaps, and are ready one after the other, follow each other: what one of them leaves
         free before it is too early for the next.  So nothing is searched for them.
         """
-        ends = [0] * (max(lines, default=0) + 1)
-        behind = self._behind(ranks, ready, durations)
-        found = self._one_by_one(ranks, ready[:behind], durations[:behind], lines, ends)
-        if self._behind(ranks, ready[behind:], durations[behind:]):  # a gap has been left meanwhile
+        ends, last = [0] * (max(lines, default=0) + 1), self._last(ranks)
+        behind = _behind(last, ready, durations)
+        found = self._one_by_one(ranks, ready[:behind], durations[:behind], lines, ends) if behind else []
+        left = self._last(ranks)
+        if left > last and _behind(left, ready[behind:], durations[behind:]):  # a gap has been left meanwhile
             found += self._one_by_one(ranks, ready[behind:], durations[behind:], lines[behind:], ends)
         elif behind < len(lines):
             rest = durations[behind:]
@@ -63,24 +64,52 @@ class Gaps:
             found += starts.tolist()
         return np.array(found, dtype=np.int64)
 
-    def _behind(self, ranks: Sequence[int], ready: Ints, durations: Ints) -> int:
-        """From which of n on all end behind the gaps that the ranks have now, and are ready one after the other."""
-        last = max((self._ends[rank][-2] for rank in ranks if len(self._ends[rank]) > 1), default=0)
-        early = (ready + durations <= last) | (durations <= 0)
-        early[:-1] |= ready[1:] < ready[:-1]
-        found = np.flatnonzero(early)
-        return int(found[-1]) + 1 if len(found) else 0
+    def _last(self, ranks: Sequence[int]) -> int:
+        """The end of the last gap that ends."""
+        return max((self._ends[rank][-2] for rank in ranks if len(self._ends[rank]) > 1), default=0)
 
     def _one_by_one(
         self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int], ends: list[int]
     ) -> list[int]:
         """The starts of each; `ends` of the lines move on."""
+        if len(ranks) == 1:
+            return self._on_one_rank(ranks[0], ready.tolist(), durations.tolist(), lines, ends)
         found, place = list[int](), self.place
         for earliest, duration, line in zip(ready.tolist(), durations.tolist(), lines, strict=False):
             before = ends[line]
             start = place(ranks, earliest if earliest > before else before, duration)
             ends[line] = start + duration
             found.append(start)
+        return found
+
+    def _on_one_rank(
+        self, rank: int, ready: Sequence[int], durations: Sequence[int], lines: Sequence[int], ends: list[int]
+    ) -> list[int]:
+        """The same on a single rank: `_fit_one` and `_take` in one loop, without a call for each of thousands."""
+        begins, closes, shortest, found = self._starts[rank], self._ends[rank], self._shortest, list[int]()
+        for start, duration, line in zip(ready, durations, lines, strict=False):
+            if start < ends[line]:
+                start = ends[line]
+            end = start + duration
+            gap = bisect_left(closes, end)
+            first = begins[gap]
+            while first > start and first + duration > closes[gap]:
+                gap += 1
+                first = begins[gap]
+            if first > start:
+                start, end = first, first + duration
+            ends[line] = end
+            found.append(start)
+            last = closes[gap]
+            if start - first >= shortest:
+                closes[gap] = start
+                if last - end >= shortest:
+                    begins.insert(gap + 1, end)
+                    closes.insert(gap + 1, last)
+            elif last - end >= shortest:
+                begins[gap] = end
+            else:
+                del begins[gap], closes[gap]
         return found
 
     def append(self, ranks: Sequence[int], starts: Ints, ends: Ints) -> None:
@@ -135,3 +164,11 @@ class Gaps:
             if last - end >= self._shortest:
                 starts.insert(gap + 1, end)
                 ends.insert(gap + 1, last)
+
+
+def _behind(last: int, ready: Ints, durations: Ints) -> int:
+    """From which of n on all end behind `last`, and are ready one after the other."""
+    early = (ready + durations <= last) | (durations <= 0)
+    early[:-1] |= ready[1:] < ready[:-1]
+    found = np.flatnonzero(early)
+    return int(found[-1]) + 1 if len(found) else 0

@@ -178,9 +178,9 @@ class Placer:
         for role, replicas in {"actor": (), **round.prefill}.items():
             placement = site.placements[role]
             for replica in range(placement.dp if role == "actor" else len(replicas)):
-                prefill, scored = self._prefill_times(role, _of_replica(replicas, replica))
-                shortest += [int(prefill.min())] if prefill.size else []
-                self._lines[role, replica] = Line(placement, replica, scored)
+                quickest, times = self._prefill_times(role, _of_replica(replicas, replica))
+                shortest += [] if quickest is None else [quickest]
+                self._lines[role, replica] = Line(placement, replica, times)
         self.free = Gaps(site.ranks, min(shortest, default=1))
         self._num_placed = 0
 
@@ -271,12 +271,14 @@ class Placer:
         seconds = self.costs.decode_at(stage)(len(batch))
         return nanoseconds(seconds + (self.costs.sample(len(batch)) if sampled else 0.0))
 
-    def _prefill_times(self, role: str, batches: tuple[Batch, ...]) -> tuple[Ints, Ints]:
-        """Of each micro-batch by stage, [n, stages]; and with its score on the last."""
+    def _prefill_times(self, role: str, batches: tuple[Batch, ...]) -> tuple[int | None, Ints]:
+        """What the quickest of the micro-batches takes on its quickest stage, without its score (None: there are none); and what
+        each takes by stage, [n, stages], with its score on the last."""
         tokens, rows = Growths.sums(batches)
         lines = [self.costs.prefill_at(role, stage) for stage in range(self.site.placements[role].pp)]
-        seconds = np.stack([line.fixed_s + tokens * line.per_token_s for line in lines], axis=1)
-        scored = seconds.copy()
+        fixed_s, per_token_s = np.array([(line.fixed_s, line.per_token_s) for line in lines]).T
+        seconds = fixed_s + tokens[:, None] * per_token_s
+        quickest = int(in_nanoseconds(seconds.min(keepdims=True)).item()) if len(tokens) else None
         if role != "actor":
-            scored[:, -1] += self.costs.score.fixed_s + rows * self.costs.score.per_token_s
-        return in_nanoseconds(seconds), in_nanoseconds(scored)
+            seconds[:, -1] += self.costs.score.fixed_s + rows * self.costs.score.per_token_s
+        return quickest, in_nanoseconds(seconds)

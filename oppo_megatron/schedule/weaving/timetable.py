@@ -97,7 +97,11 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
             return [], []
         starts = np.concatenate([times.starts[stage] for times, stage in own])
         placed = np.concatenate([times.placed[stage] for times, stage in own])
-        return np.lexsort((placed, starts)).tolist(), stages
+        order = np.argsort(starts, kind="stable")
+        in_time = starts[order]
+        if (in_time[1:] == in_time[:-1]).any():
+            order = np.lexsort((placed, starts))
+        return order.tolist(), stages
 
     def _stages(self, rank: int) -> list[tuple[str, RankCoordinates, Count]]:
         found = [(role, placement.coords(rank)) for role, placement in self.site.placements.items()]
