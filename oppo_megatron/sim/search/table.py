@@ -13,7 +13,7 @@ from oppo_megatron.config.derived import members, minibatch_parts, most_sequence
 from oppo_megatron.config.model import RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import serving_problems
-from oppo_megatron.layout.layouts import Sizes, fills_shards, layouts_of
+from oppo_megatron.layout.layouts import Sizes, fills_shards, layouts_of, vocab_rows
 from oppo_megatron.layout.memory import Shape
 from oppo_megatron.layout.placements import RolePlacement, has_own_training_weights, named_roles
 from oppo_megatron.layout.role_memory import SCALAR_ROLES, laid_out, served_stages, stage_memory, trained_stages
@@ -201,7 +201,8 @@ class PriceTable:
 
 @dataclass(frozen=True)
 class _Memories:
-    """Memory of a trained role, each layout of serving and of training once for a padding of the vocabulary."""
+    """Memory of a trained role, each layout of serving and of training once for each number of rows that the vocabulary is
+    padded to."""
 
     table: PriceTable
     role: str
@@ -214,8 +215,8 @@ class _Memories:
         placed, trained = _over(serving), _over(training)
         if not has_own_training_weights(placed, trained, train.vpp):
             return Profile.of(stage_memory(config, self.role, placed, trained, train, on_cpu=on_cpu).both)
-        common = lcm(serving.tp, training.tp)
-        serves, trains = (serving, common), (training, train.recompute, common)
+        rows = _padded_rows(self.table.shapes[self.role], serving, training)
+        serves, trains = (serving, rows), (training, train.recompute, rows)
         if serves not in self.served or trains not in self.trained:
             model = laid_out(config, self.role, placed, trained)
             if serves not in self.served:
@@ -232,6 +233,12 @@ def _sizes(train: TrainingLayoutConfig) -> Sizes:
 
 def _over(sizes: Sizes) -> RolePlacement:
     return RolePlacement(tuple(range(sizes.num_ranks)), sizes.tp, sizes.pp, sizes.dp)
+
+
+def _padded_rows(shape: Shape, serving: Sizes, training: Sizes) -> int:
+    """Rows of a vocabulary that the tensor ranks of both layouts divide."""
+    common = lcm(serving.tp, training.tp)
+    return vocab_rows(shape["vocab_size"], common) * common
 
 
 def _rows_are_shared(shape: Shape, serving: Sizes, training: Sizes) -> bool:
