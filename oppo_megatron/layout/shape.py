@@ -61,7 +61,7 @@ def check_use(name: str, hf_config: Mapping[str, Any], max_context: int, tokeniz
 def check_divisions(name: str, hf_config: Mapping[str, Any], sizes: Sizes, num_ranks: int, limits: Limits) -> list[str]:
     """Which parts of the model `sizes` does not divide; each sentence ends in what would fit `num_ranks` ranks."""
     problems = []
-    (tp, pp, _, vpp), near = sizes, suggestion(sizes, num_ranks, limits)
+    tp, pp, _, vpp = sizes
     heads, kv_heads, layers = hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["num_hidden_layers"]
     ffn, vocab = hf_config["intermediate_size"], hf_config["vocab_size"]
     widths = ", ".join(map(str, divisors(limits.width)))
@@ -71,21 +71,22 @@ def check_divisions(name: str, hf_config: Mapping[str, Any], sizes: Sizes, num_r
         (ffn, f"intermediate_size {ffn} does"),
     ):
         if count % tp:
-            problems.append(f"{name}: {what} not divide by tp {tp}; choose tp from {widths}{near}")
+            problems.append(f"{name}: {what} not divide by tp {tp}; choose tp from {widths}")
     if not fills_shards(vocab, tp):
         problems.append(
             f"{name}: vocab_size {vocab} leaves a rank of tp {tp} without a token ({vocab_rows(vocab, tp)} a rank); "
-            f"lower tp{near}"
+            "lower tp"
         )
     fitting = ", ".join(map(str, divisors(layers)))
     if layers % pp:
-        problems.append(f"{name}: {layers} layers do not divide by pp {pp}; choose pp from {fitting}{near}")
+        problems.append(f"{name}: {layers} layers do not divide by pp {pp}; choose pp from {fitting}")
     elif layers % (pp * vpp):
         problems.append(
             f"{name}: {layers} layers do not divide by pp {pp} x vpp {vpp} = {pp * vpp}; "
-            f"choose a pp x vpp from {fitting}{near}"
+            f"choose a pp x vpp from {fitting}"
         )
-    return problems
+    near = suggestion(sizes, num_ranks, limits) if problems else ""
+    return [problem + near for problem in problems]
 
 
 def model_limits(hf_config: Mapping[str, Any], sequences: int | None = None, min_tp: int = 1) -> Limits:

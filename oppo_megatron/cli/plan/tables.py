@@ -108,7 +108,8 @@ def _bound(record: Mapping[str, Any]) -> str:
 
 
 def _contest(first_s: float, contest: Mapping[str, Any]) -> str:
-    finals = f", and {contest['finalists']} of these for {contest['finalist_steps']}" if contest["finalists"] else ""
+    again = contest["finalists"] and contest["finalist_steps"] > contest["steps"]
+    finals = f", and {contest['finalists']} of these for {contest['finalist_steps']}" if again else ""
     side, others = "above" if contest["gap"] >= 0 else "below", contest["others_s"]
     finals += "" if contest["ended"] else " (then time ran out)"
     rest = "no other ranks or layouts of the actor fit"

@@ -5,7 +5,7 @@ Rounds, chunks, deferral and the order of scoring count here (`sim/runs`).  All 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -30,7 +30,7 @@ WARM_UP = 3
 FEW, MANY, MOST_STEPS = 3, 5, 48
 RESPONSES = 512, 2048
 """Steps that count of all plans and of the finalists: as many as have so many responses, from FEW or MANY to MOST_STEPS."""
-LONG, MOST_LONG, LONG_RESPONSES = 12, 64, 4096
+LONG, MOST_LONG, LONG_RESPONSES = 8, 64, 4096
 """The same of deltas, which train other responses in a step."""
 GAIN = 0.01
 """By this share a setting must shorten a step to replace the configuration's."""
@@ -52,10 +52,11 @@ def finished(planned: Planned, top: int, out_of_time: Clock) -> Planned:
         if len(done) > top and (out_of_time() or (len(done) >= top + MORE and _cannot_win(each, done))):
             break
         done.append(played(task, each, few))
-    done.sort(key=lambda each: each.step_ns)
+    done = _fastest_first(done)
     ratios, ended = [each.step_ns / each.plan.step_ns for each in done], not out_of_time()
     finalists = min(len(done), top + MORE) if ended else 0
-    best = _tuned_alike(task, done[:finalists], many, out_of_time)
+    best = done[:finalists] if few == many else _fastest_first(played(task, each, many) for each in done[:finalists])
+    best = [*_tuned_alike(task, best[:top], many, out_of_time), *best[top:]]
     contest = Contest(len(done), few, finalists, many, min(ratios), max(ratios), ended and not out_of_time())
     plans = (*best, *done[finalists:], *planned.plans[len(done) :])
     return replace(planned, plans=plans, contest=contest)
@@ -71,19 +72,23 @@ def _steps(task: Task) -> tuple[int, int]:
     few, many = (
         min(MOST_STEPS, max(least, responses // batch)) for least, responses in zip((FEW, MANY), RESPONSES, strict=True)
     )
-    return few, many
+    # Playing the best again costs the steps of their warm-up, too.
+    return (many if many < 2 * few else few), many
 
 
-def _tuned_alike(task: Task, finalists: Sequence[Confirmed], steps: int, out_of_time: Clock) -> list[Confirmed]:
-    """Played for so many steps, all with the chunk and the delta that the first does best with; fastest first."""
-    best = sorted((played(task, each, steps) for each in finalists), key=lambda each: each.step_ns)
+def _fastest_first(plans: Iterable[Confirmed]) -> list[Confirmed]:
+    return sorted(plans, key=lambda each: each.step_ns)
+
+
+def _tuned_alike(task: Task, best: list[Confirmed], steps: int, out_of_time: Clock) -> list[Confirmed]:
+    """All played with the chunk and the delta that the first does best with; fastest first."""
     if not best or out_of_time():
         return best
     first = tuned(task, best[0], steps, out_of_time)
     if out_of_time() or first.config.overlap == best[0].config.overlap:
         return [first, *best[1:]]
     others = [played(task, replace(each, config=_overlapped_as(first, each)), steps) for each in best[1:]]
-    return sorted([first, *others], key=lambda each: each.step_ns)
+    return _fastest_first([first, *others])
 
 
 def _overlapped_as(first: Confirmed, each: Confirmed) -> TrainConfig:
