@@ -37,8 +37,7 @@ GAIN = 0.01
 
 
 def finished(planned: Planned, top: int, out_of_time: Clock) -> Planned:
-    """Where phases overlap: plans played for few steps, the fastest of these for more, the first `top` with the chunk and delta of
-    the fastest.
+    """Where phases overlap: plans played for few steps, the fastest for more, `top` with a chunk and a delta that suit the first.
 
     By price, until no other can be the fastest: until the price, times the least ratio of played seconds to a price so far, lies
     above the fastest.  Where time runs out, those asked for and one more are played, for few steps; the others follow as they
