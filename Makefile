@@ -84,7 +84,7 @@ hooks: $(INSTALLED_TEST)
 	$(BIN)/pre-commit install
 
 gpu-rehearsal: $(INSTALLED_TEST)
-	$(PYTEST) tests/rehearsal
+	$(PYTEST) -n $(JOBS) --dist loadfile tests/rehearsal
 
 gpu-test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest -m gpu

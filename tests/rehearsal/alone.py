@@ -7,7 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.rehearsal.peers import Done, Peers
+from tests.rehearsal.channels import Done
+from tests.rehearsal.peers import Peers
 from tests.rehearsal.watch import Watch
 
 
@@ -20,8 +21,8 @@ class Alone(Peers):
     def exchange(self, group: Any, mine: Any) -> list[Any]:
         return [mine for _ in self.of(group)[1]]
 
-    def send(self, tensor: Tensor, to: int, group: Any, *, alone: bool) -> Done:
-        return Done(self.watch)
+    def send(self, tensor: Tensor, to: int, group: Any, *, alone: bool, tag: int = 0) -> Done:
+        return self.channels.begin("messages", [tensor], [])
 
-    def receive(self, tensor: Tensor, source: int, group: Any, *, alone: bool) -> Done:
-        return Done(self.watch, lambda: self.put(tensor, None))
+    def receive(self, tensor: Tensor, source: int, group: Any, *, alone: bool, tag: int = 0) -> Done:
+        return self.channels.begin("messages", [], [tensor], lambda: self.put(tensor, None))

@@ -147,6 +147,137 @@ def weight_left_on_the_host() -> None:
     around(TrainedRole, "publish", publish)
 
 
+def receive_without_a_wait() -> None:
+    from oppo_megatron.engine.executor import Executor
+
+    def receive(executor: Any, action: Any, worker: Any) -> None:
+        for buffer in worker.inbox(action):
+            dist.irecv(buffer, action.peer, group=executor.links.of(action), tag=executor._tag(action))
+
+    Executor._receive = receive  # type: ignore[method-assign]
+
+
+def buffer_sent_again() -> None:
+    """One for all hidden states of a role, also while it is sent."""
+    from oppo_megatron.engine.scoring import ScoringWorker
+
+    kept: dict[str, Tensor] = {}
+
+    def outbox(original: Any, worker: Any, action: Any) -> list[Tensor]:
+        (hidden,) = original(worker, action)
+        sent = kept.setdefault(worker.role, hidden.new_empty(10**5))[: hidden.numel()].view(hidden.shape)
+        return [sent.copy_(hidden)]
+
+    around(ScoringWorker, "outbox", outbox)
+
+
+def messages_that_change_places() -> None:
+    """Of critic and reference, whose hidden states of a prompt are alike: rank 1 takes one for the other."""
+    from oppo_megatron.engine.links import Links
+    from oppo_megatron.schedule.actions import Op, Payload
+
+    other = {"critic": "reference", "reference": "critic"}
+
+    def of(original: Any, links: Any, action: Any) -> Any:
+        if action.payload is Payload.HIDDEN and action.op is Op.RECV:
+            action = replace(action, role=other.get(action.role, action.role))
+        return original(links, action)
+
+    around(Links, "of", of)
+
+
+def message_that_nobody_takes() -> None:
+    from oppo_megatron.engine.executor import Executor
+
+    def drain(original: Any, executor: Any) -> None:
+        for (source, destination, *_), group in executor.links.groups.items():
+            if source == executor.rank:
+                dist.isend(torch.zeros(1, device="cuda"), destination, group)
+        original(executor)
+
+    around(Executor, "drain", drain)
+
+
+def sum_without_a_wait() -> None:
+    from oppo_megatron.mcore.vocab_shards import VocabShards
+
+    def gather(original: Any, shards: Any, mine: Tensor) -> Tensor:
+        count = torch.ones(1, device=mine.device)
+        dist.all_reduce(count, group=shards.group, async_op=True)
+        return original(shards, mine * count)
+
+    around(VocabShards, "gather", gather)
+
+
+def copy_read_before_it_is_there() -> None:
+    from oppo_megatron.engine.device_decode import DeviceLane
+
+    def read(lane: Any) -> Any:
+        drawn = lane._drawn_4KM[:, : lane._done, : len(lane._rows)].permute(1, 0, 2)
+        return drawn.to("cpu", non_blocking=True).tolist()
+
+    DeviceLane.read = read  # type: ignore[method-assign]
+
+
+def pinned_memory_used_again() -> None:
+    from oppo_megatron.engine import scoring
+
+    buffer = torch.zeros(1000, dtype=torch.int64).pin_memory()
+
+    def on_device(values: Any, device: torch.device, *_: Any) -> Tensor:
+        buffer[: len(values)].copy_(torch.tensor(values))
+        return buffer[: len(values)].to(device, non_blocking=True)
+
+    scoring.on_device = on_device
+
+
+def memory_freed_too_early() -> None:
+    """The scorers read what the round's decoding has made, once it is there; it is freed while they do."""
+    from oppo_megatron.engine.generation import DecodeWorker
+    from oppo_megatron.engine.scoring import ScoringWorker
+
+    made: list[Tensor] = []
+
+    def compute(original: Any, worker: Any, action: Any) -> int:
+        made.append(torch.zeros(4, device="cuda"))
+        return original(worker, action)
+
+    def score(original: Any, worker: Any, batch: Any) -> int:
+        for each in made:
+            each.sum()
+        made.clear()
+        return original(worker, batch)
+
+    around(DecodeWorker, "compute", compute)
+    around(ScoringWorker, "_score", score)
+
+
+def captured_step_that_reads_what_moves() -> None:
+    from oppo_megatron.engine.device_decode import DeviceLane
+
+    def step(original: Any, lane: Any) -> None:
+        lane._one = torch.ones(1, dtype=torch.int64, device="cuda")
+        original(lane)
+
+    def advance(original: Any, lane: Any) -> None:
+        original(lane)
+        lane._step_1 += lane._one - 1
+
+    around(DeviceLane, "step", step)
+    around(DeviceLane, "_advance", advance)
+
+
+def objects_in_a_round() -> None:
+    from oppo_megatron.engine.executor import Executor
+
+    def run(original: Any, executor: Any, *a: Any, **k: Any) -> None:
+        dist.all_gather_object([None] * dist.get_world_size(), "rows")
+        original(executor, *a, **k)
+
+    around(Executor, "run", run)
+
+
+MANY_MICRO_BATCHES = QUICK | {"runtime.micro_batch_tokens": 64, "rollout.batch_size": 8}
 DEFECTS = {
     "a tensor of the host": Defect("single", "on the same device", tensor_of_the_host),
     "a read in the decode loop": Defect("single", "decode step: read in defects.py drawn", read_in_the_decode_loop),
@@ -171,4 +302,20 @@ DEFECTS = {
     "a weight left on the host": Defect(
         "dp 2, updated as tp 2", "on the same device", weight_left_on_the_host, {"checkpoint.every_steps": 0}
     ),
+    "a receive without a wait": Defect(
+        "colocated pp 2", "another stream has written, without a wait", receive_without_a_wait
+    ),
+    "a buffer sent again": Defect(
+        "colocated pp 2", "writes what another stream still reads", buffer_sent_again, MANY_MICRO_BATCHES
+    ),
+    "messages that change places": Defect("colocated pp 2", "sends what is about", messages_that_change_places),
+    "a message that nobody takes": Defect("colocated pp 2", "sent and not taken", message_that_nobody_takes),
+    "a sum without a wait": Defect("colocated tp 2", "another stream has written, without", sum_without_a_wait),
+    "a copy that is read too early": Defect("single", "may not have brought yet", copy_read_before_it_is_there),
+    "pinned memory used again": Defect("single", "may not have read yet", pinned_memory_used_again),
+    "memory freed too early": Defect("single", "freed while another stream", memory_freed_too_early),
+    "a captured step that reads what moves": Defect(
+        "single", "replayed over memory that has been freed", captured_step_that_reads_what_moves
+    ),
+    "objects in a round": Defect("disaggregated", "pickled objects go between ranks", objects_in_a_round),
 }

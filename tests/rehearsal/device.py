@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -78,9 +78,16 @@ class Graph:
 
     def __init__(self, watch: Watch):
         self._watch, self._made = watch, set[int]()
-        self.reads, self.writes = set[int](), set[int]()
+        self.reads, self.writes, self._lost = set[int](), set[int](), False
+        watch.graphs.add(self)
+
+    def free(self, memory: int) -> None:
+        """Somebody else may get this memory now."""
+        self._lost = self._lost or memory in self.reads or memory in self.writes
 
     def replay(self) -> None:
+        if self._lost:
+            self._watch.fault("a captured step is replayed over memory that has been freed")
         told = self._watch.streams.launch(self.reads, self.writes)
         if told:
             self._watch.fault(told)
@@ -205,9 +212,21 @@ def _running(watch: Watch) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _after_copies(watch: Watch, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that looks at memory of the host, without an operation of torch's."""
+
+    def looks(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        watch.touches([tensor])
+        return method(tensor, *args, **kwargs)
+
+    return looks
+
+
 def _tensors(watch: Watch) -> None:
     """Methods of tensors that look at memory."""
 
+    for name in ("tolist", "numpy"):
+        setattr(Tensor, name, _after_copies(watch, getattr(Tensor, name)))
     FakeTensor.tolist = lambda self: watch.read(self).tolist()
     FakeTensor.numpy = lambda self, **_: np.asarray(watch.read(self))
     plain_data_ptr = torch.UntypedStorage.data_ptr

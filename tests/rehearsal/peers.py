@@ -10,8 +10,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +20,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tests.rehearsal.watch import Watch
+from tests.rehearsal.channels import Channels, Done
+from tests.rehearsal.watch import Watch, here
 
 PATIENCE_S = 20.0
 LOOK_S = 0.25
@@ -41,28 +41,12 @@ BY_NCCL = {
 }
 
 
+PICKLES = ("train/saving/", "mcore/weights/checkpoint.py")
+"""Where objects go between ranks in a run's work: while a checkpoint is written."""
+
+
 class Mismatch(RuntimeError):
     """Ranks do not make the same call."""
-
-
-class Done:
-    """A message or collective under way."""
-
-    def __init__(self, watch: Watch, finish: Callable[[], None] = lambda: None):
-        self._watch, self._finish = watch, finish
-        self._waited = False
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """The stream waits, and the host where it is given a time for it."""
-        if timeout is not None:
-            self._watch.waits_for("wait with a time")
-        if not self._waited:
-            self._waited = True
-            self._finish()
-        return True
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class Peers:
@@ -75,6 +59,7 @@ class Peers:
 
     def join(self, watch: Watch, store: dist.Store, rank: int, size: int) -> None:
         self.watch, self.store, self.rank = watch, store, rank
+        self.channels = Channels(watch)
         self.size = size
         store.set(WORKS, "")
         self.groups: dict[Any, tuple[str, list[int]]] = {}
@@ -82,6 +67,8 @@ class Peers:
         self._made = 0
         self.opened: set[str] = set()  # groups, and pairs in them, whose communicator is made
         self._calls: Counter[str] = Counter()
+        self.about: Any = None  # what a message is about, beside its tag: NCCL gives whatever comes next
+        self.messages: Counter[str] = Counter()  # by channel: sent, less those that were taken
 
     def of(self, group: Any) -> tuple[str, list[int]]:
         """The name of a group, and its ranks."""
@@ -173,13 +160,21 @@ class Peers:
         return None if known is None else known.clone()
 
     def put(self, tensor: Tensor, numbers: Tensor | None) -> None:
-        """A collective or message gives a tensor these numbers; the current stream comes behind it."""
+        """A collective or message gives a tensor these numbers."""
         if isinstance(tensor, FakeTensor):
-            self.watch.writes(tensor)
             whole = tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes()
             self.watch.learn(tensor, numbers if whole else None)
         elif numbers is not None:
             tensor.copy_(numbers.view(tensor.shape))
+
+    def over(self, group: Any, reads: Sequence[Tensor], writes: Sequence[Tensor], async_op: bool) -> Done | None:
+        """What torch answers to a collective of the group, which reads and writes these tensors."""
+        return self.channels.over(self.channels.begin(self.of(group)[0], reads, writes), async_op)
+
+    def pickles(self) -> None:
+        """Objects go by two collectives, for which the host waits, and take time that grows with the ranks."""
+        if self.watch.phase != "start" and not here()[0].startswith(PICKLES):
+            self.watch.fault(f"pickled objects go between ranks in the run's work ({self.watch.phase})")
 
     def _opens(self, what: str) -> None:
         """NCCL makes a communicator now: the host waits for other ranks, and the device's memory gets less."""
@@ -197,37 +192,42 @@ class Peers:
         self.store.set(f"{pair}/met/{self.rank}", pickle.dumps(True))
         self._get(f"{pair}/met/{peer}", f"the first message with rank {peer} over {name}", peer)
 
-    def send(self, tensor: Tensor, to: int, group: Any, *, alone: bool) -> Done:
+    def send(self, tensor: Tensor, to: int, group: Any, *, alone: bool, tag: int = 0) -> Done:
         """`alone`: not in a batch, which goes over the group's own communicator."""
         if alone and tensor.device.type == "cuda":
             self._meet(to, group)
         key = self._message(group, self.rank, to)
-        if isinstance(tensor, FakeTensor):
-            self.watch.reads(tensor)
-            if not tensor.is_contiguous():
-                self.watch.fault("a message is not contiguous")
+        if isinstance(tensor, FakeTensor) and not tensor.is_contiguous():
+            self.watch.fault("a message is not contiguous")
         told = str(tensor.dtype), tensor.numel(), tensor.device.type
-        self.store.set(key, pickle.dumps((told, self._numbers(tensor))))
-        return Done(self.watch)
+        self.store.set(key, pickle.dumps((told, (tag, self.about), self._numbers(tensor))))
+        return self.channels.begin(self._channel(group, to, alone), [tensor], [])
 
-    def receive(self, tensor: Tensor, source: int, group: Any, *, alone: bool) -> Done:
+    def receive(self, tensor: Tensor, source: int, group: Any, *, alone: bool, tag: int = 0) -> Done:
         if alone and tensor.device.type == "cuda":
             self._meet(source, group)
-        key = self._message(group, source, self.rank)
+        key, about = self._message(group, source, self.rank), (tag, self.about)
 
         def finish() -> None:
-            told, numbers = self._get(key, f"a message from rank {source}", source)
+            told, meant, numbers = self._get(key, f"a message from rank {source}", source)
             wanted = str(tensor.dtype), tensor.numel(), tensor.device.type
             if told != wanted:
                 self.watch.fault(f"rank {source} sends {told}, rank {self.rank} receives {wanted}")
                 raise Mismatch(f"rank {source} sends {told}, rank {self.rank} receives {wanted}")
+            if meant != about:
+                self.watch.fault(f"rank {source} sends what is about {meant}, rank {self.rank} takes it for {about}")
             self.put(tensor, numbers)
 
-        return Done(self.watch, finish)
+        return self.channels.begin(self._channel(group, source, alone), [], [tensor], finish)
+
+    def _channel(self, group: Any, peer: int, alone: bool) -> str:
+        """The communicator of a message: that of the two ranks, or the group's."""
+        return f"{self.of(group)[0]}/{peer}" if alone else self.of(group)[0]
 
     def _message(self, group: Any, source: int, target: int) -> str:
         name = f"{self.of(group)[0]}/{source}-{target}"
         self._calls[name] += 1
+        self.messages[name] += 1 if source == self.rank else -1
         return f"{name}/{self._calls[name]}"
 
 
@@ -253,7 +253,7 @@ def _collectives(peers: Peers) -> dict[str, Any]:
     def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         found = peers.collective(f"all_reduce {op}", group, [tensor])
         peers.put(tensor, _reduced(op, [numbers[0] for numbers in found]))
-        return Done(peers.watch) if async_op else None
+        return peers.over(group, [tensor], [tensor], async_op)
 
     def broadcast(
         tensor: Tensor, src: int | None = None, group: Any = None, async_op: bool = False, group_src: int | None = None
@@ -261,14 +261,14 @@ def _collectives(peers: Peers) -> dict[str, Any]:
         source = peers.place(group, src, group_src)
         found = peers.collective(f"broadcast from {source}", group, [tensor])
         peers.put(tensor, found[source][0])
-        return Done(peers.watch) if async_op else None
+        return peers.over(group, [tensor], [tensor], async_op)
 
     def all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
         found = peers.collective("all_gather", group, [tensor])
         for target, numbers in zip(tensors, found, strict=True):
             assert target.dtype == tensor.dtype and target.device == tensor.device, (target.dtype, tensor.dtype)
             peers.put(target, numbers[0])
-        return Done(peers.watch) if async_op else None
+        return peers.over(group, [tensor], tensors, async_op)
 
     def all_gather_into_tensor(output: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
         assert output.numel() == tensor.numel() * len(peers.of(group)[1]) and output.dtype == tensor.dtype
@@ -277,7 +277,7 @@ def _collectives(peers: Peers) -> dict[str, Any]:
         peers.put(
             output, torch.cat([x.flatten() for x in found if x is not None]).view(output.shape) if known else None
         )
-        return Done(peers.watch) if async_op else None
+        return peers.over(group, [tensor], [output], async_op)
 
     def reduce_scatter_tensor(
         output: Tensor, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
@@ -285,7 +285,7 @@ def _collectives(peers: Peers) -> dict[str, Any]:
         assert output.numel() * len(peers.of(group)[1]) == tensor.numel() and output.dtype == tensor.dtype
         peers.collective(f"reduce_scatter {op}", group, [tensor])
         peers.put(output, None)
-        return Done(peers.watch) if async_op else None
+        return peers.over(group, [tensor], [output], async_op)
 
     def gather(
         tensor: Tensor,
@@ -298,15 +298,14 @@ def _collectives(peers: Peers) -> dict[str, Any]:
         found = peers.collective("gather", group, [tensor])
         for target, numbers in zip(tensors or (), found, strict=False):
             peers.put(target, numbers[0])
-        return Done(peers.watch) if async_op else None
+        return peers.over(group, [tensor], tensors or (), async_op)
 
     def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         peers.exchange(group, "barrier")
-        return Done(peers.watch) if async_op else None
+        return peers.over(group, [], [], async_op)
 
-    @contextmanager
-    def together(*_: Any, **__: Any) -> Iterator[Done]:
-        yield Done(peers.watch)
+    def together(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return peers.channels.together(async_ops)
 
     return {
         "all_reduce": all_reduce, "broadcast": broadcast, "all_gather": all_gather, "barrier": barrier, "gather": gather,
@@ -321,13 +320,13 @@ def _messages(peers: Peers) -> dict[str, Any]:
         tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
     ) -> Done:
         assert dst is not None
-        return peers.send(tensor, dst, group, alone=True)
+        return peers.send(tensor, dst, group, alone=True, tag=tag)
 
     def irecv(
         tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
     ) -> Done:
         assert src is not None
-        return peers.receive(tensor, src, group, alone=True)
+        return peers.receive(tensor, src, group, alone=True, tag=tag)
 
     def batch_isend_irecv(operations: list[Any]) -> list[Done]:
         done = []
@@ -355,16 +354,19 @@ def _objects(peers: Peers) -> dict[str, Any]:
         return peers.remember(new_group(ranks, timeout=timeout, **more), ranks)
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        peers.pickles()
         object_list[:] = peers.exchange(group, obj)
 
     def broadcast_object_list(
         object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: Any = None
     ) -> None:
+        peers.pickles()
         object_list[:] = peers.exchange(group, list(object_list))[peers.place(group, src, group_src)]
 
     def gather_object(
         obj: Any, object_gather_list: Any = None, dst: int | None = None, group: Any = None, group_dst: Any = None
     ) -> None:
+        peers.pickles()
         found = peers.exchange(group, obj)
         if object_gather_list is not None:
             object_gather_list[:] = found
@@ -373,6 +375,7 @@ def _objects(peers: Peers) -> dict[str, Any]:
         scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, src: int | None = None,
         group: Any = None, group_src: Any = None,
     ) -> None:  # fmt: skip
+        peers.pickles()
         given = peers.exchange(group, scatter_object_input_list)[peers.place(group, src, group_src)]
         scatter_object_output_list[0] = given[peers.place(group, peers.rank, None)]
 

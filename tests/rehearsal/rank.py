@@ -44,6 +44,7 @@ def rehearse(
     peers.join(watch, store, rank, size)
     try:
         _name_phases(watch)
+        _name_messages(peers)
         if plant is not None:
             plant()
         with watch:
@@ -59,7 +60,7 @@ def rehearse(
     waits = [(*key, count) for key, count in sorted(watch.waits.items())]
     return {
         "waits": waits, "phases": dict(watch.phases), "faults": dict(watch.faults), "lines": watch.lines, "error": error,
-        "shapes": watch.shapes.found,
+        "shapes": watch.shapes.found, "messages": dict(peers.messages),
     }  # fmt: skip
 
 
@@ -119,6 +120,20 @@ def _name_phases(watch: Watch) -> None:
     ):
         if hasattr(owner, name):
             setattr(owner, name, _in_phase(watch, getattr(owner, name), phase))
+
+
+def _name_messages(peers: Peers) -> None:
+    """What each message of a round is about, by which its two ends have to agree."""
+    from oppo_megatron.engine.executor import Executor
+
+    plain = Executor._do
+
+    def do(executor: Executor, action: Any, shift: int) -> None:
+        peers.about = (action.role, str(action.payload)) if action.peer is not None else None
+        plain(executor, action, shift)
+        peers.about = None
+
+    Executor._do = do  # type: ignore[method-assign]
 
 
 def _in_phase(watch: Watch, function: Callable[..., Any], phase: str) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import os  # noqa: E402
 import pickle  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
+from collections import Counter  # noqa: E402
 from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -60,6 +61,7 @@ def main() -> None:
             reports = _on_ranks(asked.get("ranks", 1), Path(folder), peers, kept, work, plant)
             for report in reports:
                 kept |= report.pop("shapes", {})
+            _add_lost_messages(reports)
             answers.write(json.dumps(reports) + "\n")
             answers.flush()
 
@@ -79,6 +81,17 @@ def _on_ranks(size: int, folder: Path, peers: Any, kept: Shapes, work: Any, plan
     for each in found:
         each.unlink(missing_ok=True)
     return reports
+
+
+def _add_lost_messages(reports: list[dict[str, Any]]) -> None:
+    """A message that nobody takes keeps a stream for ever, and what comes behind it."""
+    left: Counter[str] = Counter()
+    for report in reports:
+        left.update(report.pop("messages", {}))
+    lost = {f"messages that were sent and not taken, or the reverse, over {key}": n for key, n in left.items() if n}
+    for report in reports:
+        if report["error"] is None:
+            report["faults"] |= lost
 
 
 def _be(rank: int, size: int, port: int, folder: Path, peers: Any, kept: Shapes, work: Any, plant: Any) -> None:

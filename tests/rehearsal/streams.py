@@ -20,10 +20,11 @@ def merge(into: Clock, other: Clock) -> None:
 
 @dataclass
 class Uses:
-    """The last write of a memory, (stream, time), and the last read on each stream."""
+    """The last write of a memory, (stream, time), the last read on each stream, and the stream that it was made on."""
 
     written: tuple[int, int] | None = None
     read: Clock = field(default_factory=dict)
+    made_on: int = 0
 
 
 class Streams:
@@ -33,10 +34,12 @@ class Streams:
         self.host: Clock = {}
         self.clocks: list[Clock] = []
         self.uses: dict[int, Uses] = {}
+        self.freed: list[Clock] = []
         self.default = self.current = self.new()
 
     def new(self) -> int:
         self.clocks.append({})
+        self.freed.append({})
         return len(self.clocks) - 1
 
     @contextmanager
@@ -51,17 +54,34 @@ class Streams:
         """An operation starts on the current stream; what is wrong with it, if anything is.  `fresh` memories are new."""
         stream, clock = self.current, self.clocks[self.current]
         merge(clock, self.host)
+        fresh, reads, writes = list(fresh), list(reads), list(writes)
+        told = self._given_anew(clock) if fresh else None
         for memory in fresh:
-            self.uses[memory] = Uses()
-        reads, writes = list(reads), list(writes)
-        fault = next((told for m in reads if (told := self._unordered(m, clock, writes=False))), None)
+            self.uses[memory] = Uses(made_on=stream)
+        fault = told or next((told for m in reads if (told := self._unordered(m, clock, writes=False))), None)
         fault = fault or next((told for m in writes if (told := self._unordered(m, clock, writes=True))), None)
         time = clock[stream] = clock.get(stream, 0) + 1
         for memory in reads:
             self.uses.setdefault(memory, Uses()).read[stream] = time
         for memory in (*writes, *fresh):
-            self.uses[memory] = Uses((stream, time))
+            before = self.uses.get(memory)
+            self.uses[memory] = Uses((stream, time), made_on=stream if before is None else before.made_on)
         return fault
+
+    def free(self, memory: int) -> None:
+        """Nobody holds the memory any longer.  torch gives it to whatever the stream that it was made on makes next."""
+        uses = self.uses.pop(memory, None)
+        if uses is not None:
+            merge(self.freed[uses.made_on], uses.read)
+            if uses.written is not None:
+                merge(self.freed[uses.made_on], dict([uses.written]))
+
+    def _given_anew(self, clock: Clock) -> str | None:
+        """The current stream gets new memory, which may be any that was freed there."""
+        freed, self.freed[self.current] = self.freed[self.current], {}
+        if all(time <= clock.get(stream, 0) for stream, time in freed.items() if stream != self.current):
+            return None
+        return "gets memory that was freed while another stream may still use it"
 
     def _unordered(self, memory: int, clock: Clock, *, writes: bool) -> str | None:
         uses = self.uses.get(memory)

@@ -13,8 +13,9 @@ alone, so that the control flow is that of a real run; anything else that is rea
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from tests.rehearsal.host_copies import HostCopies
 from tests.rehearsal.shapes import Kept, Shapes, leaves
 from tests.rehearsal.streams import Streams
 
@@ -52,7 +54,8 @@ class Watch(TorchDispatchMode):
         self.lines: dict[str, str] = {}
         self.phases: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
-        self._copies: list[tuple[tuple[int, int], tuple[str, str]]] = []  # to the host: (stream, time), place
+        self.copies = HostCopies()
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # the captured steps
         self.pinned: dict[int, Tensor] = {}
         self._known: dict[int, Tensor] = {}  # by storage: its numbers, flat, on the CPU
 
@@ -66,19 +69,19 @@ class Watch(TorchDispatchMode):
             self.phase = before
 
     def fault(self, what: str) -> None:
-        place, line = _where()
+        place, line = here()
         self.faults[f"{place}: {what}"] += 1
         self.lines[place] = line
 
     def waits_for(self, kind: str, *, all_streams: bool = False) -> None:
         """The host waits for the current stream."""
-        place, line = _where()
+        place, line = here()
         self.waits[self.phase, kind, place] += 1
         self.lines[place] = line
         if self.capturing:
             self.fault(f"the host waits ({kind}) in a step that is captured")
         self.streams.wait_for_all() if all_streams else self.streams.wait_for(self._clock())
-        self._copies = [each for each in self._copies if each[0][1] > self.streams.host.get(each[0][0], 0)]
+        self.copies.waited(self.streams.host)
 
     def read(self, tensor: Tensor) -> Tensor:
         """The numbers of a fake tensor, for the host."""
@@ -114,16 +117,19 @@ class Watch(TorchDispatchMode):
         flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(numbers)
         self._known[memory] = flat
 
-    def writes(self, *tensors: Tensor) -> None:
+    def uses(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Something that is no operation of torch's, a collective say, reads and writes tensors on the current stream."""
-        self._launch(writes=tensors)
+        self._launch(reads, writes)
 
-    def reads(self, *tensors: Tensor) -> None:
-        self._launch(reads=tensors)
+    def touches(self, reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> None:
+        """The host reads and writes tensors of its own."""
+        told = self.copies.touched(map(memory_of, reads), map(memory_of, writes))
+        if told:
+            self.fault(told)
 
     def end(self) -> None:
         """The run has ended."""
-        for _, (place, line) in self._copies:
+        for _, _, (place, line) in self.copies.arriving.values():
             self.faults[f"{place}: a copy to the host was not waited for"] += 1
             self.lines[place] = line
 
@@ -135,9 +141,16 @@ class Watch(TorchDispatchMode):
         return self.streams.clocks[self.streams.current]
 
     def _launch(self, reads: Any = (), writes: Any = (), fresh: Any = ()) -> None:
+        for each in () if self.capturing else fresh:  # what a captured step makes is in memory of its own
+            weakref.finalize(each.untyped_storage(), self._forget, memory_of(each)).atexit = False
         told = self.streams.launch(*(map(memory_of, tensors) for tensors in (reads, writes, fresh)))
         if told:
             self.fault(told)
+
+    def _forget(self, memory: int) -> None:
+        self.streams.free(memory)
+        for graph in self.graphs:
+            graph.free(memory)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -150,6 +163,8 @@ class Watch(TorchDispatchMode):
         tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
         fakes = [x for x in tensors if isinstance(x, FakeTensor)]
         if not fakes and not _names_cuda(args, kwargs):
+            if self.copies:
+                self.touches(tensors, written_by(func, args, kwargs))
             return func(*args, **kwargs)
         name = func.name().partition("::")[2].partition(".")[0]
         if name in READS:
@@ -158,9 +173,12 @@ class Watch(TorchDispatchMode):
             return self._shaped_by_values(func, name, args, kwargs)
         if name in ("repeat_interleave", "repeat_interleave_Tensor") and kwargs.get("output_size") is None:
             self.waits_for("read")
-        self._note_copies(name, args, kwargs)
+        on_its_way = self._note_copies(name, args, kwargs)
         out = self._brought_back(name, args, self.shapes.run(func, args, kwargs))
         self._account(func, name, args, kwargs, out)
+        if on_its_way is not None:
+            arrives = on_its_way is False
+            self.copies.begin(out if arrives else on_its_way, self._now(), here(), arrives=arrives)
         return out
 
     def _shaped_by_values(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -183,31 +201,35 @@ class Watch(TorchDispatchMode):
         self.learn(fake, numbers)
         return fake
 
-    def _note_copies(self, name: str, args: Any, kwargs: Any) -> None:
-        """Copies between host and device, and the waits that they are."""
+    def _note_copies(self, name: str, args: Any, kwargs: Any) -> Tensor | bool | None:
+        """Copies between host and device, and the waits that they are.
+
+        Of one that goes on beside the host: the host's tensor that it reads; False where it writes the operation's output.
+        """
         if name in ("index", "index_put", "index_put_") and args[0].device.type == "cuda":
             for each in args[1]:
                 if isinstance(each, Tensor) and each.device.type == "cpu" and each.dim():
                     self.waits_for("pageable")
         if name not in ("_to_copy", "to", "copy_"):
-            return
+            return None
         source = args[1] if name == "copy_" else args[0]
         target = args[0].device if name == "copy_" else _target(args, kwargs, source.device)
         way = source.device.type, target.type
         asynchronous = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
-        if way == ("cpu", "cuda"):
-            if source.dim() == 0 and name == "copy_":
-                return  # a number, which the kernel is given
-            if memory_of(source) not in self.pinned or not source.is_contiguous():
+        a_number = source.dim() == 0 and name == "copy_"  # which the kernel is given
+        if way == ("cpu", "cuda") and not a_number:
+            if memory_of(source) not in self.pinned or not source.is_contiguous() or _converts(name, args, kwargs):
                 self.waits_for("pageable")
             elif not asynchronous:
                 self.waits_for("blocking copy")
-        elif way == ("cuda", "cpu"):
-            self.reads(source)
-            if not asynchronous:
-                self.waits_for("read")
             else:
-                self._copies.append((self._now(), _where()))
+                return source
+        elif way == ("cuda", "cpu"):
+            self.uses([source], [])
+            if asynchronous and (name != "copy_" or memory_of(args[0]) in self.pinned):
+                return False
+            self.waits_for("read")
+        return None
 
     def _brought_back(self, name: str, args: Any, out: Any) -> Any:
         """What the host has of the device, and is known, is real."""
@@ -221,7 +243,7 @@ class Watch(TorchDispatchMode):
         """Which memories were read and written, and what is known of them now."""
         inputs = [x for x in leaves((args, kwargs)) if isinstance(x, FakeTensor)]
         outputs = [x for x in leaves(out) if isinstance(x, FakeTensor)]
-        written = _written(func, args, kwargs)
+        written = [x for x in written_by(func, args, kwargs) if isinstance(x, FakeTensor)]
         there = {memory_of(x) for x in inputs}
         fresh = [x for x in outputs if memory_of(x) not in there]
         if not written and not fresh:
@@ -261,12 +283,20 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     found: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += leaves(args[position] if position < len(args) else kwargs.get(argument.name))
-    return [x for x in found if isinstance(x, FakeTensor)]
+    return [x for x in found if isinstance(x, Tensor)]
+
+
+def _converts(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a copy changes the type, which torch does on the host, in ordinary memory."""
+    if name == "copy_":
+        return args[0].dtype != args[1].dtype
+    types = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype)]
+    return any(each != args[0].dtype for each in types)
 
 
 def _names_cuda(args: Any, kwargs: Any) -> bool:
@@ -289,7 +319,7 @@ def _indexes_by_mask(name: str, args: Any) -> bool:
     return name == "index" and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
 
 
-def _where() -> tuple[str, str]:
+def here() -> tuple[str, str]:
     """The innermost function of the product, as `room/file.py function`, and the file with its line; megatron-core's where
     that has called it last."""
     frame = sys._getframe(2)
