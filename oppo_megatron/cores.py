@@ -12,6 +12,9 @@ from pathlib import Path
 
 import psutil
 
+CONNECTIONS, MOST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 32
+"""The variable for a CUDA device's hardware queues, and the most that it may say; CUDA itself takes 8.  torch has as many streams
+of a device, which it gives out in turn."""
 GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 

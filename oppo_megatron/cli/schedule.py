@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from oppo_megatron.schedule.checking.timeline import Timeline
     from oppo_megatron.schedule.checking.transport import Transport
     from oppo_megatron.schedule.planning.preview import Preview
+    from oppo_megatron.schedule.rounds import Site
     from oppo_megatron.schedule.weaving.costs import Costs
 
 EXIT_FAULT = 2
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     costs: Costs = read_costs(args.costs, role_placements(config)) if args.costs else Costs()
     shown = preview(config, args.round, prompt_tokens=args.prompt_tokens, generator=args.generator, costs=costs)
     schedule = _read(args.source) if args.source else shown.schedule
-    transport = _transport(args.transport, config)
+    transport = _transport(args.transport, config, shown.site)
     timeline = simulate(schedule, shown.round, shown.site, costs, transport)
     faults = check_timeline(schedule, shown.round, shown.site, shown.budgets, timeline, transport)
     if args.text:
@@ -85,12 +86,13 @@ def _check_out(path: Path | None) -> None:
         raise ConfigError(f"--out {path}: the grid is drawn as PNG; name a file that ends in .png")
 
 
-def _transport(name: str | None, config: TrainConfig) -> Transport:
+def _transport(name: str | None, config: TrainConfig, site: Site) -> Transport:
     """The one named, or that of the run; without torch nobody knows what `runtime.device: auto` finds."""
     from oppo_megatron.schedule.checking.transport import TRANSPORTS as BY_NAME
     from oppo_megatron.schedule.checking.transport import transport_of
+    from oppo_megatron.schedule.groups import most_streams
 
-    return BY_NAME[name] if name else transport_of(config.runtime.device, os.environ)
+    return BY_NAME[name] if name else transport_of(config.runtime.device, os.environ, most_streams(site))
 
 
 def _read(path: Path) -> Schedule:

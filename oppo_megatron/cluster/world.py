@@ -22,7 +22,7 @@ from oppo_megatron.cluster.loopback import LOOPBACK
 from oppo_megatron.cluster.peers import first_clause, is_lost_peer
 from oppo_megatron.cluster.rendezvous import MeetingPoint, meet, within
 from oppo_megatron.config.model import RuntimeConfig
-from oppo_megatron.cores import usable_cores
+from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS, has_cuda, usable_cores
 from oppo_megatron.errors import ConfigError, WorldError
 
 CONNECT_S = 10.0  # at least so long for connecting, however late the last rank came
@@ -45,10 +45,14 @@ class World:
 def choose_device(config: RuntimeConfig) -> None:
     """Called first in a rank's process: with `runtime.device: cpu` its GPUs are hidden, from megatron-core too.
 
-    megatron-core takes the current CUDA device wherever there is one, whatever the models' tensors are on.
+    megatron-core takes the current CUDA device wherever there is one, whatever the models' tensors are on.  On a device work of
+    streams that share a hardware queue waits for each other, so it gets as many queues as there can be, unless the user says how
+    many; CUDA reads that when it begins.
     """
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif has_cuda():
+        os.environ.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
 
 
 @contextlib.contextmanager

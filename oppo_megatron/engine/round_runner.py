@@ -29,6 +29,7 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.checking.transport import transport_of
+from oppo_megatron.schedule.groups import most_streams
 from oppo_megatron.schedule.planning.book import ReplicaWork
 from oppo_megatron.schedule.planning.books import ActorBook
 from oppo_megatron.schedule.planning.merge import StopSignal
@@ -217,7 +218,7 @@ def decoder(
     site = Site({"actor": placement})
     planner = RoundPlanner(
         site, "sequential", ("auto", "auto"), micro_batch_tokens, cache.max_length, book, {}, rank=rank,
-        transport=transport_of(cache.device.type, os.environ),
+        transport=transport_of(cache.device.type, os.environ, most_streams(site)),
     )  # fmt: skip
     executor = Executor(
         rank, {"actor": worker}, links, timeout_s, cache.device, lambda *_: None, activity or Activity()

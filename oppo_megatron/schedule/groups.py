@@ -32,6 +32,16 @@ def groups_by_rank(groups: Iterable[GroupName]) -> Counter[int]:
     return Counter({rank: 1 + count for rank, count in counts.items()})
 
 
+def most_streams(site: Site) -> int:
+    """The most CUDA streams that a rank has work on in a round: one for each role, for each link, and for each other group."""
+    counts = Counter(rank for placement in site.placements.values() for rank in placement.ranks)
+    lanes = list(lanes_of(site))
+    counts.update(rank for lane in lanes for link in lane.links for rank in link[:2])
+    names = {GroupName(lane.label, lane.ranks) for lane in lanes}
+    groups = [group for group in run_groups(site.placements, {}) if len(group.ranks) > 1 and group not in names]
+    return (counts + groups_by_rank(groups)).most_common(1)[0][1]
+
+
 def calls_of(groups: Iterable[GroupName]) -> int:
     """How often each rank calls `new_group`: for all groups of several ranks, also of others, and once for itself."""
     return 1 + sum(group.label != ALONE for group in groups)

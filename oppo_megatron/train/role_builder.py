@@ -25,6 +25,7 @@ from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
 from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.mcore.roles import as_it_began, load_role
 from oppo_megatron.schedule.checking.transport import transport_of
+from oppo_megatron.schedule.groups import most_streams
 from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.planning.new_planner import cache_slots, new_planner
 from oppo_megatron.train.actor import Actor
@@ -92,7 +93,7 @@ class RoleBuilder:
             round_generator(config.overlap, site),
             self._stopping.limit,
             rank=None if config.logging.trace == "actions" else rank,  # schedules.txt shows all ranks
-            transport=transport_of(device.type, os.environ),
+            transport=transport_of(device.type, os.environ, most_streams(site)),
         )
         first: RoleWorker | None = decode if decode is not None else listen
         assert first is not None

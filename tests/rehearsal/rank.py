@@ -21,6 +21,7 @@ from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.hosts import RankHost
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train import supervised
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import read_inputs
@@ -125,15 +126,27 @@ def _name_phases(watch: Watch) -> None:
 def _name_messages(peers: Peers) -> None:
     """What each message of a round is about, by which its two ends have to agree."""
     from oppo_megatron.engine.executor import Executor
+    from oppo_megatron.engine.generation import DecodeWorker
+    from oppo_megatron.engine.scoring import ScoringWorker
+    from oppo_megatron.engine.stream import ListenWorker
 
-    plain = Executor._do
+    def named(method: Callable[..., Any]) -> Callable[..., Any]:
+        def of(worker: Any, action: Action) -> Any:
+            peers.about = action.role, None if action.payload is None else action.payload.value
+            return method(worker, action)
 
-    def do(executor: Executor, action: Any, shift: int) -> None:
-        peers.about = (action.role, str(action.payload)) if action.peer is not None else None
-        plain(executor, action, shift)
+        return of
+
+    for owner in (DecodeWorker, ScoringWorker, ListenWorker):
+        for name in ("outbox", "inbox"):
+            setattr(owner, name, named(getattr(owner, name)))
+    run = Executor.run
+
+    def then_none(*args: Any, **kwargs: Any) -> None:
+        run(*args, **kwargs)
         peers.about = None
 
-    Executor._do = do  # type: ignore[method-assign]
+    Executor.run = then_none  # type: ignore[method-assign]
 
 
 def _in_phase(watch: Watch, function: Callable[..., Any], phase: str) -> Callable[..., Any]:

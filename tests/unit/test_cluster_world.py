@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.cluster import world as world_module
 from oppo_megatron.cluster.hosts import RankHost
 from oppo_megatron.cluster.process_groups import new_group
 from oppo_megatron.cluster.rendezvous import Meeting
@@ -154,6 +155,18 @@ def test_with_device_cpu_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) ->
         (me,) = world.hosts
         assert me.gpu == ""
     assert fake.done == [("gloo", timedelta(seconds=77))]
+
+
+def test_a_device_gets_all_hardware_queues_unless_the_user_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that share one wait for each other; without a device nothing is set."""
+    variable = "CUDA_DEVICE_MAX_CONNECTIONS"
+    for devices, said, expected in ((True, None, "32"), (True, "1", "1"), (False, None, None)):
+        monkeypatch.setattr(world_module, "has_cuda", lambda devices=devices: devices)
+        monkeypatch.delenv(variable, raising=False)
+        if said is not None:
+            monkeypatch.setenv(variable, said)
+        choose_device(RuntimeConfig(device="auto"))
+        assert os.environ.get(variable) == expected
 
 
 def test_a_world_of_one_knows_its_host() -> None:

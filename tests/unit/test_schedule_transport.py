@@ -30,6 +30,7 @@ from oppo_megatron.schedule.checking.transport import (
     communicator_faults,
     transport_of,
 )
+from oppo_megatron.schedule.groups import most_streams, run_groups
 from oppo_megatron.schedule.links import Link, link_of
 from oppo_megatron.schedule.planning.new_planner import new_planner
 from oppo_megatron.schedule.planning.preview import first_step
@@ -297,6 +298,19 @@ def test_a_first_send_goes_when_its_receiver_comes() -> None:
         assert [span.end_s for span in spans if span.action.op is Op.SEND] == sent_s
 
 
+def test_streams_that_a_rank_has_work_on() -> None:
+    """Counted by hand for a middle stage: hidden states come and go for each of four roles, and tokens come."""
+    roles = "actor", "critic", "reward", "reference"
+    assert most_streams(Site(dict.fromkeys(roles, RolePlacement((0,))))) == len(roles)
+    pipelines = Site(dict.fromkeys(roles, RolePlacement((0, 1, 2, 3), pp=4)))
+    shared = {group for group in run_groups(pipelines.placements, {}) if set(group.ranks) == {0, 1, 2, 3}}
+    lanes = {group for group in shared if "hidden" in group.label or "tokens" in group.label}
+    assert len(lanes) == 5 and most_streams(pipelines) == len(roles) + (4 * 2 + 1) + len(shared - lanes) + 1
+    for size in (64, 4096):
+        everywhere = RolePlacement(tuple(range(size)), tp=8, pp=8, dp=size // 64)
+        assert most_streams(Site(dict.fromkeys(roles, everywhere))) <= 32, "as many as torch and CUDA have"
+
+
 def test_a_planner_takes_another_order_where_one_queue_would_hang() -> None:
     """Stage 0 weaves two prefills into a gap before stage 1 takes the first one's hidden state."""
     settings = config(STEPS["colocated pp2"], batch=64, chunk=8)
@@ -340,14 +354,18 @@ def test_a_round_that_no_order_saves_is_refused_with_what_saves_it() -> None:
     with pytest.raises(ScheduleError, match="over nccl-one-queue") as told:
         require_provable(computes, round_, site, ample_budgets(site), Costs(), ONE_QUEUE)
     assert "(behind `send hidden critic m0 c0 -> 1`, which has not been taken)" in str(told.value)
-    assert "unset CUDA_DEVICE_MAX_CONNECTIONS, or take overlap.schedule=intra" in str(told.value)
+    assert "set CUDA_DEVICE_MAX_CONNECTIONS=32, or take overlap.schedule=intra" in str(told.value)
 
 
 def test_the_transport_of_a_run() -> None:
-    assert transport_of("cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) is GLOO
-    assert transport_of("cuda", {}) is NCCL
-    assert transport_of("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) is ONE_QUEUE
-    assert transport_of("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}) is NCCL
+    """Streams go on by themselves where no two of them share a queue."""
+    assert transport_of("cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 18) is GLOO
+    for queues, streams, expected in (
+        ("1", 2, ONE_QUEUE), ("8", 8, NCCL), ("8", 9, ONE_QUEUE), ("32", 32, NCCL), ("99", 33, ONE_QUEUE), ("many", 2, ONE_QUEUE),
+    ):  # fmt: skip
+        assert transport_of("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": queues}, streams) is expected
+    for unsaid in ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": ""}):
+        assert (transport_of("cuda", unsaid, 32), transport_of("cuda", unsaid, 33)) == (NCCL, ONE_QUEUE)
     assert {name: each.holds for name, each in TRANSPORTS.items()} == {
         "gloo": False, "nccl": False, "nccl-cold": True, "nccl-one-queue": True,
     }  # fmt: skip

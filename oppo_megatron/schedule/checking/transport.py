@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.faults import Fault, FaultKind
 from oppo_megatron.schedule.links import link_of
@@ -46,8 +47,6 @@ class Transport:
         return not self.made or bool(self.in_flight)
 
 
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-
 GLOO = Transport("gloo", by_order=False)
 NCCL = Transport("nccl")
 COLD = replace(NCCL, name="nccl-cold", made=False, remedy="make the communicators before the round")
@@ -55,21 +54,30 @@ ONE_QUEUE = replace(
     NCCL,
     name="nccl-one-queue",
     in_flight={Payload.HIDDEN: 1},
-    remedy=f"unset {CONNECTIONS}, or take overlap.schedule=intra",
+    remedy=f"set {CONNECTIONS}={MOST_CONNECTIONS}, or take overlap.schedule=intra",
 )
 TRANSPORTS: Mapping[str, Transport] = {each.name: each for each in (GLOO, NCCL, COLD, ONE_QUEUE)}
-"""`nccl`: each CUDA stream goes on by itself, as torch gives every communicator one of its own.  `nccl-one-queue`: the
-device starts all work in the order of its launch (CUDA_DEVICE_MAX_CONNECTIONS=1), so a hidden state that waits behind another
-one holds all that is launched after it; NCCL's buffers take tokens and chunks.  `nccl-cold`: communicators are made in the
-round.
+"""`nccl`: each CUDA stream goes on by itself, as torch gives every communicator one of its own.  `nccl-one-queue`: streams may
+share a hardware queue, which starts work in the order of its launch, and nobody says which do: so it is checked as if all did.  A
+hidden state that waits behind another one holds all that is launched after it; NCCL's buffers take tokens and chunks.
+`nccl-cold`: communicators are made in the round.
 """
 
 
-def transport_of(device: str, environment: Mapping[str, str]) -> Transport:
-    """That of a run on devices of this type ("cpu", "cuda"), with its environment's hardware queues."""
+def transport_of(device: str, environment: Mapping[str, str], streams: int) -> Transport:
+    """That of a run on devices of this type ("cpu", "cuda") whose ranks have at most so many CUDA streams.
+
+    They go on by themselves if there are enough hardware queues; of these a run takes all, unless its environment says how many.
+    """
     if device == "cpu":
         return GLOO
-    return ONE_QUEUE if environment.get(CONNECTIONS) == "1" else NCCL
+    return NCCL if streams <= _queues(environment) else ONE_QUEUE
+
+
+def _queues(environment: Mapping[str, str]) -> int:
+    """What CUDA and torch make of the variable; one that is no number counts as 1, of which nothing can go wrong."""
+    said = environment.get(CONNECTIONS, "").strip() or str(MOST_CONNECTIONS)
+    return min(int(said), MOST_CONNECTIONS) if said.isdecimal() else 1
 
 
 def communicator_faults(schedule: Schedule, transport: Transport) -> Iterator[Fault]:
