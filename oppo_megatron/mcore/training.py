@@ -310,14 +310,14 @@ class TrainedModel:
 
 def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[str, float]:
     """Statistics of all micro-batches of all replicas, on last-stage ranks."""
-    own = _added(_read(list(reports)))
+    own = _added(read_reports(list(reports)))
     if groups.dp == 1 or not groups.is_last_stage:
         return own
     return _added(gather_figures(own, groups.collection.dp))  # a replica without rows knows no names
 
 
-def _read(reports: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
-    """All in one copy from the device."""
+def read_reports(reports: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
+    """Figures of the device, scalars each, on the host: all in one copy."""
     values = [value.detach().double() for report in reports for value in report.values()]
     numbers = iter(torch.stack(values).tolist() if values else ())
     return [{name: next(numbers) for name in report} for report in reports]

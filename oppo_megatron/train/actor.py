@@ -23,7 +23,7 @@ from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.layers.vocab_parallel import largest_logits, token_logprobs
 from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits, in_smaller_ones
-from oppo_megatron.mcore.training import forward_rows
+from oppo_megatron.mcore.training import forward_rows, read_reports
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import balance
@@ -202,7 +202,7 @@ class Actor:
         logp_T, largest_T = found_T2.unbind(-1)
         drawn_T = on_device([x for r in batch for x in r.logprobs], settings.device, torch.float32)
         gap = gap_stats(logp_T - drawn_T, largest_T, fresh_tokens(batch, settings), self.gap_limit)
-        return BegunUpdate(logp_T, {name: float(value) for name, value in gap.items()})
+        return BegunUpdate(logp_T, read_reports([gap])[0])
 
     def _first_sums(self, micro: MicroBatch, logp_R: Tensor, logits_RV: Tensor) -> dict[str, Tensor]:
         """Before the first update: the gap between decode and training, and the moments of the current / behaviour ratio.

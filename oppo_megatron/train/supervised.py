@@ -241,7 +241,7 @@ def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
         )
     groups = build_groups(range(world.size), layout.tp, layout.pp, "model")
     assert groups is not None, "every rank of the world is one of the model's"
-    use_once(groups.made, world.device)
+    use_once([None, *groups.made], world.device)  # over the world's go held-out figures
     return groups
 
 

@@ -63,7 +63,9 @@ CASES = {
         2, {"placement": {"mode": "disaggregated"}, "rollout.group_size": 2, "overlap.inter": False}
     ),
     "adapters": Case(1, {"actor.lora": LORA, "critic.lora": LORA}),
-    "disaggregated": Case(2, {"placement": {"mode": "disaggregated"}}),
+    "disaggregated": Case(
+        2, {"placement": {"mode": "disaggregated"}, "overlap.actor_kv": "keep", "ppo.staleness": "decoupled"}
+    ),
     "colocated tp 2": Case(2, {"placement": {"mode": "colocated", "actor": {"tp": 2}}}),
     "colocated pp 2": Case(2, {"placement": {"mode": "colocated", "actor": {"pp": 2}}}),
     "dp 2, updated as tp 2": Case(
@@ -100,5 +102,6 @@ CASES = {
         },
     ),
     "dpo": Case(1, {"dpo": {"loss": "sigmoid", "nll": 0.1}}, "dpo"),
+    "sft, tp 2": Case(2, {"parallel": {"tp": 2}}, "sft"),
     "kto, tp 2": Case(2, {"kto": {"loss": "kto"}, "parallel": {"tp": 2}}, "kto"),
 }

@@ -16,7 +16,7 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("listen", "read", "engine/stream.py inbox"): (2, "listen"),
     # an optimizer step: the gradient norm, by which it is made or refused, and the statistics of all micro-batches
     ("update", "read", "mcore/training.py _checked_step"): (1, "update"),
-    ("update", "read", "mcore/training.py _read"): (1, "update"),
+    ("update", "read", "mcore/training.py read_reports"): (1, "update"),
     ("move", "synchronize", "mcore/weights/weight_sync.py move"): (1, "move"),
     # a step: scores, and figures of the other ranks
     ("exchange", "read", "train/score_exchange.py _rewards"): (1, "exchange"),
@@ -47,6 +47,8 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("experience", "read", "algorithms/experience.py <genexpr>"): (2, "experience"),
     ("experience", "read", "algorithms/pairs.py rows_of_pairs"): (1, "experience"),
     ("rest", "read", "train/actor.py update"): (1, ONCE_A_STEP),
+    # a step with tokens that an older policy has drawn: figures of the log-probs at its start
+    ("rest", "read", "mcore/training.py read_reports"): (1, ONCE_A_STEP),
     # a question for settled prefixes, between two rounds
     ("rest", "read", "train/score_exchange.py prefixes"): (1, "round"),
     # a checkpoint: two shards a scored sequence, and of a sharded optimizer three tensors a weight
