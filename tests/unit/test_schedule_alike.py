@@ -25,7 +25,7 @@ from oppo_megatron.schedule.planning.book import packed
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import NEARLY, RoundPlanner, median
 from oppo_megatron.schedule.planning.replicas import BLOCK, dealt
-from oppo_megatron.schedule.rounds import Growth, Growths, Site
+from oppo_megatron.schedule.rounds import Batches, Growth, Growths, Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, nearly
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
 
@@ -187,8 +187,8 @@ def test_a_median_that_is_counted_is_that_of_the_sorted(numbers: list[int]) -> N
 def test_micro_batches_know_what_their_growths_sum_to(lengths: list[tuple[int, int]], budget: int) -> None:
     growths = Growths.of([Growth(i, 0, new, rows) for i, (new, rows) in enumerate(lengths)])
     batches = packed(growths, [], budget, Alike())
-    new, rows = Growths.sums(batches)
+    new, rows = batches.sums
     assert new.tolist() == [sum(g.new for g in batch) for batch in batches]
     assert rows.tolist() == [sum(g.rows for g in batch) for batch in batches]
     assert sorted(g for batch in batches for g in batch) == sorted(growths)
-    assert [list(each) for each in Growths.sums([tuple(batch) for batch in batches])] == [new.tolist(), rows.tolist()]
+    assert [list(each) for each in Batches.of([tuple(batch) for batch in batches]).sums] == [new.tolist(), rows.tolist()]

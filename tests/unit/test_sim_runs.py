@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from statistics import fmean
 from typing import Any, get_args
 
@@ -287,12 +287,13 @@ def test_scorers_hear_of_a_chunk_a_message_later(fidelity: Fidelity) -> None:
 
 @given(st.lists(st.integers(0, 4), max_size=40), st.integers(1, 5))
 def test_portions_are_those_of_a_plan(homes: Sequence[int], parts: int) -> None:
-    from oppo_megatron.schedule.weaving.cut import even_portions
+    from oppo_megatron.schedule.weaving.cut import even_ends
 
     found = portions(np.array(homes, dtype=np.int64), 5, parts)
     for replica in range(5):
         mine = [place for place, home in enumerate(homes) if home == replica]
-        assert [found[place] for place in mine] == [m for m, own in enumerate(even_portions(mine, parts)) for _ in own]
+        runs = pairwise(even_ends(len(mine), parts))
+        assert [found[place] for place in mine] == [m for m, (start, end) in enumerate(runs) for _ in range(start, end)]
 
 
 @given(

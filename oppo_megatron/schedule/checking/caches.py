@@ -12,7 +12,7 @@ import numpy as np
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.errors import ScheduleError
-from oppo_megatron.schedule.rounds import Fork, Forks, Growths, KVBudget, Round
+from oppo_megatron.schedule.rounds import Batches, Fork, Forks, KVBudget, Round
 
 Budgets = Mapping[str, Sequence[KVBudget]]
 """What each replica of each role may cache; a role that is missing is not checked."""
@@ -93,9 +93,9 @@ def _told(fork: Fork, made: Mapping[int, int], cached: Mapping[int, int]) -> str
 
 def _growths(round_: Round, role: str, replica: int) -> Ints:
     """What a replica's micro-batches add, in their order: sequences, tokens cached before, new ones; [3, growths]."""
-    prefill, steps = round_.prefill.get(role, ()), round_.steps
-    tables = [Growths.of(batch).table[:3] for batch in (prefill[replica] if replica < len(prefill) else ())]
-    if role == "actor" and replica < len(round_.decode):
-        decode = [Growths.of(batch) for batch in round_.decode[replica]]
-        tables += [np.stack([batch.seq_ids, batch.past, np.minimum(batch.new, steps)]) for batch in decode]
-    return np.concatenate([np.zeros((3, 0), dtype=np.int64), *tables], axis=1)
+    prefill, decode = round_.prefill.get(role, ()), round_.decode if role == "actor" else ()
+    table = Batches.of(prefill[replica] if replica < len(prefill) else ()).table[:3]
+    if replica >= len(decode):
+        return table
+    seq_ids, past, new = Batches.of(decode[replica]).table[:3]
+    return np.concatenate([table, np.stack([seq_ids, past, np.minimum(new, round_.steps)])], axis=1)

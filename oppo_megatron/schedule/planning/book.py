@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from oppo_megatron.schedule.packing import packed_in_order
 from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.ledger import ABSENT
 from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas, pairs_of
-from oppo_megatron.schedule.rounds import Batch, Fork, Growths
+from oppo_megatron.schedule.rounds import Batch, Batches, Fork, Growths
 
 CACHED, OPENED, OUTPUTS, LIMIT, WAITING, OUTLIVED = "cached", "opened", "outputs", "limit", "waiting", "outlived"
 """Columns: tokens cached (ABSENT: no slot), which opening gave the slot, outputs given, most response tokens, 1 where a
@@ -55,14 +54,14 @@ class ReplicaWork:
     evict: list[int] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     fork: list[Fork] = field(default_factory=list)
-    prefill: list[Batch] = field(default_factory=list)
-    decode: list[Batch] = field(default_factory=list)
+    prefill: Sequence[Batch] = ()
+    decode: Sequence[Batch] = ()
     done: list[int] = field(default_factory=list)
 
     @property
     def num_staying(self) -> int:
         """Sequences that grow in the round and keep their slots beyond it: each is decoded or, by a scorer, prefilled once."""
-        return sum(map(len, self.decode or self.prefill)) - len(self.done)
+        return Batches.of(self.decode or self.prefill).ends[-1] - len(self.done)
 
 
 class Book:
@@ -223,7 +222,7 @@ class Book:
         return list(map(Fork, *(column.tolist() for column in table)))
 
 
-def packed(growths: Growths, forks: Sequence[Fork], budget: int, alike: Alike) -> list[Batch]:
+def packed(growths: Growths, forks: Sequence[Fork], budget: int, alike: Alike) -> Batches:
     """Prefill micro-batches of at most `budget` tokens, each in the order of `growths`.
 
     What continues a fork comes behind what computes its source.
@@ -232,13 +231,9 @@ def packed(growths: Growths, forks: Sequence[Fork], budget: int, alike: Alike) -
     if not waiting:
         return _packed(growths, budget, alike)
     late = np.isin(growths.seq_ids, waiting)
-    return [batch for part in (~late, late) for batch in _packed(growths.at(np.flatnonzero(part)), budget, alike)]
+    return Batches.of([batch for part in (~late, late) for batch in _packed(growths.at(np.flatnonzero(part)), budget, alike)])
 
 
-def _packed(growths: Growths, budget: int, alike: Alike) -> list[Batch]:
+def _packed(growths: Growths, budget: int, alike: Alike) -> Batches:
     members, ends = alike.once(packed_in_order, growths.new, budget)
-    if not len(members):
-        return []
-    ordered = growths.table[:, members]
-    totals = np.add.reduceat(ordered[2:], ends[:-1], axis=1).T.tolist()
-    return [Growths(ordered[:, start:end], own) for (start, end), own in zip(pairwise(ends), totals, strict=True)]
+    return Batches(growths.table[:, members], ends)

@@ -25,15 +25,36 @@ from oppo_megatron.schedule.planning.book import (
 )
 from oppo_megatron.schedule.planning.ledger import ABSENT, ordinal
 from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, pairs_of
-from oppo_megatron.schedule.rounds import Growths
-from oppo_megatron.schedule.weaving.cut import even_portions
+from oppo_megatron.schedule.rounds import Batches, Growths
+from oppo_megatron.schedule.weaving.cut import even_ends
 
 
 class Unread(NamedTuple):
-    """Sequences of which a role has not read all, and where the columns of its book have them until it is next told of others."""
+    """Sequences of which a role has not read all.
+
+    `rows` is where the columns of its book have them until it is next told of others.  Of each its replica, the tokens cached
+    of it (ABSENT: it has no slot), and those that the role has use for now.
+    """
 
     columns: Columns
     rows: Ints
+    homes: Ints
+    cached: Ints
+    targets: Ints
+
+    def at(self, which: Ints) -> Unread:
+        """Those at `which`."""
+        return Unread(self.columns.at(which), *(column[which] for column in self[1:]))
+
+
+class Active(NamedTuple):
+    """Sequences that are decoded, where the columns of the actor's book have them until it is next told of others, the replica
+    of each, and the tokens that it may still get."""
+
+    columns: Columns
+    rows: Ints
+    homes: Ints
+    rooms: Ints
 
 
 class ScoringBook(Book):
@@ -65,48 +86,41 @@ class ScoringBook(Book):
 
     def owes(self, rollouts: Sequence[Rollout] | Columns) -> bool:
         """Whether one of the rollouts has tokens that this role has not read."""
-        columns = self._read(rollouts)
-        return bool(self._missing(columns, self._ledger.rows(columns.seq_ids)).any())
+        return bool(self._missing(self._seen(self._read(rollouts))).any())
 
     def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
         """Those of which something is missing; all that have, or will have, are placed."""
-        columns = self._read(rollouts)
-        rows = self._ledger.rows(columns.seq_ids)
-        missing = self._missing(columns, rows)
-        self._replicas.place(columns, missing | ~columns.finished)
-        which = np.flatnonzero(missing)
-        return Unread(columns.at(which), rows[which])
+        every = self._seen(self._read(rollouts))
+        missing = self._missing(every)
+        homes = self._replicas.place(every.columns, missing | ~every.columns.finished)
+        return every._replace(homes=homes).at(np.flatnonzero(missing))
 
     def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
         """Of each sequence with new tokens that this role has not read: its replica, and how many they are."""
-        columns, rows = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
-        cached = np.maximum(self._ledger[CACHED][rows], 0)
+        columns, rows, homes, cached, targets = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
+        cached = np.maximum(cached, 0)
         if self.forks:
             depth = self._depth(columns)
             cached = np.where(self._sources(rows, depth) != ABSENT, depth, cached)
-        news = self._targets(columns) - cached
+        news = targets - cached
         grow = np.flatnonzero(news > 0)
-        return self._ledger[REPLICA][rows[grow]], news[grow]
+        return homes[grow], news[grow]
 
     def plan(
         self, rollouts: Sequence[Rollout] | Columns | Unread, budget: int, own: Collection[int] | None = None
     ) -> list[ReplicaWork]:
         """The next micro-batches (at most `budget` tokens each) of every replica; the book counts them as done."""
-        columns, rows = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
         ours = self._ours(own)
-        self._admit(columns, rows, ours)
-        admitted = self._ledger[CACHED][rows] != ABSENT
-        if not admitted.all():
-            columns, rows = columns.at(admitted), rows[admitted]
-        homes = self._ledger[REPLICA][rows]
-        late = self._fork(columns, rows, ours) if self.forks else np.zeros(len(rows), dtype=np.bool_)
-        table = self._grow(columns, rows)
-        grown, ended = np.flatnonzero(table.new > 0), np.flatnonzero(columns.finished)
-        self._tally(homes[grown], table.new[grown], table.rows[grown], late[grown])
+        admitted = self._admit(rollouts if isinstance(rollouts, Unread) else self.unread(rollouts), ours)
+        late = self._fork(admitted, ours)
+        table, finished = self._grow(admitted), admitted.columns.finished
+        grown, ended = np.flatnonzero(table.new > 0), np.flatnonzero(finished)
+        homes = admitted.homes[grown]
+        self._tally(homes, table.new[grown], table.rows[grown], late[grown])
         for replica, work in ours.items():
-            work.prefill = packed(table.at(grown[homes[grown] == replica]), work.fork, budget, self._alike)
-            work.done = columns.seq_ids[ended[homes[ended] == replica]].tolist()
-        self._close(rows[ended])
+            work.prefill = packed(table.at(grown[homes == replica]), work.fork, budget, self._alike)
+            work.done = table.seq_ids[ended[admitted.homes[ended] == replica]].tolist()
+        self._close(admitted.rows[ended])
         return self._works(ours)
 
     def forget(self, *seq_ids: int, unread: bool = False) -> None:
@@ -160,19 +174,26 @@ class ScoringBook(Book):
         """Tokens of each sequence's prompt that this role reads without an output of them: where its cache may fork."""
         return columns.prompt_tokens - (self.role != "reward")
 
-    def _missing(self, columns: Columns, rows: Ints) -> Bools:
-        missing: Bools = np.maximum(self._ledger[CACHED][rows], 0) < self._targets(columns)
+    def _seen(self, columns: Columns) -> Unread:
+        """All of the sequences, whether they have been read or not."""
+        rows = self._ledger.rows(columns.seq_ids)
+        return Unread(columns, rows, self._ledger[REPLICA][rows], self._ledger[CACHED][rows], self._targets(columns))
+
+    def _missing(self, every: Unread) -> Bools:
+        columns, missing = every.columns, np.maximum(every.cached, 0) < every.targets
         ended = np.flatnonzero(columns.finished)
         due = columns.response_tokens[ended] if self.every_token else 1
-        missing[ended] = self._ledger[OUTPUTS][rows[ended]] < due
+        missing[ended] = self._ledger[OUTPUTS][every.rows[ended]] < due
         return missing
 
-    def _admit(self, columns: Columns, rows: Ints, ours: Mapping[int, ReplicaWork]) -> None:
-        """Give slots to those that have none, those finished first; the work of `ours` hears of it."""
-        new = np.flatnonzero(self._ledger[CACHED][rows] == ABSENT)
+    def _admit(self, unread: Unread, ours: Mapping[int, ReplicaWork]) -> Unread:
+        """Give slots to those that have none, those finished first; the work of `ours` hears of it.  Returns those that have
+        slots now."""
+        columns, rows, homes, cached, _ = unread
+        new = np.flatnonzero(cached == ABSENT)
         if not len(new):
-            return
-        ended, homes = columns.finished[new], self._ledger[REPLICA][rows]
+            return unread
+        ended = columns.finished[new]
         new = np.concatenate([new[ended], new[~ended]])
         short = self._short(homes[new])
         for replica in short.tolist():
@@ -182,6 +203,8 @@ class ScoringBook(Book):
         self._open(rows[new])
         for replica, work in ours.items():
             work.open += columns.seq_ids[new[homes[new] == replica]].tolist()
+        now = unread._replace(cached=self._ledger[CACHED][rows])
+        return now.at(np.flatnonzero(now.cached != ABSENT)) if len(short) else now
 
     def _make_way(self, replica: int, columns: Columns, work: ReplicaWork) -> None:
         """Where slots are too few: a finished sequence may take that of an unfinished one."""
@@ -201,30 +224,35 @@ class ScoringBook(Book):
         self._close(self._ledger.rows(np.array(work.evict, dtype=np.int64)))
         self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
 
-    def _fork(self, columns: Columns, rows: Ints, ours: Mapping[int, ReplicaWork]) -> Bools:
-        """Fork prompts that are computed elsewhere; the work of `ours` hears of it.  Returns which come behind what they fork."""
+    def _fork(self, admitted: Unread, ours: Mapping[int, ReplicaWork]) -> Bools:
+        """Fork prompts that are computed elsewhere; the work of `ours` hears of it, and `cached` has them.  Returns which come
+        behind what they fork."""
+        columns, rows, homes, cached, _ = admitted
+        if not self.forks:
+            return np.zeros(len(rows), dtype=np.bool_)
         depth = self._depth(columns)
         sources = self._sources(rows, depth)
         forked: Bools = sources != ABSENT
-        homes = self._ledger[REPLICA][rows]
         if not forked.any():
             return forked
         late = self._late(depth, sources)
         for replica, work in ours.items():
             here = forked & (homes == replica)
             work.fork = self._forks(rows[here], depth[here], sources[here])
-        self._ledger[CACHED][rows[forked]] = depth[forked]
+        cached[forked] = depth[forked]
         self.forked_tokens += int(depth[forked].sum())
         return late
 
-    def _grow(self, columns: Columns, rows: Ints) -> Growths:
+    def _grow(self, admitted: Unread) -> Growths:
         """Read what is there."""
-        past, target, outputs = self._ledger[CACHED][rows], self._targets(columns), self._ledger[OUTPUTS][rows]
+        columns, rows, _, past, target = admitted
         given = columns.finished.astype(np.int64)
         if self.every_token:
-            first = columns.prompt_tokens - (self.role != "reward")
-            given = np.maximum(0, target - np.maximum(first + outputs, past))
-        self._ledger[OUTPUTS][rows] = outputs + given
+            outputs = self._ledger[OUTPUTS][rows]
+            given = np.maximum(0, target - np.maximum(self._depth(columns) + outputs, past))
+            self._ledger[OUTPUTS][rows] = outputs + given
+        else:
+            self._ledger[OUTPUTS][rows[columns.finished]] += 1
         self._ledger[CACHED][rows] = target
         return Growths(np.stack([columns.seq_ids, past, target - past, given]))
 
@@ -243,21 +271,28 @@ class ActorBook(Book):
         self._limit = limit
         self.most: int | None = None  # sequences of a decode micro-batch, where memory allows no more
 
-    def running(self, active: Sequence[Rollout] | Columns) -> list[int]:
+    def active(self, rollouts: Sequence[Rollout] | Columns) -> Active:
+        """The unfinished rollouts, each of which has a replica now."""
+        columns = columns_of(rollouts)
+        homes, rows = self._replicas.place(columns), self._ledger.rows(columns.seq_ids)
+        limits = self._ledger[LIMIT]
+        unknown = limits[rows] == ABSENT
+        if unknown.any():
+            limits[rows[unknown]] = [self._limit(seq_id) for seq_id in columns.seq_ids[unknown].tolist()]
+        return Active(columns, rows, homes, limits[rows] - columns.response_tokens)
+
+    def running(self, active: Active) -> list[int]:
         """How many sequences each replica will decode in the next round."""
-        columns = columns_of(active)
-        self._replicas.place(columns)
-        homes = self._ledger[REPLICA][self._ledger.rows(columns.seq_ids)]
-        counts: list[int] = np.minimum(np.bincount(homes, minlength=len(self)), self.slots).tolist()
+        counts: list[int] = np.minimum(np.bincount(active.homes, minlength=len(self)), self.slots).tolist()
         return counts
 
-    def steps(self, active: Sequence[Rollout] | Columns, chunk: int) -> int:
+    def steps(self, active: Active, chunk: int) -> int:
         """Decode steps of the next round: a chunk, or less where no sequence may grow by as much."""
-        return min(chunk, int(self._rooms(columns_of(active)).max(initial=0)))
+        return min(chunk, int(active.rooms.max(initial=0)))
 
     def plan(
         self,
-        active: Sequence[Rollout] | Columns,
+        active: Sequence[Rollout] | Columns | Active,
         steps: int,
         micro_batches: int,
         budget: int,
@@ -268,12 +303,9 @@ class ActorBook(Book):
 
         `order(seq_ids)` puts open sequences in the order of their cache slots where this rank holds them.
         """
-        columns = columns_of(active)
-        self._replicas.place(columns)
-        rows = self._ledger.rows(columns.seq_ids)
-        running, new = self._admit(rows, micro_batches)
-        ours, rooms = self._ours(own), self._rooms(columns)
-        homes, cached = self._ledger[REPLICA][rows], self._ledger[CACHED][rows]
+        columns, rows, homes, rooms = active if isinstance(active, Active) else self.active(active)
+        running, new = self._admit(rows, homes, micro_batches)
+        ours, cached = self._ours(own), self._ledger[CACHED][rows]
         due, none, depth = columns.num_tokens - 1, np.zeros_like(rooms), columns.prompt_tokens - 1
         sources = self._sources(rows, depth, running)
         late = sources != ABSENT
@@ -293,7 +325,7 @@ class ActorBook(Book):
             forks = here[sources[here] != ABSENT]
             work.fork = self._forks(rows[forks], depth[forks], sources[forks])
             work.prefill = packed(stale.at(lined[stale.new[lined] > 0]), work.fork, budget, self._alike)
-            work.decode = [decode.at(portion) for portion in even_portions(lined.tolist(), micro_batches)]
+            work.decode = Batches(decode.table[:, lined], even_ends(len(lined), micro_batches))
         return self._works(ours)
 
     def _in_line(self, rows: Ints, before: Ints, new: Ints, order: Callable[[Sequence[int]], list[int]]) -> Ints:
@@ -357,9 +389,8 @@ class ActorBook(Book):
         current: Bools = super()._current() & (self._ledger[OUTLIVED] == 0)
         return current
 
-    def _admit(self, rows: Ints, micro_batches: int) -> tuple[Bools, Bools]:
+    def _admit(self, rows: Ints, homes: Ints, micro_batches: int) -> tuple[Bools, Bools]:
         """Which of the sequences run, and which of these have just been given their slots."""
-        homes = self._ledger[REPLICA][rows]
         chosen = np.ones(len(rows), dtype=np.bool_)
         if self.most is not None:
             chosen = ordinal(homes) < self.most * micro_batches
@@ -372,12 +403,3 @@ class ActorBook(Book):
             new[places[ordinal(homes[places]) >= free]] = False
         self._open(rows[new])
         return chosen & (self._ledger[CACHED][rows] != ABSENT), new
-
-    def _rooms(self, columns: Columns) -> Ints:
-        """Tokens that each may still get."""
-        rows = self._ledger.rows(columns.seq_ids)
-        limits = self._ledger[LIMIT]
-        unknown = limits[rows] == ABSENT
-        if unknown.any():
-            limits[rows[unknown]] = [self._limit(seq_id) for seq_id in columns.seq_ids[unknown].tolist()]
-        return limits[rows] - columns.response_tokens

@@ -50,9 +50,9 @@ class Replicas:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self.ledger
 
-    def place(self, held: Sequence[Rollout] | Columns, among: Bools | None = None) -> None:
+    def place(self, held: Sequence[Rollout] | Columns, among: Bools | None = None) -> Ints:
         """Give a replica to each of `held` that has none; `held` are all that the replicas have to do with now, or those of
-        them where `among` [n] says so.
+        them where `among` [n] says so.  Returns the replica of each of `held`; ABSENT where it has none.
 
         One of a group that has a replica follows it.  Of the other groups the longest first (ties: the first of `held`), each
         to the replica that holds the fewest tokens, prompts and responses so far (ties: the fewest sequences, then the
@@ -64,7 +64,8 @@ class Replicas:
         homes = self.ledger[REPLICA][rows]
         homeless = homes == ABSENT
         if not (homeless if among is None else homeless & among).any():
-            return
+            return homes
+        every = rows
         if among is not None:
             columns, rows, homes = columns.at(among), rows[among], homes[among]
         if self._group_size > 1:
@@ -77,6 +78,7 @@ class Replicas:
         found = np.empty_like(order)
         found[order] = self._dealt(columns.at(known), homes[known], arrivals[:, order])
         self.ledger[REPLICA][rows[new]] = found if group is None else found[group]
+        return self.ledger[REPLICA][every]
 
     def _arrivals(self, arrived: Columns) -> tuple[Ints | None, Ints]:
         """The group of each (None: each is one), and their tokens, sequences and unfinished ones, [3, groups], in the order in

@@ -15,7 +15,7 @@ import numpy as np
 from oppo_megatron.columns import Ints
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Schedule
-from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site
+from oppo_megatron.schedule.rounds import Batch, Batches, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.gaps import Gaps, in_nanoseconds, nanoseconds
 from oppo_megatron.schedule.weaving.timetable import Team, Times, Timetable
@@ -57,7 +57,7 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
 GENERATORS: Mapping[str, Generator] = {"sequential": sequential, "intra": intra, "woven": woven}
 
 
-def _of_replica(replicas: tuple[tuple[Batch, ...], ...], replica: int) -> tuple[Batch, ...]:
+def _of_replica(replicas: Sequence[Sequence[Batch]], replica: int) -> Sequence[Batch]:
     return replicas[replica] if replica < len(replicas) else ()
 
 
@@ -239,7 +239,7 @@ class Placer:
         for n, line in enumerate(lines):
             line.starts, line.placed = starts[:, of_N == n], placed[:, of_N == n]
 
-    def _place_decode(self, line: Line, batches: tuple[Batch, ...]) -> None:
+    def _place_decode(self, line: Line, batches: Sequence[Batch]) -> None:
         if not (batches and self.round.steps):
             return
         stages, steps = range(len(line.ranks)), self.round.steps
@@ -271,10 +271,10 @@ class Placer:
         seconds = self.costs.decode_at(stage)(len(batch))
         return nanoseconds(seconds + (self.costs.sample(len(batch)) if sampled else 0.0))
 
-    def _prefill_times(self, role: str, batches: tuple[Batch, ...]) -> tuple[int | None, Ints]:
+    def _prefill_times(self, role: str, batches: Sequence[Batch]) -> tuple[int | None, Ints]:
         """What the quickest of the micro-batches takes on its quickest stage, without its score (None: there are none); and what
         each takes by stage, [n, stages], with its score on the last."""
-        tokens, rows = Growths.sums(batches)
+        tokens, rows = Batches.of(batches).sums
         lines = [self.costs.prefill_at(role, stage) for stage in range(self.site.placements[role].pp)]
         fixed_s, per_token_s = np.array([(line.fixed_s, line.per_token_s) for line in lines]).T
         seconds = fixed_s + tokens[:, None] * per_token_s
