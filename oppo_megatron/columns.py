@@ -98,8 +98,8 @@ class Table:
     """
 
     def __init__(self) -> None:
-        self.num_dropped = 0
-        self._by_id: Ints | None = None  # rows in the order of their sequence ids
+        self.num_dropped = self._first = 0
+        self._by_id: Ints | None = None  # rows by sequence id, from the first id on; -1 of one that is not there
         self._size = 0
         self._room = _empty(64)
         self._finish = np.zeros(64, dtype=np.int64)
@@ -125,9 +125,10 @@ class Table:
             return np.full(len(seq_ids), -1, dtype=np.int64)
         known = self.columns.seq_ids
         if self._by_id is None:
-            self._by_id = np.argsort(known)
-        found = self._by_id[np.minimum(np.searchsorted(known, seq_ids, sorter=self._by_id), self._size - 1)]
-        return np.where(known[found] == seq_ids, found, -1)
+            self._first = int(known.min())
+            self._by_id = np.full(int(known.max()) - self._first + 2, -1, dtype=np.int64)  # the last is of all ids beyond
+            self._by_id[known - self._first] = np.arange(self._size)
+        return self._by_id[np.clip(seq_ids - self._first, -1, len(self._by_id) - 1)]
 
     def begin(self, rollouts: Sequence[Rollout]) -> None:
         """New rows, of rollouts without any response yet."""

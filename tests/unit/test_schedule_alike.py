@@ -170,7 +170,7 @@ def test_a_batch_is_not_ready_before_the_least_that_it_takes(data: st.DataObject
     order = data.draw(st.permutations(range(size * groups)))
     forced = data.draw(st.sets(st.integers(0, groups - 1)))
     waits = [([g * size + i for g in forced for i in range(size)], len(forced))] if forced else []
-    signal = Readiness(data.draw(st.integers(0, groups)), 0, order, waits, size)
+    signal = Readiness(data.draw(st.integers(0, groups)), 0, set(order), waits, size)
     least, ended = signal.least, 0
     while not signal.ready:
         signal.finish(order[ended])
@@ -186,7 +186,7 @@ def test_a_median_that_is_counted_is_that_of_the_sorted(numbers: list[int]) -> N
 @given(lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=20), budget=st.integers(1, 12))
 def test_micro_batches_know_what_their_growths_sum_to(lengths: list[tuple[int, int]], budget: int) -> None:
     growths = Growths.of([Growth(i, 0, new, rows) for i, (new, rows) in enumerate(lengths)])
-    batches = packed(growths, [], budget, Alike())
+    batches = packed(growths, np.arange(len(growths)), [], budget, Alike())
     new, rows = batches.sums
     assert new.tolist() == [sum(g.new for g in batch) for batch in batches]
     assert rows.tolist() == [sum(g.rows for g in batch) for batch in batches]

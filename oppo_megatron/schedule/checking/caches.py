@@ -37,20 +37,22 @@ def _of(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[st
     """The first thing that is wrong with one replica's cache."""
     cache, growths = f"the cache of {role} replica {replica}", _growths(round_, role, replica)
     seq_ids, past, new = growths
-    order = np.argsort(seq_ids, kind="stable")
-    ids, begins, ends = seq_ids[order], past[order], (past + new)[order]
-    again = ids[1:] == ids[:-1]  # some grow twice, each time from where the time before has left them
-    broken = np.flatnonzero(again & (begins[1:] != ends[:-1]))
-    if len(broken):
-        first = broken[np.argmin(order[broken + 1])]
-        yield f"{cache} holds {ends[first]} tokens of sequence {ids[first]}, which is to be continued at {begins[first + 1]}"
-        return
+    lengths = past + new
+    if len(seq_ids) and np.bincount(seq_ids - seq_ids.min()).max() > 1:
+        order = np.argsort(seq_ids, kind="stable")
+        ids, begins, ends = seq_ids[order], past[order], lengths[order]
+        again = ids[1:] == ids[:-1]  # some grow twice, each time from where the time before has left them
+        broken = np.flatnonzero(again & (begins[1:] != ends[:-1]))
+        if len(broken):
+            first = broken[np.argmin(order[broken + 1])]
+            yield f"{cache} holds {ends[first]} tokens of sequence {ids[first]}, which is to be continued at {begins[first + 1]}"
+            return
+        lengths = ends[np.append(~again, True)]
     if forks := round_.forks_of(role, replica):
         fault = _fork_fault(cache, growths.T.tolist(), forks)
         if fault is not None:
             yield fault
             return
-    lengths = ends[np.append(~again, True)] if len(ends) else ends
     longest = int(lengths.max(initial=0))
     if len(lengths) and budget.others + len(lengths) > budget.slots:
         yield f"{cache} has {budget.slots} slots, but {len(lengths)} sequences grow beside {budget.others} others"

@@ -86,14 +86,16 @@ class ScoringBook(Book):
 
     def owes(self, rollouts: Sequence[Rollout] | Columns) -> bool:
         """Whether one of the rollouts has tokens that this role has not read."""
-        return bool(self._missing(self._seen(self._read(rollouts))).any())
+        columns = self._read(rollouts)
+        return bool(self._missing(columns, *self._state(columns)).any())
 
     def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
         """Those of which something is missing; all that have, or will have, are placed."""
-        every = self._seen(self._read(rollouts))
-        missing = self._missing(every)
-        homes = self._replicas.place(every.columns, missing | ~every.columns.finished)
-        return every._replace(homes=homes).at(np.flatnonzero(missing))
+        columns = self._read(rollouts)
+        rows, cached, targets = self._state(columns)
+        missing = self._missing(columns, rows, cached, targets)
+        homes = self._replicas.place(columns, missing | ~columns.finished)
+        return Unread(columns, rows, homes, cached, targets).at(np.flatnonzero(missing))
 
     def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
         """Of each sequence with new tokens that this role has not read: its replica, and how many they are."""
@@ -118,7 +120,7 @@ class ScoringBook(Book):
         homes = admitted.homes[grown]
         self._tally(homes, table.new[grown], table.rows[grown], late[grown])
         for replica, work in ours.items():
-            work.prefill = packed(table.at(grown[homes == replica]), work.fork, budget, self._alike)
+            work.prefill = packed(table, grown[homes == replica], work.fork, budget, self._alike)
             work.done = table.seq_ids[ended[admitted.homes[ended] == replica]].tolist()
         self._close(admitted.rows[ended])
         return self._works(ours)
@@ -174,16 +176,16 @@ class ScoringBook(Book):
         """Tokens of each sequence's prompt that this role reads without an output of them: where its cache may fork."""
         return columns.prompt_tokens - (self.role != "reward")
 
-    def _seen(self, columns: Columns) -> Unread:
-        """All of the sequences, whether they have been read or not."""
+    def _state(self, columns: Columns) -> tuple[Ints, Ints, Ints]:
+        """Rows, cached tokens and targets."""
         rows = self._ledger.rows(columns.seq_ids)
-        return Unread(columns, rows, self._ledger[REPLICA][rows], self._ledger[CACHED][rows], self._targets(columns))
+        return rows, self._ledger[CACHED][rows], self._targets(columns)
 
-    def _missing(self, every: Unread) -> Bools:
-        columns, missing = every.columns, np.maximum(every.cached, 0) < every.targets
+    def _missing(self, columns: Columns, rows: Ints, cached: Ints, targets: Ints) -> Bools:
+        missing: Bools = np.maximum(cached, 0) < targets
         ended = np.flatnonzero(columns.finished)
         due = columns.response_tokens[ended] if self.every_token else 1
-        missing[ended] = self._ledger[OUTPUTS][every.rows[ended]] < due
+        missing[ended] = self._ledger[OUTPUTS][rows[ended]] < due
         return missing
 
     def _admit(self, unread: Unread, ours: Mapping[int, ReplicaWork]) -> Unread:
@@ -324,7 +326,7 @@ class ActorBook(Book):
             lined = self._in_line(rows, here[~new[here]], opened, order)
             forks = here[sources[here] != ABSENT]
             work.fork = self._forks(rows[forks], depth[forks], sources[forks])
-            work.prefill = packed(stale.at(lined[stale.new[lined] > 0]), work.fork, budget, self._alike)
+            work.prefill = packed(stale, lined[stale.new[lined] > 0], work.fork, budget, self._alike)
             work.decode = Batches(decode.table[:, lined], even_ends(len(lined), micro_batches))
         return self._works(ours)
 
