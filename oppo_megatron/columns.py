@@ -114,10 +114,17 @@ class Table:
         """Meaningless where a rollout has not finished."""
         return self._finish[: self._size]
 
-    def view(self, rows: Ints) -> Callable[[], Columns | None]:
+    def view(self, rows: Ints | slice) -> Callable[[], Columns | None]:
         """What gives the columns at `rows` as they are when it is called; None once rows were dropped."""
         since = self.num_dropped
-        return lambda: self.columns.at(rows) if since == self.num_dropped else None
+
+        def columns() -> Columns | None:
+            if since != self.num_dropped:
+                return None
+            found = self.columns.at(rows)
+            return Columns(*(column.copy() for column in found)) if isinstance(rows, slice) else found
+
+        return columns
 
     def rows(self, seq_ids: Ints) -> Ints:
         """Where the sequences stand; -1 of one that is not there."""

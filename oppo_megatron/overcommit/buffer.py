@@ -131,7 +131,7 @@ class RolloutBuffer:
     @property
     def rollouts(self) -> Held:
         """Everything held, in the order of admission."""
-        return Held(self._rollouts.values(), self._rollouts, self._table.view(np.arange(len(self))))
+        return Held(self._rollouts.values(), self._rollouts, self._table.view(slice(len(self))))
 
     @property
     def active(self) -> Held:
@@ -298,7 +298,8 @@ class RolloutBuffer:
 
     def _everything(self) -> Ints:
         """All sequences."""
-        return self._table.columns.at(np.arange(len(self))).seq_ids
+        seq_ids: Ints = self._table.columns.seq_ids.copy()
+        return seq_ids
 
     def _sure(self) -> Ints:
         """`sure` as rows of the table."""
