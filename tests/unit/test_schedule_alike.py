@@ -21,11 +21,12 @@ from oppo_megatron.overcommit.readiness import Readiness
 from oppo_megatron.overcommit.staleness import settled
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.planning import planner as planner_module
+from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.alike import KEPT, Alike
 from oppo_megatron.schedule.planning.book import packed
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import NEARLY, RoundPlanner, median
 from oppo_megatron.schedule.planning.replicas import BLOCK, dealt
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Batches, Growth, Growths, Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, nearly
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut

@@ -21,8 +21,9 @@ from oppo_megatron.schedule.checking.checker import require_sound
 from oppo_megatron.schedule.checking.proof import require_provable
 from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
+from oppo_megatron.schedule.planning.actor_book import Active, ActorBook
 from oppo_megatron.schedule.planning.book import Book, ReplicaWork
-from oppo_megatron.schedule.planning.books import Active, ActorBook, ScoringBook, Unread
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook, Unread
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.components import component_of
