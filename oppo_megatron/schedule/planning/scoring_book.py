@@ -71,16 +71,16 @@ class ScoringBook(Book):
 
     def owes(self, rollouts: Sequence[Rollout] | Columns) -> bool:
         """Whether one of the rollouts has tokens that this role has not read."""
-        columns = self._read(rollouts)
+        columns = self._incomplete(rollouts)
         return bool(self._missing(columns, *self._state(columns)).any())
 
     def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
         """Those of which something is missing; all that have, or will have, are placed."""
-        columns = self._read(rollouts)
+        columns = self._incomplete(rollouts)
+        homes = self._replicas.place(columns)
         rows, cached, targets = self._state(columns)
-        missing = self._missing(columns, rows, cached, targets)
-        homes = self._replicas.place(columns, missing | ~columns.finished)
-        return Unread(columns, rows, homes, cached, targets).at(np.flatnonzero(missing))
+        found, missing = Unread(columns, rows, homes, cached, targets), self._missing(columns, rows, cached, targets)
+        return found if missing.all() else found.at(np.flatnonzero(missing))
 
     def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
         """Of each sequence with new tokens that this role has not read: its replica, and how many they are."""
@@ -148,10 +148,19 @@ class ScoringBook(Book):
     def _pairs_of_outputs(self, mask: Bools) -> Pairs:
         return pairs_of(self._ledger.where(mask), self._ledger[OUTPUTS][mask])
 
-    def _read(self, rollouts: Sequence[Rollout] | Columns) -> Columns:
-        """Those of the rollouts that this role reads."""
+    def _incomplete(self, rollouts: Sequence[Rollout] | Columns) -> Columns:
+        """Those of the rollouts that this role reads, and that grow or have not all of their outputs."""
         columns, size = columns_of(rollouts), self.groups.size
-        return columns.at(columns.seq_ids % size != size - 1) if self._leaves_out else columns
+        if self._leaves_out:
+            columns = columns.at(columns.seq_ids % size != size - 1)
+        ended = np.flatnonzero(columns.finished)
+        due = columns.response_tokens[ended] if self.every_token else 1
+        complete = self._ledger[OUTPUTS][self._ledger.rows(columns.seq_ids)[ended]] >= due
+        if not complete.any():
+            return columns
+        left = np.ones(len(columns.seq_ids), dtype=np.bool_)
+        left[ended[complete]] = False
+        return columns.at(left)
 
     def _targets(self, columns: Columns) -> Ints:
         """Tokens of each sequence that this role has use for now."""
@@ -167,10 +176,7 @@ class ScoringBook(Book):
         return rows, self._ledger[CACHED][rows], self._targets(columns)
 
     def _missing(self, columns: Columns, rows: Ints, cached: Ints, targets: Ints) -> Bools:
-        missing: Bools = np.maximum(cached, 0) < targets
-        ended = np.flatnonzero(columns.finished)
-        due = columns.response_tokens[ended] if self.every_token else 1
-        missing[ended] = self._ledger[OUTPUTS][rows[ended]] < due
+        missing: Bools = (np.maximum(cached, 0) < targets) | columns.finished
         return missing
 
     def _admit(self, unread: Unread, ours: Mapping[int, ReplicaWork]) -> Unread:
