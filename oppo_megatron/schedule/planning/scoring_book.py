@@ -154,8 +154,8 @@ class ScoringBook(Book):
         if self._leaves_out:
             columns = columns.at(columns.seq_ids % size != size - 1)
         ended = np.flatnonzero(columns.finished)
-        due = columns.response_tokens[ended] if self.every_token else 1
-        complete = self._ledger[OUTPUTS][self._ledger.rows(columns.seq_ids)[ended]] >= due
+        rows, due = self._ledger.rows(columns.seq_ids[ended]), columns.response_tokens[ended] if self.every_token else 1
+        complete = self._ledger[OUTPUTS][rows] >= due
         if not complete.any():
             return columns
         left = np.ones(len(columns.seq_ids), dtype=np.bool_)
