@@ -28,15 +28,24 @@ DRAWN_BLOCK = 64
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Tokens of one packed micro-batch, and of all rows that a replica has in an optimizer step: both upper bounds."""
+    """Tokens of one packed micro-batch, and of all rows that a replica has in an optimizer step: both upper bounds.
+
+    `answered`: those of them whose outputs are made, which are of responses (None: any may be one).
+    """
 
     micro_batch_tokens: int
     replica_tokens: int
+    answered: int | None = None
 
     @property
     def tokens(self) -> int:
         """Of the largest micro-batch."""
         return min(self.micro_batch_tokens, self.replica_tokens)
+
+    @property
+    def rows(self) -> int:
+        """Of these, those whose outputs are made."""
+        return self.tokens if self.answered is None else min(self.tokens, self.answered)
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ class Model:
         up = tokens * (shard + self.hidden - own) + 2 * weights
         return max(down, gates, up) * self.width
 
-    def loss(self, tokens: int) -> float:
+    def loss(self, rows: int) -> float:
         """Bytes that the last stage holds beside what layers keep, from the final norm to the gradient of the hidden states.
 
         Of each row the hidden state, logits and their gradient, as computed, and float32 blocks of these; or with a scalar
@@ -141,11 +150,11 @@ class Model:
         """
         if self.scalar:
             rounded = 0 if self.width == FP32 else self.width
-            return float(tokens * self.hidden * (2 * FP32 + rounded))
-        logits, rows = tokens * self.vocab, tokens * self.hidden * self.width
+            return float(rows * self.hidden * (2 * FP32 + rounded))
+        logits, hidden = rows * self.vocab, rows * self.hidden * self.width
         weights = 0 if self.lora is not None else self.vocab * self.hidden
         in_blocks = logits * 2 * self.width + 2 * min(logits, self.block) * FP32
-        return float(rows + max(in_blocks, (logits + weights) * self.width + rows))
+        return float(hidden + max(in_blocks, (logits + weights) * self.width + hidden))
 
 
 _ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -183,7 +192,7 @@ def training_activations(
     of_layer = model.backward_of_layer(train, batch.tokens)
     if train.recompute == "full":
         of_layer += batch.tokens * (whole - kept) * model.width
-    of_loss = model.loss(batch.tokens) if stage == sizes.pp - 1 else 0.0
+    of_loss = model.loss(batch.rows) if stage == sizes.pp - 1 else 0.0
     return kept_activations(model, sizes, stage, train, batch) + max(of_layer, of_loss)
 
 
@@ -220,10 +229,12 @@ def _in_layers(model: Model, call: Call) -> float:
     attending = (model.query + model.key + 3 * model.query + repeated) * width
     gathered = 2 * call.gathered * model.key * width
     attention = call.tokens * product * width + max(call.tokens * rotating, call.tokens * attending + mask + gathered)
-    adapted = model.lora is not None and bool(_GATES & set(model.lora.projections))
-    gates = 6 if adapted else 3  # gate and up, and what adapters add to them, and the sum; or silu's result
-    feed_forward = call.tokens * (model.hidden + gates * model.ffn) * width
-    return float(call.tokens * 2 * model.hidden * width + kept + max(attention, feed_forward))
+    adapted = set() if model.lora is None else set(model.lora.projections)
+    gates = 6 if adapted & _GATES else 3  # gate and up, and what adapters add to them, and the sum; or silu's result
+    own, down, joined = (model.hidden * (3 if name in adapted else 1) for name in ("", "down_proj", "o_proj"))
+    feed_forward = call.tokens * max(own + gates * model.ffn, down + 3 * model.ffn) * width
+    leaving = call.tokens * (product + model.query + joined) * width
+    return float(call.tokens * 2 * model.hidden * width + kept + max(attention, leaving, feed_forward))
 
 
 def _mask(model: Model, call: Call) -> tuple[float, float]:
