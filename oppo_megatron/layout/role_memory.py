@@ -215,9 +215,7 @@ def trained_memory(
     rows = training_rows(config, placement)
     # Minibatches are divided by tokens: of short prompts a replica may have more rows than others, up to all but one each.
     most = minibatch_rows(config) - placement.dp + 1
-    batch = TrainingBatch(
-        config.runtime.micro_batch_tokens, rows * longest, most * config.rollout.max_response_tokens
-    )
+    batch = TrainingBatch(config.runtime.micro_batch_tokens, rows * longest, most * config.rollout.max_response_tokens)
     kernels = training_kernel_bytes(batch.tokens) if on_cpu and model.dtype == "bfloat16" else 0
     memory = model.trained(placement, stage, train, batch, on_cpu=on_cpu)
     tables = memory.buffers + table_bytes(model.shape, max_context(config)) * train.vpp

@@ -77,8 +77,8 @@ def require_trained_actor(config: TrainSettings, prompts: PromptSet) -> None:
     steps = -(-passes * prompts.rollouts_per_pass // batch_rows(config))
     if steps <= warming:
         raise ConfigError(
-            f"ppo.critic_warmup_steps is {warming}, but {passes} x {len(prompts)} prompts are {steps} steps, and the policy would "
-            "never be trained; lower it, or raise epochs"
+            f"ppo.critic_warmup_steps is {warming}, but {passes} x {len(prompts)} prompts are {steps} steps, and the policy "
+            "would never be trained; lower it, or raise epochs"
         )
 
 

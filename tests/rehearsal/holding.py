@@ -17,9 +17,9 @@ from oppo_megatron.cluster import process_groups
 from oppo_megatron.cluster.process_groups import SharedGroups
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.activations import MASK_NUMBERS
 from oppo_megatron.engine.sampler import Sampling, draw
 from oppo_megatron.engine.scoring import ScoringWorker
+from oppo_megatron.layout.activations import MASK_NUMBERS
 from oppo_megatron.layout.placements import RolePlacement, named_roles, role_placements, training_placements
 from oppo_megatron.mcore import roles, training
 from oppo_megatron.mcore.groups import RoleGroups, build_groups

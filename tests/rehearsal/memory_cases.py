@@ -126,7 +126,9 @@ LAYOUTS = {
     "8B, trained as tp 8": Layout("8B", 2, dp=4, rows=2, train={"tp": 8, "pp": 1, "dp": 1} | PARALLEL, layers=8),
     "8B, pp 4, interleaved, few rows": Layout("8B", 2, 4, layers=16, train={"vpp": 2, "recompute": "full"}, rows=2),
     "1B, float32, one key head": Layout("1B, one key head", layers=4, rows=2, dtype="float32"),
-    "2B, a key head each": Layout("2B, a key head each", 2, 2, stage=-1, layers=4, rows=3, train={"recompute": "selective"}),
+    "2B, a key head each": Layout(
+        "2B, a key head each", 2, 2, stage=-1, layers=4, rows=3, train={"recompute": "selective"}
+    ),
     "8B, paged, long": Layout("8B", 4, layers=4, tokens=8192, response=8190, kv="paged"),
     "32B, pp 8, first": Layout("32B", 8, 8, 4, tokens=8192, response=4094, rows=16, train=PARALLEL),
     "32B, pp 8, last": Layout("32B", 4, 8, stage=-1, rows=8, train={"recompute": "selective"} | PARALLEL),
