@@ -97,9 +97,7 @@ QUICK = {
         "8B", 2, 4, 2, "critic", -1, layers=4, rows=2, train={"recompute": "selective"}
     ),
     "8B reference, paged": Layout("8B", 4, 2, role="reference", stage=-1, layers=2, rows=16, kv="paged"),
-    "1B critic, one key head": Layout(
-        "1B, one key head", role="critic", layers=2, rows=3, train={"recompute": "full"}
-    ),
+    "1B critic, one key head": Layout("1B, one key head", role="critic", layers=2, rows=3, train={"recompute": "full"}),
     "8B, long prompts, one adapter": Layout(
         "8B", 8, layers=2, rows=8, prompt=976, response=48, lora=LORA | {"targets": ["down_proj"]}, train=PARALLEL
     ),
