@@ -233,8 +233,14 @@ def _answers(path: Path) -> list[Answer]:
             line["tokens"],
             line["fields"],
         )
-        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        for line in _rows(path)
     ]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """A JSON object a line.  A text in it may hold characters that end a line to `str.splitlines` (U+2028, U+0085)."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def _judge(args: argparse.Namespace, grader: Grader, answers: Sequence[Sequence[Answer]]) -> list[Judged]:
@@ -263,7 +269,6 @@ def _write(args: argparse.Namespace, policies: Sequence[Judged], labels: Sequenc
 
     for place, policy in enumerate(policies):
         path = _file(args.out, place)
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        scored = [{**line, "scores": grade} for line, grade in zip(lines, policy.grades, strict=True)]
+        scored = [{**line, "scores": grade} for line, grade in zip(_rows(path), policy.grades, strict=True)]
         path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in scored), encoding="utf-8")
     (args.out / "eval.json").write_text(json.dumps(as_json(policies, labels, _settings(args)), indent=1) + "\n")

@@ -28,15 +28,24 @@ DRAWN_BLOCK = 64
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Tokens of one packed micro-batch, and of all rows that a replica has in an optimizer step: both upper bounds."""
+    """Tokens of one packed micro-batch, and of all rows that a replica has in an optimizer step: both upper bounds.
+
+    `answered`: those of them whose outputs are made, which are of responses (None: any may be one).
+    """
 
     micro_batch_tokens: int
     replica_tokens: int
+    answered: int | None = None
 
     @property
     def tokens(self) -> int:
         """Of the largest micro-batch."""
         return min(self.micro_batch_tokens, self.replica_tokens)
+
+    @property
+    def rows(self) -> int:
+        """Of these, those whose outputs are made."""
+        return self.tokens if self.answered is None else min(self.tokens, self.answered)
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ class Model:
         up = tokens * (shard + self.hidden - own) + 2 * weights
         return max(down, gates, up) * self.width
 
-    def loss(self, tokens: int) -> float:
+    def loss(self, rows: int) -> float:
         """Bytes that the last stage holds beside what layers keep, from the final norm to the gradient of the hidden states.
 
         Of each row the hidden state, logits and their gradient, as computed, and float32 blocks of these; or with a scalar
@@ -141,11 +150,11 @@ class Model:
         """
         if self.scalar:
             rounded = 0 if self.width == FP32 else self.width
-            return float(tokens * self.hidden * (2 * FP32 + rounded))
-        logits, rows = tokens * self.vocab, tokens * self.hidden * self.width
+            return float(rows * self.hidden * (2 * FP32 + rounded))
+        logits, hidden = rows * self.vocab, rows * self.hidden * self.width
         weights = 0 if self.lora is not None else self.vocab * self.hidden
         in_blocks = logits * 2 * self.width + 2 * min(logits, self.block) * FP32
-        return float(rows + max(in_blocks, (logits + weights) * self.width + rows))
+        return float(hidden + max(in_blocks, (logits + weights) * self.width + hidden))
 
 
 _ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -157,19 +166,26 @@ def kept_activations(
 ) -> float:
     """Bytes that forward passes keep for their backward passes at once, loss apart: an upper bound.
 
-    1F1B has at most pp - stage micro-batches in flight (interleaved: 2 (pp - stage - 1) + (vpp - 1) pp + 1 of one virtual
-    stage each), and no more tokens than the minibatch.  Each keeps its layers' part (`kept_of_layer`), the stage's input, and
-    the rotary angles of its tokens.
+    Each keeps its layers' part (`kept_of_layer`), the stage's input, and the rotary angles of its tokens.
     """
-    _, kept = model.kept_of_layer(train)
+    return _tokens_in_flight(sizes, stage, batch) * _kept_of_token(model, sizes, train)
+
+
+def _tokens_in_flight(sizes: Sizes, stage: int, batch: TrainingBatch) -> int:
+    """1F1B has at most pp - stage micro-batches in flight, and no more tokens than the minibatch.  Interleaved it has
+    2 (pp - stage - 1) + (vpp - 1) pp + 1 of one virtual stage each, of micro-batches that are padded to one size, and to a
+    multiple of pp."""
     if sizes.vpp == 1:
-        in_flight, layers = sizes.pp - stage, model.shape["num_hidden_layers"] // sizes.pp
-    else:
-        in_flight = 2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1
-        layers = model.shape["num_hidden_layers"] // (sizes.pp * sizes.vpp)
-    held = min(in_flight * batch.tokens, sizes.vpp * batch.replica_tokens)
-    angles = 2 * head_dim(model.shape) * FP32
-    return float(held * ((layers * kept + model.shard(train)) * model.width + angles))
+        return min((sizes.pp - stage) * batch.tokens, batch.replica_tokens)
+    in_flight = 2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1
+    count = -(-batch.replica_tokens // (batch.micro_batch_tokens * sizes.pp)) * sizes.pp
+    return min(in_flight, sizes.vpp * count) * batch.tokens
+
+
+def _kept_of_token(model: Model, sizes: Sizes, train: TrainingLayoutConfig) -> float:
+    """Bytes, in the layers of one (virtual) stage."""
+    layers, (_, kept) = model.shape["num_hidden_layers"] // (sizes.pp * sizes.vpp), model.kept_of_layer(train)
+    return float((layers * kept + model.shard(train)) * model.width + 2 * head_dim(model.shape) * FP32)
 
 
 def training_activations(
@@ -177,14 +193,21 @@ def training_activations(
 ) -> float:
     """Bytes that an update holds at once, at the most: what is kept, and the loss, or a layer whose backward pass is under way.
 
-    With `recompute: full` that layer has been computed again.
+    With `recompute: full` that layer has been computed again.  At the end of a micro-batch's backward pass nothing is left of
+    it but the gradient of the embeddings, on the first stage where these are trained, and its own way in and out.
     """
     whole, kept = model.kept_of_layer(train)
     of_layer = model.backward_of_layer(train, batch.tokens)
     if train.recompute == "full":
         of_layer += batch.tokens * (whole - kept) * model.width
-    of_loss = model.loss(batch.tokens) if stage == sizes.pp - 1 else 0.0
-    return kept_activations(model, sizes, stage, train, batch) + max(of_layer, of_loss)
+    of_loss = model.loss(batch.rows) if stage == sizes.pp - 1 else 0.0
+    held = kept_activations(model, sizes, stage, train, batch)
+    if stage > 0 or model.lora is not None:
+        return held + max(of_layer, of_loss)
+    others = held - batch.tokens * _kept_of_token(model, sizes, train)
+    of_tokens = batch.tokens * (model.hidden + 2 * model.shard(train))
+    of_embeddings = (model.vocab * model.hidden + of_tokens) * model.width
+    return max(held + max(of_layer, of_loss), others + of_embeddings)
 
 
 @dataclass(frozen=True)
@@ -215,30 +238,47 @@ def cached_activations(model: Model, call: Call) -> float:
 def _in_layers(model: Model, call: Call) -> float:
     width, product = model.width, model.query + 2 * model.key
     rotating = (model.query + model.key) * (2 * FP32 + width)
-    kept, mask = (0.0, 0.0) if call.draws else _mask(model, call)
-    repeated = 2 * model.query if model.repeats_keys else 0
-    attending = (model.query + model.key + 3 * model.query + repeated) * width
+    attending = (model.query + model.key + 3 * model.query) * width
     gathered = 2 * call.gathered * model.key * width
+    kept, mask, repeated = _beside_attention(model, call)
     attention = call.tokens * product * width + max(call.tokens * rotating, call.tokens * attending + mask + gathered)
-    adapted = model.lora is not None and bool(_GATES & set(model.lora.projections))
-    gates = 6 if adapted else 3  # gate and up, and what adapters add to them, and the sum; or silu's result
-    feed_forward = call.tokens * (model.hidden + gates * model.ffn) * width
-    return float(call.tokens * 2 * model.hidden * width + kept + max(attention, feed_forward))
+    fresh = call.tokens * (product * width + max(rotating, attending + repeated)) + gathered
+    adapted = set() if model.lora is None else set(model.lora.projections)
+    gates = 6 if adapted & _GATES else 3  # gate and up, and what adapters add to them, and the sum; or silu's result
+    own, down, joined = (model.hidden * (3 if name in adapted else 1) for name in ("", "down_proj", "o_proj"))
+    feed_forward = call.tokens * max(own + gates * model.ffn, down + 3 * model.ffn) * width
+    leaving = call.tokens * (product + model.query + joined) * width
+    if model.shape["model_type"] == "qwen3":  # product, its queries and keys as normed, and all of these side by side
+        leaving = max(leaving, call.tokens * (2 * product + model.query + model.key) * width)
+    return float(call.tokens * 2 * model.hidden * width + max(kept + max(attention, leaving, feed_forward), fresh))
+
+
+def _beside_attention(model: Model, call: Call) -> tuple[float, float, float]:
+    """What is kept from layer to layer and what is made in each, in bytes, where tokens go on; and of a new token, the keys and
+    values that are repeated for each query head.
+
+    Where masks are made of so many tokens as their bound allows, the others may be new.
+    """
+    repeated = 2 * model.query * model.width if model.repeats_keys else 0.0
+    if call.draws:
+        return 0.0, call.tokens * repeated, 0.0
+    kept, mask = _mask(model, call)
+    numbers = call.tokens * model.repeat * call.context
+    beyond = 0.0 if numbers <= MASK_NUMBERS else 1 - MASK_NUMBERS / numbers
+    return kept, mask + beyond * call.tokens * repeated, repeated
 
 
 def _mask(model: Model, call: Call) -> tuple[float, float]:
     """Of tokens that go on: what is kept from layer to layer, and what is made in each or in the first.
 
     On a CPU each sequence has a mask for all heads.  On a GPU one for each query head of a group, made of one for all and of
-    bits; all are kept where they are small together.
+    bits; all are kept where they are small together, as those of some tokens beside new ones may be.
     """
     if model.on_cpu:
         return float(call.tokens * call.context * model.width), 0.0
-    numbers = call.tokens * model.repeat * call.context
-    bounded = min(MASK_NUMBERS, numbers)
-    copied = bounded * (model.width if model.repeat > 1 else 0)
-    made = bounded * (model.width + 1) / model.repeat
-    return (float(copied), made) if numbers <= MASK_NUMBERS else (0.0, copied + made)
+    bounded = min(MASK_NUMBERS, call.tokens * model.repeat * call.context)
+    made = (model.width + 1) / model.repeat if model.repeat > 1 else 1
+    return float(bounded * model.width), bounded * made
 
 
 def _of_logits(model: Model, call: Call) -> float:

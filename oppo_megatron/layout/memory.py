@@ -151,7 +151,7 @@ def table_bytes(shape: Shape, context: int) -> int:
 
 
 def gather_bytes(shape: Shape, dtype: str, train: TrainingLayoutConfig, tp: int, tokens: int) -> int:
-    """megatron-core's buffer for a micro-batch's activations of all tensor ranks, which it keeps."""
+    """megatron-core's buffer for a micro-batch's activations of all tensor ranks, which it keeps (not beside frozen weights)."""
     return tokens * int(shape["hidden_size"]) * DTYPE_BYTES[dtype] if train.sequence_parallel and tp > 1 else 0
 
 

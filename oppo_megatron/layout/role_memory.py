@@ -86,7 +86,7 @@ class RoleModel:
         state = training_state(self._trainable(placement, stage), self.dtype, placement.dp, train)
         model, sizes = self.computed(placement, on_cpu=on_cpu), Sizes.of(placement, train.vpp)
         held = activations.training_activations(model, sizes, stage, train, batch)
-        gathered = gather_bytes(self.shape, self.dtype, train, placement.tp, batch.tokens)
+        gathered = 0 if self.lora else gather_bytes(self.shape, self.dtype, train, placement.tp, batch.tokens)
         return replace(state, buffers=gathered, activations=held)
 
     def _adapters(self, placement: RolePlacement) -> int:
@@ -212,7 +212,10 @@ def trained_memory(
 ) -> Memory:
     """Memory of a stage's ranks in the update."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    batch = TrainingBatch(config.runtime.micro_batch_tokens, training_rows(config, placement) * longest)
+    rows = training_rows(config, placement)
+    # Minibatches are divided by tokens: of short prompts a replica may have more rows than others, up to all but one each.
+    most = minibatch_rows(config) - placement.dp + 1
+    batch = TrainingBatch(config.runtime.micro_batch_tokens, rows * longest, most * config.rollout.max_response_tokens)
     kernels = training_kernel_bytes(batch.tokens) if on_cpu and model.dtype == "bfloat16" else 0
     memory = model.trained(placement, stage, train, batch, on_cpu=on_cpu)
     tables = memory.buffers + table_bytes(model.shape, max_context(config)) * train.vpp

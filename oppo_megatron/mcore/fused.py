@@ -80,8 +80,9 @@ class _FusedLayer:
         qkv_TGXD = self.qkv(self.norm(x_TH)).view(-1, *self.shape_GXD)
         if self.head_norms is not None:
             queries, keys = self.head_norms
-            parts = queries(qkv_TGXD[:, :, :-2]), keys(qkv_TGXD[:, :, -2:-1]), qkv_TGXD[:, :, -1:]
-            qkv_TGXD = torch.cat(parts, dim=2)
+            qkv_TGXD = torch.cat(  # no name for its parts, which would live, and with them the product, while tokens attend
+                [queries(qkv_TGXD[:, :, :-2]), keys(qkv_TGXD[:, :, -2:-1]), qkv_TGXD[:, :, -1:]], dim=2
+            )
         return self.proj(plan.attend_grouped(number, qkv_TGXD, self.window))
 
     def transform(self, x_TH: Tensor) -> Tensor:

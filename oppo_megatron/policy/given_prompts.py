@@ -117,7 +117,7 @@ def require_room(what: str, num_tokens: int, max_length: int, max_tokens: int, r
 
 def _lines(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not at U+2028 and its like, which a prompt may hold
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     found = [line for line in lines if line.strip()]

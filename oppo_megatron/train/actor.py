@@ -35,7 +35,7 @@ STATS = ("ess", "logprob_gap", "logprob_gap_judged", "grad_norm", "lr")
 
 
 WHOLE_EVERY = 10
-"""In the first step and every so many, decoding is held against training in all minibatches, not only in the first.
+"""In the actor's first update and every so many, decoding is held against training in all minibatches, not only in the first.
 
 Beyond the first the weights have moved, so that those tokens take a forward pass of their own."""
 
@@ -135,7 +135,7 @@ class Actor:
 
     def _prepare(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
         begun = BegunUpdate()
-        whole = settings.minibatches > 1 and settings.step % WHOLE_EVERY == 1 and self.gap_limit.nats is not None
+        whole = settings.minibatches > 1 and settings.version % WHOLE_EVERY == 0 and self.gap_limit.nats is not None
         if whole or self.algorithm.needs_proximal:
             begun = self._under_start(batch, settings)
         self.role.retire()

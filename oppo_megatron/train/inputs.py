@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oppo_megatron.config.derived import members
+from oppo_megatron.config.derived import batch_rows, members
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.heldout_split import describe_seen
 from oppo_megatron.data.length_trace import forced_quantile
@@ -61,11 +61,25 @@ def read_inputs(config: TrainSettings) -> Inputs:
     prompts = load_prompts(
         config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=members(config).size
     )
+    require_trained_actor(config, prompts)
     heldout = judges = None
     if config.evaluation is not None:
         judges = build_reward_functions(config.evaluation.judges, max_response_tokens=longest)
         heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judges.check)
     return Inputs(tokenizer, rewards, prompts, heldout, judges, quarantine, lengths)
+
+
+def require_trained_actor(config: TrainSettings, prompts: PromptSet) -> None:
+    """Raises ConfigError where the prompts end within the critic's warm-up, and the policy would never be trained."""
+    warming, passes = config.ppo.critic_warmup_steps, config.passes
+    if not warming or passes is None or not len(prompts):
+        return
+    steps = -(-passes * prompts.rollouts_per_pass // batch_rows(config))
+    if steps <= warming:
+        raise ConfigError(
+            f"ppo.critic_warmup_steps is {warming}, but {passes} x {len(prompts)} prompts are {steps} steps, and the policy "
+            "would never be trained; lower it, or raise epochs"
+        )
 
 
 def require_settling(config: TrainSettings, rewards: RewardSum) -> None:

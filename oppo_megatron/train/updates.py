@@ -84,8 +84,16 @@ class Updates:
 
     def _evidence(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch, experience: Experience) -> Evidence:
         figures = experience.stats.figures()
-        history = self.history.numbers()
+        history = self.history.numbers() | {"updates": self._actor_updates}
         return Evidence(step, self.version, self.kl.value, batch, scored, figures, history, self.exchange.refusal)
+
+    @property
+    def _actor_updates(self) -> int | None:
+        """Optimizer steps that the actor has made, of which a step's number may have changed with a resume; the critic has made
+        as many beside those of its warm-up.  None on a rank that has neither."""
+        if self.actor is not None:
+            return self.actor.role.trained.updates
+        return None if self.critic is None else self.critic.role.trained.updates - self.history.warmed
 
     def _settle(self, breach: Breach | None, evidence: Evidence) -> None:
         if breach is not None:

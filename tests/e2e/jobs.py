@@ -294,12 +294,15 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0, most: int | 
         return run_ppo(checked, world, read_inputs(checked), preemption)
 
 
-def train_with_a_wrong_logprob(config: dict[str, Any], minibatch: int) -> str:
-    """`train`, where the log-prob of one token in a minibatch of the first step is not what it was drawn with: its error."""
-    take, settings = Rollouts.take_batch, UpdateSettings.of(TrainConfig(**config), 1, torch.device("cpu"))
+def train_with_a_wrong_logprob(config: dict[str, Any], minibatch: int, step: int) -> str:
+    """`train`, where the log-prob of one token in a minibatch of a step is not what it was drawn with: its error."""
+    take, settings = Rollouts.take_batch, UpdateSettings.of(TrainConfig(**config), step, torch.device("cpu"))
+    steps = itertools.count(1)
 
     def spoilt(rollouts: Rollouts) -> list[Rollout]:
         batch = take(rollouts)
+        if next(steps) != step:
+            return batch
         row = list(minibatches_of(len(batch), settings))[minibatch][0]
         batch[row].logprobs[0] -= 0.5
         return batch

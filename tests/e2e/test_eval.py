@@ -25,6 +25,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_tiny(folder / name, "qwen2", head, seed=seed, **SIZES)
         save_byte_level(folder / name, TEXTS, 320)
     rows = [{"prompt": text.split("the")[0], "answer": str(number)} for number, text in enumerate(TEXTS[:12])]
+    rows[3]["prompt"] += "\u2028"  # which ends a line to `str.splitlines`, and none of a file of JSON
     (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -53,7 +54,7 @@ def test_two_policies_by_every_judge(work: Path, tmp_path: Path, capsys: pytest.
     assert all(set(policy["metrics"]) == set(labels) for policy in written)
     assert all(any(line.startswith(label) for line in table.splitlines()) for label in labels)
     for place, policy in enumerate(written):
-        lines = [json.loads(line) for line in (out / f"responses-{place}.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (out / f"responses-{place}.jsonl").open(encoding="utf-8")]
         assert len(lines) == policy["prompts"] == 12
         by_model = policy["metrics"]["model"]
         assert by_model["mean"] == pytest.approx(sum(line["scores"]["model"] for line in lines) / 12)

@@ -99,6 +99,22 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
     assert "the replay: within all guards" in capsys.readouterr().out
 
 
+def test_a_replay_knows_the_optimizer_steps_of_a_run_whose_steps_had_more(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Resumed with one minibatch in place of two."""
+    schedule = {"actor.optimizer.warmup_steps": 20, "critic.optimizer.warmup_steps": 20, "checkpoint.every_steps": 1}
+    config = workspace.config("fewer", steps=1, **schedule)
+    run_ppo_ranks(config)
+    config["checkpoint"]["resume"] = True
+    changed = {"steps": 2, "guards": RATIO, "ppo": config["ppo"] | {"minibatches": 1}}
+    outcome = run_ppo_ranks(config | changed)
+    assert [line["skipped"] is None for line in outcome.metrics] == [True, False]
+    assert main(["replay", str(Path(config["run_dir"]) / "rejected" / "step-2.safetensors")]) == 0
+    (rates,) = re.findall(r"^lr +(\S+) +(\S+)$", capsys.readouterr().out, re.MULTILINE)
+    assert rates[0] == rates[1], "four optimizer steps were made before"
+
+
 def test_a_gradient_that_is_no_number_takes_the_minibatches_before_it_back(
     workspace: Workspace, untrained: Outcome
 ) -> None:

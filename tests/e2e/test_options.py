@@ -98,12 +98,14 @@ def test_a_gap_between_decoding_and_training_stops_the_run(workspace: Workspace)
         run_ppo_ranks(workspace.config("gap", steps=1, **{"guards.logprob_gap.limit": 1e-9}))
 
 
-@pytest.mark.parametrize("minibatch", [0, 1])
-def test_a_gap_is_found_in_any_minibatch(workspace: Workspace, minibatch: int) -> None:
-    """Behind the first one, where the update has moved the weights, too."""
-    config = workspace.config(f"gap-{minibatch}", steps=1)
+@pytest.mark.parametrize(("minibatch", "warmup"), [(0, 0), (1, 0), (1, 1)])
+def test_a_gap_is_found_in_any_minibatch(workspace: Workspace, minibatch: int, warmup: int) -> None:
+    """Of the actor's first update; behind the first minibatch, where the update has moved the weights, too."""
+    config = workspace.config(f"gap-{minibatch}-{warmup}", steps=1 + warmup, **{"ppo.critic_warmup_steps": warmup})
     assert config["ppo"]["minibatches"] == 2
-    (error,) = run_ranks(1, "tests.e2e.jobs:train_with_a_wrong_logprob", config=config, minibatch=minibatch)
+    (error,) = run_ranks(
+        1, "tests.e2e.jobs:train_with_a_wrong_logprob", config=config, minibatch=minibatch, step=1 + warmup
+    )
     assert "the log-prob of a token differs by 5.00e-01 between decoding and training" in error
 
 

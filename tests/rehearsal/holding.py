@@ -19,6 +19,7 @@ from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.sampler import Sampling, draw
 from oppo_megatron.engine.scoring import ScoringWorker
+from oppo_megatron.layout.activations import MASK_NUMBERS
 from oppo_megatron.layout.placements import RolePlacement, named_roles, role_placements, training_placements
 from oppo_megatron.mcore import roles, training
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
@@ -184,15 +185,26 @@ class Measurement:
             cache.advance(seq_id, length)
 
     def _reads(self, slots: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Cached and new tokens: new sequences of like length, a long one among short ones, and many that go on."""
+        """Cached and new tokens: new sequences of like length, a long one among short ones, many that go on; and where masks
+        are made in pieces, one that fills such a piece beside others that go on, and beside new ones."""
         budget, longest = self.config.runtime.micro_batch_tokens, max_context(self.config) - 1
         num = min(slots, max(1, budget // longest))
         yield [0] * num, [min(budget // num, longest)] * num
         long = min(longest, budget // 2)
         lens = [long, *[max(1, min((budget - long) // max(slots - 1, 1), longest))] * (slots - 1)]
         yield [0] * slots, lens
-        new = min(budget // slots, longest // 2)
+        new = min(budget // slots, longest - 1)
         yield [longest - new] * slots, [new] * slots
+        shape = named_roles(self.config)[self.name].init
+        masked = MASK_NUMBERS // (shape["num_attention_heads"] // shape["num_key_value_heads"] * longest)
+        num = -(-masked // (longest - 1))  # sequences that go on, of which a mask is as large as it may be
+        left, rest = slots - num, budget - masked
+        if left > 0 and rest > 0:
+            past, lens = [longest - masked // num] * num, [masked // num] * num
+            new = max(1, min(rest // left, longest - 1))
+            yield [*past, *[longest - new] * left], [*lens, *[new] * left]
+            left = min(left, -(-rest // longest))
+            yield [*past, *[0] * left], [*lens, *[min(rest // left, longest)] * left]
 
     def _decode(self, model: RoleModel, cache: Any) -> None:
         slots = range(cache.num_slots)

@@ -27,6 +27,8 @@ def _qwen(kind: str, hidden: int, layers: int, heads: int, groups: int, ffn: int
 
 
 SHAPES = {
+    "1B, one key head": _llama(2048, 24, 16, 1, 5504),
+    "2B, a key head each": _qwen("qwen3", 2048, 24, 16, 16, 6144, True),
     "1.5B": _qwen("qwen2", 1536, 28, 12, 2, 8960, True),
     "8B": _llama(4096, 32, 32, 8, 14336),
     "32B": _qwen("qwen3", 5120, 64, 64, 8, 25600, False),
@@ -95,6 +97,10 @@ QUICK = {
         "8B", 2, 4, 2, "critic", -1, layers=4, rows=2, train={"recompute": "selective"}
     ),
     "8B reference, paged": Layout("8B", 4, 2, role="reference", stage=-1, layers=2, rows=16, kv="paged"),
+    "1B critic, one key head": Layout("1B, one key head", role="critic", layers=2, rows=3, train={"recompute": "full"}),
+    "8B, long prompts, one adapter": Layout(
+        "8B", 8, layers=2, rows=8, prompt=976, response=48, lora=LORA | {"targets": ["down_proj"]}, train=PARALLEL
+    ),
 }
 """With few layers; `make test` has these."""
 
@@ -116,6 +122,12 @@ LAYOUTS = {
     "8B reward, paged": Layout("8B", 2, role="reward", kv="paged", rows=64, layers=8),
     "8B reference, float32": Layout("8B", 4, 2, role="reference", stage=-1, dtype="float32", rows=32, layers=8),
     "8B, trained as tp 8": Layout("8B", 2, dp=4, rows=2, train={"tp": 8, "pp": 1, "dp": 1} | PARALLEL, layers=8),
+    "8B, pp 4, interleaved, few rows": Layout("8B", 2, 4, layers=16, train={"vpp": 2, "recompute": "full"}, rows=2),
+    "1B, float32, one key head": Layout("1B, one key head", layers=4, rows=2, dtype="float32"),
+    "2B, a key head each": Layout(
+        "2B, a key head each", 2, 2, stage=-1, layers=4, rows=3, train={"recompute": "selective"}
+    ),
+    "8B, paged, long": Layout("8B", 4, layers=4, tokens=8192, response=8190, kv="paged"),
     "32B, pp 8, first": Layout("32B", 8, 8, 4, tokens=8192, response=4094, rows=16, train=PARALLEL),
     "32B, pp 8, last": Layout("32B", 4, 8, stage=-1, rows=8, train={"recompute": "selective"} | PARALLEL),
     "32B, float32": Layout("32B", 8, 16, stage=3, rows=4, dtype="float32"),

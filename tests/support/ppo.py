@@ -109,7 +109,8 @@ def run_ppo_ranks(config: dict[str, Any]) -> Outcome:
 
 def read_outcome(run: Path) -> Outcome:
     def lines(name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (run / name).read_text().splitlines()]
+        with (run / name).open(encoding="utf-8") as file:  # a response may hold U+2028, which ends no line
+            return [json.loads(line) for line in file]
 
     # Where a role has an adapter, the adapter's alone.
     weights = {path.parent.name: load_file(path) for path in run.glob("weights/*/*model.safetensors")}

@@ -286,8 +286,10 @@ def test_calls_by_hand() -> None:
     """Numbers of a token: 64 hidden; over tp 2 of queries 32, of keys and of values 8, of the feed-forward 64."""
     model, half = (Model(SHAPE, 2, dtype) for dtype in ("float32", "bfloat16"))
     mask = 10 * 4 * 12  # 4 query heads a key head
-    repeated = (48 + max((32 + 8) * 3, 32 + 8 + 3 * 32 + 2 * 32)) * 4
-    assert cached_activations(model, Call(10, 0, 12)) == 10 * (2 * 64 * 4 + repeated) + mask * (4 + 5 / 4)
+    assert cached_activations(model, Call(10, 0, 12)) == 10 * (2 * 64 + 64 + 3 * 64) * 4 + mask * 4, "kept beside all"
+    narrow = Model({**SHAPE, "intermediate_size": 32}, 2, "float32")
+    repeated = 48 + 32 + 8 + 3 * 32 + 2 * 32
+    assert cached_activations(narrow, Call(10, 0, 12)) == 10 * (2 * 64 + repeated) * 4, "new tokens, without a mask"
     assert cached_activations(half, Call(10, 0, 12, draws=True)) == 10 * 2 * (2 * 64 + 64 + 3 * 64)
     assert cached_activations(half, Call(10, 0, 12, gathered=10**4)) == (
         10 * (2 * 64 * 2 + 48 * 2 + (32 + 8 + 3 * 32) * 2) + mask * (2 + 3 / 4) + 2 * 10**4 * 8 * 2

@@ -34,7 +34,7 @@ from oppo_megatron.train.guards.rollback import Rollbacks
 @dataclass(frozen=True)
 class Evidence:
     """Of one step: what a rejected batch is made of.  `figures` are statistics that this rank knows of the step, `history` what
-    the run remembers of those before (`History`)."""
+    the run remembers of those before (`History`), with `updates`, the optimizer steps that the actor has made."""
 
     step: int
     policy_version: int
@@ -42,7 +42,7 @@ class Evidence:
     batch: Sequence[Rollout]
     scored: ScoredBatch
     figures: Mapping[str, float]
-    history: Mapping[str, float]
+    history: Mapping[str, float | None]
     refusal: str | None  # what the scorers' first rank said of a reward that is no finite number
 
 

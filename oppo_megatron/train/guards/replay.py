@@ -150,7 +150,9 @@ def _role(
     """`warmed`: optimizer steps that it has made without the actor."""
     groups, training = topology.groups[name], topology.training[name]
     assert groups is not None and training is not None, "a world of one has every role"
-    per_step = config.ppo.epochs * config.ppo.minibatches
+    made = facts.history.get("updates")  # older batches have none; where steps were skipped, these have made none
+    if made is None:
+        made = facts.policy_version * config.ppo.epochs * config.ppo.minibatches
     role = build_trained_role(
         config.trained[name],
         groups,
@@ -162,7 +164,7 @@ def _role(
         layers=config.runtime.layers,
         num_updates=num_updates(config, name, facts.total_steps),
     )
-    role.trained.resume_schedule(facts.policy_version * per_step + warmed)  # skipped steps have made none
+    role.trained.resume_schedule(int(made) + warmed)
     return role
 
 
