@@ -196,7 +196,7 @@ def test_a_run_that_defers_no_more_drains_its_pool(
 
 
 def refused(job: Job, world: int) -> list[str]:
-    return run_ranks(world, "tests.aligner.jobs:refused_resume", job=job)
+    return run_ranks(world, "tests.aligner.jobs:told", job=job)
 
 
 def test_sidecars_live_and_die_with_nemos_checkpoints(
@@ -218,6 +218,18 @@ def test_sidecars_live_and_die_with_nemos_checkpoints(
     rows.rename(tmp_path / "elsewhere")
     for text in refused(replace(job, resume=2), 2):
         assert "checkpoints-oppo does not exist: no deferred rollouts are carried into this run" in text
+
+
+@pytest.mark.parametrize("model", ["Sorting", "Choosing", "Elsewhere"])
+def test_rewards_are_of_what_the_models_own_infer_gives(model: str) -> None:
+    """However it generates: what ended while it was drawn need not be what comes of it."""
+    job = Job(prompts=16, model=model)
+    theirs, streamed = run(job), run(replace(job, oppo=EACH), entry="run_streamed")
+    same(streamed, theirs)
+    assert streamed[0]["inferred"] == theirs[0]["inferred"] > 0
+    assert sum(final for *_, final in streamed[0]["pieces"]) >= 16
+    (told,) = run_ranks(1, "tests.aligner.jobs:told", job=replace(job, oppo=DELTA))
+    assert f"{model}.infer is not NeMo-Aligner's" in told and "set trainer.ppo.oppo.delta.max to 0" in told
 
 
 def check_streamed(streamed: list[dict[str, Any]], num_rows: int) -> None:

@@ -31,7 +31,7 @@ from oppo_megatron.integrations.nemo_aligner.feed import Feed
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, room, share_of
 from oppo_megatron.integrations.nemo_aligner.pooled_actor import Effort, PoolBatches, PooledActor, fill
 from oppo_megatron.integrations.nemo_aligner.rewarding import StreamedRewards
-from oppo_megatron.integrations.nemo_aligner.settings import read_block, require_fit, shared, uncut
+from oppo_megatron.integrations.nemo_aligner.settings import bypassed, read_block, require_fit, shared, uncut
 from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_beside
 from oppo_megatron.records import StepSignals
 from oppo_megatron.rewards.streaming import ScorerStream, build_stream
@@ -62,6 +62,8 @@ class PPOTrainer(ppo.PPOTrainer):
         self._settings = read_block(cfg)
         self._uncut, self._shared = uncut(cfg, model), shared(batch_iterator_cls)
         require_fit(self._settings, self._uncut, self._shared, getattr(ckpt_callback, "dirpath", None))
+        if self._settings.delta.max > 0 and (told := bypassed(model)) is not None:
+            logging.warning(told)
         self._feed = None if self._settings.scorer is None else Feed(_open_stream(self._settings.scorer))
         self._active = self._settings.delta.max > 0 or self._feed is not None
         self._actor = PooledActor(model, Pool(self._settings.max_staleness), self._feed)
