@@ -213,7 +213,7 @@ class PPOTrainer(ppo.PPOTrainer):
     def _restored_from(self) -> Path | None:
         """The folder of the checkpoint that the model was restored from, as Lightning's trainer has it."""
         path = getattr(getattr(self.model, "trainer", None), "ckpt_path", None)
-        return self._checkpoints() if path is None else Path(uninject_model_parallel_rank(path)).parent
+        return self._checkpoints() if path is None else Path(uninject_model_parallel_rank(path)).resolve().parent
 
     def _sidecar(self, checkpoints: Path) -> Sidecar:
         return Sidecar(
