@@ -49,8 +49,9 @@ def bypassed(model: Any) -> str | None:
     if getattr(model.infer, "__func__", None) is MegatronGPTActorModel.infer:
         return None
     return (
-        f"{type(model).__name__}.infer is not NeMo-Aligner's: steps that defer rollouts do not call it, but generate by the model's "
-        "`generate`; where another back end, or another choice of answers, is in it, set trainer.ppo.oppo.delta.max to 0"
+        f"{type(model).__name__}.infer is not NeMo-Aligner's: steps that defer rollouts do not call it, but generate by the "
+        "model's `generate`; where another back end, or another choice of answers, is in it, set trainer.ppo.oppo.delta.max "
+        "to 0"
     )
 
 

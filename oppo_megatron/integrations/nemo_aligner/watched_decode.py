@@ -62,7 +62,8 @@ def watched(model: Any, inputs: tuple[Tensor, Tensor], watch: Watch) -> Iterator
     generate, own = model.generate, vars(model).get("generate")
 
     def shown(*args: Any, **kwargs: Any) -> Any:
-        strategy, given = kwargs.get("strategy"), kwargs.get("inputs", args[0] if args else None)
+        strategy: Any = kwargs.get("strategy")
+        given: Any = kwargs.get("inputs", args[0] if args else None)
         if strategy is not None and _alike(given, inputs):
             kwargs["strategy"] = WatchedStrategy(strategy, given[1], watch)
         return generate(*args, **kwargs)

@@ -68,8 +68,8 @@ class SequenceCache(ABC):
         """Free the sequence's slot; the sequence in the last one moves into the gap."""
         slot, last = self._slots[seq_id], len(self._ids) - 1
         self._shorten(slot, 0)
-        if slot != last:
-            self._move(last, slot, self._lengths[last])  # before the books: where it fails, the last one is still in its own
+        if slot != last:  # before the books change: where it fails, the last one is still in its own slot
+            self._move(last, slot, self._lengths[last])
         del self._slots[seq_id]
         mover, length = self._ids.pop(), self._lengths.pop()
         if slot != last:
