@@ -53,7 +53,7 @@ class World:
     def _controller(self, config: AsyncRLConfig, sampler: Any, start: int) -> Any:
         """NeMo-RL's, with the attributes that its constructor gives it and its pumps read."""
         made = object.__new__(single_controller.SingleControllerActor.__ray_metadata__.modified_class)
-        made._buffer, made._sampler, made._rollout_manager, made._trainer = self.buffer, sampler, self, self
+        vars(made).update(_buffer=self.buffer, _sampler=sampler, _rollout_manager=self, _trainer=self)
         made._async_cfg, made._dp_client, made._partition_id, made._gen = config, self, "rollouts", None
         grpo = GRPOConfig.model_construct(max_num_epochs=1, max_num_steps=10**6, num_prompts_per_step=B)
         made._master_config = SimpleNamespace(grpo=grpo, checkpointing={"enabled": False, "save_period": 10**9})

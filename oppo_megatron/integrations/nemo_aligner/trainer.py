@@ -62,8 +62,6 @@ class PPOTrainer(ppo.PPOTrainer):
         self._settings = read_block(cfg)
         self._uncut, self._shared = uncut(cfg, model), shared(batch_iterator_cls)
         require_fit(self._settings, self._uncut, self._shared, getattr(ckpt_callback, "dirpath", None))
-        if self._settings.delta.max > 0 and (told := bypassed(model)) is not None:
-            logging.warning(told)
         self._feed = None if self._settings.scorer is None else Feed(_open_stream(self._settings.scorer))
         self._active = self._settings.delta.max > 0 or self._feed is not None
         self._actor = PooledActor(model, Pool(self._settings.max_staleness), self._feed)
@@ -85,7 +83,7 @@ class PPOTrainer(ppo.PPOTrainer):
             run_timer=run_timer,
         )
         self._batch = train_dataloader_builder(consumed_samples=0).batch_sampler.global_batch_size
-        _require_delta(self._settings.delta.max, self._batch)
+        _require_delta(self._settings.delta.max, self._batch, model)
 
     @property
     def pool(self) -> Pool:
@@ -226,8 +224,11 @@ class PPOTrainer(ppo.PPOTrainer):
         )
 
 
-def _require_delta(most: int, batch: int) -> None:
-    """Raises ConfigError for a delta that is too large; tells of one of which not every replica can have a part."""
+def _require_delta(most: int, batch: int, model: Any) -> None:
+    """Raises ConfigError for a delta that is too large; tells of one of which not every replica can have a part.
+
+    And of one for which the model's own `infer` is left out.
+    """
     if most > batch:
         raise ConfigError(
             f"trainer.ppo.oppo.delta.max {most} is more than the batch of {batch} rollouts (num_rollout_samples); lower it"
@@ -238,6 +239,8 @@ def _require_delta(most: int, batch: int) -> None:
             f"trainer.ppo.oppo.delta.max is {most}, over {replicas} data-parallel replicas: those without a part of it decode "
             f"every answer to its end, and the others wait for them; set it to {replicas} or more"
         )
+    if most > 0 and (told := bypassed(model)) is not None:
+        logging.warning(told)
 
 
 def _open_stream(settings: StreamConfig) -> ScorerStream | None:
