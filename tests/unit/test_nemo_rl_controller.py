@@ -41,7 +41,7 @@ class World:
         target = "oppo_megatron.integrations.nemo_rl.sampler:OvercommitSampler"
         config = AsyncRLConfig(
             sampler={"name": "custom", "target": target, **settings}, min_groups_for_streaming_train=chunk,
-            max_inflight_prompts=B + settings["delta"], max_buffered_rollouts=2 * B,
+            max_inflight_prompts=2 * B, max_buffered_rollouts=2 * B,  # so that the sampler alone bounds them
         )  # fmt: skip
         self.buffer = TQReplayBuffer(self, partition_id="rollouts", pad_value_dict={})
         sampler = create_sampler(self.buffer, config.sampler)
