@@ -78,15 +78,21 @@ class ScorerStream:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def offer(self, seq_id: int, tokens: Sequence[int], final: bool) -> None:
-        """The sequence is `tokens` by now, those offered before first; `final`: it is whole, its score is wanted."""
+    def offer(self, seq_id: int, tokens: Sequence[int], final: bool) -> bool:
+        """The sequence is `tokens` by now, those offered before first; `final`: it is whole, its score is wanted.
+
+        False, and nothing is done, where it was whole before, and other than this.
+        """
         with self._changed:
             sequence = self._sequences.setdefault(seq_id, _Sequence())
-            if sequence.final or (len(tokens) <= len(sequence.tokens) and not final):
-                return  # a carried sequence is gone through again from its start
+            if sequence.final:
+                return not final or sequence.tokens == list(tokens)
+            if len(tokens) <= len(sequence.tokens) and not final:
+                return True  # a carried sequence is gone through again from its start
             sequence.tokens, sequence.final, sequence.waiting = list(tokens), final, True
             self._start()
             self._changed.notify()
+            return True
 
     def result(self, seq_id: int) -> float:
         """The score of a whole sequence; waits for it.  Raises RewardError where the service has failed."""

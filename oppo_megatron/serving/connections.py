@@ -2,8 +2,8 @@
 
 A connection *waits* while no request of it is under way: it has sent nothing, or a part of its headers, or it is kept alive.
 Whoever is behind it is not known then, for the token is in the headers.  So nobody is refused for the number of those that
-wait: the one that has done so for longest makes room for the next, first among those of the same peer.  An honest client, whose
-headers come at once, is never the one.
+wait: one makes room for the next, first among those of the same peer, and of these one that has been answered before one whose
+first request is awaited, and who has waited for longest.  An honest client, whose headers come at once, is never the one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 import h11
 import uvicorn
@@ -20,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LATE = b"the headers of a request did not come in time"
 GRACE_S = 5
+_Queue: TypeAlias = "dict[GuardedProtocol, None]"
 
 
 @dataclass(frozen=True)
@@ -39,31 +41,43 @@ CONNECTION_LIMITS = ConnectionLimits()
 
 
 class WaitingRoom:
-    """The connections of a server that wait, by peer, each peer's in the order in which they began to."""
+    """The connections of a server that wait, by peer.
+
+    Of each peer two queues, in the order in which they began to: those that have been answered, and, cut after them, those whose
+    first request is awaited.  Else answers given to many would push out one whose headers have not been read yet.
+    """
 
     def __init__(self, limits: ConnectionLimits):
         self.limits = limits
-        self._peers: dict[str, dict[GuardedProtocol, None]] = {}
+        self._peers: dict[str, tuple[_Queue, _Queue]] = {}
         self._count = 0
 
     def enter(self, connection: GuardedProtocol) -> None:
         """It waits from now on; another may have to make room."""
-        own = self._peers.setdefault(connection.peer, {})
-        own[connection] = None
+        own = self._peers.setdefault(connection.peer, ({}, {}))
+        own[connection.cycle is None][connection] = None
         self._count += 1
-        if len(own) > self.limits.waiting_of_peer:
-            next(iter(own)).cut()
+        if _size(own) > self.limits.waiting_of_peer:
+            _first(own).cut()
         if self._count > self.limits.waiting:
-            most = max(self._peers.values(), key=len)
-            next(iter(most)).cut()
+            _first(max(self._peers.values(), key=_size)).cut()
 
     def leave(self, connection: GuardedProtocol) -> None:
         """It waits no longer."""
         own = self._peers[connection.peer]
-        del own[connection]
+        for queue in own:
+            queue.pop(connection, None)
         self._count -= 1
-        if not own:
+        if not _size(own):
             del self._peers[connection.peer]
+
+
+def _size(own: tuple[_Queue, _Queue]) -> int:
+    return sum(map(len, own))
+
+
+def _first(own: tuple[_Queue, _Queue]) -> GuardedProtocol:
+    return next(chain(*own))
 
 
 class GuardedProtocol(H11Protocol):
@@ -90,6 +104,16 @@ class GuardedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._look()
+
+    def send_400_response(self, msg: str) -> None:
+        """The peer breaks the protocol; in the body of a request, whose answer is this one then, or has begun."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # what the application still says goes nowhere
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_wait()

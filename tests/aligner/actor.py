@@ -77,6 +77,7 @@ class TinyActor(MegatronGPTActorModel):
             num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, use_cpu_initialization=True,
             hidden_dropout=0.0, attention_dropout=0.0, masked_softmax_fusion=False, bias_dropout_fusion=False,
             gradient_accumulation_fusion=False, persist_layer_norm=False, init_method_std=0.3,
+            tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
             pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
             pipeline_dtype=torch.float32,
         )  # fmt: skip
@@ -121,19 +122,61 @@ class TinyActor(MegatronGPTActorModel):
         assert not value
 
 
-def start_megatron(micro: int, batch: int, seed: int, pp: int = 1) -> None:
-    """megatron's groups over the default group, in replicas of `pp` stages, and NeMo's counter of micro-batches."""
+class Sorting(TinyActor):
+    """Its `infer` generates with the longest prompts first, and gives the answers back in the order of the prompts."""
+
+    def infer(self, inference_batch: Any) -> Any:
+        order = torch.argsort(inference_batch["length"], descending=True)
+        found = super().infer({name: inference_batch[name][order] for name in ("text", "length")})
+        return {name: rows[torch.argsort(order)] for name, rows in found.items()}
+
+
+class Choosing(TinyActor):
+    """Its `infer` draws two answers and takes the longer one, without the last token where it is long."""
+
+    def infer(self, inference_batch: Any) -> Any:
+        one, other = (super(Choosing, self).infer(inference_batch) for _ in range(2))
+        width = max(drawn["response_tokens"].size(1) for drawn in (one, other))
+        for drawn in (one, other):
+            tokens = drawn["response_tokens"]
+            drawn["response_tokens"] = torch.nn.functional.pad(tokens, (0, width - tokens.size(1)), value=EOS)
+        longer = other["response_lengths"] > one["response_lengths"]
+        found = {}
+        for name, rows in one.items():
+            found[name] = torch.where(longer.view(-1, *[1] * (rows.ndim - 1)), other[name], rows)
+        found["response_lengths"] -= (found["response_lengths"] - found["prompt_lengths"] > 3).long()
+        return found
+
+
+class Elsewhere(TinyActor):
+    """Another back end: what its `infer` gives is a function of the prompt, and nothing of NeMo generates it."""
+
+    def infer(self, inference_batch: Any) -> Any:
+        self.num_inferred += 1
+        lengths = inference_batch["length"].tolist()
+        prompts = [text[:length].tolist() for text, length in zip(inference_batch["text"], lengths, strict=True)]
+        rows = [torch.tensor([*prompt, *range(4, 6 + sum(prompt) % 9), EOS]) for prompt in prompts]
+        return {
+            "response_tokens": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=EOS),
+            "response_lengths": torch.tensor([len(row) for row in rows]),
+            "prompt_lengths": inference_batch["length"],
+            "is_end": torch.ones(len(rows), dtype=torch.bool),
+        }
+
+
+def start_megatron(micro: int, batch: int, seed: int, pp: int = 1, tp: int = 1) -> None:
+    """megatron's groups over the default group, in replicas of `pp` stages of `tp` ranks, and NeMo's counter of micro-batches."""
     from megatron.core.num_microbatches_calculator import (
         destroy_num_microbatches_calculator,
         init_num_microbatches_calculator,
     )
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(1, pp)
+    parallel_state.initialize_model_parallel(tp, pp)
     initialize_rng_tracker(inference_rng_tracker=True)  # there is no dropout: nothing is drawn inside the model
     destroy_num_microbatches_calculator()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    init_num_microbatches_calculator(rank, None, batch, micro, world // pp)
+    init_num_microbatches_calculator(rank, None, batch, micro, world // (tp * pp))
     AppState().global_rank = rank
     torch.manual_seed(seed + parallel_state.get_data_parallel_rank())
 

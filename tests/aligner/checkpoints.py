@@ -52,8 +52,8 @@ class Lightning:
 
 
 def weights_name() -> str:
-    """Of the file of this rank's pipeline stage."""
-    return f"stage-{parallel_state.get_pipeline_model_parallel_rank()}.pt"
+    """Of the file of this rank's part of the model."""
+    return f"stage-{parallel_state.get_pipeline_model_parallel_rank()}-{parallel_state.get_tensor_model_parallel_rank()}.pt"
 
 
 def callback_of(folder: Path, n_resume: bool = False) -> NeMoModelCheckpoint:

@@ -15,6 +15,7 @@ class Job:
     """A run.  `batch` is global; `oppo` is the block of the plugin, None: NeMo-Aligner's own trainer.
 
     `folder` is its log folder; `resume` at a step of its own checkpoints, or of those of the log folder `resume_from`.
+    `model` is a class of `tests.aligner.actor`.
     """
 
     prompts: int = 32
@@ -35,8 +36,10 @@ class Job:
     checkpoints: bool = True
     resume: int | None = None
     resume_from: Path | None = None
+    tp: int = 1
     pp: int = 1
     trt_llm: bool = False
+    model: str = "TinyActor"
 
     def trainer_config(self) -> DictConfig:
         return OmegaConf.create(

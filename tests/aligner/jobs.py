@@ -77,18 +77,18 @@ def refusal(job: Job, **changes: Any) -> str:
     return "taken"
 
 
-def refused_resume(job: Job) -> str:
-    """What a resume says that cannot be, or that it warns of."""
-    told = logging.handlers.BufferingHandler(100)
-    told.setLevel(logging.WARNING)
-    logging.getLogger("nemo_logger").addHandler(told)
+def told(job: Job) -> str:
+    """What a job's trainer, resumed where it says so, warns of as it is made, or why it cannot be."""
+    warnings = logging.handlers.BufferingHandler(100)
+    warnings.setLevel(logging.WARNING)
+    logging.getLogger("nemo_logger").addHandler(warnings)
     try:
         build(job)
     except OppoError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        logging.getLogger("nemo_logger").removeHandler(told)
-    return "taken" + "".join(f", {record.getMessage()}" for record in told.buffer)
+        logging.getLogger("nemo_logger").removeHandler(warnings)
+    return "taken" + "".join(f", {record.getMessage()}" for record in warnings.buffer)
 
 
 def rows_left(job: Job) -> list[list[int]]:

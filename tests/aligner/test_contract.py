@@ -167,7 +167,11 @@ def test_deferred_rows_survive_a_resume(
 ) -> None:
     job, whole = saved(world)
     assert whole[0]["rollouts"][1]["oppo_deferred"] == 4
-    resume = replace(job, resume=2, resume_from=job.folder, folder=tmp_path)  # into a log folder of its own
+    linked = tmp_path / "linked" / "checkpoints"
+    linked.mkdir(parents=True)
+    for checkpoint in (job.folder / "checkpoints").iterdir():
+        (linked / checkpoint.name).symlink_to(checkpoint)
+    resume = replace(job, resume=2, resume_from=linked.parent, folder=tmp_path)  # into a log folder of its own
     resumed = run(resume, world)
     assert sorted(trained(whole, slice(0, 2)) + trained(resumed)) == EVERY
     for before, after in zip(whole, resumed, strict=True):
@@ -196,7 +200,7 @@ def test_a_run_that_defers_no_more_drains_its_pool(
 
 
 def refused(job: Job, world: int) -> list[str]:
-    return run_ranks(world, "tests.aligner.jobs:refused_resume", job=job)
+    return run_ranks(world, "tests.aligner.jobs:told", job=job)
 
 
 def test_sidecars_live_and_die_with_nemos_checkpoints(
@@ -218,6 +222,18 @@ def test_sidecars_live_and_die_with_nemos_checkpoints(
     rows.rename(tmp_path / "elsewhere")
     for text in refused(replace(job, resume=2), 2):
         assert "checkpoints-oppo does not exist: no deferred rollouts are carried into this run" in text
+
+
+@pytest.mark.parametrize("model", ["Sorting", "Choosing", "Elsewhere"])
+def test_rewards_are_of_what_the_models_own_infer_gives(model: str) -> None:
+    """However it generates: what ended while it was drawn need not be what comes of it."""
+    job = Job(prompts=16, model=model)
+    theirs, streamed = run(job), run(replace(job, oppo=EACH), entry="run_streamed")
+    same(streamed, theirs)
+    assert streamed[0]["inferred"] == theirs[0]["inferred"] > 0
+    assert sum(final for *_, final in streamed[0]["pieces"]) >= 16
+    (told,) = run_ranks(1, "tests.aligner.jobs:told", job=replace(job, oppo=DELTA))
+    assert f"{model}.infer is not NeMo-Aligner's" in told and "set trainer.ppo.oppo.delta.max to 0" in told
 
 
 def check_streamed(streamed: list[dict[str, Any]], num_rows: int) -> None:
@@ -252,10 +268,22 @@ def test_the_last_pipeline_stage_streams_while_it_draws() -> None:
     assert [row["rewards"] for row in first["rollouts"]] == pytest.approx(means)
 
 
-def test_a_scorer_that_fails_one_replica_ends_all_of_them() -> None:
-    mine, other = run_ranks(2, "tests.aligner.jobs:run_refused", timeout_s=60.0, job=Job(oppo=DELTA), rank=1)
-    assert other.startswith("RewardError: the scorer at") and "answered 401" in other
-    assert mine.startswith("RewardError: rank 1: the scorer at") and "answered 401" in mine
+def test_the_first_tensor_rank_of_the_last_stage_streams() -> None:
+    job = Job(prompts=8, tp=2, pp=2)
+    theirs, ours = run(job, 4), run(replace(job, oppo=NO_DELTA | EACH), 4, entry="run_streamed")
+    same(ours, theirs)
+    assert [bool(rank["pieces"]) for rank in ours] == [False, False, True, False]
+    check_streamed([ours[2]], 8)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_scorer_that_fails_one_replica_ends_all_of_them(pp: int) -> None:
+    """The last stage of the second one feeds it."""
+    job, bad = Job(oppo=DELTA, pp=pp), 2 * pp - 1
+    *others, mine = run_ranks(2 * pp, "tests.aligner.jobs:run_refused", timeout_s=60.0, job=job, rank=bad)
+    assert mine.startswith("RewardError: the scorer at") and "answered 401" in mine
+    assert all(other.startswith(f"RewardError: rank {bad}: the scorer at") for other in others)
+    assert all("answered 401" in other for other in others)
 
 
 def test_what_generates_without_a_break_is_refused() -> None:

@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 from omegaconf import OmegaConf
 
 from oppo_megatron.integrations.nemo_aligner import PPOTrainer
-from tests.aligner.actor import EOS, TinyActor, actor_config, start_megatron
+from tests.aligner import actor as actors
+from tests.aligner.actor import EOS, actor_config, start_megatron
 from tests.aligner.checkpoints import attach, restore
 from tests.aligner.job import Job
 
@@ -121,7 +122,7 @@ def arguments(job: Job) -> Iterator[tuple[str, Any]]:
     from nemo_aligner.data.nlp.builders import collate_with_pad_to_max_batch
     from nemo_aligner.utils.batch_iterators import get_batch_iterator_cls
 
-    actor = TinyActor(actor_config(job.micro, job.batch, job.max_length, job.greedy))
+    actor = getattr(actors, job.model)(actor_config(job.micro, job.batch, job.max_length, job.greedy))
     cfg = job.trainer_config()
     yield "cfg", cfg
     yield "model", actor
@@ -144,7 +145,7 @@ def arguments(job: Job) -> Iterator[tuple[str, Any]]:
 
 def started(job: Job) -> dict[str, Any]:
     """megatron set up for the job, and the arguments of its trainer."""
-    start_megatron(job.micro, job.batch, job.seed, job.pp)
+    start_megatron(job.micro, job.batch, job.seed, job.pp, job.tp)
     given = dict(arguments(job))
     torch.manual_seed(job.seed + parallel_state.get_data_parallel_rank())
     return given

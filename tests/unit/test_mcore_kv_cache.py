@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.layout.memory import BLOCK_TOKENS, slot_tokens
@@ -206,6 +207,7 @@ def test_books_and_contents_equal_a_dictionary(
             getattr(naive, action)()
         naive.check()
 
+
 @pytest.mark.parametrize("kind", CACHES)
 def test_forks_go_on_by_themselves_and_leave_no_block_behind(kind: str) -> None:
     """Whoever grows, is rolled back or closed, the others keep what they have; after the last one all blocks are free."""
@@ -218,6 +220,70 @@ def test_forks_go_on_by_themselves_and_leave_no_block_behind(kind: str) -> None:
         while naive.held:
             naive.close()
             naive.check()
+
+
+class Failing(TorchDispatchMode):
+    """The operation `at` of the block runs out of memory."""
+
+    def __init__(self, at: int):
+        super().__init__()
+        self.left = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError("planted")
+        return func(*args, **(kwargs or {}))
+
+
+def beginnings(cache: SequenceCache) -> dict[int, torch.Tensor]:
+    return {seq_id: cache.stored(seq_id) for seq_id in cache.seq_ids}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda cache: cache.close(0),
+        lambda cache: cache.fork(0, [3, 4], 8),
+        lambda cache: cache.begin([2, 1], [3, 1]),  # the first was rolled back into a block that it shares
+        lambda cache: cache.restore(5, torch.ones(2 * LAYERS, LENGTH, GROUPS, DIM)),
+    ],
+    ids=["close", "fork", "begin", "restore"],
+)
+def test_what_fails_in_the_middle_changes_no_sequence(work: Callable[[SequenceCache], None], kind: str) -> None:
+    """Wherever it does; done again, it gives what it would have given at once."""
+
+    def made() -> SequenceCache:
+        cache = CACHES[kind](6)
+        torch.manual_seed(0)
+        for seq_id in (0, 1):
+            cache.restore(seq_id, torch.randn(2 * LAYERS, 9 + seq_id, GROUPS, DIM))
+        for seq_id in (2, 3, 4):
+            cache.open(seq_id)
+        cache.fork(0, [2], 8)
+        cache.truncate(2, 3)
+        return cache
+
+    whole = made()
+    work(whole)
+    for at in range(1, 200):
+        cache = made()
+        before, free = beginnings(cache), cache.num_free
+        try:
+            with Failing(at):
+                work(cache)
+        except MemoryError:
+            assert cache.num_free == free and cache.seq_ids == list(before)
+            assert all(torch.equal(kept, before[i]) for i, kept in beginnings(cache).items() if i in whole)
+            work(cache)
+        else:
+            break
+        assert beginnings(cache).keys() == beginnings(whole).keys()
+        assert all(torch.equal(kept, cache.stored(i)) for i, kept in beginnings(whole).items())
+        if isinstance(cache, PagedKVCache) and isinstance(whole, PagedKVCache):
+            assert cache.num_free_blocks == whole.num_free_blocks
+    assert at < 199
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 2, 1]])

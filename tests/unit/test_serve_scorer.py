@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -154,6 +155,20 @@ def test_a_sequence_of_which_a_part_was_read_when_memory_ran_out_is_read_again(t
             stream.close()
     assert len(failures) == 1 and "can't allocate memory" in failures[0]
     assert calls[1][0].score == calls[0][0].score
+
+
+def test_a_slot_that_could_not_be_given_up_is_given_up_later(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", "scalar")
+    config = ServeScorerConfig(reward={"checkpoint": tmp_path}, sequences=1, max_tokens=64, runtime={"device": "cpu"})
+    with open_stream_scorer(config) as scorer:
+        whole = Piece(**piece(final=True))
+        with (
+            mock.patch.object(scorer.cache, "close", side_effect=MemoryError),
+            pytest.raises(MemoryError),
+        ):
+            scorer.extend("s", [whole])
+        first, other = scorer.extend("s", [whole]), scorer.extend("s", [Piece(**piece(2, final=True))])
+    assert first[0].score == other[0].score
 
 
 def test_a_service_that_cannot_be_had_ends_the_run_with_a_reason() -> None:

@@ -182,6 +182,35 @@ def test_whoever_has_waited_for_longest_makes_room_and_each_peer_for_its_own() -
         assert three[0].recv(4096).startswith(b"HTTP/1.1 401"), "who has kept its place may still send the rest"
 
 
+def test_those_that_have_been_answered_make_room_before_one_whose_headers_are_on_their_way() -> None:
+    """Each answer makes its connection the latest to wait, however many of them were there before."""
+    with served(TOKEN, waiting=8, waiting_of_peer=4, header_s=60.0) as address, ExitStack() as stack:
+        honest = stack.enter_context(connect(address, HALF))
+        for _ in range(8):
+            other = stack.enter_context(connect(address, HEALTH + b"\r\n"))
+            assert other.recv(4096).startswith(b"HTTP/1.1 200")
+        time.sleep(0.1)
+        assert is_open(honest)
+        honest.sendall(b"\r\n")
+        assert honest.recv(4096).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize("token", [TOKEN, None])
+@pytest.mark.parametrize("sent", [b"", b"2\r\n{}\r\n"], ids=["at once", "behind a part"])
+def test_a_body_that_breaks_the_protocol_ends_its_connection_alone(
+    sent: bytes, token: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By one line in the log, for whoever has no token may send many of them."""
+    chunked = HALF + b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    with served(token) as address:
+        with connect(address, chunked + sent) as connection:
+            connection.sendall(b"no size of a chunk\r\n")
+            assert until_closed(connection).startswith((b"HTTP/1.1 400", b"HTTP/1.1 401"))
+        assert ask(address, token) == 200
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) <= 1 and all("Invalid HTTP request received" in line for line in told), told
+
+
 def test_bodies_that_do_not_come_take_no_place_from_others() -> None:
     """Refused at once without the token; where there is none to give, until their time is up."""
     requests = RequestLimits(max_waiting=2, read_s=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 from oppo_megatron.rewards.streaming import ScorerStream
 
@@ -12,11 +13,16 @@ class Feed:
 
     An error waits here until scores are taken, where all ranks learn of it (`StreamedRewards`): a rank that raised it in the
     middle of a generation would leave the others of its model waiting there.
+
+    What counts is how a row was offered last: one that has ended while it was drawn, and is something else in the end, because
+    the model's own `infer` has chosen or cut it, gets another name.
     """
 
     def __init__(self, stream: ScorerStream | None):
         self._stream = stream
         self._failure: Exception | None = None
+        self._names: dict[int, int] = {}  # of rows in the stream, where they are not the rows' own
+        self._others = count(-1, -1)
 
     @property
     def is_open(self) -> bool:
@@ -28,7 +34,10 @@ class Feed:
         if self._stream is None or self._failure is not None:
             return
         try:
-            self._stream.offer(key, tokens, final)
+            if not self._stream.offer(self._name(key), tokens, final):
+                self._stream.forget([self._name(key)])
+                self._names[key] = next(self._others)
+                self._stream.offer(self._name(key), tokens, final)
         except Exception as error:
             self._failure = error
 
@@ -37,7 +46,7 @@ class Feed:
         if self._stream is None or self._failure is not None:
             return [0.0] * len(keys)
         try:
-            return [self._stream.result(key) for key in keys]
+            return [self._stream.result(self._names.pop(key, key)) for key in keys]
         except Exception as error:
             self._failure = error
             return [0.0] * len(keys)
@@ -45,7 +54,10 @@ class Feed:
     def forget(self, keys: Sequence[int]) -> None:
         """Rows that nobody will ask for."""
         if self._stream is not None:
-            self._stream.forget(keys)
+            self._stream.forget([self._names.pop(key, key) for key in keys])
+
+    def _name(self, key: int) -> int:
+        return self._names.get(key, key)
 
     def give_failure(self) -> Exception | None:
         """What has gone wrong, once."""

@@ -71,7 +71,7 @@ class PooledActor:
         """The model's own, whatever generates there."""
         started = time.monotonic()
         keys = [] if self._feed is None else self.pool.new_keys(len(batch["length"]))
-        with self._shown(keys, batch["length"]):
+        with self._shown(keys, batch):
             rollout: dict[str, Tensor] = self._model.infer(batch)
         if self.measured:
             tokens_bS, prompts_b = rollout["response_tokens"], rollout["prompt_lengths"]
@@ -85,18 +85,18 @@ class PooledActor:
             rollout[KEY] = torch.tensor(keys, device=rollout["response_tokens"].device)
         return rollout
 
-    def _shown(self, keys: Sequence[int], prompts_b: Tensor) -> AbstractContextManager[None]:
+    def _shown(self, keys: Sequence[int], batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """In which the feed is offered what the model's own `infer` draws, where it generates position by position."""
         if self._feed is None or not self._feed.is_open:
             return nullcontext()
-        prompts = prompts_b.tolist()
+        prompts = batch["length"].tolist()
         offer = self._offers(keys, [self._decoder.limit(length) for length in prompts], prompts)
 
         def watch(tokens_bS: Tensor, ends_b: Tensor) -> bool:
             offer(tokens_bS, ends_b)
             return False
 
-        return watched(self._model, prompts_b.to(torch.cuda.current_device()), watch)
+        return watched(self._model, (batch["text"], batch["length"]), watch)
 
     @torch.no_grad()
     def _infer_pooled(self, count: int) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.utils.batch_iterators import DefaultBatchIterator
 from omegaconf import DictConfig
 
@@ -41,6 +42,17 @@ def shared(batch_iterator_cls: Any) -> list[str]:
         f"the batch iterator is {getattr(made, '__name__', made)}, but deferral counts what each replica has drawn by "
         "itself; set trainer.ppo.batch_iterator.use_flask to false, or oppo.delta.max to 0"
     ]
+
+
+def bypassed(model: Any) -> str | None:
+    """What to know of a model whose own `infer` does not generate in steps that defer; None for NeMo-Aligner's `infer`."""
+    if getattr(model.infer, "__func__", None) is MegatronGPTActorModel.infer:
+        return None
+    return (
+        f"{type(model).__name__}.infer is not NeMo-Aligner's: steps that defer rollouts do not call it, but generate by the "
+        "model's `generate`; where another back end, or another choice of answers, is in it, set trainer.ppo.oppo.delta.max "
+        "to 0"
+    )
 
 
 def require_fit(settings: AlignerConfig, uncut: Sequence[str], shared: Sequence[str], dirpath: str | None) -> None:

@@ -31,7 +31,7 @@ from oppo_megatron.integrations.nemo_aligner.feed import Feed
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, room, share_of
 from oppo_megatron.integrations.nemo_aligner.pooled_actor import Effort, PoolBatches, PooledActor, fill
 from oppo_megatron.integrations.nemo_aligner.rewarding import StreamedRewards
-from oppo_megatron.integrations.nemo_aligner.settings import read_block, require_fit, shared, uncut
+from oppo_megatron.integrations.nemo_aligner.settings import bypassed, read_block, require_fit, shared, uncut
 from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_beside
 from oppo_megatron.records import StepSignals
 from oppo_megatron.rewards.streaming import ScorerStream, build_stream
@@ -83,7 +83,7 @@ class PPOTrainer(ppo.PPOTrainer):
             run_timer=run_timer,
         )
         self._batch = train_dataloader_builder(consumed_samples=0).batch_sampler.global_batch_size
-        _require_delta(self._settings.delta.max, self._batch)
+        _require_delta(self._settings.delta.max, self._batch, model)
 
     @property
     def pool(self) -> Pool:
@@ -211,7 +211,7 @@ class PPOTrainer(ppo.PPOTrainer):
     def _restored_from(self) -> Path | None:
         """The folder of the checkpoint that the model was restored from, as Lightning's trainer has it."""
         path = getattr(getattr(self.model, "trainer", None), "ckpt_path", None)
-        return self._checkpoints() if path is None else Path(uninject_model_parallel_rank(path)).parent
+        return self._checkpoints() if path is None else Path(uninject_model_parallel_rank(path)).resolve().parent
 
     def _sidecar(self, checkpoints: Path) -> Sidecar:
         return Sidecar(
@@ -224,8 +224,11 @@ class PPOTrainer(ppo.PPOTrainer):
         )
 
 
-def _require_delta(most: int, batch: int) -> None:
-    """Raises ConfigError for a delta that is too large; tells of one of which not every replica can have a part."""
+def _require_delta(most: int, batch: int, model: Any) -> None:
+    """Raises ConfigError for a delta that is too large; tells of one of which not every replica can have a part.
+
+    And of one for which the model's own `infer` is left out.
+    """
     if most > batch:
         raise ConfigError(
             f"trainer.ppo.oppo.delta.max {most} is more than the batch of {batch} rollouts (num_rollout_samples); lower it"
@@ -236,6 +239,8 @@ def _require_delta(most: int, batch: int) -> None:
             f"trainer.ppo.oppo.delta.max is {most}, over {replicas} data-parallel replicas: those without a part of it decode "
             f"every answer to its end, and the others wait for them; set it to {replicas} or more"
         )
+    if most > 0 and (told := bypassed(model)) is not None:
+        logging.warning(told)
 
 
 def _open_stream(settings: StreamConfig) -> ScorerStream | None:

@@ -53,19 +53,37 @@ class WatchedStrategy:
 
 
 @contextmanager
-def watched(model: Any, context_lengths_b: Tensor, watch: Watch) -> Iterator[None]:
-    """While this lasts, `watch` sees what the model's own `infer` generates, if it generates by the model's `generate`."""
-    generate = model.generate
+def watched(model: Any, inputs: tuple[Tensor, Tensor], watch: Watch) -> Iterator[None]:
+    """While this lasts, `watch` sees what the model's own `infer` generates, if it does so by the model's `generate`.
+
+    `inputs` are texts [b, S] and their lengths [b].  A call that is given others, as by an `infer` that sorts or divides its
+    rows, is left alone.
+    """
+    generate, own = model.generate, vars(model).get("generate")
 
     def shown(*args: Any, **kwargs: Any) -> Any:
-        strategy = kwargs.pop("strategy")
-        return generate(*args, strategy=WatchedStrategy(strategy, context_lengths_b, watch), **kwargs)
+        strategy: Any = kwargs.get("strategy")
+        given: Any = kwargs.get("inputs", args[0] if args else None)
+        if strategy is not None and _alike(given, inputs):
+            kwargs["strategy"] = WatchedStrategy(strategy, given[1], watch)
+        return generate(*args, **kwargs)
 
     model.generate = shown
     try:
         yield
     finally:
-        del model.generate
+        if own is None:
+            del model.generate
+        else:
+            model.generate = own
+
+
+def _alike(given: Any, inputs: tuple[Tensor, Tensor]) -> bool:
+    """Whether `given` are these texts and lengths, on whatever device."""
+    if not isinstance(given, tuple | list) or len(given) != len(inputs):
+        return False
+    pairs = zip(given, inputs, strict=True)
+    return all(isinstance(one, Tensor) and torch.equal(one, other.to(one.device)) for one, other in pairs)
 
 
 @dataclass(frozen=True)

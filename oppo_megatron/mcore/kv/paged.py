@@ -80,21 +80,17 @@ class PagedKVCache(SequenceCache):
     def _share(self, source: int, targets: list[int], length: int) -> None:
         whole, rest = divmod(length, self.block_tokens)
         blocks = self._tables[source][:whole]
-        for target in targets:
-            self._tables[target] = list(blocks)
+        copies = self._copies(self._tables[source][whole], len(targets), rest) if rest else []
+        for place, target in enumerate(targets):
+            self._tables[target] = [*blocks, *copies[place : place + 1]]
         for block in blocks:
             self._users[block] += len(targets)
-        if rest:
-            copies = [self._take() for _ in targets]
-            for target, block in zip(targets, copies, strict=True):
-                self._tables[target].append(block)
-            self._copy(self._tables[source][whole], copies, rest)
 
     def _extend(self, slot: int, length: int) -> None:
         table, (whole, rest) = self._tables[slot], divmod(self._lengths[slot], self.block_tokens)
         if rest and self._users[table[whole]] > 1:  # rolled back into a block that others have, too
-            shared, table[whole] = table[whole], self._take()
-            self._copy(shared, [table[whole]], rest)
+            shared = table[whole]
+            (table[whole],) = self._copies(shared, 1, rest)
             self._give(shared)
         while len(table) * self.block_tokens < length:
             table.append(self._take())
@@ -114,11 +110,18 @@ class PagedKVCache(SequenceCache):
         if not self._users[block]:
             self._free.append(block)
 
-    def _copy(self, block: int, copies: list[int], length: int) -> None:
-        """The first `length` positions of a block to others."""
-        block_S = on_device(copies, self.device)
-        for pool in (*self.k, *self.v):
-            pool[block_S, :length] = pool[block, :length].clone()
+    def _copies(self, block: int, count: int, length: int) -> list[int]:
+        """Blocks that begin with the first `length` positions of one.  Where it fails, none is taken."""
+        copies = [self._take() for _ in range(count)]
+        try:
+            block_S = on_device(copies, self.device)
+            for pool in (*self.k, *self.v):
+                pool[block_S, :length] = pool[block, :length].clone()
+        except BaseException:
+            for copy in copies:
+                self._give(copy)
+            raise
+        return copies
 
     def _read(self, slot: int, length: int) -> Tensor:
         table_W = on_device(self._tables[slot], self.device)

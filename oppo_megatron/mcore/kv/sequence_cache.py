@@ -66,13 +66,14 @@ class SequenceCache(ABC):
 
     def close(self, seq_id: int) -> None:
         """Free the sequence's slot; the sequence in the last one moves into the gap."""
-        slot, last = self._slots.pop(seq_id), len(self._ids) - 1
+        slot, last = self._slots[seq_id], len(self._ids) - 1
         self._shorten(slot, 0)
+        if slot != last:  # before the books change: where it fails, the last one is still in its own slot
+            self._move(last, slot, self._lengths[last])
+        del self._slots[seq_id]
         mover, length = self._ids.pop(), self._lengths.pop()
-        if slot == last:
-            return
-        self._move(last, slot, length)
-        self._slots[mover], self._ids[slot], self._lengths[slot] = slot, mover, length
+        if slot != last:
+            self._slots[mover], self._ids[slot], self._lengths[slot] = slot, mover, length
 
     def exchange(self, one: int, other: int) -> None:
         """Two sequences change slots: so those that go on can be kept side by side, and the other keeps what it has."""
