@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.cluster.hosts import RankHost, describe_hosts, format_ranks
-from oppo_megatron.cluster.rendezvous import Meeting, MeetingPoint, meet, within
+from oppo_megatron.cluster.rendezvous import Meeting, MeetingPoint, _Arrival, meet, within
 from oppo_megatron.errors import WorldError
 from oppo_megatron.layout.placements import parse_ranks
 
@@ -112,6 +112,20 @@ def test_missing_ranks_are_named_by_every_rank_that_came(failing: dict[str, Fail
     for fault in case.told:
         assert "waited 3 s" in fault and f"127.0.0.1:{case.port}" in fault
         assert "2 of 5 ranks came: ranks 1-2,4 missing" in fault and "runtime.timeout_s" in fault
+
+
+def test_one_rank_alone_looks_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes an operation of the store for each rank; if all that wait did so, the store would answer long after the
+    deadline."""
+    store = dist.HashStore()
+    store.add("settled", 1)  # another one looks already
+    point = MeetingPoint.from_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, 1, 5)
+    monkeypatch.setattr(_Arrival, "_absence", lambda *_: pytest.fail("looks, too"))
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(_Arrival(host(1), point, timeout_s=0.0)._outcome, store)
+        time.sleep(0.3)
+        store.set("outcome", "rank 3 missing")
+        assert told.result(timeout=SLACK_S) == "rank 3 missing"
 
 
 def test_without_rank_0_nobody_opens_the_meeting_point(failing: dict[str, Failing]) -> None:

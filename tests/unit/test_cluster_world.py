@@ -42,8 +42,16 @@ def test_without_ranks_in_the_environment_the_world_is_one_process() -> None:
         values = torch.tensor([1.5, -2.0])
         assert share(values, 2, 0, world.device).tolist() == [1.5, -2.0]
         assert not torch.backends.cuda.cudnn_sdp_enabled(), "it makes a plan for each shape"
-    assert not dist.is_initialized() and torch.get_num_threads() == before
+        assert os.environ[CONNECT_LATE] == "1", "or gloo connects all pairs of each group that is made"
+    assert not dist.is_initialized() and torch.get_num_threads() == before and CONNECT_LATE not in os.environ
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_users_own_choice_of_when_to_connect_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONNECT_LATE, "0")
+    with open_world(RuntimeConfig(device="cpu"), {}):
+        assert os.environ[CONNECT_LATE] == "0"
+    assert os.environ[CONNECT_LATE] == "0"
 
 
 def test_a_world_of_one_is_left_also_by_a_run_that_failed() -> None:
@@ -97,7 +105,8 @@ class FakeDevices:
             lambda me, *_: Meeting(dist.HashStore(), hosts=(me, *others), local_address=None),
         )
 
-    def _init(self, backend: str, *, timeout: timedelta, **_: Any) -> None:
+    def _init(self, backend: str, *, timeout: timedelta, **others: Any) -> None:
+        assert "device_id" not in others, "with it torch has all ranks split the world's communicator at each new group"
         self.done.append((backend, timeout))
 
 
