@@ -59,8 +59,12 @@ RECKONED = {
     "of all ranks ": "old_all_operations",
 }  # fmt: skip
 """Of the rank that has most of each: when all groups are connected; when they are made; where all pairs connect at once."""
-SERVED = {"operations a second": "rate", "hours before": "old_hours", "minutes now": "minutes"}
-"""Of one store; and how long it serves all operations of the largest run, by that."""
+SERVED = {
+    "mode": "mode", "ranks": "ranks", "operations a second": "rate", "at once: minutes": "old_minutes", "now": "minutes",
+    "now, with NCCL": "nccl_minutes",
+}  # fmt: skip
+"""How long one store serves the operations of all ranks, by its rate; with NCCL gloo connects only the world's group at first."""
+KINDS = {"old_minutes": "old_all", "minutes": "all", "nccl_minutes": "nccl"}
 CLIENTS, ASKED_S = 4, 2.0
 SETTLE_S = 0.2
 OPERATIONS = (
@@ -240,12 +244,15 @@ def reckoned(late: Line, at_once: Line, ranks: Sequence[int]) -> Iterator[dict[s
                 **{f"made_{kind}": round(max(values)) for kind, values in made.items()},
                 **{f"old_{kind}": round(max(values)) for kind, values in before.items()},
                 "all_operations": round(sum(connected["operations"])),
+                "nccl_operations": round(
+                    sum(made["operations"]) + number * (late("operations", peers(number)) - late("operations", 0))
+                ),
                 "old_all_operations": round(sum(before["operations"])),
             }  # fmt: skip
 
 
 def _groups_by_rank(config: TrainConfig) -> list[list[tuple[int, int]]]:
-    """By rank (ranks, peers) of each group that it belongs to, the world's among them; in a link's group a peer is an end of one."""
+    """By rank (ranks, peers) of each of its groups, the world's among them; peers in a link's group are ends of its links."""
     placements, own = role_placements(config), defaultdict[int, list[tuple[int, int]]](list)
     ends = {GroupName(lane.label, lane.ranks): lane.links for lane in lanes_of(Site(placements))}
     everyone = GroupName("world", tuple(range(world_size(config))))
@@ -284,12 +291,12 @@ def main() -> None:
     lines = line(late, lambda row: peers(row["ranks"])), line(at_once, lambda row: row["ranks"])
     runs, rate = list(reckoned(*lines, args.runs)), served()
     print("\n" + format_table(RECKONED, runs))
-    most = {
-        "rate": rate,
-        "old_hours": runs[-1]["old_all_operations"] / rate / 3600,
-        "minutes": runs[-1]["all_operations"] / rate / 60,
-    }
-    print("\n" + format_table(SERVED, [most]))
+    print("\n" + format_table(SERVED, [_served(row, rate) for row in runs]))
+
+
+def _served(row: dict[str, Any], rate: float) -> dict[str, Any]:
+    minutes = {name: row[f"{kind}_operations"] / rate / 60 for name, kind in KINDS.items()}
+    return {"mode": row["mode"], "ranks": row["ranks"], "rate": rate, **minutes}
 
 
 if __name__ == "__main__":
