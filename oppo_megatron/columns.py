@@ -98,8 +98,8 @@ class Table:
     """
 
     def __init__(self) -> None:
-        self.num_dropped = 0
-        self._by_id: Ints | None = None  # rows in the order of their sequence ids
+        self.num_dropped = self._first = 0
+        self._by_id: Ints | None = None  # rows by sequence id, from the first id on; -1 of one that is not there
         self._size = 0
         self._room = _empty(64)
         self._finish = np.zeros(64, dtype=np.int64)
@@ -114,10 +114,17 @@ class Table:
         """Meaningless where a rollout has not finished."""
         return self._finish[: self._size]
 
-    def view(self, rows: Ints) -> Callable[[], Columns | None]:
+    def view(self, rows: Ints | slice) -> Callable[[], Columns | None]:
         """What gives the columns at `rows` as they are when it is called; None once rows were dropped."""
         since = self.num_dropped
-        return lambda: self.columns.at(rows) if since == self.num_dropped else None
+
+        def columns() -> Columns | None:
+            if since != self.num_dropped:
+                return None
+            found = self.columns.at(rows)
+            return Columns(*(column.copy() for column in found)) if isinstance(rows, slice) else found
+
+        return columns
 
     def rows(self, seq_ids: Ints) -> Ints:
         """Where the sequences stand; -1 of one that is not there."""
@@ -125,9 +132,10 @@ class Table:
             return np.full(len(seq_ids), -1, dtype=np.int64)
         known = self.columns.seq_ids
         if self._by_id is None:
-            self._by_id = np.argsort(known)
-        found = self._by_id[np.minimum(np.searchsorted(known, seq_ids, sorter=self._by_id), self._size - 1)]
-        return np.where(known[found] == seq_ids, found, -1)
+            self._first = int(known.min())
+            self._by_id = np.full(int(known.max()) - self._first + 2, -1, dtype=np.int64)  # the last is of all ids beyond
+            self._by_id[known - self._first] = np.arange(self._size)
+        return self._by_id[np.clip(seq_ids - self._first, -1, len(self._by_id) - 1)]
 
     def begin(self, rollouts: Sequence[Rollout]) -> None:
         """New rows, of rollouts without any response yet."""

@@ -86,13 +86,14 @@ class Rollout:
         deferrals: int = 0,
         finish_clock: int | None = None,
         finish_reason: FinishReason | None = None,
+        recorded: Sequence[ChunkRows] = (),
     ):
+        """`recorded` is followed from its end on (`follow`)."""
         self.prompt, self.admission, self.deferrals = prompt, admission, deferrals
         self.finish_clock, self.finish_reason = finish_clock, finish_reason
         self._tokens, self._logprobs = tokens, logprobs
         self._sampling_logprobs, self._versions = sampling_logprobs, versions
-        self._recorded: Sequence[ChunkRows] = ()  # from `_position` on they are not in the lists yet
-        self._position = 0
+        self._recorded, self._position = recorded, len(recorded)  # from there on they are not in the lists yet
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rollout) and (self.prompt, self._facts()) == (other.prompt, other._facts())

@@ -41,8 +41,9 @@ from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Site
 
 VARIANTS: dict[str, tuple[int | None, KVLayout]] = {

@@ -12,6 +12,7 @@ never a wrong score.
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class ChunkBooks:
 
     def open(self, seq_id: int, prompt: Sequence[int], response: Sequence[int] = ()) -> None:
         """The sequence is admitted, in a resumed run with what it had of its response; chunks of it may follow."""
-        checksum = zlib.crc32(np.asarray([*prompt, *response], dtype=np.int64).tobytes())
+        checksum = zlib.crc32(struct.pack(f"={len(prompt) + len(response)}q", *prompt, *response))
         self.ledgers[seq_id] = Ledger(len(response), checksum)
 
     def close(self, seq_id: int) -> None:

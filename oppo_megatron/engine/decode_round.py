@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -50,7 +51,7 @@ class DecodeRound:
         self.rows = [g.row for g in self.growing.values()]
 
     @property
-    def prefill(self) -> list[Batch]:
+    def prefill(self) -> Sequence[Batch]:
         """Prompts, or stale sequences, by micro-batch."""
         return self.work.prefill
 

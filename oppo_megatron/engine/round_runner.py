@@ -29,8 +29,8 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.checking.transport import transport_of
+from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import ReplicaWork
-from oppo_megatron.schedule.planning.books import ActorBook
 from oppo_megatron.schedule.planning.merge import StopSignal
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.rounds import Batch, Site

@@ -80,7 +80,6 @@ class RolloutBuffer:
         self._ages: Ints = np.zeros(0, dtype=np.int64)  # deferrals of each group of the table
         self._table = Table()  # in the order of admission
         self._recorded: list[ChunkRows] = []  # since the first of them was admitted; the rollouts follow it
-        self._running: frozenset[int] | None = None  # the unfinished ones, for all that ask before they change
         self._num_admitted = 0
         self._clock = 0
         self._closed = False
@@ -132,7 +131,7 @@ class RolloutBuffer:
     @property
     def rollouts(self) -> Held:
         """Everything held, in the order of admission."""
-        return Held(self._rollouts.values(), self._rollouts, self._table.view(np.arange(len(self))))
+        return Held(self._rollouts.values(), self._rollouts, self._table.view(slice(len(self))))
 
     @property
     def active(self) -> Held:
@@ -165,20 +164,18 @@ class RolloutBuffer:
 
     def admit(self, prompts: Iterable[Prompt]) -> list[Rollout]:
         """Hold a new rollout for each prompt, of whole groups.  Admission numbers count on over the run."""
-        prompts = list(prompts)
-        assert len(prompts) <= self.room, f"{len(prompts)} prompts admitted into room for {self.room}"
-        assert not (self._closed and prompts), "prompts admitted after the end of the prompts"
-        admitted = []
-        for prompt in prompts:
-            assert prompt.seq_id not in self._rollouts, f"sequence {prompt.seq_id} is already in the buffer"
-            rollout = Rollout(prompt, self._num_admitted)
-            rollout.follow(self._recorded)
-            self._rollouts[prompt.seq_id] = self._unfinished[prompt.seq_id] = rollout
-            self._num_admitted += 1
-            admitted.append(rollout)
+        admitted = [Rollout(prompt, number, recorded=self._recorded) for number, prompt in enumerate(prompts, self._num_admitted)]
+        assert len(admitted) <= self.room, f"{len(admitted)} prompts admitted into room for {self.room}"
+        assert not (self._closed and admitted), "prompts admitted after the end of the prompts"
+        new = {rollout.prompt.seq_id: rollout for rollout in admitted}
+        assert len(new) == len(admitted), "two of the prompts have the same number"
+        known = new.keys() & self._rollouts.keys()
+        assert not known, f"sequence {min(known)} is already in the buffer"
+        self._rollouts |= new
+        self._unfinished |= new
+        self._num_admitted += len(new)
         self._table.begin(admitted)
         self._ages = np.concatenate([self._ages, np.zeros(len(admitted) // self.group_size, dtype=np.int64)])
-        self._running = None
         return admitted
 
     def set_delta(self, delta: int) -> None:
@@ -191,9 +188,7 @@ class RolloutBuffer:
         self._closed = True
 
     def readiness(self) -> Readiness:
-        """A fresh counter of what the next batch still waits for."""
-        if self._running is None:
-            self._running = frozenset(self._unfinished)
+        """A fresh counter of what the next batch still waits for, to be used before the buffer changes."""
         finished_G, size = self._finished_groups(), self.group_size
         waits = []
         for members_G, needed in due(self._ages, self.batch_size // size, self.max_staleness):
@@ -201,7 +196,7 @@ class RolloutBuffer:
                 rows = self._rows_of(np.flatnonzero(members_G & ~finished_G))
                 waits.append((self._table.columns.at(rows).seq_ids.tolist(), missing))
         kind = JudgedReadiness if self.filtered else Readiness
-        return kind(self.target // size, int(finished_G.sum()), self._running, waits, size)
+        return kind(self.target // size, int(finished_G.sum()), self._unfinished.keys(), waits, size)
 
     def keep(self, groups: Iterable[int]) -> None:
         """These groups, by number, have finished and may be trained."""
@@ -221,7 +216,6 @@ class RolloutBuffer:
         self._table.finish_clocks[places] = self._clock
         for rollout in cut:
             rollout.cut(lengths[rollout.seq_id], self._clock)
-        self._running = None
         return cut
 
     def pass_to(self, clock: int) -> None:
@@ -249,7 +243,7 @@ class RolloutBuffer:
         self._recorded.append(rows)
         self._table.columns.response_tokens[places] += rows.counts
         self._end(rows, places)
-        self._clock, self._running = chunk.clock, None
+        self._clock = chunk.clock
 
     def state_dict(self) -> dict[str, Any]:
         """All but the rollouts, in plain JSON types."""
@@ -267,7 +261,7 @@ class RolloutBuffer:
         for rollout in self._rollouts.values():
             rollout.follow(self._recorded)
         deferrals = [rollout.deferrals for rollout in self._rollouts.values()]
-        self._ages, self._running = np.array(deferrals[:: self.group_size], dtype=np.int64), None
+        self._ages = np.array(deferrals[:: self.group_size], dtype=np.int64)
         self._kept = None if self._kept is None else set()
 
     def take_batch(self) -> Held:
@@ -290,7 +284,7 @@ class RolloutBuffer:
         if self._kept is not None:
             self._kept -= {seq_id // self.group_size for seq_id in gone}
         self._table.keep(kept)
-        self._ages, self._running = self._ages[kept[:: self.group_size]], None
+        self._ages = self._ages[kept[:: self.group_size]]
         return Held(gone.values(), gone, lambda: columns)
 
     def _defer(self) -> None:
@@ -304,7 +298,8 @@ class RolloutBuffer:
 
     def _everything(self) -> Ints:
         """All sequences."""
-        return self._table.columns.at(np.arange(len(self))).seq_ids
+        seq_ids: Ints = self._table.columns.seq_ids.copy()
+        return seq_ids
 
     def _sure(self) -> Ints:
         """`sure` as rows of the table."""
@@ -323,10 +318,9 @@ class RolloutBuffer:
         self._table.columns.finished[places[ends]] = True
         self._table.finish_clocks[places[ends]] = rows.finish_clocks[ends]
         ended = map(self._unfinished.pop, rows.seq_ids[ends].tolist())
-        for rollout, clock, reason in zip(
-            ended, rows.finish_clocks[ends].tolist(), rows.reasons[ends].tolist(), strict=True
-        ):
-            rollout.finish_clock, rollout.finish_reason = clock, REASONS[reason]
+        reasons = map(REASONS.__getitem__, rows.reasons[ends].tolist())
+        for rollout, clock, reason in zip(ended, rows.finish_clocks[ends].tolist(), reasons, strict=True):
+            rollout.finish_clock, rollout.finish_reason = clock, reason
 
     def _foremost(self) -> Ints:
         """What of the next batch is settled, as rows of the table."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 
 class Readiness:
@@ -17,14 +17,14 @@ class Readiness:
         self,
         target: int,
         num_finished: int,
-        unfinished: Iterable[int],
+        unfinished: Set[int],
         waits: Iterable[tuple[Iterable[int], int]] = (),
         group_size: int = 1,
     ):
-        """Groups that the batch has, and that have finished; sequences that have not.  `waits`: of these sequences, so many
-        groups have to finish before the batch is ready."""
+        """Groups that the batch has, and that have finished; sequences that have not, which nobody changes meanwhile.
+        `waits`: of these sequences, so many groups have to finish before the batch is ready."""
         self._num_missing = target - num_finished
-        self._unfinished = frozenset(unfinished)
+        self._unfinished = unfinished
         self._ended: set[int] = set()
         self._waits = [(frozenset(sequences), number) for sequences, number in waits]
         self._group_size = group_size
@@ -41,9 +41,9 @@ class Readiness:
 
     def finish(self, *seq_ids: int) -> None:
         """Note that the sequences have their last tokens."""
-        ended_before = len(self._ended)
-        self._ended.update(seq_ids)
-        decoded = len(self._ended) == ended_before + len(seq_ids) and self._unfinished.issuperset(seq_ids)
+        ended = set(seq_ids)
+        decoded = len(ended) == len(seq_ids) and self._ended.isdisjoint(ended) and self._unfinished >= ended
+        self._ended |= ended
         assert decoded, f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
         if self._group_size == 1 and not self._waits:
             self._num_missing -= len(seq_ids)
@@ -64,8 +64,7 @@ class Readiness:
     def _was_last(self, seq_id: int) -> bool:
         """Whether its group has finished with it."""
         first = seq_id - seq_id % self._group_size
-        siblings = self._unfinished.intersection(range(first, first + self._group_size))
-        return siblings <= self._ended
+        return all(i in self._ended for i in range(first, first + self._group_size) if i in self._unfinished)
 
 
 class JudgedReadiness(Readiness):

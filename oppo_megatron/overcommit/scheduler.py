@@ -21,6 +21,7 @@ backfill or without.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, Protocol
 
 from oppo_megatron.cores import uncollected
@@ -177,8 +178,8 @@ class OvercommitScheduler:
     def _admit(self) -> list[Rollout]:
         admitted: list[Prompt] = []
         room = self._room
-        while self._next_prompt is not None and len(admitted) < room:
-            admitted.append(self._next_prompt)
+        if self._next_prompt is not None and room:
+            admitted = [self._next_prompt, *islice(self._prompts, room - 1)]
             self._next_prompt = next(self._prompts, None)
         rollouts = self.buffer.admit(admitted)
         self._num_consumed += len(rollouts)

@@ -36,33 +36,38 @@ def _first_fit(lengths: Ints, budget: int) -> tuple[Ints, Ints]:
     """Indices, longest first, and the bin of each of these."""
     assert budget >= 1, f"the token budget of a micro-batch must be at least 1, not {budget}"
     order = np.argsort(-lengths, kind="stable")  # ties by index
-    ordered, bins = lengths[order], np.empty_like(lengths)
-    edges = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
+    ordered = lengths[order]
+    edges = np.array([0, *(np.flatnonzero(np.diff(ordered)) + 1), len(ordered)]) if len(ordered) else np.zeros(1, dtype=np.int64)
     shortest, rooms = int(lengths.min(initial=budget)), list[int]()
     open_bins: list[int] = []  # those with room for anything
-    for begin, end in pairwise(edges if len(ordered) else ()):
-        length, full = int(ordered[begin]), False
+    filled, numbers = list[int](), list[int]()  # bins in the order of the items, and how many each gets
+    for length, count in zip(ordered[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True):
+        full = False
         # Items of one length fill a bin as far as they fit before the next bin gets any.
         for b in open_bins:
             room = rooms[b]
             if room < length:
                 continue
-            fitting = min(room // length if length else end - begin, end - begin)
-            bins[begin : begin + fitting] = b
+            fitting = min(room // length, count) if length else count
+            filled.append(b)
+            numbers.append(fitting)
             rooms[b] = room - fitting * length
             full = full or rooms[b] < shortest
-            begin += fitting
-            if begin == end:
+            count -= fitting
+            if not count:
                 break
-        each = max(1, budget // length if length else end - begin)
-        for start in range(begin, end, each):
-            bins[start : min(start + each, end)] = len(rooms)
-            open_bins.append(len(rooms))
-            rooms.append(budget - (min(start + each, end) - start) * length)
-            full = full or rooms[-1] < shortest
+        if count:
+            each = max(1, budget // length if length else count)
+            whole, rest = divmod(count, each)
+            new = [each] * whole + [rest] * (rest > 0)
+            filled += range(len(rooms), len(rooms) + len(new))
+            open_bins += range(len(rooms), len(rooms) + len(new))
+            numbers += new
+            rooms += [budget - number * length for number in new]
+            full = full or rooms[-len(new)] < shortest
         if full:
             open_bins = [b for b in open_bins if rooms[b] >= shortest]
-    return order, bins
+    return order, np.repeat(np.array(filled, dtype=np.int64), numbers)
 
 
 def _ends(bins: Ints) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -34,23 +35,12 @@ Batch = Sequence[Growth]
 
 
 class Growths(Sequence[Growth]):
-    """A micro-batch in columns, `table` [4, n] by the fields of `Growth`; a `Growth` is made when it is asked for.
+    """A micro-batch in columns, `table` [4, n] by the fields of `Growth`; a `Growth` is made when it is asked for."""
 
-    A plan has tens of thousands, and asks for sums and lengths.
-    """
+    __slots__ = ("table",)
 
-    __slots__ = ("_totals", "table")
-
-    def __init__(self, table: Ints, totals: Sequence[int] | None = None):
-        """`totals`: new tokens and output rows, where they are known."""
-        self.table, self._totals = table, totals
-
-    @property
-    def totals(self) -> Sequence[int]:
-        """New tokens and output rows."""
-        if self._totals is None:
-            self._totals = self.table[2:].sum(axis=1).tolist()
-        return self._totals
+    def __init__(self, table: Ints):
+        self.table = table
 
     @property
     def seq_ids(self) -> Ints:
@@ -76,12 +66,6 @@ class Growths(Sequence[Growth]):
     def of(cls, batch: Batch) -> Growths:
         """A micro-batch in columns is itself."""
         return batch if isinstance(batch, Growths) else cls(np.array(batch, dtype=np.int64).reshape(-1, 4).T)
-
-    @staticmethod
-    def sums(batches: Sequence[Batch]) -> tuple[Ints, Ints]:
-        """New tokens and output rows of each micro-batch."""
-        new, rows = np.array([Growths.of(batch).totals for batch in batches], dtype=np.int64).reshape(-1, 2).T
-        return new, rows
 
     def __len__(self) -> int:
         return int(self.table.shape[1])
@@ -112,6 +96,61 @@ class Growths(Sequence[Growth]):
     def at(self, positions: Ints | Sequence[int]) -> Growths:
         """Those at `positions`, in this order."""
         return Growths(self.table[:, positions])
+
+
+class Batches(Sequence[Batch]):
+    """Micro-batches one behind the other in one `table` [4, n]; `ends` says where each ends, with 0 before the first.
+
+    A plan has thousands and asks for sums and lengths, so a micro-batch is made when it is asked for.
+    """
+
+    __slots__ = ("ends", "table")
+
+    def __init__(self, table: Ints, ends: Sequence[int]):
+        self.table, self.ends = table, ends
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch]) -> Batches:
+        """Those in one table are themselves."""
+        if isinstance(batches, Batches):
+            return batches
+        tables = [np.zeros((4, 0), dtype=np.int64), *(Growths.of(batch).table for batch in batches)]
+        return cls(np.concatenate(tables, axis=1), [0, *accumulate(map(len, batches))])
+
+    @property
+    def sums(self) -> Ints:
+        """New tokens and output rows of each micro-batch, [2, batches]."""
+        before = np.zeros((2, self.table.shape[1] + 1), dtype=np.int64)
+        np.cumsum(self.table[2:], axis=1, out=before[:, 1:])
+        return np.diff(before[:, self.ends], axis=1)
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __iter__(self) -> Iterator[Growths]:
+        return (Growths(self.table[:, start:end]) for start, end in pairwise(self.ends))
+
+    @overload
+    def __getitem__(self, which: int) -> Growths: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> Sequence[Batch]: ...
+
+    def __getitem__(self, which: int | slice) -> Growths | Sequence[Batch]:
+        if isinstance(which, slice):
+            return list(self)[which]
+        place = range(len(self))[which]
+        return Growths(self.table[:, self.ends[place] : self.ends[place + 1]])
+
+    def __eq__(self, other: object) -> bool:
+        """To micro-batches in one table, in a list or in a tuple."""
+        return isinstance(other, Batches | list | tuple) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(list(self))
 
 
 class Fork(NamedTuple):
@@ -159,8 +198,8 @@ class Round:
 
     index: int
     steps: int
-    decode: tuple[tuple[Batch, ...], ...] = ()
-    prefill: Mapping[str, tuple[tuple[Batch, ...], ...]] = field(default_factory=dict)
+    decode: tuple[Sequence[Batch], ...] = ()
+    prefill: Mapping[str, tuple[Sequence[Batch], ...]] = field(default_factory=dict)
     forks: Mapping[str, tuple[tuple[Fork, ...], ...]] = field(default_factory=dict)
 
     @property

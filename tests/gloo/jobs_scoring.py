@@ -23,8 +23,9 @@ from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Site
 from tests.gloo.models import CPU, MAX_LENGTH, Whole, full_outputs, load, world_groups
 

@@ -23,8 +23,9 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Site
 from tests.support.ppo import SHAPE
 

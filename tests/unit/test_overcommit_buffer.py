@@ -162,7 +162,7 @@ def test_only_the_end_of_the_prompts_allows_a_smaller_batch() -> None:
 
 
 def test_readiness_counts_finishes_and_forced_rollouts() -> None:
-    readiness = Readiness(target=3, num_finished=1, unfinished=[4, 5, 6], waits=[([6], 1)])
+    readiness = Readiness(target=3, num_finished=1, unfinished={4, 5, 6}, waits=[([6], 1)])
     readiness.finish(4)
     assert not readiness.ready
     readiness.finish(5)

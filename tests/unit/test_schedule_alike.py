@@ -14,18 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.columns import Table
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.readiness import Readiness
 from oppo_megatron.overcommit.staleness import settled
-from oppo_megatron.records import Prompt
+from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.planning import planner as planner_module
+from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.alike import KEPT, Alike
 from oppo_megatron.schedule.planning.book import packed
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import NEARLY, RoundPlanner, median
 from oppo_megatron.schedule.planning.replicas import BLOCK, dealt
-from oppo_megatron.schedule.rounds import Growth, Growths, Site
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook
+from oppo_megatron.schedule.rounds import Batches, Growth, Growths, Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, nearly
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
 
@@ -170,7 +172,7 @@ def test_a_batch_is_not_ready_before_the_least_that_it_takes(data: st.DataObject
     order = data.draw(st.permutations(range(size * groups)))
     forced = data.draw(st.sets(st.integers(0, groups - 1)))
     waits = [([g * size + i for g in forced for i in range(size)], len(forced))] if forced else []
-    signal = Readiness(data.draw(st.integers(0, groups)), 0, order, waits, size)
+    signal = Readiness(data.draw(st.integers(0, groups)), 0, set(order), waits, size)
     least, ended = signal.least, 0
     while not signal.ready:
         signal.finish(order[ended])
@@ -186,9 +188,36 @@ def test_a_median_that_is_counted_is_that_of_the_sorted(numbers: list[int]) -> N
 @given(lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=20), budget=st.integers(1, 12))
 def test_micro_batches_know_what_their_growths_sum_to(lengths: list[tuple[int, int]], budget: int) -> None:
     growths = Growths.of([Growth(i, 0, new, rows) for i, (new, rows) in enumerate(lengths)])
-    batches = packed(growths, [], budget, Alike())
-    new, rows = Growths.sums(batches)
+    batches = packed(growths, np.arange(len(growths)), [], budget, Alike())
+    new, rows = batches.sums
     assert new.tolist() == [sum(g.new for g in batch) for batch in batches]
     assert rows.tolist() == [sum(g.rows for g in batch) for batch in batches]
     assert sorted(g for batch in batches for g in batch) == sorted(growths)
-    assert [list(each) for each in Growths.sums([tuple(batch) for batch in batches])] == [new.tolist(), rows.tolist()]
+    assert [list(each) for each in Batches.of([tuple(batch) for batch in batches]).sums] == [new.tolist(), rows.tolist()]
+
+
+@given(sizes=st.lists(st.integers(0, 3), max_size=6), place=st.integers(-8, 8))
+def test_micro_batches_in_one_table_are_those_in_a_list(sizes: list[int], place: int) -> None:
+    ids = iter(range(100))
+    plain = [tuple(Growth(next(ids), 5, 2, 1) for _ in range(size)) for size in sizes]
+    table = Batches.of(plain)
+    assert table == plain and tuple(table) == tuple(plain) and table[1:-1] == plain[1:-1]
+    assert len(table) == len(plain) and hash(table) == hash(tuple(plain)) and Batches.of(table) is table
+    assert table != [*plain, ()]
+    if -len(plain) <= place < len(plain):
+        assert table[place] == plain[place]
+    else:
+        with pytest.raises(IndexError):
+            table[place]
+
+
+@given(held=st.lists(st.integers(5, 40), unique=True), asked=st.lists(st.integers(0, 50)), data=st.data())
+def test_a_table_finds_sequences_by_number(held: list[int], asked: list[int], data: st.DataObject) -> None:
+    table = Table()
+    table.begin([Rollout(Prompt(seq_id, seq_id, "", (1,)), 0) for seq_id in held])
+    wanted = np.array(asked, dtype=np.int64)
+    assert table.rows(wanted).tolist() == [held.index(i) if i in held else -1 for i in asked]
+    kept = data.draw(st.lists(st.booleans(), min_size=len(held), max_size=len(held)))
+    table.keep(np.array(kept, dtype=np.bool_))
+    left = [seq_id for seq_id, stays in zip(held, kept, strict=True) if stays]
+    assert table.rows(wanted).tolist() == [left.index(i) if i in left else -1 for i in asked]

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import ReplicaWork
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.replicas import Replicas
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Growth
 
 ROLES = ("reward", "reference", "critic")
@@ -163,7 +164,7 @@ class Caches:
         if work.evict:
             assert len(cache) == self.slots and len(work.evict) <= sum(rollouts[i].finished for i in work.open)
         assert len(cache) <= self.slots
-        assert work.decode == []
+        assert not work.decode
         for batch in work.prefill:
             assert sum(g.new for g in batch) <= BUDGET or len(batch) == 1
             for growth in batch:
@@ -352,7 +353,8 @@ def test_the_actor_decodes_what_it_holds(replicas: int, slots: int, micro_batche
     for _ in range(10):
         life.arrive()
         active = [r for r in life.rollouts.values() if not r.finished]
-        steps, running = book.steps(active, chunk), book.running(active)
+        asked = book.active(active)
+        steps, running = book.steps(asked, chunk), book.running(asked)
         assert steps == min([chunk, max([limits[r.seq_id] - len(r.tokens) for r in active], default=0)])
         order = sorted(life.rollouts, key=lambda i: rng.random())
         works = book.plan(active, steps, micro_batches, BUDGET, lambda ids, o=order: sorted(ids, key=o.index))
@@ -476,5 +478,5 @@ def test_replicas_that_lost_sequences_get_the_next_ones() -> None:
     for going_on in (first[0], first[2]):
         going_on.tokens = [1, 2, 3]
     book.record(first)
-    assert book.running([first[0], first[2], rollout(4, 2), rollout(5, 2)]) == [2, 2]
+    assert book.running(book.active([first[0], first[2], rollout(4, 2), rollout(5, 2)])) == [2, 2]
     assert [book.replica(i) for i in (4, 5)] == [1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from oppo_megatron.schedule.checking.timeline import COMPUTE, simulate
 from oppo_megatron.schedule.rounds import Growth, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs, Linear
-from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut, even_portions, predict_s
+from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut, even_ends, predict_s
 from oppo_megatron.schedule.weaving.generators import woven
 
 STAGES = {"actor": 2, "critic": 3}
@@ -143,11 +144,11 @@ def test_what_is_joined_later_counts_more() -> None:
 
 
 @given(st.integers(0, 70), st.integers(1, 20))
-def test_even_portions(count: int, portions: int) -> None:
-    parts = even_portions(range(count), portions)
-    assert [i for part in parts for i in part] == list(range(count))
-    assert len(parts) == min(portions, count)
-    sizes = [len(part) for part in parts]
+def test_even_ends(count: int, portions: int) -> None:
+    ends = even_ends(count, portions)
+    assert ends[0] == 0 and ends[-1] == count
+    assert len(ends) - 1 == min(portions, count)
+    sizes = [end - start for start, end in pairwise(ends)]
     assert sizes == sorted(sizes, reverse=True)
     assert not sizes or sizes[0] - sizes[-1] <= 1 and sizes[-1] >= 1
 

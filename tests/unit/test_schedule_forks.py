@@ -14,9 +14,10 @@ from oppo_megatron.errors import ScheduleError
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.checking.caches import require_room
 from oppo_megatron.schedule.checking.checker import check
+from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import Grouping, ReplicaWork
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.replicas import Replicas
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Fork, Growth, KVBudget, Round
 from tests.support.schedules import build, make_site
 

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from oppo_megatron.schedule.rounds import Growth, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
-from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut, even_portions, predict_s
+from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut, even_ends, predict_s
 from oppo_megatron.schedule.weaving.generators import GENERATORS, intra, woven
 from tests.support.schedule_interpreter import harm
 from tests.support.schedules import ample_budgets
@@ -263,7 +264,7 @@ def measure(pp: int, costs: Costs, ratio: float, believed: Costs | None = None) 
 
 def make_round(cut: Cut, tokens: int) -> Round:
     """64 sequences to decode, and `tokens` in growths of a chunk for each scorer."""
-    decode = tuple(tuple(Growth(i, 100, STEPS) for i in part) for part in even_portions(range(64), cut.micro_batches))
+    decode = tuple(tuple(Growth(i, 100, STEPS) for i in range(*run)) for run in pairwise(even_ends(64, cut.micro_batches)))
     bins = pack_by_tokens([GRAIN] * (tokens // GRAIN), cut.prefill_tokens)
     growths = tuple(tuple(Growth(i, 50, GRAIN, GRAIN) for i in members) for members in bins)
     return Round(1, STEPS, (decode,), dict.fromkeys(SCORERS, (growths,)))

@@ -29,7 +29,7 @@ class Case:
     overrun: Sequence[int] = field(default_factory=list)
 
     def signal(self) -> Readiness:
-        return Readiness(self.needed, 0, self.lengths, [(self.forced, len(self.forced))] if self.forced else [])
+        return Readiness(self.needed, 0, self.lengths.keys(), [(self.forced, len(self.forced))] if self.forced else [])
 
 
 def row_of(case: Case, seq_id: int, num_tokens: int) -> ChunkRow:

@@ -21,9 +21,10 @@ from oppo_megatron.schedule.actions import Op, Schedule
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.plan import late_scorers, round_generator
 from oppo_megatron.schedule.planning import planner as planner_module
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.merge import merge_rows
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs, Linear

@@ -154,7 +154,7 @@ def test_sequences_that_end_together_count_as_one_after_the_other(data: st.DataO
     members = [g * size + i for g in forced for i in range(size)]
     target = data.draw(st.integers(0, groups + 1))
     waits = [(members, data.draw(st.integers(1, len(forced))))] if forced else []
-    together, apart = (Readiness(target, 0, order, waits, size) for _ in range(2))
+    together, apart = (Readiness(target, 0, set(order), waits, size) for _ in range(2))
     for start, end in pairwise(cuts):
         together.finish(*order[start:end])
         for seq_id in order[start:end]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from statistics import fmean
 from typing import Any, get_args
 
@@ -287,12 +287,13 @@ def test_scorers_hear_of_a_chunk_a_message_later(fidelity: Fidelity) -> None:
 
 @given(st.lists(st.integers(0, 4), max_size=40), st.integers(1, 5))
 def test_portions_are_those_of_a_plan(homes: Sequence[int], parts: int) -> None:
-    from oppo_megatron.schedule.weaving.cut import even_portions
+    from oppo_megatron.schedule.weaving.cut import even_ends
 
     found = portions(np.array(homes, dtype=np.int64), 5, parts)
     for replica in range(5):
         mine = [place for place, home in enumerate(homes) if home == replica]
-        assert [found[place] for place in mine] == [m for m, own in enumerate(even_portions(mine, parts)) for _ in own]
+        runs = pairwise(even_ends(len(mine), parts))
+        assert [found[place] for place in mine] == [m for m, (start, end) in enumerate(runs) for _ in range(start, end)]
 
 
 @given(
@@ -312,7 +313,7 @@ def test_micro_batches_are_those_of_a_plan(
         here = np.flatnonzero(homes == replica)
         growths = Growths(np.stack([here, 0 * here, tokens[here], tokens[here] // 2]))
         forks = [Fork(source=-1, target=seq_id, tokens=1) for seq_id in here[late[here] == 1].tolist()]
-        planned = packed(growths, forks, budget, Alike())
+        planned = packed(growths, np.arange(len(here)), forks, budget, Alike())
         own = [sums for sums in found[:, replica].T.tolist() if any(sums)]
         assert own == [[sum(each.new for each in batch), sum(each.rows for each in batch)] for batch in planned]
 

@@ -7,7 +7,7 @@ here from what most of each replica's ranks say; whoever says something else is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -50,11 +50,11 @@ def agree(plans: Mapping[int, OwnPlan], site: Site) -> tuple[Round, Schedule, li
 def _works(
     plans: Mapping[int, OwnPlan], site: Site, faults: dict[int, Fault]
 ) -> tuple[
-    tuple[tuple[Batch, ...], ...], dict[str, tuple[tuple[Batch, ...], ...]], dict[str, tuple[tuple[Fork, ...], ...]]
+    tuple[Sequence[Batch], ...], dict[str, tuple[Sequence[Batch], ...]], dict[str, tuple[tuple[Fork, ...], ...]]
 ]:
     """Decode, prefill and forks of every replica.  Ranks that disagree about one of theirs are added to `faults`."""
-    decode: list[tuple[Batch, ...]] = []
-    prefill: dict[str, tuple[tuple[Batch, ...], ...]] = {}
+    decode: list[Sequence[Batch]] = []
+    prefill: dict[str, tuple[Sequence[Batch], ...]] = {}
     forks: dict[str, tuple[tuple[Fork, ...], ...]] = {}
     for role, placement in site.placements.items():
         replicas, forked = [], []
@@ -77,7 +77,7 @@ def _works(
     return tuple(decode) if decodes else (), prefill, forks
 
 
-def _of(round_: Round, role: str, replica: int) -> tuple[tuple[Batch, ...], tuple[Batch, ...], tuple[Fork, ...]]:
+def _of(round_: Round, role: str, replica: int) -> tuple[Sequence[Batch], Sequence[Batch], tuple[Fork, ...]]:
     """Decode and prefill micro-batches of one replica, and what it forks."""
     prefill = round_.prefill.get(role, ())
     decode = round_.decode if role == "actor" else ()

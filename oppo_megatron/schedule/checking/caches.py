@@ -12,7 +12,7 @@ import numpy as np
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.errors import ScheduleError
-from oppo_megatron.schedule.rounds import Fork, Forks, Growths, KVBudget, Round
+from oppo_megatron.schedule.rounds import Batches, Fork, Forks, KVBudget, Round
 
 Budgets = Mapping[str, Sequence[KVBudget]]
 """What each replica of each role may cache; a role that is missing is not checked."""
@@ -37,20 +37,22 @@ def _of(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[st
     """The first thing that is wrong with one replica's cache."""
     cache, growths = f"the cache of {role} replica {replica}", _growths(round_, role, replica)
     seq_ids, past, new = growths
-    order = np.argsort(seq_ids, kind="stable")
-    ids, begins, ends = seq_ids[order], past[order], (past + new)[order]
-    again = ids[1:] == ids[:-1]  # some grow twice, each time from where the time before has left them
-    broken = np.flatnonzero(again & (begins[1:] != ends[:-1]))
-    if len(broken):
-        first = broken[np.argmin(order[broken + 1])]
-        yield f"{cache} holds {ends[first]} tokens of sequence {ids[first]}, which is to be continued at {begins[first + 1]}"
-        return
+    lengths = past + new
+    if len(seq_ids) and np.bincount(seq_ids - seq_ids.min()).max() > 1:
+        order = np.argsort(seq_ids, kind="stable")
+        ids, begins, ends = seq_ids[order], past[order], lengths[order]
+        again = ids[1:] == ids[:-1]  # some grow twice, each time from where the time before has left them
+        broken = np.flatnonzero(again & (begins[1:] != ends[:-1]))
+        if len(broken):
+            first = broken[np.argmin(order[broken + 1])]
+            yield f"{cache} holds {ends[first]} tokens of sequence {ids[first]}, which is to be continued at {begins[first + 1]}"
+            return
+        lengths = ends[np.append(~again, True)]
     if forks := round_.forks_of(role, replica):
         fault = _fork_fault(cache, growths.T.tolist(), forks)
         if fault is not None:
             yield fault
             return
-    lengths = ends[np.append(~again, True)] if len(ends) else ends
     longest = int(lengths.max(initial=0))
     if len(lengths) and budget.others + len(lengths) > budget.slots:
         yield f"{cache} has {budget.slots} slots, but {len(lengths)} sequences grow beside {budget.others} others"
@@ -93,9 +95,9 @@ def _told(fork: Fork, made: Mapping[int, int], cached: Mapping[int, int]) -> str
 
 def _growths(round_: Round, role: str, replica: int) -> Ints:
     """What a replica's micro-batches add, in their order: sequences, tokens cached before, new ones; [3, growths]."""
-    prefill, steps = round_.prefill.get(role, ()), round_.steps
-    tables = [Growths.of(batch).table[:3] for batch in (prefill[replica] if replica < len(prefill) else ())]
-    if role == "actor" and replica < len(round_.decode):
-        decode = [Growths.of(batch) for batch in round_.decode[replica]]
-        tables += [np.stack([batch.seq_ids, batch.past, np.minimum(batch.new, steps)]) for batch in decode]
-    return np.concatenate([np.zeros((3, 0), dtype=np.int64), *tables], axis=1)
+    prefill, decode = round_.prefill.get(role, ()), round_.decode if role == "actor" else ()
+    table = Batches.of(prefill[replica] if replica < len(prefill) else ()).table[:3]
+    if replica >= len(decode):
+        return table
+    seq_ids, past, new = Batches.of(decode[replica]).table[:3]
+    return np.concatenate([table, np.stack([seq_ids, past, np.minimum(new, round_.steps)])], axis=1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from oppo_megatron.schedule.packing import packed_in_order
 from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.ledger import ABSENT
 from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas, pairs_of
-from oppo_megatron.schedule.rounds import Batch, Fork, Growths
+from oppo_megatron.schedule.rounds import Batch, Batches, Fork, Growths
 
 CACHED, OPENED, OUTPUTS, LIMIT, WAITING, OUTLIVED = "cached", "opened", "outputs", "limit", "waiting", "outlived"
 """Columns: tokens cached (ABSENT: no slot), which opening gave the slot, outputs given, most response tokens, 1 where a
@@ -55,22 +54,22 @@ class ReplicaWork:
     evict: list[int] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     fork: list[Fork] = field(default_factory=list)
-    prefill: list[Batch] = field(default_factory=list)
-    decode: list[Batch] = field(default_factory=list)
+    prefill: Sequence[Batch] = ()
+    decode: Sequence[Batch] = ()
     done: list[int] = field(default_factory=list)
 
     @property
     def num_staying(self) -> int:
         """Sequences that grow in the round and keep their slots beyond it: each is decoded or, by a scorer, prefilled once."""
-        return sum(map(len, self.decode or self.prefill)) - len(self.done)
+        return Batches.of(self.decode or self.prefill).ends[-1] - len(self.done)
 
 
 class Book:
     """What the books of all roles have: `slots` of each replica's cache, and who has one; `most`: of a group (None: all).
 
     `prefilled` [3, replicas] counts what prefills were planned to compute: tokens, sequences (once a round) and outputs;
-    `forked_tokens` what forks have saved, on all replicas.  `grown` [4, n]: of each sequence of the plan made last its replica,
-    the tokens that are computed of it, its outputs, and 1 where it continues a fork of what the plan computes.
+    `forked_tokens` what forks have saved, on all replicas.  `grown`, four columns [n]: of each sequence of the plan made last its
+    replica, the tokens that are computed of it, its outputs, and whether it continues a fork of what the plan computes.
     """
 
     def __init__(
@@ -85,7 +84,8 @@ class Book:
         self.slots, self.groups, self.forked_tokens = slots, groups, 0
         self._alike = alike or Alike()
         self.prefilled = np.zeros((3, replicas), dtype=np.int64)
-        self.grown = np.zeros((4, 0), dtype=np.int64)
+        none = np.zeros(0, dtype=np.int64)
+        self.grown: tuple[Ints, Ints, Ints, Bools] = none, none, none, none > 0
         self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most, self._alike)
         self._ledger = self._replicas.ledger
         self._num_open = np.zeros(replicas, dtype=np.int64)
@@ -153,7 +153,7 @@ class Book:
 
     def _tally(self, homes: Ints, tokens: Ints, outputs: Ints, late: Bools) -> None:
         """Each sequence that is prefilled, at its replica; `late` are those behind what they fork."""
-        self.grown, replicas = np.stack([homes, tokens, outputs, late]), len(self)
+        self.grown, replicas = (homes, tokens, outputs, late), len(self)
         self.prefilled[0] += np.bincount(homes, tokens, replicas).astype(np.int64)
         self.prefilled[1] += np.bincount(homes, minlength=replicas)
         self.prefilled[2] += np.bincount(homes, outputs, replicas).astype(np.int64)
@@ -223,22 +223,18 @@ class Book:
         return list(map(Fork, *(column.tolist() for column in table)))
 
 
-def packed(growths: Growths, forks: Sequence[Fork], budget: int, alike: Alike) -> list[Batch]:
-    """Prefill micro-batches of at most `budget` tokens, each in the order of `growths`.
+def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int, alike: Alike) -> Batches:
+    """Those of `growths` at `which` in prefill micro-batches of at most `budget` tokens, each in the order of `which`.
 
     What continues a fork comes behind what computes its source.
     """
     waiting = [fork.target for fork in forks if fork.held < fork.tokens]
     if not waiting:
-        return _packed(growths, budget, alike)
-    late = np.isin(growths.seq_ids, waiting)
-    return [batch for part in (~late, late) for batch in _packed(growths.at(np.flatnonzero(part)), budget, alike)]
+        return _packed(growths, which, budget, alike)
+    late = np.isin(growths.seq_ids[which], waiting)
+    return Batches.of([batch for part in (~late, late) for batch in _packed(growths, which[part], budget, alike)])
 
 
-def _packed(growths: Growths, budget: int, alike: Alike) -> list[Batch]:
-    members, ends = alike.once(packed_in_order, growths.new, budget)
-    if not len(members):
-        return []
-    ordered = growths.table[:, members]
-    totals = np.add.reduceat(ordered[2:], ends[:-1], axis=1).T.tolist()
-    return [Growths(ordered[:, start:end], own) for (start, end), own in zip(pairwise(ends), totals, strict=True)]
+def _packed(growths: Growths, which: Ints, budget: int, alike: Alike) -> Batches:
+    members, ends = alike.once(packed_in_order, growths.new[which], budget)
+    return Batches(growths.table[:, which[members]], ends)

@@ -11,10 +11,11 @@ from oppo_megatron.layout.placements import RolePlacement, named_roles
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.plan import late_scorers
+from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.book import Grouping
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Costs
 

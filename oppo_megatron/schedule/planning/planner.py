@@ -21,8 +21,9 @@ from oppo_megatron.schedule.checking.checker import require_sound
 from oppo_megatron.schedule.checking.proof import require_provable
 from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
+from oppo_megatron.schedule.planning.actor_book import Active, ActorBook
 from oppo_megatron.schedule.planning.book import Book, ReplicaWork
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook, Unread
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook, Unread
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.components import component_of
@@ -74,8 +75,8 @@ class BookedRound:
         return Round(
             index,
             self.steps,
-            tuple(tuple(work.decode) for work in self.works.get("actor", [])),
-            {name: tuple(tuple(w.prefill) for w in replicas) for name, replicas in self.works.items()},
+            tuple(work.decode for work in self.works.get("actor", [])),
+            {name: tuple(w.prefill for w in replicas) for name, replicas in self.works.items()},
             {n: tuple(tuple(w.fork) for w in own) for n, own in self.works.items() if any(w.fork for w in own)},
         )
 
@@ -141,7 +142,7 @@ class RoundPlanner:
         readable: Ints | None = None,
     ) -> BookedRound:
         """The first half of `plan`: the books give the round's work, and count it as done; no order of it is made."""
-        active = columns_of(decode)
+        active = self.actor.active(decode)
         read = self._read(columns_of(score), readable, decodes=bool(decode))
         unread = {name: self.scorers[name].unread(columns) for name, columns in read.items()}
         steps = self.actor.steps(active, chunk)
@@ -205,7 +206,7 @@ class RoundPlanner:
             some = score.at(np.isin(score.seq_ids, readable))
         return {n: none if n in late else some if book.perishable else score for n, book in self.scorers.items()}
 
-    def _cut(self, decode: Columns, unread: Mapping[str, Unread], steps: int) -> Cut:
+    def _cut(self, decode: Active, unread: Mapping[str, Unread], steps: int) -> Cut:
         """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
         (micro_batches, asked), placement = self.weave, self.site.placements["actor"]
         tokens = None if asked == "auto" else min(asked, self.micro_batch_tokens)

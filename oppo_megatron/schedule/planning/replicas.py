@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
-from oppo_megatron.columns import Bools, Columns, Ints, columns_of
+from oppo_megatron.columns import Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger
@@ -50,9 +50,9 @@ class Replicas:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self.ledger
 
-    def place(self, held: Sequence[Rollout] | Columns, among: Bools | None = None) -> None:
-        """Give a replica to each of `held` that has none; `held` are all that the replicas have to do with now, or those of
-        them where `among` [n] says so.
+    def place(self, held: Sequence[Rollout] | Columns) -> Ints:
+        """Give a replica to each of `held` that has none; `held` are all that the replicas have to do with now.  Returns the
+        replica of each.
 
         One of a group that has a replica follows it.  Of the other groups the longest first (ties: the first of `held`), each
         to the replica that holds the fewest tokens, prompts and responses so far (ties: the fewest sequences, then the
@@ -62,11 +62,8 @@ class Replicas:
         columns = columns_of(held)
         rows = self.ledger.rows(columns.seq_ids)
         homes = self.ledger[REPLICA][rows]
-        homeless = homes == ABSENT
-        if not (homeless if among is None else homeless & among).any():
-            return
-        if among is not None:
-            columns, rows, homes = columns.at(among), rows[among], homes[among]
+        if not (homes == ABSENT).any():
+            return homes
         if self._group_size > 1:
             self._follow(columns.seq_ids, rows)
             homes = self.ledger[REPLICA][rows]
@@ -77,6 +74,7 @@ class Replicas:
         found = np.empty_like(order)
         found[order] = self._dealt(columns.at(known), homes[known], arrivals[:, order])
         self.ledger[REPLICA][rows[new]] = found if group is None else found[group]
+        return self.ledger[REPLICA][rows]
 
     def _arrivals(self, arrived: Columns) -> tuple[Ints | None, Ints]:
         """The group of each (None: each is one), and their tokens, sequences and unfinished ones, [3, groups], in the order in

@@ -58,12 +58,12 @@ class Component:
     def part(self, round: Round) -> Round:
         """What the component has to do of the round, on the model."""
 
-        def keep(role: str, replicas: tuple[tuple[T, ...], ...]) -> tuple[tuple[T, ...], ...]:
-            return tuple(replicas[d] if d < len(replicas) else () for d in self.replicas[role])
+        def keep(role: str, replicas: Sequence[T], none: T) -> tuple[T, ...]:
+            return tuple(replicas[d] if d < len(replicas) else none for d in self.replicas[role])
 
-        prefill = {role: keep(role, replicas) for role, replicas in round.prefill.items() if role in self.replicas}
-        forks = {role: keep(role, replicas) for role, replicas in round.forks.items() if role in self.replicas}
-        decode = keep("actor", round.decode) if "actor" in self.replicas else ()
+        prefill = {role: keep(role, replicas, ()) for role, replicas in round.prefill.items() if role in self.replicas}
+        forks = {role: keep(role, replicas, ()) for role, replicas in round.forks.items() if role in self.replicas}
+        decode = keep("actor", round.decode, ()) if "actor" in self.replicas else ()
         return replace(round, decode=decode, prefill=prefill, forks=forks)
 
     def own_list(self, model: Schedule, shape: Round) -> tuple[Action, ...]:

@@ -22,16 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from typing import NamedTuple, TypeVar
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
-
-T = TypeVar("T")
 
 Floats = npt.NDArray[np.float64]
 
@@ -97,12 +95,14 @@ def predict_s(work: Work, cut: Cut, costs: Costs) -> float:
     return float(_predicted(work, np.array([cut.prefill_tokens]), costs, laps)[0])
 
 
-def even_portions(items: Sequence[T], portions: int) -> list[list[T]]:
-    """`items` in order, in at most `portions` runs whose lengths differ by at most one; longer ones first, none empty."""
+def even_ends(count: int, portions: int) -> list[int]:
+    """Where each of at most `portions` runs of `count` items ends, with 0 before the first.
+
+    Their lengths differ by at most one; longer ones first, none empty.
+    """
     assert portions >= 1, f"items are cut into at least 1 portion, not {portions}"
-    short, longer = divmod(len(items), min(portions, len(items) or 1))
-    ends = [short * i + min(i, longer) for i in range(min(portions, len(items)) + 1)]
-    return [list(items[start:end]) for start, end in pairwise(ends)]
+    short, longer = divmod(count, min(portions, count or 1))
+    return [short * i + min(i, longer) for i in range(min(portions, count) + 1)]
 
 
 class _Laps(NamedTuple):

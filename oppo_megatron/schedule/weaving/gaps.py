@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from oppo_megatron.columns import Ints
 
-_FOREVER = 1 << 62
+FOREVER = 1 << 62
 
 
 def nanoseconds(seconds: float) -> int:
@@ -31,7 +31,7 @@ class Gaps:
     def __init__(self, ranks: Sequence[int], shortest: int = 1):
         self._shortest = max(1, shortest)
         self._starts: dict[int, list[int]] = {rank: [0] for rank in ranks}
-        self._ends: dict[int, list[int]] = {rank: [_FOREVER] for rank in ranks}
+        self._ends: dict[int, list[int]] = {rank: [FOREVER] for rank in ranks}
 
     def place(self, ranks: Sequence[int], ready: int, duration: int) -> int:
         """Occupy `ranks` for `duration` from the earliest time on, not before `ready`, at which all are free for so long."""
@@ -50,10 +50,10 @@ class Gaps:
         Those at the end that come behind all gaps, and are ready one after the other, follow each other: what one of them leaves
         free before it is too early for the next.  So nothing is searched for them.
         """
-        ends, last = [0] * (max(lines, default=0) + 1), self._last(ranks)
+        ends, last = [0] * (max(lines, default=0) + 1), self.last(ranks)
         behind = _behind(last, ready, durations)
         found = self._one_by_one(ranks, ready[:behind], durations[:behind], lines, ends) if behind else []
-        left = self._last(ranks)
+        left = self.last(ranks)
         if left > last and _behind(left, ready[behind:], durations[behind:]):  # a gap has been left meanwhile
             found += self._one_by_one(ranks, ready[behind:], durations[behind:], lines[behind:], ends)
         elif behind < len(lines):
@@ -64,7 +64,7 @@ class Gaps:
             found += starts.tolist()
         return np.array(found, dtype=np.int64)
 
-    def _last(self, ranks: Sequence[int]) -> int:
+    def last(self, ranks: Sequence[int]) -> int:
         """The end of the last gap that ends."""
         return max((self._ends[rank][-2] for rank in ranks if len(self._ends[rank]) > 1), default=0)
 
@@ -119,7 +119,7 @@ class Gaps:
             assert (begins <= starts).all(), f"rank {rank} is busy somewhere in {starts[0]} .. {ends[-1]}"
             left = starts - begins >= self._shortest
             self._starts[rank][-1:] = [*begins[left].tolist(), int(ends[-1])]
-            self._ends[rank][-1:] = [*starts[left].tolist(), _FOREVER]
+            self._ends[rank][-1:] = [*starts[left].tolist(), FOREVER]
 
     def end(self, ranks: Sequence[int]) -> int:
         """The time from which nothing is placed on any of `ranks`."""

@@ -15,9 +15,9 @@ import numpy as np
 from oppo_megatron.columns import Ints
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Schedule
-from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site
+from oppo_megatron.schedule.rounds import Batch, Batches, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.schedule.weaving.gaps import Gaps, in_nanoseconds, nanoseconds
+from oppo_megatron.schedule.weaving.gaps import FOREVER, Gaps, in_nanoseconds, nanoseconds
 from oppo_megatron.schedule.weaving.timetable import Team, Times, Timetable
 
 Generator = Callable[[Round, Site, Costs], Schedule]
@@ -57,7 +57,7 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
 GENERATORS: Mapping[str, Generator] = {"sequential": sequential, "intra": intra, "woven": woven}
 
 
-def _of_replica(replicas: tuple[tuple[Batch, ...], ...], replica: int) -> tuple[Batch, ...]:
+def _of_replica(replicas: Sequence[Sequence[Batch]], replica: int) -> Sequence[Batch]:
     return replicas[replica] if replica < len(replicas) else ()
 
 
@@ -127,19 +127,21 @@ def _close(
     return starts
 
 
-def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> None:
+def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int], until: int = FOREVER) -> list[tuple[int, int, int]]:
     """Have all prefills of `lines` placed: next is always the line whose first stage is done with its last one first.
 
-    `place` is told the line, which of its prefills, and when its first stage is done; it returns when that is so again.
+    `place` is told the line, which of its prefills, and when its first stage is done; it returns when that is so again.  It ends
+    once the first to be done is so at `until`; what is left are, in this order, when, the line, and which of its prefills.
     """
     turns = [(0, n, 0) for n, line in enumerate(lines) if len(line.times)]
-    while turns:
+    while turns and turns[0][0] < until:
         earliest, n, j = turns[0]
         done = place(n, j, earliest)
         if j + 1 < len(lines[n].times):
             heapreplace(turns, (done, n, j + 1))
         else:
             heappop(turns)
+    return sorted(turns)
 
 
 class Line:
@@ -188,9 +190,10 @@ class Placer:
         """Its prefill, then its decoding, each as early as it can be."""
         for replica in range(self.site.placements["actor"].dp):
             line = self._lines["actor", replica]
-            none = np.zeros(len(line.times), dtype=np.int64)
-            of = none.tolist()
-            self._place_later([line], of, self.free.fill(line.ranks[0], none, line.times[:, 0], of))
+            if len(line.times):
+                none = np.zeros(len(line.times), dtype=np.int64)
+                of = none.tolist()
+                self._place_later([line], of, self.free.fill(line.ranks[0], none, line.times[:, 0], of))
             self._place_decode(line, _of_replica(self.round.decode, replica))
 
     def place_scorers(self) -> None:
@@ -209,16 +212,28 @@ class Placer:
 
     def _place_by_stage(self, lines: Sequence[Line]) -> None:
         """Lines on the same ranks.  Turns are told by the first stage alone, and no other stage has time of it: so all is placed
-        there first, then on the second."""
-        of, starts = list[int](), list[int]()
-        durations = [line.times[:, 0].tolist() for line in lines]
+        there first, then on the second.
+
+        Behind all gaps each follows the one before, and is the last to be done: from there on all lines take turns in one order.
+        """
+        of, starts, ranks = list[int](), list[int](), lines[0].ranks[0]
+        durations, put = [line.times[:, 0].tolist() for line in lines], self.free.place
 
         def place(n: int, j: int, earliest: int) -> int:
+            start = put(ranks, earliest, durations[n][j])
             of.append(n)
-            starts.append(self.free.place(lines[0].ranks[0], earliest, durations[n][j]))
-            return int(starts[-1] + durations[n][j])
+            starts.append(start)
+            return int(start + durations[n][j])
 
-        by_turns(lines, place)
+        timed = all(line.times[:, 0].all() for line in lines)
+        left = by_turns(lines, place, self.free.last(ranks) if timed else FOREVER)
+        if left:
+            order = np.argsort(np.concatenate([np.arange(len(durations[n]) - j) for _, n, j in left]), kind="stable")
+            behind = np.concatenate([lines[n].times[j:, 0] for _, n, j in left])[order]
+            ends = self.free.end(ranks) + np.cumsum(behind)
+            self.free.append(ranks, ends - behind, ends)
+            of += np.repeat([n for _, n, _ in left], [len(durations[n]) - j for _, n, j in left])[order].tolist()
+            starts += (ends - behind).tolist()
         self._place_later(lines, of, np.array(starts, dtype=np.int64))
 
     def _place_later(self, lines: Sequence[Line], of: Sequence[int], first: Ints) -> None:
@@ -239,7 +254,7 @@ class Placer:
         for n, line in enumerate(lines):
             line.starts, line.placed = starts[:, of_N == n], placed[:, of_N == n]
 
-    def _place_decode(self, line: Line, batches: tuple[Batch, ...]) -> None:
+    def _place_decode(self, line: Line, batches: Sequence[Batch]) -> None:
         if not (batches and self.round.steps):
             return
         stages, steps = range(len(line.ranks)), self.round.steps
@@ -271,14 +286,16 @@ class Placer:
         seconds = self.costs.decode_at(stage)(len(batch))
         return nanoseconds(seconds + (self.costs.sample(len(batch)) if sampled else 0.0))
 
-    def _prefill_times(self, role: str, batches: tuple[Batch, ...]) -> tuple[int | None, Ints]:
+    def _prefill_times(self, role: str, batches: Sequence[Batch]) -> tuple[int | None, Ints]:
         """What the quickest of the micro-batches takes on its quickest stage, without its score (None: there are none); and what
         each takes by stage, [n, stages], with its score on the last."""
-        tokens, rows = Growths.sums(batches)
+        if not batches:
+            return None, np.zeros((0, self.site.placements[role].pp), dtype=np.int64)
+        tokens, rows = Batches.of(batches).sums
         lines = [self.costs.prefill_at(role, stage) for stage in range(self.site.placements[role].pp)]
         fixed_s, per_token_s = np.array([(line.fixed_s, line.per_token_s) for line in lines]).T
         seconds = fixed_s + tokens[:, None] * per_token_s
-        quickest = int(in_nanoseconds(seconds.min(keepdims=True)).item()) if len(tokens) else None
+        quickest = int(in_nanoseconds(seconds.min(keepdims=True)).item())
         if role != "actor":
             seconds[:, -1] += self.costs.score.fixed_s + rows * self.costs.score.per_token_s
         return quickest, in_nanoseconds(seconds)

@@ -7,7 +7,7 @@ its own stages: so the times of all are kept as numbers, and actions are made of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -51,7 +51,7 @@ def count_of(team: Team, round: Round) -> Count:
     """What the round asks of each stage of a replica."""
     role, replica = team
 
-    def batches(replicas: tuple[tuple[object, ...], ...]) -> int:
+    def batches(replicas: Sequence[Sequence[object]]) -> int:
         return len(replicas[replica]) if replica < len(replicas) else 0
 
     decode = batches(round.decode) if role == "actor" else 0

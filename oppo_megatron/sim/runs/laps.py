@@ -109,7 +109,7 @@ class Laps:
         """What the books have added to the replicas of each role, by micro-batch; roles that read the same are packed once."""
         added, known = {}, dict[tuple[int, int, bytes], Ints]()
         for role in booked.works:
-            grown, replicas = self.books[role].grown, len(self.books[role])
+            grown, replicas = np.stack(self.books[role].grown).astype(np.int64), len(self.books[role])
             budget = self.planner.micro_batch_tokens if role == "actor" else booked.cut.prefill_tokens
             key = replicas, budget, grown[[0, 1, 3]].tobytes()
             if key not in known:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oppo_megatron.columns import Ints
-from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site
+from oppo_megatron.schedule.rounds import Batch, Batches, Growths, Round, Site
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS
@@ -180,7 +180,7 @@ class Component:
                 yield own, role != "actor"
 
     def _prefill_s(self, role: str, stage: int, batches: Sequence[Batch]) -> Floats:
-        tokens, rows = Growths.sums(batches)
+        tokens, rows = Batches.of(batches).sums
         line, score = self.costs.prefill_at(role, stage), self.costs.score
         seconds: Floats = line.fixed_s + tokens.astype(np.float64) * line.per_token_s
         if role != "actor" and stage == self.site.placements[role].pp - 1:

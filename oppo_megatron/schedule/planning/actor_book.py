@@ -1,0 +1,185 @@
+"""The book of the actor.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from oppo_megatron.columns import Bools, Columns, Ints, columns_of
+from oppo_megatron.records import Rollout
+from oppo_megatron.schedule.planning.book import (
+    ALONE,
+    CACHED,
+    LIMIT,
+    OPENED,
+    OUTLIVED,
+    WAITING,
+    Book,
+    Grouping,
+    ReplicaWork,
+    packed,
+)
+from oppo_megatron.schedule.planning.ledger import ABSENT, ordinal
+from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, pairs_of
+from oppo_megatron.schedule.rounds import Batches, Growths
+from oppo_megatron.schedule.weaving.cut import even_ends
+
+
+class Active(NamedTuple):
+    """Sequences that are decoded, where the columns of the actor's book have them until it is next told of others, the replica
+    of each, and the tokens that it may still get."""
+
+    columns: Columns
+    rows: Ints
+    homes: Ints
+    rooms: Ints
+
+
+class ActorBook(Book):
+    """The book of the decoding actor.
+
+    Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round
+    begins with its prefill.  One that is kept beyond updates has outlived so many: what is drawn over it is of weights as
+    old.  With too few slots, or memory for `most` in a micro-batch only, those admitted first run, and others wait a round.
+    """
+
+    def __init__(self, replicas: int, slots: int, limit: Callable[[int], int], groups: Grouping = ALONE):
+        """`limit(seq_id)`: the most response tokens that the sequence may have."""
+        super().__init__(replicas, slots, {LIMIT: ABSENT, WAITING: 0, OUTLIVED: 0}, groups)
+        self._limit = limit
+        self.most: int | None = None  # sequences of a decode micro-batch, where memory allows no more
+
+    def active(self, rollouts: Sequence[Rollout] | Columns) -> Active:
+        """The unfinished rollouts, each of which has a replica now."""
+        columns = columns_of(rollouts)
+        homes, rows = self._replicas.place(columns), self._ledger.rows(columns.seq_ids)
+        limits = self._ledger[LIMIT]
+        unknown = limits[rows] == ABSENT
+        if unknown.any():
+            limits[rows[unknown]] = [self._limit(seq_id) for seq_id in columns.seq_ids[unknown].tolist()]
+        return Active(columns, rows, homes, limits[rows] - columns.response_tokens)
+
+    def running(self, active: Active) -> list[int]:
+        """How many sequences each replica will decode in the next round."""
+        counts: list[int] = np.minimum(np.bincount(active.homes, minlength=len(self)), self.slots).tolist()
+        return counts
+
+    def steps(self, active: Active, chunk: int) -> int:
+        """Decode steps of the next round: a chunk, or less where no sequence may grow by as much."""
+        return min(chunk, int(active.rooms.max(initial=0)))
+
+    def plan(
+        self,
+        active: Sequence[Rollout] | Columns | Active,
+        steps: int,
+        micro_batches: int,
+        budget: int,
+        order: Callable[[Sequence[int]], list[int]],
+        own: Collection[int] | None = None,
+    ) -> list[ReplicaWork]:
+        """What each replica prefills and decodes.
+
+        `order(seq_ids)` puts open sequences in the order of their cache slots where this rank holds them.
+        """
+        columns, rows, homes, rooms = active if isinstance(active, Active) else self.active(active)
+        running, new = self._admit(rows, homes, micro_batches)
+        ours, cached = self._ours(own), self._ledger[CACHED][rows]
+        due, none, depth = columns.num_tokens - 1, np.zeros_like(rooms), columns.prompt_tokens - 1
+        sources = self._sources(rows, depth, running)
+        late = sources != ABSENT
+        if self.forks:
+            forked, late = late, self._late(depth, sources)
+            self.forked_tokens += int(depth[forked].sum())
+            cached = np.where(forked, depth, cached)
+        again = np.flatnonzero(running & (due > cached))
+        self._tally(homes[again], (due - cached)[again], none[again], late[again])
+        decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
+        stale = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
+        for replica, work in ours.items():
+            here = np.flatnonzero(running & (homes == replica))
+            opened = here[new[here]]
+            work.open = columns.seq_ids[opened].tolist()
+            lined = self._in_line(rows, here[~new[here]], opened, order)
+            forks = here[sources[here] != ABSENT]
+            work.fork = self._forks(rows[forks], depth[forks], sources[forks])
+            work.prefill = packed(stale, lined[stale.new[lined] > 0], work.fork, budget, self._alike)
+            work.decode = Batches(decode.table[:, lined], even_ends(len(lined), micro_batches))
+        return self._works(ours)
+
+    def _in_line(self, rows: Ints, before: Ints, new: Ints, order: Callable[[Sequence[int]], list[int]]) -> Ints:
+        """Positions in `rows`: those of `before`, opened in earlier rounds, in `order`; then those of `new`."""
+        ledger = self._ledger
+        before = before[np.argsort(ledger[OPENED][rows[before]], kind="stable")]
+        position = np.empty(len(ledger), dtype=np.int64)
+        position[rows[before]] = before
+        ordered = order(ledger.ids(rows[before]).tolist())
+        return np.concatenate([position[ledger.rows(np.array(ordered, dtype=np.int64))], new])
+
+    def runs(self, rollouts: Sequence[Rollout] | Columns) -> Bools:
+        """Which of the rollouts run in the round planned last."""
+        rows = self._ledger.rows(columns_of(rollouts).seq_ids)
+        run: Bools = (self._ledger[CACHED][rows] != ABSENT) & (self._ledger[WAITING][rows] == 0)
+        return run
+
+    def record(self, rollouts: Sequence[Rollout]) -> None:
+        """A round has been recorded in the rollouts."""
+        columns = columns_of(rollouts)
+        rows, run = self._ledger.rows(columns.seq_ids), self.runs(columns)
+        going, ended = np.flatnonzero(run & ~columns.finished), rows[run & columns.finished]
+        self._ledger[CACHED][rows[going]] = columns.num_tokens[going] - 1
+        self._close(ended)
+        self._ledger[REPLICA][ended] = ABSENT
+        self._ledger[OUTLIVED][ended] = 0
+
+    def stop(self, rollouts: Sequence[Rollout]) -> None:
+        """These are decoded no further, from between two rounds on."""
+        rows = self._ledger.rows(columns_of(rollouts).seq_ids)
+        self._close(rows[self._ledger[CACHED][rows] != ABSENT])
+        self._ledger[REPLICA][rows] = ABSENT
+        self._ledger[OUTLIVED][rows] = 0
+
+    def invalidate(self) -> None:
+        """The weights changed: caches must be computed again."""
+        self._ledger[CACHED][self._ledger[CACHED] != ABSENT] = 0
+        self._ledger[OUTLIVED][:] = 0
+
+    def keep(self) -> None:
+        """The weights changed, and what is cached is kept."""
+        self._ledger[OUTLIVED][self._ledger[CACHED] > 0] += 1
+
+    @property
+    def outlived(self) -> Mapping[int, int]:
+        """Updates that were made since the cache of a sequence was begun; 0 of one that is not there."""
+        return dict(self._pairs_of_outlived())
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"outlived": self._pairs_of_outlived()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._ledger.enter(OUTLIVED, state.get("outlived") or [])  # older checkpoints have none
+
+    def _pairs_of_outlived(self) -> Pairs:
+        mask = self._ledger[OUTLIVED] > 0
+        return pairs_of(self._ledger.where(mask), self._ledger[OUTLIVED][mask])
+
+    def _current(self) -> Bools:
+        current: Bools = super()._current() & (self._ledger[OUTLIVED] == 0)
+        return current
+
+    def _admit(self, rows: Ints, homes: Ints, micro_batches: int) -> tuple[Bools, Bools]:
+        """Which of the sequences run, and which of these have just been given their slots."""
+        chosen = np.ones(len(rows), dtype=np.bool_)
+        if self.most is not None:
+            chosen = ordinal(homes) < self.most * micro_batches
+        self._ledger[WAITING][:] = 0
+        self._ledger[WAITING][rows[~chosen]] = 1
+        new = chosen & (self._ledger[CACHED][rows] == ABSENT)
+        if len(self._short(homes[new])):
+            places = np.flatnonzero(new)
+            free = self.slots - self._num_open[homes[places]]
+            new[places[ordinal(homes[places]) >= free]] = False
+        self._open(rows[new])
+        return chosen & (self._ledger[CACHED][rows] != ABSENT), new

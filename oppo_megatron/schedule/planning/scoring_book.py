@@ -1,0 +1,250 @@
+"""The book of a scoring role.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from oppo_megatron.columns import Bools, Columns, Ints, columns_of
+from oppo_megatron.records import Rollout
+from oppo_megatron.schedule.planning.alike import Alike
+from oppo_megatron.schedule.planning.book import (
+    ALONE,
+    CACHED,
+    OUTPUTS,
+    Book,
+    Grouping,
+    ReplicaWork,
+    packed,
+)
+from oppo_megatron.schedule.planning.ledger import ABSENT
+from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, pairs_of
+from oppo_megatron.schedule.rounds import Growths
+
+
+class Unread(NamedTuple):
+    """Sequences of which a role has not read all.
+
+    `rows` is where the columns of its book have them until it is next told of others.  Of each its replica, the tokens cached
+    of it (ABSENT: it has no slot), and those that the role has use for now.
+    """
+
+    columns: Columns
+    rows: Ints
+    homes: Ints
+    cached: Ints
+    targets: Ints
+
+    def at(self, which: Ints) -> Unread:
+        """Those at `which`."""
+        return Unread(self.columns.at(which), *(column[which] for column in self[1:]))
+
+
+class ScoringBook(Book):
+    """The book of a scoring role.
+
+    The reward model reads every token and gives one score at the last, or one at each response token (`every_token`);
+    reference and critic give an output for each response token t from position P + t - 1 (P prompt tokens), so they never
+    read the last one.  A sequence's slot is freed when its outputs are complete.  With too few slots a finished sequence
+    takes the place of the youngest unfinished one, which is prefilled again later; its outputs stay valid.
+
+    Not `reads_greedy`: greedy sequences are nothing to this role.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        replicas: int,
+        slots: int,
+        groups: Grouping = ALONE,
+        *,
+        every_token: bool = False,
+        reads_greedy: bool = True,
+        alike: Alike | None = None,
+    ):
+        self._leaves_out = groups.greedy and not reads_greedy
+        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out, alike)
+        self.role, self.every_token = role, every_token or role != "reward"
+        self.perishable = role == "critic"  # each update makes what it has computed stale
+
+    def owes(self, rollouts: Sequence[Rollout] | Columns) -> bool:
+        """Whether one of the rollouts has tokens that this role has not read."""
+        columns = self._incomplete(rollouts)
+        return bool(self._missing(columns, *self._state(columns)).any())
+
+    def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
+        """Those of which something is missing; all that have, or will have, are placed."""
+        columns = self._incomplete(rollouts)
+        homes = self._replicas.place(columns)
+        rows, cached, targets = self._state(columns)
+        found, missing = Unread(columns, rows, homes, cached, targets), self._missing(columns, rows, cached, targets)
+        return found if missing.all() else found.at(np.flatnonzero(missing))
+
+    def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
+        """Of each sequence with new tokens that this role has not read: its replica, and how many they are."""
+        columns, rows, homes, cached, targets = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
+        cached = np.maximum(cached, 0)
+        if self.forks:
+            depth = self._depth(columns)
+            cached = np.where(self._sources(rows, depth) != ABSENT, depth, cached)
+        news = targets - cached
+        grow = np.flatnonzero(news > 0)
+        return homes[grow], news[grow]
+
+    def plan(
+        self, rollouts: Sequence[Rollout] | Columns | Unread, budget: int, own: Collection[int] | None = None
+    ) -> list[ReplicaWork]:
+        """The next micro-batches (at most `budget` tokens each) of every replica; the book counts them as done."""
+        ours = self._ours(own)
+        admitted = self._admit(rollouts if isinstance(rollouts, Unread) else self.unread(rollouts), ours)
+        late = self._fork(admitted, ours)
+        table, finished = self._grow(admitted), admitted.columns.finished
+        grown, ended = np.flatnonzero(table.new > 0), np.flatnonzero(finished)
+        homes = admitted.homes[grown]
+        self._tally(homes, table.new[grown], table.rows[grown], late[grown])
+        for replica, work in ours.items():
+            work.prefill = packed(table, grown[homes == replica], work.fork, budget, self._alike)
+            work.done = table.seq_ids[ended[admitted.homes[ended] == replica]].tolist()
+        self._close(admitted.rows[ended])
+        return self._works(ours)
+
+    def forget(self, *seq_ids: int, unread: bool = False) -> None:
+        """The sequences have been trained; `unread`: they leave untrained, whatever was read of them."""
+        rows = self._ledger.rows(np.array(seq_ids, dtype=np.int64))
+        held = rows[self._ledger[CACHED][rows] != ABSENT]
+        assert unread or not len(held), f"{self.role}: sequence {self._ledger.ids(held).min()} was trained unscored"
+        self._close(held)
+        self._ledger[OUTPUTS][rows] = 0
+        self._ledger[REPLICA][rows] = ABSENT
+
+    def beyond(self, rollouts: Sequence[Rollout]) -> list[int]:
+        """Of rollouts that have been cut, the sequences of which this role has read all that is left, or more: it has no plan to
+        close them."""
+        columns = columns_of(rollouts)
+        rows = self._ledger.rows(columns.seq_ids)
+        read: Bools = self._ledger[CACHED][rows] >= self._targets(columns)
+        found: list[int] = columns.seq_ids[read].tolist()
+        return found
+
+    def reset(self) -> None:
+        """The weights changed: nothing that is cached or computed is valid any more."""
+        self._ledger[OUTPUTS][:] = 0
+        self._ledger[CACHED][:] = ABSENT
+        self._num_open[:] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"outputs": self._pairs_of_outputs(self._ledger[OUTPUTS] > 0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._ledger.enter(OUTPUTS, state["outputs"])
+
+    def outputs(self, replica: int) -> Mapping[int, int]:
+        """How many outputs each sequence of the replica has, where it has any."""
+        return dict(self._pairs_of_outputs((self._ledger[OUTPUTS] > 0) & (self._ledger[REPLICA] == replica)))
+
+    def _pairs_of_outputs(self, mask: Bools) -> Pairs:
+        return pairs_of(self._ledger.where(mask), self._ledger[OUTPUTS][mask])
+
+    def _incomplete(self, rollouts: Sequence[Rollout] | Columns) -> Columns:
+        """Those of the rollouts that this role reads, and that grow or have not all of their outputs."""
+        columns, size = columns_of(rollouts), self.groups.size
+        if self._leaves_out:
+            columns = columns.at(columns.seq_ids % size != size - 1)
+        ended = np.flatnonzero(columns.finished)
+        rows, due = self._ledger.rows(columns.seq_ids[ended]), columns.response_tokens[ended] if self.every_token else 1
+        complete = self._ledger[OUTPUTS][rows] >= due
+        if not complete.any():
+            return columns
+        left = np.ones(len(columns.seq_ids), dtype=np.bool_)
+        left[ended[complete]] = False
+        return columns.at(left)
+
+    def _targets(self, columns: Columns) -> Ints:
+        """Tokens of each sequence that this role has use for now."""
+        return columns.num_tokens - (self.role != "reward")
+
+    def _depth(self, columns: Columns) -> Ints:
+        """Tokens of each sequence's prompt that this role reads without an output of them: where its cache may fork."""
+        return columns.prompt_tokens - (self.role != "reward")
+
+    def _state(self, columns: Columns) -> tuple[Ints, Ints, Ints]:
+        """Rows, cached tokens and targets."""
+        rows = self._ledger.rows(columns.seq_ids)
+        return rows, self._ledger[CACHED][rows], self._targets(columns)
+
+    def _missing(self, columns: Columns, rows: Ints, cached: Ints, targets: Ints) -> Bools:
+        missing: Bools = (np.maximum(cached, 0) < targets) | columns.finished
+        return missing
+
+    def _admit(self, unread: Unread, ours: Mapping[int, ReplicaWork]) -> Unread:
+        """Give slots to those that have none, those finished first; the work of `ours` hears of it.  Returns those that have
+        slots now."""
+        columns, rows, homes, cached, _ = unread
+        new = np.flatnonzero(cached == ABSENT)
+        if not len(new):
+            return unread
+        ended = columns.finished[new]
+        new = np.concatenate([new[ended], new[~ended]])
+        short = self._short(homes[new])
+        for replica in short.tolist():
+            self._make_way(replica, columns.at(homes == replica), ours.get(replica) or ReplicaWork())
+        if len(short):
+            new = new[~np.isin(homes[new], short)]
+        self._open(rows[new])
+        for replica, work in ours.items():
+            work.open += columns.seq_ids[new[homes[new] == replica]].tolist()
+        now = unread._replace(cached=self._ledger[CACHED][rows])
+        return now.at(np.flatnonzero(now.cached != ABSENT)) if len(short) else now
+
+    def _make_way(self, replica: int, columns: Columns, work: ReplicaWork) -> None:
+        """Where slots are too few: a finished sequence may take that of an unfinished one."""
+        wanted = list(zip(columns.seq_ids.tolist(), columns.finished.tolist(), strict=True))
+        finished = {seq_id for seq_id, ended in wanted if ended}
+        cached = set(self._open_ids(replica).tolist())
+        youngest = sorted(cached - finished)
+        for seq_id, ended in sorted(wanted, key=lambda each: not each[1]):
+            if seq_id in cached:
+                continue
+            if len(cached) == self.slots and ended and youngest:
+                work.evict.append(youngest.pop())
+                cached.remove(work.evict[-1])
+            if len(cached) < self.slots:
+                cached.add(seq_id)
+                work.open.append(seq_id)
+        self._close(self._ledger.rows(np.array(work.evict, dtype=np.int64)))
+        self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
+
+    def _fork(self, admitted: Unread, ours: Mapping[int, ReplicaWork]) -> Bools:
+        """Fork prompts that are computed elsewhere; the work of `ours` hears of it, and `cached` has them.  Returns which come
+        behind what they fork."""
+        columns, rows, homes, cached, _ = admitted
+        if not self.forks:
+            return np.zeros(len(rows), dtype=np.bool_)
+        depth = self._depth(columns)
+        sources = self._sources(rows, depth)
+        forked: Bools = sources != ABSENT
+        if not forked.any():
+            return forked
+        late = self._late(depth, sources)
+        for replica, work in ours.items():
+            here = forked & (homes == replica)
+            work.fork = self._forks(rows[here], depth[here], sources[here])
+        cached[forked] = depth[forked]
+        self.forked_tokens += int(depth[forked].sum())
+        return late
+
+    def _grow(self, admitted: Unread) -> Growths:
+        """Read what is there."""
+        columns, rows, _, past, target = admitted
+        given = columns.finished.astype(np.int64)
+        if self.every_token:
+            outputs = self._ledger[OUTPUTS][rows]
+            given = np.maximum(0, target - np.maximum(self._depth(columns) + outputs, past))
+            self._ledger[OUTPUTS][rows] = outputs + given
+        else:
+            self._ledger[OUTPUTS][rows[columns.finished]] += 1
+        self._ledger[CACHED][rows] = target
+        return Growths(np.stack([columns.seq_ids, past, target - past, given]))
