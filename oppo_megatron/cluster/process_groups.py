@@ -51,7 +51,9 @@ def connect_pairs(group: dist.ProcessGroup) -> None:
     which may be gone when a run ends, and holds either end until the other has come.  Its barrier is between ranks whose
     numbers in the group differ by a power of 2, up or down.  So is a broadcast, from whatever rank; a ring goes by 1.
     """
-    group._get_backend(torch.device("cpu")).barrier().wait()
+    options = dist.BarrierOptions()
+    options.device = torch.device("cpu")
+    group.barrier(options).wait()
 
 
 def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:

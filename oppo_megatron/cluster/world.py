@@ -159,7 +159,7 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
 
     def connect() -> tuple[RankHost, ...]:
         dist.init_process_group(backend, store=store, rank=me.rank, world_size=point.size, timeout=timeout)
-        return _told(meeting.hosts)
+        return tell_hosts(meeting.hosts)
 
     try:
         hosts = within(max(deadline - time.monotonic(), min(CONNECT_S, config.meeting_s)), connect)
@@ -179,7 +179,7 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
     return hosts
 
 
-def _told(hosts: tuple[RankHost, ...]) -> tuple[RankHost, ...]:
+def tell_hosts(hosts: tuple[RankHost, ...]) -> tuple[RankHost, ...]:
     """Rank 0's list, on all ranks, by the first messages that they have for each other."""
     connect_pairs(the_world())
     told = [hosts]

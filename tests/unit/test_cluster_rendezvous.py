@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.groups import CountingStore
 from oppo_megatron.cluster.hosts import RankHost, describe_hosts, format_ranks
-from oppo_megatron.cluster.rendezvous import Meeting, MeetingPoint, _Arrival, meet, within
+from oppo_megatron.cluster.loopback import loopback_store
+from oppo_megatron.cluster.rendezvous import Meeting, MeetingPoint, meet, within
 from oppo_megatron.errors import WorldError
 from oppo_megatron.layout.placements import parse_ranks
 
@@ -114,18 +117,21 @@ def test_missing_ranks_are_named_by_every_rank_that_came(failing: dict[str, Fail
         assert "2 of 5 ranks came: ranks 1-2,4 missing" in fault and "runtime.timeout_s" in fault
 
 
-def test_one_rank_alone_looks_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_alone_looks_who_is_missing(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """That takes an operation of the store for each rank; if all that wait did so, the store would answer long after the
     deadline."""
-    store = dist.HashStore()
-    store.add("settled", 1)  # another one looks already
-    point = MeetingPoint.from_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, 1, 5)
-    monkeypatch.setattr(_Arrival, "_absence", lambda *_: pytest.fail("looks, too"))
+    point = MeetingPoint.from_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}, 1, 200)
+    seen = dist.PrefixStore(point.name, loopback_store(port, timedelta(seconds=10)))
+    seen.add("settled", 1)  # another rank looks already
+    counting = CountingStore(seen)
+    monkeypatch.setattr(dist, "PrefixStore", lambda *_: counting)
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(_Arrival(host(1), point, timeout_s=0.0)._outcome, store)
-        time.sleep(0.3)
-        store.set("outcome", "rank 3 missing")
-        assert told.result(timeout=SLACK_S) == "rank 3 missing"
+        told = pool.submit(meet, host(1), point, 0.2)
+        time.sleep(1.0)
+        seen.set("outcome", "rank 3 missing")
+        with pytest.raises(WorldError, match="rank 3 missing"):
+            told.result(timeout=SLACK_S)
+    assert 2 < counting.asked["check"] < 200, "for the outcome alone"
 
 
 def test_without_rank_0_nobody_opens_the_meeting_point(failing: dict[str, Failing]) -> None:

@@ -64,7 +64,7 @@ def test_a_failed_rank_does_not_wait_for_its_peers(monkeypatch: pytest.MonkeyPat
     """Leaving the group could wait for messages that no one will take, and be noticed before the reason is told."""
     calls: list[str] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: calls.append("join"))
-    monkeypatch.setattr("oppo_megatron.cluster.world._told", lambda hosts: hosts)
+    monkeypatch.setattr("oppo_megatron.cluster.world.tell_hosts", lambda hosts: hosts)
     monkeypatch.setattr(
         "oppo_megatron.cluster.world.meet", lambda *args: Meeting(dist.HashStore(), hosts=(), local_address=None)
     )
@@ -98,7 +98,7 @@ class FakeDevices:
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(dist, "init_process_group", self._init)
-        monkeypatch.setattr("oppo_megatron.cluster.world._told", lambda hosts: hosts)
+        monkeypatch.setattr("oppo_megatron.cluster.world.tell_hosts", lambda hosts: hosts)
         monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
         monkeypatch.setattr(
             "oppo_megatron.cluster.world.meet",
