@@ -44,15 +44,31 @@ class SharedGroups:
         return self._made[label, ranks] if belongs else None
 
 
-def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-    """Sum one number over each group (None: the world's), but for groups of one rank.
+def connect_pairs(group: dist.ProcessGroup) -> None:
+    """Connect, on gloo, the pairs that all sums, broadcasts and gathers on all ranks send between; all members make the call.
 
-    NCCL makes a group's communicator in its first collective, and holds the host until all members have come.  So each rank
-    gives its groups in the order in which all ranks have made them: whoever waits, waits at a later group than some rank
-    that can go on.
+    gloo is to connect two ranks in their first message (`cluster/world.py`).  It asks the store where the other one listens,
+    which may be gone when a run ends, and holds either end until the other has come.  Its barrier is between ranks whose
+    numbers in the group differ by a power of 2, up or down.  So is a broadcast, from whatever rank; a ring goes by 1.
+    """
+    options = dist.BarrierOptions()
+    options.device = torch.device("cpu")
+    group.barrier(options).wait()
+
+
+def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+    """One collective over each group (None: the world's), but for groups of one rank.
+
+    NCCL makes a group's communicator in its first collective, and holds the host until all members have come; gloo does so
+    with pairs.  So each rank gives its groups in the order in which all ranks have made them: whoever waits, waits at a later
+    group than some rank that can go on.
     """
     for group in groups:
-        if dist.get_world_size(group) > 1:
+        if dist.get_world_size(group) == 1:
+            continue
+        if device.type == "cpu":
+            connect_pairs(group or the_world())
+        else:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
@@ -81,9 +97,14 @@ def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
     return pairs[::2] + pairs[1::2]
 
 
-def world_timeout() -> timedelta:
-    """How long the world's default group waits (`runtime.timeout_s`)."""
+def the_world() -> dist.ProcessGroup:
+    """The default group, of all ranks."""
     world = dist.group.WORLD
     assert world is not None, "the world is open before its groups are made"
-    timeout: timedelta = world._get_backend(torch.device("cpu")).options._timeout
+    return world
+
+
+def world_timeout() -> timedelta:
+    """How long the world's default group waits (`runtime.timeout_s`)."""
+    timeout: timedelta = the_world()._get_backend(torch.device("cpu")).options._timeout
     return timeout

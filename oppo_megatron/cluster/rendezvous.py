@@ -27,6 +27,7 @@ from oppo_megatron.cluster.loopback import is_loopback, loopback_store
 from oppo_megatron.errors import WorldError
 
 POLL_S = 0.1
+POLLS_PER_S = 10_000  # of all ranks together: the store has their registrations to serve, too
 OWN_KNOCK_S = 2.0  # how long the owner of the store tries its own address, which only helps to choose a network
 LINGER_S = 5.0  # how long the owner of the store stays for those that have not yet read the outcome
 ResultT = TypeVar("ResultT")
@@ -34,7 +35,10 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class Meeting:
-    """All ranks have come.  `local_address` is this rank's own on the network that leads to the meeting point."""
+    """All ranks have come.  `local_address` is this rank's own on the network that leads to the meeting point.
+
+    `hosts`: where each rank is; for rank 0 alone, which tells the others (n ranks that read n places keep one store busy).
+    """
 
     store: dist.Store
     hosts: tuple[RankHost, ...]
@@ -130,7 +134,8 @@ class _Arrival:
             ) from error
         if fault:
             raise WorldError(fault)
-        places = store.multi_get([f"rank/{rank}" for rank in range(self.point.size)])
+        known = range(self.point.size) if self.me.rank == 0 else ()
+        places = store.multi_get([f"rank/{rank}" for rank in known]) if known else []
         return Meeting(store, tuple(RankHost.decode(place) for place in places), local_address)
 
     def _left_s(self) -> float:
@@ -211,15 +216,18 @@ class _Arrival:
         return None
 
     def _settle(self, store: dist.Store, outcome: str) -> None:
-        """The first to settle decides."""
-        if store.add("settled", 1) == 1:
+        if self._decides(store):
             store.set("outcome", outcome)
+
+    def _decides(self, store: dist.Store) -> bool:
+        """The first to settle does.  It alone looks for missing ranks, which takes an operation for each."""
+        return store.add("settled", 1) == 1
 
     def _outcome(self, store: dist.Store) -> str:
         while not store.check(["outcome"]):
-            if self._left_s() <= 0:
-                self._settle(store, self._absence(store))
-            time.sleep(POLL_S)
+            if self._left_s() <= 0 and self._decides(store):
+                store.set("outcome", self._absence(store))
+            time.sleep(max(POLL_S, self.point.size / POLLS_PER_S))
         return store.get("outcome").decode()
 
     def _absence(self, store: dist.Store) -> str:

@@ -20,12 +20,14 @@ from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.hosts import RankHost, shared_gpus
 from oppo_megatron.cluster.loopback import LOOPBACK
 from oppo_megatron.cluster.peers import first_clause, is_lost_peer
+from oppo_megatron.cluster.process_groups import connect_pairs, the_world
 from oppo_megatron.cluster.rendezvous import MeetingPoint, meet, within
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS, has_cuda, usable_cores
 from oppo_megatron.errors import ConfigError, WorldError
 
 CONNECT_S = 10.0  # at least so long for connecting, however late the last rank came
+CONNECT_LATE = "TORCH_GLOO_LAZY_INIT"  # read by torch whenever it makes a group
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,13 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
 
 
 def _set_torch(threads: int) -> Callable[[], None]:
-    """torch's settings of the whole process; what sets them back."""
+    """torch's settings of the whole process; what sets them back.
+
+    gloo is to connect two ranks when they first have a message for each other.  By itself it connects all pairs of a group
+    when that is made: n files and 2 n operations of the store on each of n ranks.
+    """
+    late_before = os.environ.get(CONNECT_LATE)
+    os.environ.setdefault(CONNECT_LATE, "1")
     threads_before, plans_before = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
     torch.set_num_threads(threads)
     # cuDNN's attention makes a plan for every shape that it meets, for up to a second; chunks and responses have all lengths.
@@ -107,6 +115,8 @@ def _set_torch(threads: int) -> Callable[[], None]:
     def undo() -> None:
         torch.set_num_threads(threads_before)
         torch.backends.cuda.enable_cudnn_sdp(plans_before)
+        if late_before is None:
+            os.environ.pop(CONNECT_LATE, None)
 
     return undo
 
@@ -147,20 +157,16 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
     if meeting.local_address is not None:
         # The network that leads to the meeting point: a host's name often resolves to its loopback, for itself alone.
         _prefer_interface_of(meeting.local_address)
-    if shared := shared_gpus(meeting.hosts):
-        raise ConfigError(
-            f"{', '.join(shared)} would share a CUDA device, but NCCL wants one for each rank: start no more ranks on a host "
-            "than it has devices (a smaller placement, or more hosts), and show each rank all of them or one of its own "
-            "(CUDA_VISIBLE_DEVICES); runtime.device=cpu computes without them"
-        )
     timeout = timedelta(seconds=config.timeout_s)
     meeting.store.set_timeout(timeout)
     store = dist.PrefixStore("groups", meeting.store)
+
+    def connect() -> tuple[RankHost, ...]:
+        dist.init_process_group(backend, store=store, rank=me.rank, world_size=point.size, timeout=timeout)
+        return tell_hosts(meeting.hosts)
+
     try:
-        within(
-            max(deadline - time.monotonic(), min(CONNECT_S, config.meeting_s)),
-            lambda: dist.init_process_group(backend, store=store, rank=me.rank, world_size=point.size, timeout=timeout),
-        )
+        hosts = within(max(deadline - time.monotonic(), min(CONNECT_S, config.meeting_s)), connect)
     except (RuntimeError, TimeoutError) as error:
         network = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by gloo")
         raise WorldError(
@@ -168,7 +174,21 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
             f"{config.meeting_s:g} s ({first_clause(error)}); its network interface is {network}. See that "
             "the hosts reach each other on it at any port, or name another in GLOO_SOCKET_IFNAME"
         ) from error
-    return meeting.hosts
+    if shared := shared_gpus(hosts):
+        raise ConfigError(
+            f"{', '.join(shared)} would share a CUDA device, but NCCL wants one for each rank: start no more ranks on a host "
+            "than it has devices (a smaller placement, or more hosts), and show each rank all of them or one of its own "
+            "(CUDA_VISIBLE_DEVICES); runtime.device=cpu computes without them"
+        )
+    return hosts
+
+
+def tell_hosts(hosts: tuple[RankHost, ...]) -> tuple[RankHost, ...]:
+    """Rank 0's list, on all ranks, by the first messages that they have for each other."""
+    connect_pairs(the_world())
+    told = [hosts]
+    dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
+    return told[0]
 
 
 def _prefer_interface_of(address: str) -> bool:

@@ -231,8 +231,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("kind", "agents", "reason"),
     [
-        pytest.param("killed", True, "Connection|wait timeout", marks=pytest.mark.long),
-        ("killed", False, "Connection|wait timeout"),
+        pytest.param("killed", True, "Connect|wait timeout", marks=pytest.mark.long),
+        ("killed", False, "Connect|wait timeout"),
         pytest.param("withheld", False, "3000ms", marks=pytest.mark.long),
     ],
 )

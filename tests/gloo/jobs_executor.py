@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.links import build_links
 from oppo_megatron.errors import StallError
@@ -124,5 +125,6 @@ def _worker(placement: RolePlacement, rank: int, late_s: float) -> Parrot:
     timeout = timedelta(seconds=late_s)
     teams = [placement.stage_ranks(d, p) for d in range(placement.dp) for p in range(placement.pp)]
     groups: list[Any] = [dist.new_group(list(team), timeout=timeout) for team in [*teams, placement.ranks]]
+    use_once([group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER], CPU)
     mine = next((group for group, team in zip(groups, teams, strict=False) if rank in team), None)
     return Parrot(mine, groups[-1] if rank in placement.ranks else None, random.Random(rank))

@@ -30,6 +30,10 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from oppo_megatron.cluster.process_groups import connect_pairs, the_world
+    from oppo_megatron.cluster.world import CONNECT_LATE
+
+    os.environ[CONNECT_LATE] = "1"  # as in a run
     torch.set_num_threads(1)
     gc.freeze()  # modules are no garbage, and a collection need not look at them
     while True:
@@ -42,6 +46,7 @@ def _serve(pipe: Connection) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
             )
+            connect_pairs(the_world())  # at the end the store may be gone
             module, name = entry.split(":")
             pipe.send(("ok", getattr(importlib.import_module(module), name)(**kwargs)))
             dist.barrier()

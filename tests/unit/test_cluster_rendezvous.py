@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.groups import CountingStore
 from oppo_megatron.cluster.hosts import RankHost, describe_hosts, format_ranks
+from oppo_megatron.cluster.loopback import loopback_store
 from oppo_megatron.cluster.rendezvous import Meeting, MeetingPoint, meet, within
 from oppo_megatron.errors import WorldError
 from oppo_megatron.layout.placements import parse_ranks
@@ -98,12 +101,13 @@ def failing() -> Iterator[dict[str, Failing]]:
         yield cases
 
 
-def test_ranks_meet_and_know_where_each_is(port: int) -> None:
+def test_ranks_meet_and_rank_0_knows_where_each_is(port: int) -> None:
     meetings = all_come([(2, 3), (0, 3), (1, 3)], port)
     for meeting in meetings:
         assert isinstance(meeting, Meeting), meeting
-        assert [place.rank for place in meeting.hosts] == [0, 1, 2]
         assert meeting.local_address == "127.0.0.1"
+    known = [[place.rank for place in meeting.hosts] for meeting in meetings if isinstance(meeting, Meeting)]
+    assert known == [[], [0, 1, 2], []], "it tells the others, which would all read all places from one store"
 
 
 def test_missing_ranks_are_named_by_every_rank_that_came(failing: dict[str, Failing]) -> None:
@@ -111,6 +115,23 @@ def test_missing_ranks_are_named_by_every_rank_that_came(failing: dict[str, Fail
     for fault in case.told:
         assert "waited 3 s" in fault and f"127.0.0.1:{case.port}" in fault
         assert "2 of 5 ranks came: ranks 1-2,4 missing" in fault and "runtime.timeout_s" in fault
+
+
+def test_one_rank_alone_looks_who_is_missing(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes an operation of the store for each rank; if all that wait did so, the store would answer long after the
+    deadline."""
+    point = MeetingPoint.from_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}, 1, 200)
+    seen = dist.PrefixStore(point.name, loopback_store(port, timedelta(seconds=10)))
+    seen.add("settled", 1)  # another rank looks already
+    counting = CountingStore(seen)
+    monkeypatch.setattr(dist, "PrefixStore", lambda *_: counting)
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(meet, host(1), point, 0.2)
+        time.sleep(1.0)
+        seen.set("outcome", "rank 3 missing")
+        with pytest.raises(WorldError, match="rank 3 missing"):
+            told.result(timeout=SLACK_S)
+    assert 2 < counting.asked["check"] < 200, "for the outcome alone"
 
 
 def test_without_rank_0_nobody_opens_the_meeting_point(failing: dict[str, Failing]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from oppo_megatron.cluster import world as world_module
 from oppo_megatron.cluster.hosts import RankHost
 from oppo_megatron.cluster.process_groups import new_group
 from oppo_megatron.cluster.rendezvous import Meeting
-from oppo_megatron.cluster.world import choose_device, open_world
+from oppo_megatron.cluster.world import CONNECT_LATE, choose_device, open_world
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.engine.stream import share
 from oppo_megatron.errors import ConfigError, WorldError
@@ -29,6 +30,7 @@ def _as_before() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+    os.environ.pop(CONNECT_LATE, None)  # ranks that were refused had no time to
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -41,8 +43,16 @@ def test_without_ranks_in_the_environment_the_world_is_one_process() -> None:
         values = torch.tensor([1.5, -2.0])
         assert share(values, 2, 0, world.device).tolist() == [1.5, -2.0]
         assert not torch.backends.cuda.cudnn_sdp_enabled(), "it makes a plan for each shape"
-    assert not dist.is_initialized() and torch.get_num_threads() == before
+        assert os.environ[CONNECT_LATE] == "1", "or gloo connects all pairs of each group that is made"
+    assert not dist.is_initialized() and torch.get_num_threads() == before and CONNECT_LATE not in os.environ
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_users_own_choice_of_when_to_connect_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONNECT_LATE, "0")
+    with open_world(RuntimeConfig(device="cpu"), {}):
+        assert os.environ[CONNECT_LATE] == "0"
+    assert os.environ[CONNECT_LATE] == "0"
 
 
 def test_a_world_of_one_is_left_also_by_a_run_that_failed() -> None:
@@ -55,6 +65,7 @@ def test_a_failed_rank_does_not_wait_for_its_peers(monkeypatch: pytest.MonkeyPat
     """Leaving the group could wait for messages that no one will take, and be noticed before the reason is told."""
     calls: list[str] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: calls.append("join"))
+    monkeypatch.setattr("oppo_megatron.cluster.world.tell_hosts", lambda hosts: hosts)
     monkeypatch.setattr(
         "oppo_megatron.cluster.world.meet", lambda *args: Meeting(dist.HashStore(), hosts=(), local_address=None)
     )
@@ -88,13 +99,15 @@ class FakeDevices:
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(dist, "init_process_group", self._init)
+        monkeypatch.setattr("oppo_megatron.cluster.world.tell_hosts", lambda hosts: hosts)
         monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
         monkeypatch.setattr(
             "oppo_megatron.cluster.world.meet",
             lambda me, *_: Meeting(dist.HashStore(), hosts=(me, *others), local_address=None),
         )
 
-    def _init(self, backend: str, *, timeout: timedelta, **_: Any) -> None:
+    def _init(self, backend: str, *, timeout: timedelta, **others: Any) -> None:
+        assert "device_id" not in others, "with it torch has all ranks split the world's communicator at each new group"
         self.done.append((backend, timeout))
 
 
@@ -128,7 +141,7 @@ def test_four_ranks_of_a_host_share_its_cores(
     assert torch.get_num_threads() == before
 
 
-def test_ranks_that_would_share_a_device_are_refused_before_nccl_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_would_share_a_device_are_refused_before_nccl_connects_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """However each counts it; on another host the same number, and the same name, is another device."""
     mine = RankHost(4, socket.gethostname(), None, "cuda:0", 1, 1, "GPU-0")
     others = [replace(mine, rank=0), replace(mine, rank=1, gpu="GPU-1"), replace(mine, rank=2, host="elsewhere")]
@@ -136,7 +149,8 @@ def test_ranks_that_would_share_a_device_are_refused_before_nccl_is_asked(monkey
     with pytest.raises(ConfigError, match=r"ranks 0,4 of host \S+ would share a CUDA device") as caught:
         with open_world(RuntimeConfig(device="cuda"), ranks_of_two(0)):
             pass
-    assert "runtime.device=cpu" in str(caught.value) and fake.done == [("set_device", "cuda:0")]
+    assert "runtime.device=cpu" in str(caught.value)
+    assert fake.done == [("set_device", "cuda:0"), ("cpu:gloo,cuda:nccl", ANY)]
     fake = FakeDevices(monkeypatch, 1, others[1:])
     with open_world(RuntimeConfig(device="cuda"), ranks_of_two(0)):
         pass
