@@ -21,6 +21,7 @@ from oppo_megatron.engine.chunk_codec import ChunkDecoder, ChunkEncoder
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.records import Decision, Prompt, Rollout
+from oppo_megatron.schedule.checking.transport import NCCL, Transport
 from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.planning.new_planner import new_planner
 from oppo_megatron.schedule.planning.planner import PlannedRound
@@ -58,7 +59,7 @@ class DryRun(PureLoop[PlannedRound]):
 
     `prompt_tokens`: of all prompts, or of each.  `rank` is by default the actor's output rank; `clock` what seconds are told by.
     `responses(seq_id)`: the tokens with which a response ends, where that is not its limit.  `codec`: whether chunks are
-    encoded and decoded.
+    encoded and decoded; `transport`: whose rules rounds are planned by.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class DryRun(PureLoop[PlannedRound]):
         *,
         responses: Callable[[int], int] | None = None,
         codec: bool = True,
+        transport: Transport = NCCL,
     ):
         self.clock, self.watch = clock, Stopwatch(clock)
         self.site = Site(role_placements(config))
@@ -85,7 +87,7 @@ class DryRun(PureLoop[PlannedRound]):
             config,
             self._prompts(config.steps * batch_rows(config), prompt_tokens),
             responses or self.limit,
-            new_planner(config, self.site, generator, self._limits.__getitem__, rank=rank),
+            new_planner(config, self.site, generator, self._limits.__getitem__, rank=rank, transport=transport),
         )
         self.kl = KLController(config.ppo.kl)
         self.encoder, self.decoder = ChunkEncoder(), ChunkDecoder()

@@ -20,6 +20,7 @@ from oppo_megatron.layout.flops import causal_pairs, forward_flops, training_flo
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.records import Prompt
+from oppo_megatron.schedule.checking.transport import NCCL, Transport
 
 MODEL_70B = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8192, "num_hidden_layers": 80,
@@ -53,6 +54,7 @@ class Cluster:
     lengths: tuple[float, float] = (500.0, 1.0)
     delta: float = 0.125
     steps: int = 4
+    transport: Transport = NCCL
     flops: float = 989e12
     bytes_per_s: float = 3.35e12
 
@@ -115,7 +117,7 @@ class _Measured(DryRun):
     """A dry run that keeps apart what is checked, and a row a step."""
 
     def __init__(self, config: TrainConfig, cluster: Cluster, rank: int):
-        super().__init__(config, cluster.prompt_tokens, rank, time.process_time)
+        super().__init__(config, cluster.prompt_tokens, rank, time.process_time, transport=cluster.transport)
         self.rows: list[dict[str, float]] = []
         self._checking_s, self._shapes = 0.0, 0
         require = self.planner.require

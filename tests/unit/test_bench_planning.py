@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from oppo_megatron.bench.dry_run import DryRun
 from oppo_megatron.bench.planning import Cluster, bench_planning, least_step_s
 from oppo_megatron.cli.main import main
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.schedule.checking.transport import NCCL, ONE_QUEUE
 
 SMALL = Cluster(tp=2, pp=2, response_tokens=64, chunk=16, lengths=(20.0, 0.5), steps=3)
 
@@ -88,3 +91,13 @@ def test_the_command_shows_the_memory_of_the_fullest_rank(capsys: pytest.Capture
         assert gradients == pytest.approx(4 * stage / 2**30, abs=0.01) and total < 80 and cache > 0
         assert adam == pytest.approx(12 * stage / 2**30 / (1 if total == few[-1] else 8), abs=0.01)
     assert few[4] == pytest.approx(8 * many[4], rel=0.01), "sequences are divided among the replicas"
+
+
+def test_rounds_are_planned_by_the_rules_of_a_transport(capsys: pytest.CaptureFixture[str]) -> None:
+    config = SMALL.config("colocated", 8, 16)
+    assert DryRun(config, 8).planner.transport is NCCL and DryRun(config, 8, transport=ONE_QUEUE).planner.transport is ONE_QUEUE
+    free, held = (list(bench_planning(replace(SMALL, transport=t), ["colocated"], [8], [16])) for t in (NCCL, ONE_QUEUE))
+    assert [row["rounds"] for row in free] == [row["rounds"] for row in held]
+    sizes = ["--tp", "2", "--pp", "2", "--steps", "2", "--chunk", "64", "--transport", "nccl-one-queue"]
+    assert main(["bench", "planning", "--ranks", "4", "--sequences", "8", "--mode", "colocated", *sizes]) == 0
+    assert "rules of nccl-one-queue" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -11,10 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.schedule.actions import Schedule
+from oppo_megatron.schedule.actions import Payload, Schedule
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.checking.faults import FaultKind
+from oppo_megatron.schedule.checking.holding import in_one_order, none_waits
 from oppo_megatron.schedule.checking.proof import prove, runs_in_time
+from oppo_megatron.schedule.checking.timeline import simulate
+from oppo_megatron.schedule.checking.transport import ONE_QUEUE
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
@@ -123,3 +127,37 @@ def test_a_step_that_begins_before_its_tokens_are_drawn_is_not_proved() -> None:
         faults = check(add_communication(Schedule(table(second)), round_, site), round_, site, ample_budgets(site))
         assert {fault.kind for fault in faults} == kinds
         assert runs_in_time(table(second), round_, site) == (second == 101)
+
+
+def goes_through(table: Timetable, round_: Round, site: Site, most: int) -> bool:
+    """By simulation, action by action, with at most so many hidden states of a link on their way."""
+    schedule, transport = add_communication(Schedule(table), round_, site), replace(ONE_QUEUE, in_flight={Payload.HIDDEN: most})
+    return not simulate(schedule, round_, site, transport=transport).stuck
+
+
+@settings(deadline=None, max_examples=100)
+@given(case=cases(), generator=st.sampled_from(sorted(GENERATORS)), most=st.integers(1, 2), seed=st.integers(0, 10**6))
+def test_sends_that_are_in_nobodys_way_let_all_go_through(
+    case: tuple[Round, Site, Costs], generator: str, most: int, seed: int
+) -> None:
+    round_, site, costs = case
+    table, rng = table_of(generator, round_, site, costs), random.Random(seed)
+    for _ in range(5 if any(times.starts.size for times in table.times.values()) else 0):
+        if runs_in_time(table, round_, site) and (none_waits(table, most) or in_one_order(table)):
+            assert goes_through(table, round_, site, most)
+        table = moved(table, rng)
+
+
+def test_what_is_told_of_sends_without_a_simulation() -> None:
+    """On one pipeline, by either way; some rounds hang over one queue, and of these none is told to go through."""
+    site, found = colocated((1, 4, 1)), Counter[tuple[str, bool, bool]]()
+    for generator, prefills, micro_batches, message_s in itertools.product(GENERATORS, (1, 5), (1, 3, 4), (5e-5, 2e-3)):
+        round_ = make_round(site, steps=6, micro_batches=micro_batches, prefills=prefills, prompts=2)
+        table = table_of(generator, round_, site, Costs(message_s=message_s))
+        told = none_waits(table, 1) or in_one_order(table)
+        sound = goes_through(table, round_, site, 1)
+        assert told <= sound and prove(Schedule(table), round_, site, ONE_QUEUE) == sound
+        assert not prove(Schedule(dict(table)), round_, site, ONE_QUEUE), "lists do not tell when"
+        found[generator, told, sound] += 1
+    assert found["sequential", True, True] == found["intra", True, True] == 12
+    assert found["woven", True, True] > 0 and found["woven", False, False] > 0

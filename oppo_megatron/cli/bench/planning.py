@@ -17,6 +17,7 @@ rank plans a round for itself; then all of them play it together, by the rules o
 code 2 if there is a fault. Loads no torch."""
 
 MODES = ("disaggregated", "colocated")
+TRANSPORTS = ("gloo", "nccl", "nccl-one-queue")
 SHOWN = 20
 """Faults: one rank that plans otherwise leaves many behind it."""
 
@@ -33,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=count, default=8, metavar="N", help="pipeline-parallel size; default 8")
     parser.add_argument("--chunk", type=count, default=128, metavar="N", help="decode steps of a round; default 128")
     parser.add_argument("--steps", type=count, default=4, metavar="N", help="PPO steps; default 4")
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default="nccl",
+        help="whose rules are planned by; nccl-one-queue is that of CUDA_DEVICE_MAX_CONNECTIONS=1; default nccl",
+    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--count", action="store_true", help="count groups, messages of a round and notes, instead of timing anything"
@@ -67,8 +74,9 @@ def rank(text: str) -> int:
 def _planning(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.planning import COLUMNS, Cluster, bench_planning
+    from oppo_megatron.schedule.checking.transport import TRANSPORTS as BY_NAME
 
-    cluster = Cluster(tp=args.tp, pp=args.pp, chunk=args.chunk, steps=args.steps)
+    cluster = Cluster(tp=args.tp, pp=args.pp, chunk=args.chunk, steps=args.steps, transport=BY_NAME[args.transport])
     if args.count:
         return _count(cluster, args)
     if args.memory:
@@ -79,7 +87,8 @@ def _planning(args: argparse.Namespace) -> int:
     print(format_table(COLUMNS, rows))
     print(
         f"70B, tp {args.tp}, pp {args.pp}, prompts of {cluster.prompt_tokens}, responses of up to {cluster.response_tokens} "
-        f"(log-normal, median {cluster.lengths[0]:g}), chunks of {args.chunk}; medians of {max(1, args.steps - 1)} steps"
+        f"(log-normal, median {cluster.lengths[0]:g}), chunks of {args.chunk}, "
+        f"rules of {args.transport}; medians of {max(1, args.steps - 1)} steps"
     )
     return 0
 

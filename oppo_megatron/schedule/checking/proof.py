@@ -28,8 +28,9 @@ that comes before it in the order of `Site.feeds`, and then passes on.
 Where a generator gives its timetable, lists are made of that, and `runs_in_time` proves them without any action: times in which
 each unit comes behind what it waits for are such an order.
 
-So it proves nothing where the transport may hold a send.  What else a transport asks follows from the above: a communicator
-is that of one link, whose messages have one order and come from the stream of one role.
+Where the transport may hold a send, times have to show that it is in nobody's way, too (`holding.py`), or else a simulation with
+all messages that nobody waits for ever.  What else a transport asks follows from the above: a communicator is that of one link,
+whose messages have one order and come from the stream of one role.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Schedule
 from oppo_megatron.schedule.checking.caches import Budgets
 from oppo_megatron.schedule.checking.checker import require_sound
+from oppo_megatron.schedule.checking.holding import sends_pass
+from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
@@ -81,14 +84,18 @@ def require_provable(
 
     The caches hold the round, as `require_room` says.
     """
-    if transport.holds or not prove(computes, round_, site):
+    if not prove(computes, round_, site, transport):
         require_sound(add_communication(computes, round_, site), round_, site, budgets, costs, transport)
 
 
-def prove(computes: Schedule, round_: Round, site: Site) -> bool:
-    """Whether the compute actions are those of a sound schedule."""
+def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = GLOO) -> bool:
+    """Whether the compute actions are those of a schedule that is sound over the transport."""
     if isinstance(computes.actions, Timetable) and runs_in_time(computes.actions, round_, site):
-        return True
+        if not transport.holds or sends_pass(computes.actions, transport):
+            return True
+        return not simulate(add_communication(computes, round_, site), round_, site, transport=transport).stuck
+    if transport.holds:
+        return False
     stages = {place: stage for role in site.placements for place, stage in _stages_of(role, round_, site)}
     orders: dict[int, list[_Stage]] = {}
     for rank in {*computes.actions, *site.ranks}:

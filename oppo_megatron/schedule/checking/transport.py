@@ -46,6 +46,11 @@ class Transport:
         """Whether a send may have to wait."""
         return not self.made or bool(self.in_flight)
 
+    @property
+    def free(self) -> Transport:
+        """The same where no send has to wait."""
+        return replace(self, made=True, in_flight={})
+
 
 GLOO = Transport("gloo", by_order=False)
 NCCL = Transport("nccl")

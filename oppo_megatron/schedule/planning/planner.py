@@ -18,8 +18,7 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.caches import Budgets, require_room
 from oppo_megatron.schedule.checking.checker import require_sound
-from oppo_megatron.schedule.checking.proof import require_provable
-from oppo_megatron.schedule.checking.timeline import simulate
+from oppo_megatron.schedule.checking.proof import prove, require_provable
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.planning.actor_book import Active, ActorBook
 from oppo_megatron.schedule.planning.book import Book, ReplicaWork
@@ -258,24 +257,25 @@ class RoundPlanner:
         key, component = (shape.steps, _counts(shape)), self._component
         if key not in self._known:
             site = self.site if component is None else component.model
-            computes = self._ordered(shape, site)
+            computes, rules = self._ordered(shape, site)
             if component is None:
                 schedule = add_communication(computes, shape, site)
                 require_sound(schedule, shape, site, budgets, self.costs, self.transport)
             else:
-                self.require(computes, shape, site, budgets, self.costs, self.transport)
+                self.require(computes, shape, site, budgets, self.costs, rules)
                 schedule = Schedule({component.rank: component.own_list(computes, shape)})
             self._keep(key, schedule)
         return self._known[key]
 
-    def _ordered(self, shape: Round, site: Site) -> Schedule:
-        """The generator's order, or that of `intra` where the transport would hold sends of it in a circle."""
+    def _ordered(self, shape: Round, site: Site) -> tuple[Schedule, Transport]:
+        """The generator's order, or that of `intra` where the transport would hold sends of it in a circle; and the rules that
+        are still to be looked at."""
         computes = GENERATORS[self.generator](shape, site, self.costs)
-        if self.transport.holds:
-            whole = add_communication(computes, shape, site)
-            if simulate(whole, shape, site, self.costs, self.transport).stuck:
-                return GENERATORS["intra"](shape, site, self.costs)
-        return computes
+        if not self.transport.holds:
+            return computes, self.transport
+        if prove(computes, shape, site, self.transport):
+            return computes, self.transport.free
+        return GENERATORS["intra"](shape, site, self.costs), self.transport
 
     def _keep(self, key: tuple[object, ...], schedule: Schedule) -> None:
         if len(self._known) >= KEPT_SCHEDULES:

@@ -91,17 +91,21 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
 
     def order(self, rank: int) -> tuple[list[int], list[tuple[str, RankCoordinates, Count]]]:
         """The rank's units in their order, as numbers that count through the units of its stages, which come with it."""
-        stages = self._stages(rank)
-        own = [(self.times[role, coords.replica], coords.stage) for role, coords, _ in stages]
+        return self.sequence(rank)[0].tolist(), self._stages(rank)
+
+    def sequence(self, rank: int) -> tuple[Ints, list[tuple[Team, int]]]:
+        """The rank's units in their order, as numbers that count through the units of its stages; and these, a stage of a
+        replica each."""
+        own = [((role, coords.replica), coords.stage) for role, coords, _ in self._stages(rank)]
         if not own:
-            return [], []
-        starts = np.concatenate([times.starts[stage] for times, stage in own])
-        placed = np.concatenate([times.placed[stage] for times, stage in own])
+            return np.zeros(0, dtype=np.int64), []
+        starts = np.concatenate([self.times[team].starts[stage] for team, stage in own])
+        placed = np.concatenate([self.times[team].placed[stage] for team, stage in own])
         order = np.argsort(starts, kind="stable")
         in_time = starts[order]
         if (in_time[1:] == in_time[:-1]).any():
             order = np.lexsort((placed, starts))
-        return order.tolist(), stages
+        return order, own
 
     def _stages(self, rank: int) -> list[tuple[str, RankCoordinates, Count]]:
         found = [(role, placement.coords(rank)) for role, placement in self.site.placements.items()]
