@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.engine import generation, scoring
 from oppo_megatron.engine.links import build_links
@@ -131,6 +132,7 @@ def _batch() -> list[Rollout]:
 
 def _model(**layout: Any) -> TrainedModel:
     groups = world_groups(layout.pop("tp", 1), 1)
+    use_once(groups.made, CPU)  # as a run does: what connections take is no part of an update
     options = TrainingLayoutConfig(**layout)
     chunks = load_training(ModelConfig(init=BIG, init_seed=1), options, groups, head="lm", max_length=128, device=CPU)
     return TrainedModel(chunks, OptimizerConfig(lr=1e-3, eps=1e-4), 4, options)
