@@ -34,6 +34,7 @@ def sends_pass(table: Timetable, transport: Transport) -> bool:
 
 def none_waits(table: Timetable, most: int) -> bool:
     """The first of them, for `most` hidden states of a link."""
+    assert most >= 1, "a link of which nothing may be on its way lets nothing through"
     then = {team: np.full_like(times.starts, np.iinfo(np.int64).max) for team, times in table.times.items()}
     for rank in table.site.ranks:
         order, own = table.sequence(rank)

@@ -212,10 +212,7 @@ class Placer:
 
     def _place_by_stage(self, lines: Sequence[Line]) -> None:
         """Lines on the same ranks.  Turns are told by the first stage alone, and no other stage has time of it: so all is placed
-        there first, then on the second.
-
-        Behind all gaps each follows the one before, and is the last to be done: from there on all lines take turns in one order.
-        """
+        there first, then on the second."""
         of, starts, ranks = list[int](), list[int](), lines[0].ranks[0]
         durations, put = [line.times[:, 0].tolist() for line in lines], self.free.place
 
@@ -228,13 +225,23 @@ class Placer:
         timed = all(line.times[:, 0].all() for line in lines)
         left = by_turns(lines, place, self.free.last(ranks) if timed else FOREVER)
         if left:
-            order = np.argsort(np.concatenate([np.arange(len(durations[n]) - j) for _, n, j in left]), kind="stable")
-            behind = np.concatenate([lines[n].times[j:, 0] for _, n, j in left])[order]
-            ends = self.free.end(ranks) + np.cumsum(behind)
-            self.free.append(ranks, ends - behind, ends)
-            of += np.repeat([n for _, n, _ in left], [len(durations[n]) - j for _, n, j in left])[order].tolist()
-            starts += (ends - behind).tolist()
+            then_of, then_starts = self._place_behind(lines, left)
+            of += then_of
+            starts += then_starts
         self._place_later(lines, of, np.array(starts, dtype=np.int64))
+
+    def _place_behind(self, lines: Sequence[Line], left: Sequence[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
+        """What `by_turns` has left of `lines`, on their first stage, behind all gaps: whose each is, and when it begins.
+
+        There each follows the one before, and is the last to be done.  So all lines take turns in the order of `left`.
+        """
+        ranks, times = lines[0].ranks[0], [lines[n].times[j:, 0] for _, n, j in left]
+        order = np.argsort(np.concatenate([np.arange(len(own)) for own in times]), kind="stable")
+        durations = np.concatenate(times)[order]
+        ends = self.free.end(ranks) + np.cumsum(durations)
+        self.free.append(ranks, ends - durations, ends)
+        of: list[int] = np.repeat([n for _, n, _ in left], list(map(len, times)))[order].tolist()
+        return of, (ends - durations).tolist()
 
     def _place_later(self, lines: Sequence[Line], of: Sequence[int], first: Ints) -> None:
         """What is placed on the first stage of `lines`, on the same ranks, goes through the others.
