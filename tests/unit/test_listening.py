@@ -30,7 +30,8 @@ def run(kind, config):
         pair = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(1), group=pair)
         pids = [os.getpid()] if world.rank else [os.getpid(), os.getppid()]
-        print("LISTENS", *[address for pid in pids for address in listening(pid)], flush=True)
+        line = " ".join(["LISTENS", *(address for pid in pids for address in listening(pid))]) + os.linesep
+        os.write(1, line.encode())  # at once: the other rank writes to the same pipe
         dist.barrier()
 
 if __name__ == "__main__":
