@@ -5,10 +5,12 @@ results = run_ranks(4, "tests.gloo.jobs:check", tp=2, pp=2)     # one result a r
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing as mp
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -24,8 +26,13 @@ PRELOADED = ["oppo_megatron.train.setup", "oppo_megatron.train.entry", "tests.e2
 """What most jobs import: seconds for a process that is spawned, nothing for one that is forked."""
 
 
-def _serve(pipe: Connection) -> None:
+TELL = signal.SIGRTMIN
+"""At it a rank writes where its threads are."""
+
+
+def _serve(pipe: Connection, stacks: str) -> None:
     hear_signals()
+    faulthandler.register(TELL, open(stacks, "w"))
     os.environ.update(ENVIRONMENT)
     import torch
     import torch.distributed as dist
@@ -46,7 +53,7 @@ def _serve(pipe: Connection) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
             )
-            connect_pairs(the_world())  # at the end the store may be gone
+            connect_pairs(the_world())  # as in a run
             module, name = entry.split(":")
             pipe.send(("ok", getattr(importlib.import_module(module), name)(**kwargs)))
             dist.barrier()
@@ -79,25 +86,37 @@ class RankPool:
 
     def __init__(self) -> None:
         self.workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        self.jobs = 0
 
-    def _grow(self, world: int) -> None:
+    def _grow(self, world: int) -> Path:
+        """See that there are so many; their folder.
+
+        It stays as long as they do.  A rank answers before it lets go of its store, and in a folder that goes in that moment
+        torch waits for the store's file until time-out.
+        """
+        self.folder = self.folder or tempfile.TemporaryDirectory()
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         while len(self.workers) < world:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._stacks(len(self.workers))), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
+        return Path(self.folder.name)
+
+    def _stacks(self, rank: int) -> str:
+        assert self.folder is not None
+        return str(Path(self.folder.name) / f"stacks-{rank}")
 
     def run(self, world: int, entry: str, timeout_s: float, kwargs: dict[str, Any], deaths: bool = False) -> list[Any]:
         """One result a rank; with `deaths` None for those that died, and then the processes are replaced."""
-        self._grow(world)
-        with tempfile.TemporaryDirectory() as folder:
-            store = str(Path(folder) / "store")
-            for rank, (_, pipe) in enumerate(self.workers[:world]):
-                pipe.send((rank, world, store, entry, kwargs, timeout_s))
-            answers = self._collect(world, time.monotonic() + timeout_s, "error" if deaths else "died")
+        self.jobs += 1
+        store = str(self._grow(world) / f"store-{self.jobs}")
+        for rank, (_, pipe) in enumerate(self.workers[:world]):
+            pipe.send((rank, world, store, entry, kwargs, timeout_s))
+        answers = self._collect(world, time.monotonic() + timeout_s, "error" if deaths else "died")
         errors = [text for kind, text in answers if kind == "error" or (kind == "died" and not deaths)]
         if errors or deaths:
             self.close()
@@ -118,8 +137,20 @@ class RankPool:
                     process.join()
                     answers.append(("died", f"rank {rank}: died with exit code {process.exitcode}"))
             else:
-                answers.append(("error", f"rank {rank}: no answer in time"))
+                answers.append(("error", f"rank {rank}: no answer in time; it is in\n{self._where(rank)}"))
         return answers
+
+    def _where(self, rank: int) -> str:
+        """The threads of a rank that does not answer."""
+        process, stacks = self.workers[rank][0], Path(self._stacks(rank))
+        if not stacks.exists():
+            return "its imports"
+        assert process.pid is not None
+        os.kill(process.pid, TELL)
+        deadline = time.monotonic() + 5
+        while "most recent call first" not in (text := stacks.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return text
 
     def close(self) -> None:
         for process, pipe in self.workers:
@@ -127,6 +158,9 @@ class RankPool:
             process.kill()
             process.join()
         self.workers = []
+        if self.folder is not None:
+            self.folder.cleanup()
+            self.folder = None
 
 
 POOL = RankPool()
