@@ -28,9 +28,10 @@ that comes before it in the order of `Site.feeds`, and then passes on.
 Where a generator gives its timetable, lists are made of that, and `runs_in_time` proves them without any action: times in which
 each unit comes behind what it waits for are such an order.
 
-Where the transport may hold a send, times have to show that it is in nobody's way, too (`holding.py`), or else a simulation with
-all messages that nobody waits for ever.  What else a transport asks follows from the above: a communicator is that of one link,
-whose messages have one order and come from the stream of one role.
+Where the transport may hold a hidden state behind others of its link, a rank goes on from the unit that sends it once the next
+stage has done the unit that takes the first of those: times show that quickly (`holding.py`), or else the run of 3 does.  What
+else a transport asks follows from the above: a communicator is that of one link, whose messages have one order and come from
+the stream of one role.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.schedule.actions import Action, Op, Schedule
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.caches import Budgets
 from oppo_megatron.schedule.checking.checker import require_sound
 from oppo_megatron.schedule.checking.holding import sends_pass
@@ -62,7 +65,8 @@ class _Stage:
     """One pipeline stage: the units that it has to do, how many it has done, and whom it waits for.
 
     Unit n waits for n + 1 units of the stage before, and from the second decode step on for n + 1 - `micro_batches` of the
-    last stage; `first` is the first unit that does.
+    last stage; `first` is the first unit that does.  Where a send may be held, a rank waits behind unit n until the stage
+    after has done n + 1 - (what its link lets go untaken).
     """
 
     ranks: tuple[int, ...]
@@ -72,6 +76,7 @@ class _Stage:
     first: int
     done: int = 0
     woken: tuple[int, ...] = ()
+    after: _Stage | None = None
 
     def __post_init__(self) -> None:
         self.last = self
@@ -90,20 +95,29 @@ def require_provable(
 
 def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = GLOO) -> bool:
     """Whether the compute actions are those of a schedule that is sound over the transport."""
-    if isinstance(computes.actions, Timetable) and runs_in_time(computes.actions, round_, site):
-        if not transport.holds or sends_pass(computes.actions, transport):
-            return True
-        return not simulate(add_communication(computes, round_, site), round_, site, transport=transport).stuck
-    if transport.holds:
-        return False
+    table = computes.actions
+    timed = table if isinstance(table, Timetable) and runs_in_time(table, round_, site) else None
+    if not transport.made or set(transport.in_flight) - {Payload.HIDDEN}:
+        return timed is not None and _comes_to_an_end(computes, round_, site, transport)
+    most = transport.in_flight.get(Payload.HIDDEN)
+    if timed is not None and (most is None or sends_pass(timed, most)):
+        return True
     stages = {place: stage for role in site.placements for place, stage in _stages_of(role, round_, site)}
     orders: dict[int, list[_Stage]] = {}
     for rank in {*computes.actions, *site.ranks}:
-        order = _order(rank, computes.of(rank), site, stages)
+        order = _order(rank, computes.of(rank), site, stages) if timed is None else _timed_order(rank, timed, stages)
         if order is None:
             return False
         orders[rank] = order
-    return _runs_through(orders)
+    if _runs_through(orders, most):
+        return True
+    # One of several tensor ranks may take what the others are not ready for, and so let a send go.
+    shared = most is not None and any(len(stage.ranks) > 1 for stage in stages.values())
+    return shared and _comes_to_an_end(computes, round_, site, transport)
+
+
+def _comes_to_an_end(computes: Schedule, round_: Round, site: Site, transport: Transport) -> bool:
+    return not simulate(add_communication(computes, round_, site), round_, site, transport=transport).stuck
 
 
 def runs_in_time(table: Timetable, round_: Round, site: Site) -> bool:
@@ -137,6 +151,7 @@ def _stages_of(role: str, round_: Round, site: Site) -> Iterator[tuple[Place, _S
             own.append(_Stage(placement.stage_ranks(replica, stage), units, before, batches, prefills + batches))
         for stage, each in enumerate(own):
             each.last = own[-1]
+            each.after = own[stage + 1] if stage < placement.pp - 1 else None
             each.woken = _woken(placement, replica, stage, decodes=len(units) > prefills)
             yield (role, replica, stage), each
 
@@ -154,10 +169,20 @@ def _units(role: str, replica: int, round_: Round) -> tuple[list[Unit], int, int
 
 
 def _woken(placement: RolePlacement, replica: int, stage: int, decodes: bool) -> tuple[int, ...]:
-    """Who may go on when the stage has done something: the next stage; of the last one's decoding, all that take tokens."""
-    if stage < placement.pp - 1:
-        return placement.stage_ranks(replica, stage + 1)
-    return placement.replica_ranks(replica) if decodes else ()
+    """Who may go on when the stage has done something: the next stage, and the one before, whose send may be held; of the last
+    one's decoding, all that take tokens."""
+    if stage == placement.pp - 1 and decodes:
+        return placement.replica_ranks(replica)
+    beside = (near for near in (stage - 1, stage + 1) if 0 <= near < placement.pp)
+    return tuple(rank for near in beside for rank in placement.stage_ranks(replica, near))
+
+
+def _timed_order(rank: int, table: Timetable, stages: dict[Place, _Stage]) -> list[_Stage]:
+    """The stages whose units the rank does, unit by unit."""
+    order, places = table.sequence(rank)
+    counts = [table.times[team].starts.shape[1] for team, _ in places]
+    own = [stages[role, replica, stage] for (role, replica), stage in places]
+    return [own[i] for i in np.repeat(np.arange(len(own)), counts)[order].tolist()]
 
 
 def _order(rank: int, computes: Sequence[Action], site: Site, stages: dict[Place, _Stage]) -> list[_Stage] | None:
@@ -189,8 +214,11 @@ def _order(rank: int, computes: Sequence[Action], site: Site, stages: dict[Place
     return order if whole else None
 
 
-def _runs_through(orders: dict[int, list[_Stage]]) -> bool:
-    """Whether all units can be done, each rank's in its order; what happens does not depend on who is looked at first."""
+def _runs_through(orders: dict[int, list[_Stage]], most: int | None) -> bool:
+    """Whether all units can be done, each rank's in its order, with at most so many hidden states of a link untaken.
+
+    What happens does not depend on who is looked at first.
+    """
     position = dict.fromkeys(orders, 0)
     ready = list(orders)
     while ready:
@@ -203,8 +231,10 @@ def _runs_through(orders: dict[int, list[_Stage]]) -> bool:
                 break
             if done >= stage.first and last is not stage and last.done <= done - stage.micro_batches:
                 break
+            if _held(order, position[rank], most):
+                break
             if len(stage.ranks) > 1:
-                if not all(_is_at(stage, orders[member], position[member]) for member in stage.ranks):
+                if not all(_is_at(stage, orders[member], position[member], most) for member in stage.ranks):
                     break
                 ready += stage.ranks
             stage.done = done + 1
@@ -214,5 +244,13 @@ def _runs_through(orders: dict[int, list[_Stage]]) -> bool:
     return all(position[rank] == len(order) for rank, order in orders.items())
 
 
-def _is_at(stage: _Stage, order: list[_Stage], position: int) -> bool:
-    return position < len(order) and order[position] is stage
+def _held(order: list[_Stage], position: int, most: int | None) -> bool:
+    """Whether the rank still has to send what the unit before this position has made."""
+    if most is None or not position:
+        return False
+    stage = order[position - 1]
+    return stage.after is not None and stage.after.done < stage.done - most
+
+
+def _is_at(stage: _Stage, order: list[_Stage], position: int, most: int | None) -> bool:
+    return position < len(order) and order[position] is stage and not _held(order, position, most)
