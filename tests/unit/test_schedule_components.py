@@ -21,7 +21,7 @@ from oppo_megatron.schedule.checking.caches import require_room
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.checking.faults import FaultKind
 from oppo_megatron.schedule.checking.proof import prove, require_provable
-from oppo_megatron.schedule.checking.transport import TRANSPORTS
+from oppo_megatron.schedule.checking.transport import ONE_QUEUE, TRANSPORTS
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Growth, KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
@@ -67,6 +67,24 @@ def test_every_rank_plans_its_part_of_the_whole(site: Site, generator: str, chun
             planner.learn(planner.costs)
 
     run.steps(1, visit)
+
+
+def test_a_plan_of_all_ranks_puts_into_another_order_what_each_rank_does() -> None:
+    """Over one hardware queue sends of one component would be held in a circle, those of another not: it alone changes."""
+    site, changed = colocated((1, 2, 2)), Counter[int]()
+    planners = [new_planner(site, "woven", rank=rank) for rank in (None, None, *site.ranks)]
+    for planner in planners[1:]:
+        planner.transport = ONE_QUEUE
+
+    def visit(plans: list[PlannedRound]) -> None:
+        free, whole, *own = (plan.schedule for plan in plans)
+        assert {rank: plan.of(rank) for rank, plan in zip(site.ranks, own, strict=True)} == whole.actions
+        changed[sum(whole.of(rank) != free.of(rank) for rank in site.ranks)] += 1
+        for planner in planners:
+            planner.learn(planner.costs)
+
+    Run(planners, random.Random(0), chunk=5).steps(4, visit)
+    assert changed[0] and changed[len(site.ranks) // 2], changed
 
 
 @settings(deadline=None, max_examples=100)

@@ -5,7 +5,7 @@ Every rank plans for itself and reaches the same schedule, because the books adv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -269,13 +269,32 @@ class RoundPlanner:
 
     def _ordered(self, shape: Round, site: Site) -> tuple[Schedule, Transport]:
         """The generator's order, or that of `intra` where the transport would hold sends of it in a circle; and the rules that
-        are still to be looked at."""
+        are still to be looked at.
+
+        A rank that plans its component alone knows nothing of the others, so each component is judged by itself in a plan of
+        all ranks, too.
+        """
         computes = GENERATORS[self.generator](shape, site, self.costs)
         if not self.transport.holds:
             return computes, self.transport
         if prove(computes, shape, site, self.transport):
             return computes, self.transport.free
-        return GENERATORS["intra"](shape, site, self.costs), self.transport
+        other = GENERATORS["intra"](shape, site, self.costs)
+        if self._component is None:
+            held = {*self._held(shape)}
+            other = Schedule({rank: (other if rank in held else computes).of(rank) for rank in site.ranks})
+        return other, self.transport
+
+    def _held(self, shape: Round) -> Iterator[int]:
+        """The ranks of all components in whose order by the generator sends would wait in a circle."""
+        left = set(self.site.ranks)
+        while left:
+            component = component_of(self.site, min(left))
+            left.difference_update(component.ranks)
+            part = component.part(shape)
+            computes = GENERATORS[self.generator](part, component.model, self.costs)
+            if not prove(computes, part, component.model, self.transport):
+                yield from component.ranks
 
     def _keep(self, key: tuple[object, ...], schedule: Schedule) -> None:
         if len(self._known) >= KEPT_SCHEDULES:

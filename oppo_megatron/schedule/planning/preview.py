@@ -16,6 +16,7 @@ from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate
+from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.plan import delta_rule, plan_step, round_generator
 from oppo_megatron.schedule.planning.new_planner import cache_slots, new_planner
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
@@ -29,7 +30,8 @@ from oppo_megatron.schedule.weaving.generators import GENERATORS
 class Preview:
     """One round of the first step, as a run would plan it.  `assumed` says in words what was made up.
 
-    `clock`: decode steps since the step began, at the round's end.
+    `clock`: decode steps since the step began, at the round's end.  `replaced`: ranks whose order is that of `intra`, as the
+    transport would hold sends of the generator's.
     """
 
     round: Round
@@ -40,6 +42,7 @@ class Preview:
     budgets: Mapping[str, Sequence[KVBudget]]
     generator: str
     assumed: tuple[str, ...]
+    replaced: tuple[int, ...] = ()
 
 
 def preview(
@@ -49,8 +52,9 @@ def preview(
     prompt_tokens: int | None = None,
     generator: str | None = None,
     costs: Costs | None = None,
+    transport: Transport = GLOO,
 ) -> Preview:
-    """Round `number` (from 1) of the first step.
+    """Round `number` (from 1) of the first step, as it is planned by the rules of `transport`.
 
     `prompt_tokens` defaults to half of `data.max_prompt_tokens`, `generator` to the one that the configuration asks for.
     Raises ConfigError where the step has no such round, ScheduleError where a run would refuse it.
@@ -64,8 +68,12 @@ def preview(
     site = Site(role_placements(config))
     chosen = generator or round_generator(config.overlap, site)
     most = config.rollout.max_response_tokens
-    planner = new_planner(config, site, chosen, lambda _: most, costs=costs or Costs())
-    rounds = [*first_step(config, planner, length)]
+
+    def planned_by(rules: Transport) -> list[PlannedRound]:
+        planner = new_planner(config, site, chosen, lambda _: most, costs=costs, transport=rules)
+        return [*first_step(config, planner, length)]
+
+    rounds = planned_by(transport)
     if not 1 <= number <= len(rounds):
         raise ConfigError(f"round {number}: the first step has rounds 1 to {len(rounds)}; ask for one of these")
     planned, clock = rounds[number - 1], sum(each.round.steps for each in rounds[:number])
@@ -73,9 +81,11 @@ def preview(
         role: [KVBudget(cache_slots(config, role, placement), max_context(config))] * placement.dp
         for role, placement in site.placements.items()
     }
+    free = planned_by(transport.free)[number - 1].schedule if transport.holds else planned.schedule
+    replaced = tuple(rank for rank in site.ranks if free.of(rank) != planned.schedule.of(rank))
     schedule = planned.schedule.shifted(planned.round.index - 1)
     assumed = _assumed(config, site, length)
-    return Preview(planned.round, clock, len(rounds), site, schedule, budgets, planner.generator, assumed)
+    return Preview(planned.round, clock, len(rounds), site, schedule, budgets, chosen, assumed, replaced)
 
 
 def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tuple[float, float]:
