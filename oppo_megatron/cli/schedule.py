@@ -130,7 +130,7 @@ def _title(shown: Preview, args: argparse.Namespace) -> str:
     from oppo_megatron.layout.layouts import format_ranks
 
     origin = str(args.source) if args.source else shown.generator
-    instead = f"; intra on ranks {format_ranks(shown.replaced)}" if shown.replaced else ""
+    instead = f"; changed on ranks {format_ranks(shown.changed)} for held sends" if shown.changed else ""
     return f"round {args.round} of {shown.num_rounds} of the first step, {origin}{instead}"
 
 

@@ -30,8 +30,8 @@ from oppo_megatron.schedule.weaving.generators import GENERATORS
 class Preview:
     """One round of the first step, as a run would plan it.  `assumed` says in words what was made up.
 
-    `clock`: decode steps since the step began, at the round's end.  `replaced`: ranks whose order is that of `intra`, as the
-    transport would hold sends of the generator's.
+    `clock`: decode steps since the step began, at the round's end.  `changed`: ranks whose order is not the generator's, as the
+    transport would hold sends of that in a circle.
     """
 
     round: Round
@@ -42,7 +42,7 @@ class Preview:
     budgets: Mapping[str, Sequence[KVBudget]]
     generator: str
     assumed: tuple[str, ...]
-    replaced: tuple[int, ...] = ()
+    changed: tuple[int, ...] = ()
 
 
 def preview(
@@ -82,10 +82,10 @@ def preview(
         for role, placement in site.placements.items()
     }
     free = planned_by(transport.free)[number - 1].schedule if transport.holds else planned.schedule
-    replaced = tuple(rank for rank in site.ranks if free.of(rank) != planned.schedule.of(rank))
+    changed = tuple(rank for rank in site.ranks if free.of(rank) != planned.schedule.of(rank))
     schedule = planned.schedule.shifted(planned.round.index - 1)
     assumed = _assumed(config, site, length)
-    return Preview(planned.round, clock, len(rounds), site, schedule, budgets, chosen, assumed, replaced)
+    return Preview(planned.round, clock, len(rounds), site, schedule, budgets, chosen, assumed, changed)
 
 
 def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tuple[float, float]:
