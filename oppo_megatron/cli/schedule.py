@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from oppo_megatron.schedule.checking.timeline import Timeline
     from oppo_megatron.schedule.checking.transport import Transport
     from oppo_megatron.schedule.planning.preview import Preview
-    from oppo_megatron.schedule.rounds import Site
     from oppo_megatron.schedule.weaving.costs import Costs
 
 EXIT_FAULT = 2
