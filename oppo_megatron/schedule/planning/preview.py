@@ -67,13 +67,7 @@ def preview(
         )
     site = Site(role_placements(config))
     chosen = generator or round_generator(config.overlap, site)
-    most = config.rollout.max_response_tokens
-
-    def planned_by(rules: Transport) -> list[PlannedRound]:
-        planner = new_planner(config, site, chosen, lambda _: most, costs=costs, transport=rules)
-        return [*first_step(config, planner, length)]
-
-    rounds = planned_by(transport)
+    rounds = _rounds(config, site, chosen, length, costs, transport)
     if not 1 <= number <= len(rounds):
         raise ConfigError(f"round {number}: the first step has rounds 1 to {len(rounds)}; ask for one of these")
     planned, clock = rounds[number - 1], sum(each.round.steps for each in rounds[:number])
@@ -81,11 +75,22 @@ def preview(
         role: [KVBudget(cache_slots(config, role, placement), max_context(config))] * placement.dp
         for role, placement in site.placements.items()
     }
-    free = planned_by(transport.free)[number - 1].schedule if transport.holds else planned.schedule
+    free = planned.schedule
+    if transport.holds:
+        free = _rounds(config, site, chosen, length, costs, transport.free)[number - 1].schedule
     changed = tuple(rank for rank in site.ranks if free.of(rank) != planned.schedule.of(rank))
     schedule = planned.schedule.shifted(planned.round.index - 1)
-    assumed = _assumed(config, site, length)
-    return Preview(planned.round, clock, len(rounds), site, schedule, budgets, chosen, assumed, changed)
+    return Preview(
+        planned.round, clock, len(rounds), site, schedule, budgets, chosen, _assumed(config, site, length), changed
+    )
+
+
+def _rounds(
+    config: TrainConfig, site: Site, generator: str, prompt_tokens: int, costs: Costs | None, transport: Transport
+) -> list[PlannedRound]:
+    most = config.rollout.max_response_tokens
+    planner = new_planner(config, site, generator, lambda _: most, costs=costs, transport=transport)
+    return [*first_step(config, planner, prompt_tokens)]
 
 
 def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tuple[float, float]:
