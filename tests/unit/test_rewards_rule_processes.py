@@ -28,7 +28,7 @@ PAIRS = [{"input": "3\n4\n", "output": "7"}, {"input": "1\n-1\n", "output": "0\n
 SUM = "print(int(input()) + int(input()))"
 
 
-def code(wall_s: float = 3.0, **settings: Any) -> RewardSum:
+def code(wall_s: float = 30.0, **settings: Any) -> RewardSum:
     isolate = {"wall_s": wall_s, "memory_mb": 512}
     part = RewardPart(kind="verifier", name="code", answer="tests", isolate=isolate, **settings)
     return build_reward_functions([part])
@@ -36,7 +36,7 @@ def code(wall_s: float = 3.0, **settings: Any) -> RewardSum:
 
 @pytest.fixture(scope="module")
 def math() -> Iterator[RewardSum]:
-    isolate = {"wall_s": 6.0, "memory_mb": 2048}  # the first comparison imports sympy
+    isolate = {"wall_s": 60.0, "memory_mb": 2048}  # the first comparison imports sympy
     rewards = build_reward_functions([RewardPart(kind="verifier", name="math", isolate=isolate, processes=1)])
     yield rewards
     rewards.close()
