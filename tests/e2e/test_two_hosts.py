@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.ports import free_port
 from tests.support.ppo import Workspace, read_outcome, weight_distance
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,9 +60,7 @@ def ends(processes: Sequence[subprocess.Popen[str]], timeout_s: float = 120) -> 
 
 @pytest.fixture
 def port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return str(probe.getsockname()[1])
+    return str(free_port())
 
 
 @pytest.fixture(scope="module")
