@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -132,7 +133,7 @@ def test_sigterm_at_random_moments_to_either_rank(tmp_path_factory: pytest.TempP
     workspace = Workspace.create(tmp_path_factory.mktemp("moments"))
     changes: dict[str, Any] = CARRIED | {"steps": 14, "placement": {"mode": "disaggregated"}}
     plain = run_ppo_ranks(deep(workspace, "plain", **changes))
-    step_s = sum(line["step_s"] for line in plain.metrics) / len(plain.metrics)
+    step_s = median(line["step_s"] for line in plain.metrics)  # a machine may have stood still in one of them
     config = deep(workspace, "moments", **changes)
     for number in range(3):
         after_s = draw.uniform(0, 3 * step_s)
