@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, ConfigError
 from tests.e2e.started import still_there
 from tests.support.configs import least_config
 from tests.support.ports import free_port
+from tests.support.processes import wait_for
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
@@ -104,7 +104,8 @@ def run(kind, path):
         atexit.register(os.abort)
         raise DataError("line 4 is not JSON; correct it") if rank == 0 else TypeError("a bug of ours")
     if kind == "aborted" and rank == 0:  # as NCCL does to the peer of a rank that has failed
-        time.sleep(0.3)
+        while not os.path.exists(os.path.join(os.environ["OPPO_FAILURES"], "1.input.json")):
+            time.sleep(0.01)
         os.abort()
     if kind in ("wrong input", "aborted") and rank == 1:
         raise DataError("line 3 is not JSON; correct it")
@@ -254,10 +255,7 @@ def test_ranks_that_would_save_nothing_end_with_the_first_signal(two_ranks: Path
     parent.send_signal(number)
     _, errors = parent.communicate(timeout=60)
     assert parent.returncode == 128 + number and "saves what" not in errors, errors
-    until = time.monotonic() + 60
-    while still_there(pids):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_for(lambda: not still_there(pids))
 
 
 @pytest.mark.slow

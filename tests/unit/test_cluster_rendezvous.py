@@ -23,6 +23,7 @@ from oppo_megatron.cluster.rendezvous import Meeting, MeetingPoint, meet, within
 from oppo_megatron.errors import WorldError
 from oppo_megatron.layout.placements import parse_ranks
 from tests.support.ports import free_port, free_ports
+from tests.support.processes import wait_for
 
 TIMEOUT_S = 3.0
 LONG_S = 60.0  # where ranks find each other, or a fault
@@ -123,9 +124,7 @@ def test_one_rank_alone_looks_who_is_missing(port: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "PrefixStore", lambda *_: counting)
     with ThreadPoolExecutor(1) as pool:
         told = pool.submit(meet, host(1), point, 0.2)
-        until = time.monotonic() + LONG_S
-        while counting.asked["check"] < 8 and time.monotonic() < until:  # several looks after its time is over
-            time.sleep(0.01)
+        wait_for(lambda: counting.asked["check"] >= 8)  # several looks after its time is over
         seen.set("outcome", "rank 3 missing")
         with pytest.raises(WorldError, match="rank 3 missing"):
             told.result(timeout=SLACK_S)

@@ -18,6 +18,7 @@ from oppo_megatron.config.remote import IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.isolation import IsolatedFunction, Unanswered
+from tests.support.processes import runs, wait_for
 
 MODULE = '''
 import ctypes, json, math, os, resource, signal, subprocess, sys, time
@@ -173,17 +174,7 @@ def test_so_does_what_has_left_its_session(impatient: IsolatedFunction, tmp_path
 
 def assert_ends(process: int) -> None:
     """Soon; nobody may have asked for its exit code yet."""
-    state, deadline = Path(f"/proc/{process}/stat"), time.monotonic() + 30
-    while _runs(state):
-        assert time.monotonic() < deadline, f"process {process} is still there"
-        time.sleep(0.02)
-
-
-def _runs(state: Path) -> bool:
-    try:
-        return state.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between the file's opening and its reading
-        return False
+    wait_for(lambda: not runs(process))
 
 
 def test_a_copy_of_the_process_answers_nothing(function: IsolatedFunction) -> None:

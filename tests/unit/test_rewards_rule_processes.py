@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.rewards.rules.code_tests import program_of, read_tests
+from tests.support.processes import runs, wait_for
 
 ASSERTS = ["assert double(1) == 2", "assert double(2) == 4", "assert double(-3) == -6", "assert double('a') == 'aa'"]
 PAIRS = [{"input": "3\n4\n", "output": "7"}, {"input": "1\n-1\n", "output": "0\n"}]
@@ -185,14 +186,7 @@ def test_a_killed_run_leaves_no_program(tmp_path: Path) -> None:
         wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())
         run.kill()
     left = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE)
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it has not come true"
-        time.sleep(0.05)
+    wait_for(lambda: not runs(left))
 
 
 def test_a_sequence_of_which_another_part_failed_is_asked_for_anew() -> None:

@@ -22,6 +22,7 @@ from pydantic import SecretStr
 
 from oppo_megatron.serving.app import RequestLimits, build_app
 from oppo_megatron.serving.connections import CONNECTION_LIMITS, ConnectionLimits, network_of
+from tests.support.processes import wait_for
 from tests.support.serving import served_app
 
 HTTP = httpx.Client(trust_env=False, verify=False, timeout=30.0, limits=httpx.Limits(max_keepalive_connections=0))
@@ -76,13 +77,6 @@ def is_open(connection: socket.socket) -> bool:
     finally:
         connection.settimeout(LATE_S)
     return False
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + LATE_S
-    while not condition():
-        assert time.monotonic() < until, "it has not come true"
-        time.sleep(0.01)
 
 
 def held_by_server(connection: socket.socket) -> bool:
