@@ -49,7 +49,7 @@ def num_lines(config: dict[str, Any]) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def wait_until(run: subprocess.Popen[str], what: Any, seconds: float = 100.0) -> None:
+def wait_until(run: subprocess.Popen[str], what: Any, seconds: float = 300.0) -> None:
     """Until `what()` is true, of a run that goes on."""
     until = time.monotonic() + seconds
     while not what():

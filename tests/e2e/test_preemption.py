@@ -41,12 +41,12 @@ def stopped_killed_and_undisturbed(workspace: Workspace, *options: str) -> str:
     run = start(config, "--max-restarts", "1", *options)
     wait_until(run, lambda: num_lines(config) >= 2)
     run.send_signal(signal.SIGTERM)
-    assert run.wait(60) == EXIT_REQUEUE, run.communicate()
+    assert run.wait(240) == EXIT_REQUEUE, run.communicate()
 
     run = start(config, "--resume", "--max-restarts", "1", *options)
     wait_until(run, lambda: num_lines(config) >= 6)
     os.kill(rank_pids(config)[0], signal.SIGKILL)
-    _, told = run.communicate(timeout=100)
+    _, told = run.communicate(timeout=400)
     assert run.returncode == 0 and "was ended by SIGKILL" in told and "0 of 1 restarts left" not in told, told
 
     outcome, plain = read_outcome(Path(config["run_dir"])), run_ppo_ranks(deep(workspace, "plain", **changes))

@@ -253,7 +253,7 @@ def test_ranks_that_would_save_nothing_end_with_the_first_signal(two_ranks: Path
     assert parent.stdout is not None
     pids = [int(parent.stdout.readline()) for _ in range(2)]
     parent.send_signal(number)
-    _, errors = parent.communicate(timeout=60)
+    _, errors = parent.communicate(timeout=240)
     assert parent.returncode == 128 + number and "saves what" not in errors, errors
     wait_for(lambda: not still_there(pids))
 
@@ -264,7 +264,7 @@ def test_ranks_of_another_launcher_fail_with_their_own_exit_code(two_ranks: Path
     (two_ranks / "rank.py").write_text(RANK)
     port = str(free_port())
     ranks = [started(two_ranks, "rank.py", RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=port) for rank in range(2)]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 1], errors
     assert errors[0].endswith("[rank 0]: line 4 is not JSON; correct it\n")
     assert "TypeError: a bug of ours" in errors[1]

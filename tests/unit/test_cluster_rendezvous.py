@@ -192,8 +192,10 @@ def test_within_returns_raises_and_ends() -> None:
     assert within(5, lambda: 7) == 7
     with pytest.raises(KeyError):
         within(5, lambda: {}["x"])
+    over = threading.Event()
     with pytest.raises(TimeoutError):
-        within(0.05, lambda: threading.Event().wait(5))
+        within(0.05, lambda: over.wait(60))
+    over.set()
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))

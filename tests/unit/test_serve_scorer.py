@@ -33,7 +33,7 @@ from tests.support.hf import save_tiny
 from tests.support.limits import room_for
 from tests.support.serving import served_app
 
-HTTP = httpx.Client(trust_env=False, verify=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(trust_env=False, verify=False, timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
 TOKEN = "a-token-of-enough-characters"
 
 
@@ -259,7 +259,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any
     assert line.startswith("serving streamed rewards at http://127.0.0.1:"), line
     yield line.split()[-1], model
     process.terminate()
-    process.wait(10)
+    process.wait(60)
 
 
 def test_scores_of_streamed_sequences_are_the_models_of_whole_ones(service: tuple[str, Any]) -> None:
@@ -285,7 +285,7 @@ def test_three_hundred_half_sent_requests_keep_nobody_from_being_served(service:
     url = httpx.URL(address)
     with ExitStack() as stack:
         for _ in range(300):
-            held = stack.enter_context(socket.create_connection((url.host, url.port), timeout=10))
+            held = stack.enter_context(socket.create_connection((url.host, url.port), timeout=60))
             held.sendall(b"POST /extend HTTP/1.1\r\nhost: service\r\n")
         assert post(address, [piece(9, final=True)]).status_code == 200
 
