@@ -170,7 +170,9 @@ def test_all_ranks_write_their_stacks_and_say_the_same(
     store: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two watchdogs in one process, one a rank; the other rank's main thread waits."""
-    monkeypatch.setattr(watchdog_module, "ANSWER_S", 20.0)  # on a busy machine; both go on as soon as they have answered
+    monkeypatch.setattr(
+        watchdog_module, "ANSWER_S", 20.0
+    )  # on a busy machine; both go on as soon as they have answered
     monkeypatch.setattr(watchdog_module, "TOLD_S", 20.0)
     told: tuple[list[str], list[str]] = [], []
     boards = [Board(lambda: connection(store), range(2), "this test") for _ in range(2)]

@@ -42,9 +42,7 @@ def test_ranks_that_have_answered_still_have_a_folder_to_leave_their_store_in(po
     assert not first.parent.exists()
 
 
-def test_where_a_rank_is_that_does_not_answer(
-    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_rank_is_that_does_not_answer(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time is over as soon as it is there."""
     asleep, collect = tmp_path / "asleep", pool._collect
 
