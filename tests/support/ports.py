@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 LOWEST = 20_000
@@ -26,6 +28,14 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of the loopback at which nobody listens while the block lasts."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def free_ports(count: int) -> list[int]:

@@ -27,6 +27,7 @@ from oppo_megatron.rewards.breaker import CircuitBreaker, Pauses, growing_pauses
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import ScoreItem, read_answer, read_token
 from oppo_megatron.rewards.remote import RemoteReward
+from tests.support.ports import held_port
 from tests.support.reward_service import Reply, Service, by_length, http, reward_service, scored
 
 TOKEN = "s3cret-token-that-nobody-may-see"
@@ -169,10 +170,9 @@ def test_what_is_not_followed_or_unpacked_is_said(status: int, header: str, says
 
 
 def test_nobody_listening() -> None:
-    with reward_service() as service:
-        pass
-    with client(service, give_up_s=0) as remote, pytest.raises(RewardError, match="could not be asked.*Connect"):
-        score_all(remote, 1)
+    with held_port() as port, client(Service(f"http://127.0.0.1:{port}/score", [], by_length), give_up_s=0) as remote:
+        with pytest.raises(RewardError, match="could not be asked.*Connect"):
+            score_all(remote, 1)
 
 
 @pytest.mark.parametrize(

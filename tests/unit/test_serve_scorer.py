@@ -31,6 +31,7 @@ from oppo_megatron.serving.stream_app import Extend, Known, Piece, build_stream_
 from oppo_megatron.serving.stream_scorer import open_stream_scorer
 from tests.support.hf import save_tiny
 from tests.support.limits import room_for
+from tests.support.ports import held_port
 from tests.support.serving import served_app
 
 HTTP = httpx.Client(trust_env=False, verify=False, timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
@@ -172,14 +173,13 @@ def test_a_slot_that_could_not_be_given_up_is_given_up_later(tmp_path: Path) -> 
 
 
 def test_a_service_that_cannot_be_had_ends_the_run_with_a_reason() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    stream = ScorerStream(StreamConfig(url=address), give_up_s=0.3)
-    stream.offer(0, [1], final=True)
-    with pytest.raises(RewardError, match="cannot be asked.*for 0.3 s; start it"):
-        stream.result(0)
-    with pytest.raises(RewardError):
-        stream.offer(1, [1], final=True)
+    with held_port() as port:
+        stream = ScorerStream(StreamConfig(url=f"http://127.0.0.1:{port}"), give_up_s=0.3)
+        stream.offer(0, [1], final=True)
+        with pytest.raises(RewardError, match="cannot be asked.*for 0.3 s; start it"):
+            stream.result(0)
+        with pytest.raises(RewardError):
+            stream.offer(1, [1], final=True)
     with served(Sums(), TOKEN) as address:
         stranger = ScorerStream(StreamConfig(url=address), SecretStr("x" + TOKEN))
         stranger.offer(0, [1], final=True)
