@@ -11,7 +11,6 @@ time.  Right before its end a rank is asked for its stack, which tells its phase
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import signal
@@ -260,7 +259,7 @@ class Victims:
         if not _hears(victim.pid, signal.SIGUSR2):
             return "start-up", "imports"
         begin = self._log.stat().st_size
-        os.kill(victim.pid, signal.SIGUSR2)
+        victim.send_signal(signal.SIGUSR2)
         until = time.time() + ANSWER_S
         text = ""
         while time.time() < until and "run_rank" not in text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -37,7 +38,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         for member in family:
-            if member.is_running():
+            with suppress(psutil.NoSuchProcess):
                 member.kill()
         psutil.wait_procs(family, timeout=10)
     process.wait()

@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -163,21 +162,23 @@ def _supervise(command: Sequence[str], desk: Desk, saves: bool = True) -> tuple[
     `saves`: whether a run that is told to stop saves.
     """
     environment = os.environ | {LOG_LEVEL: os.environ.get(LOG_LEVEL, "ERROR")}
-    # S603: this package's own command, and no shell.  A session of its own: a signal to the group is for this process.
-    process = subprocess.Popen(command, env=environment, start_new_session=True)  # noqa: S603
-    relay = SignalRelay(desk.workers, partial(_tree, process.pid), saves)
-    try:
-        with relay.listening():
+    begun: list[int] = []
+    relay = SignalRelay(desk.workers, lambda: [pid for each in begun for pid in _tree(each)], saves)
+    with relay.listening():  # before the start: a signal that comes with it would else end this process alone
+        # S603: this package's own command, and no shell.  A session of its own: a signal to the group is for this process.
+        process = subprocess.Popen(command, env=environment, start_new_session=True)  # noqa: S603
+        begun.append(process.pid)
+        try:
             while process.poll() is None:
                 if relay.code:
                     desk.told.touch()
                     relay.tell()  # again: the worker may have been about to start
                 time.sleep(POLL_S)
-    finally:
-        for pid in _tree(process.pid) if process.poll() is None else []:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        desk.end_worker()
+        finally:
+            for pid in _tree(process.pid) if process.poll() is None else []:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            desk.end_worker()
     return relay.code, process.returncode
 
 

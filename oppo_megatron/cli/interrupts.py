@@ -37,8 +37,8 @@ def interrupts_behind_imports() -> Iterator[None]:
     try:
         yield
     finally:
-        waits = interrupts.taken_back()
         signal.signal(signal.SIGINT, before)
+        waits = interrupts.taken_back()
     if waits:
         raise KeyboardInterrupt
 
@@ -65,10 +65,11 @@ class _Interrupts:
         self._again.start()
 
     def taken_back(self) -> bool:
-        """Whether an interrupt still waits, which then does not come."""
+        """Whether an interrupt still waits, which then does not come.  One that is just being sent comes within this call."""
         if self._again is None or not self._again.is_alive():
             return False
         self._again.cancel()
+        self._again.join()
         return True
 
 

@@ -32,7 +32,7 @@ EOS = 1
 
 
 def run(job: Job, world: int = 1, entry: str = "run") -> list[dict[str, Any]]:
-    return run_ranks(world, f"tests.aligner.jobs:{entry}", timeout_s=100.0, job=job)
+    return run_ranks(world, f"tests.aligner.jobs:{entry}", timeout_s=400.0, job=job)
 
 
 def trained(results: list[dict[str, Any]], steps: slice = slice(None)) -> list[int]:
@@ -280,7 +280,7 @@ def test_the_first_tensor_rank_of_the_last_stage_streams() -> None:
 def test_a_scorer_that_fails_one_replica_ends_all_of_them(pp: int) -> None:
     """The last stage of the second one feeds it."""
     job, bad = Job(oppo=DELTA, pp=pp), 2 * pp - 1
-    *others, mine = run_ranks(2 * pp, "tests.aligner.jobs:run_refused", timeout_s=60.0, job=job, rank=bad)
+    *others, mine = run_ranks(2 * pp, "tests.aligner.jobs:run_refused", timeout_s=400.0, job=job, rank=bad)
     assert mine.startswith("RewardError: the scorer at") and "answered 401" in mine
     assert all(other.startswith(f"RewardError: rank {bad}: the scorer at") for other in others)
     assert all("answered 401" in other for other in others)
@@ -306,7 +306,7 @@ def test_what_generates_without_a_break_is_refused() -> None:
 def test_a_disk_that_fails_one_rank_ends_all_of_them(tmp_path: Path) -> None:
     (tmp_path / "checkpoints-oppo").write_text("a file where the folder is to be")
     job = Job(oppo=DELTA, save_every=1, stop_after=1, folder=tmp_path)
-    mine, other = run_ranks(2, "tests.aligner.jobs:run_failing", timeout_s=60.0, job=job)
+    mine, other = run_ranks(2, "tests.aligner.jobs:run_failing", timeout_s=400.0, job=job)
     assert mine.startswith("CheckpointError") and "checkpoints-oppo" in mine
     assert other.startswith("CheckpointError: rank 0: ") and "see to the disk" in other
 

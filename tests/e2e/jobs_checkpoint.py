@@ -154,8 +154,11 @@ def resume_noting_syncs(config: dict[str, Any]) -> list[tuple[float, str, int]]:
     return noted
 
 
-def run_with_a_slow_disk(config: dict[str, Any], late_s: float, full_on: int | None = None) -> tuple[str, list[int]]:
-    """A run each of whose checkpoints begins to be written `late_s` after its snapshot; on one rank there is no space for it.
+def run_with_a_slow_disk(
+    config: dict[str, Any], late_s: float | None, full_on: int | None = None
+) -> tuple[str, list[int]]:
+    """A run each of whose checkpoints begins to be written `late_s` after its snapshot, or, None, once the next step has been
+    trained; on one rank there is no space for it.
 
     The message of its error, and the run's steps at the moments when a writing began and ended.
     """
@@ -166,7 +169,9 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float, full_on: int | N
 
     def slow(self: CheckpointWriting) -> int:
         steps.append(running[0].state.done)
-        time.sleep(late_s)
+        until = time.monotonic() + (120.0 if late_s is None else late_s)
+        while time.monotonic() < until and (late_s is not None or running[0].state.done == steps[-1]):
+            time.sleep(0.01)
         if world.rank == full_on:
             full = OSError(errno.ENOSPC, "No space left")
             with mock.patch.object(writing, "write_caches", side_effect=full):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import torch.distributed as dist
 import yaml
 
@@ -29,6 +28,7 @@ from oppo_megatron.train import entry
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.saving import writing
 from oppo_megatron.train.score_exchange import ScoreExchange
+from tests.support.processes import runs
 
 
 def start(
@@ -49,7 +49,7 @@ def num_lines(config: dict[str, Any]) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def wait_until(run: subprocess.Popen[str], what: Any, seconds: float = 100.0) -> None:
+def wait_until(run: subprocess.Popen[str], what: Any, seconds: float = 300.0) -> None:
     """Until `what()` is true, of a run that goes on."""
     until = time.monotonic() + seconds
     while not what():
@@ -65,14 +65,7 @@ def rank_pids(config: dict[str, Any]) -> list[int]:
 
 def still_there(pids: list[int]) -> list[int]:
     """Those that have not ended (a process that nobody has asked for yet has)."""
-    return [pid for pid in pids if _runs(pid)]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return [pid for pid in pids if runs(pid)]
 
 
 def fault(config: dict[str, Any], at: str, rank: int, how: str) -> None:

@@ -6,7 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -19,6 +18,7 @@ from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
 from oppo_megatron.layout.shape import check_model
+from tests.support.processes import runs
 
 TINY = {**SIZES["0.5B"], "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 WORK = GpuWork(
@@ -104,13 +104,13 @@ def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
     child = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
     child += "start_new_session=True); print(p.pid, flush=True); time.sleep(60)"
     log = tmp_path / "log"
-    for _ in (outcomes := run_within([sys.executable, "-c", child], 20.0, log)):
+    for _ in (outcomes := run_within([sys.executable, "-c", child], 50.0, log)):
         if log.read_text().strip():
             break
     pid = int(log.read_text())
-    assert psutil.pid_exists(pid)
+    assert runs(pid)
     outcomes.close()
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not runs(pid)
 
 
 def test_rows_that_trl_has_memory_for() -> None:

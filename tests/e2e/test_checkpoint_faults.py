@@ -283,7 +283,7 @@ def test_mutated_checkpoints_end_in_a_clear_error_or_the_one_before(begun: Begun
     assert pristine["resumed"] == pristine["newest"] and pristine["differs"] == [], pristine
     outcomes: Counter[str] = Counter()
     for answer in answers:
-        assert "foreign" not in answer and answer["seconds"] < 5, answer
+        assert "foreign" not in answer and answer["seconds"] < 30, answer
         if "error" in answer:
             assert answer["error"].startswith("CheckpointError: ") and len(answer["error"]) > 60, answer
             outcomes["error"] += 1

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -40,12 +41,12 @@ def stopped_killed_and_undisturbed(workspace: Workspace, *options: str) -> str:
     run = start(config, "--max-restarts", "1", *options)
     wait_until(run, lambda: num_lines(config) >= 2)
     run.send_signal(signal.SIGTERM)
-    assert run.wait(60) == EXIT_REQUEUE, run.communicate()
+    assert run.wait(240) == EXIT_REQUEUE, run.communicate()
 
     run = start(config, "--resume", "--max-restarts", "1", *options)
     wait_until(run, lambda: num_lines(config) >= 6)
     os.kill(rank_pids(config)[0], signal.SIGKILL)
-    _, told = run.communicate(timeout=100)
+    _, told = run.communicate(timeout=400)
     assert run.returncode == 0 and "was ended by SIGKILL" in told and "0 of 1 restarts left" not in told, told
 
     outcome, plain = read_outcome(Path(config["run_dir"])), run_ppo_ranks(deep(workspace, "plain", **changes))
@@ -132,7 +133,7 @@ def test_sigterm_at_random_moments_to_either_rank(tmp_path_factory: pytest.TempP
     workspace = Workspace.create(tmp_path_factory.mktemp("moments"))
     changes: dict[str, Any] = CARRIED | {"steps": 14, "placement": {"mode": "disaggregated"}}
     plain = run_ppo_ranks(deep(workspace, "plain", **changes))
-    step_s = sum(line["step_s"] for line in plain.metrics) / len(plain.metrics)
+    step_s = median(line["step_s"] for line in plain.metrics)  # a machine may have stood still in one of them
     config = deep(workspace, "moments", **changes)
     for number in range(3):
         after_s = draw.uniform(0, 3 * step_s)

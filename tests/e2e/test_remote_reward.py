@@ -46,7 +46,7 @@ def service(folder: Path, name: str, config: dict[str, Any]) -> Iterator[str]:
         yield line.split()[-1]
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=60)
         process.stdout.close()
 
 

@@ -216,7 +216,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(workspace: Workspace) -> None:
     run = start(config, new_session=True)
     wait_until(run, lambda: num_lines(config) >= 1)
     os.killpg(run.pid, signal.SIGINT)
-    _, told = run.communicate(timeout=60)
+    _, told = run.communicate(timeout=240)
     assert run.returncode == EXIT_REQUEUE, told
     lines = told.splitlines()
     assert lines[0].startswith("interrupted: the run saves what it has trained") and len(lines) == 2, told

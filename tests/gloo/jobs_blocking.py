@@ -21,30 +21,50 @@ from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Site
 from tests.gloo.jobs_executor import Parrot
 
-LATE_S = 0.4
+PATIENCE_S = 30.0
 
 
 def look_at_waits(folder: str) -> dict[str, Doing]:
-    """What rank 1, which is late for every call, is at while rank 0 waits for it, and what rank 0 is at."""
+    """What rank 1, which is late for every call, is at while rank 0 waits for it, and what rank 0 is at.
+
+    Rank 1 comes once rank 0 has been looked at in its call, which it cannot leave before.
+    """
     found: dict[str, Doing] = {}
     for name, call in _calls(folder).items():
         dist.barrier()
         activity = Activity(by_stack=True)
-        timer = threading.Timer(LATE_S / 2, lambda name=name, activity=activity: found.update({name: activity.look()}))
+        look = threading.Thread(target=_look, args=(activity, name, Path(folder), found))
         with activity.doing("a wait for scores", waits=True):
-            timer.start()
+            look.start()
             if dist.get_rank() == 1:
-                time.sleep(LATE_S)
+                _until((Path(folder) / f"looked at {name}").exists)
+                look.join()
             call()
-        timer.join()
+        look.join()
     return found
+
+
+def _look(activity: Activity, name: str, folder: Path, found: dict[str, Doing]) -> None:
+    """Of rank 0 once the call waits for rank 1; once it is at it where it does not."""
+    if dist.get_rank() == 1:
+        found[name] = activity.look()
+        return
+    _until((folder / "hanging").exists if name == "hangs" else lambda: activity.look().waits)
+    found[name] = activity.look()
+    (folder / f"looked at {name}").touch()
+
+
+def _until(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def _calls(folder: str) -> dict[str, Callable[[], Any]]:
     rank = dist.get_rank()
     links = build_links(Site({"actor": RolePlacement((0, 1), pp=2)}))
     parrot = Parrot(None, None, random.Random())
-    executor = Executor(rank, {"actor": parrot}, links, 20.0, torch.device("cpu"), lambda *_: None)
+    executor = Executor(rank, {"actor": parrot}, links, 60.0, torch.device("cpu"), lambda *_: None)
 
     def message() -> None:
         op, peer = (Op.SEND, 0) if rank else (Op.RECV, 1)
@@ -53,7 +73,8 @@ def _calls(folder: str) -> dict[str, Callable[[], Any]]:
 
     def hangs() -> None:
         if rank == 0:
-            time.sleep(LATE_S)
+            (Path(folder) / "hanging").touch()
+            _until((Path(folder) / "looked at hangs").exists)
 
     return {
         "broadcast": lambda: dist.broadcast(torch.zeros(1), 1),

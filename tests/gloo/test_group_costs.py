@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from multiprocessing.connection import Connection
+
 import pytest
 import torch.distributed as dist
 
 from benchmarks.groups import AT_ONCE, LATE, alone, measured, peers, reckoned
-from tests.support.ranks import run_ranks
+from tests.support.ranks import PRELOADED, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -24,12 +27,35 @@ def test_threads_files_and_store_operations_of_a_group(
     assert found["other_operations"] == 0 and found["made_ms"] > 0 and found["used_ms"] > 0
 
 
-@pytest.mark.parametrize("size", [2, 1024, 4096])
-def test_a_group_takes_as_much_to_make_however_many_ranks_it_has(size: int) -> None:
+SIZES = [2, 1024, 4096]
+
+
+def tell_alone(answers: Connection) -> None:
+    answers.send({size: (alone(size, 2), dist.is_initialized()) for size in SIZES})
+
+
+@pytest.fixture(scope="module")
+def by_size() -> dict[int, tuple[dict[str, float], bool]]:
+    """Of a process that has no threads of other tests, which may end while they are counted."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=tell_alone, args=(theirs,))
+    process.start()
+    theirs.close()
+    answer: dict[int, tuple[dict[str, float], bool]] = ours.recv()
+    process.join()
+    return answer
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_group_takes_as_much_to_make_however_many_ranks_it_has(
+    by_size: dict[int, tuple[dict[str, float], bool]], size: int
+) -> None:
     """And needs none of them: this one is alone."""
-    found = alone(size, 2)
+    found, initialized = by_size[size]
     assert (found["threads"], found["files"], found["operations"]) == (3, 4, 1)
-    assert not dist.is_initialized()
+    assert not initialized
 
 
 def test_no_collective_of_a_run_connects_more_ranks_than_its_start_does() -> None:

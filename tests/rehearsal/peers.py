@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tests.rehearsal.channels import Channels, Done
 from tests.rehearsal.watch import Watch, here
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 LOOK_S = 0.25
 """So often a rank that waits looks whether anybody is left to give it what it waits for."""
 WORKS = "works"

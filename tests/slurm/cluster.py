@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.ports import free_ports
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("oppo0", "oppo1")
 START_S = 30.0
@@ -139,7 +141,7 @@ def _start_munge(root: Path, start: Callable[..., None]) -> None:
 
 
 def _write_configuration(root: Path) -> None:
-    ports = _free_ports(1 + len(NODES))
+    ports = free_ports(1 + len(NODES))
     host = socket.gethostname().split(".")[0]
     nodes = "\n".join(
         f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN"
@@ -149,14 +151,6 @@ def _write_configuration(root: Path) -> None:
         host=host, ctld_port=ports[0], user=getpass.getuser(), root=root, nodes=nodes, kill_wait_s=KILL_WAIT_S
     )
     (root / "slurm.conf").write_text(text)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 def _num_idle(cluster: Cluster) -> int:

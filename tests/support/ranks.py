@@ -147,7 +147,7 @@ class RankPool:
             return "its imports"
         assert process.pid is not None
         os.kill(process.pid, TELL)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while "most recent call first" not in (text := stacks.read_text()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return text

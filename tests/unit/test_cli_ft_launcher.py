@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from oppo_megatron.cli import ft_launcher, ft_worker, launch, run
 from oppo_megatron.cli.ft_launcher import Desk, Verdict, launcher_command
+from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError, DataError
@@ -102,11 +103,19 @@ def test_what_oppo_train_makes_of_the_end(config: TrainConfig, monkeypatch: pyte
 
 
 def test_a_signal_before_the_worker_listens_is_not_lost(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds that the run was told to stop, or is told again."""
+    """Nor is one that comes with the start: the worker finds that the run was told to stop, or is told again."""
     code = LAUNCHER + "while not desk.told.exists(): time.sleep(0.05)\ndesk.leave(Verdict(75))"
     monkeypatch.setattr(ft_launcher, "launcher_command", lambda folder, *_: [sys.executable, "-c", code, str(folder)])
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    assert ft_launcher.launch_restarting(config, 1) == EXIT_REQUEUE
+    start = subprocess.Popen
+
+    def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*args, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with ending_by_signal():  # else it would end the tests where nobody listens
+        assert ft_launcher.launch_restarting(config, 1) == EXIT_REQUEUE
 
 
 def test_nothing_is_left_of_a_worker_that_was_killed_alone(tmp_path: Path) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,8 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, ConfigError
 from tests.e2e.started import still_there
 from tests.support.configs import least_config
+from tests.support.ports import free_port
+from tests.support.processes import wait_for
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
@@ -104,7 +104,8 @@ def run(kind, path):
         atexit.register(os.abort)
         raise DataError("line 4 is not JSON; correct it") if rank == 0 else TypeError("a bug of ours")
     if kind == "aborted" and rank == 0:  # as NCCL does to the peer of a rank that has failed
-        time.sleep(0.3)
+        while not os.path.exists(os.path.join(os.environ["OPPO_FAILURES"], "1.input.json")):
+            time.sleep(0.01)
         os.abort()
     if kind in ("wrong input", "aborted") and rank == 1:
         raise DataError("line 3 is not JSON; correct it")
@@ -252,23 +253,18 @@ def test_ranks_that_would_save_nothing_end_with_the_first_signal(two_ranks: Path
     assert parent.stdout is not None
     pids = [int(parent.stdout.readline()) for _ in range(2)]
     parent.send_signal(number)
-    _, errors = parent.communicate(timeout=60)
+    _, errors = parent.communicate(timeout=240)
     assert parent.returncode == 128 + number and "saves what" not in errors, errors
-    until = time.monotonic() + 10
-    while still_there(pids):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_for(lambda: not still_there(pids))
 
 
 @pytest.mark.slow
 def test_ranks_of_another_launcher_fail_with_their_own_exit_code(two_ranks: Path) -> None:
     """Wrong input ends with 2 and a defect with 1, each with its message, whatever would happen while Python clears up."""
     (two_ranks / "rank.py").write_text(RANK)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     ranks = [started(two_ranks, "rank.py", RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=port) for rank in range(2)]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 1], errors
     assert errors[0].endswith("[rank 0]: line 4 is not JSON; correct it\n")
     assert "TypeError: a bug of ours" in errors[1]

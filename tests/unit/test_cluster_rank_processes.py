@@ -90,7 +90,7 @@ def test_a_folder_for_temporary_files_may_have_a_long_name(
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     parent = started(folder, "surroundings", "cpu")
-    out, errors = parent.communicate(timeout=120)
+    out, errors = parent.communicate(timeout=240)
     assert parent.returncode == 0, errors
     assert out.splitlines() == [f"None there {not excess}"] * 2
     assert not [*temporary.iterdir()], "nothing is left"
@@ -130,7 +130,7 @@ def test_ranks_have_the_environment_and_the_files_of_who_starts_them_now(
 ) -> None:
     """Not those of when the process began that they are forked from."""
     parent = started(folder, "surroundings", device, *before)
-    out, errors = parent.communicate(timeout=120)
+    out, errors = parent.communicate(timeout=240)
     assert parent.returncode == 0, errors
     assert out.splitlines() == [f"None there {imported}"] * 2
     assert (folder / "elsewhere").read_text().splitlines() == [f"new None {imported}"] * 2
@@ -143,5 +143,5 @@ def test_a_signal_to_the_whole_process_group_leaves_the_ranks_their_exit_codes(f
     assert parent.stdout is not None
     assert [parent.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     os.killpg(parent.pid, signal.SIGTERM)
-    _, errors = parent.communicate(timeout=60)
+    _, errors = parent.communicate(timeout=240)
     assert parent.returncode == 0 and errors == "", errors

@@ -6,9 +6,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -23,9 +22,12 @@ from oppo_megatron.cluster.loopback import loopback_store
 from oppo_megatron.cluster.rendezvous import Meeting, MeetingPoint, meet, within
 from oppo_megatron.errors import WorldError
 from oppo_megatron.layout.placements import parse_ranks
+from tests.support.ports import free_port, free_ports
+from tests.support.processes import wait_for
 
 TIMEOUT_S = 3.0
-SLACK_S = 2.0  # what a busy machine may add
+LONG_S = 60.0  # where ranks find each other, or a fault
+SLACK_S = 20.0  # what a busy machine may add
 
 
 def host(rank: int, name: str = "a", node: str | None = None, threads: int = 2) -> RankHost:
@@ -34,26 +36,28 @@ def host(rank: int, name: str = "a", node: str | None = None, threads: int = 2) 
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
-def come(rank: int, size: int, port: int, address: str = "127.0.0.1", **environment: str) -> Meeting | str:
+def come(
+    rank: int, size: int, port: int, address: str = "127.0.0.1", timeout_s: float = TIMEOUT_S, **environment: str
+) -> Meeting | str:
     """One rank's outcome: the meeting, or its error's message.  Fails where the deadline is overrun."""
     environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     started = time.monotonic()
     try:
-        return meet(host(rank), MeetingPoint.from_environment(environment, rank, size), TIMEOUT_S)
+        return meet(host(rank), MeetingPoint.from_environment(environment, rank, size), timeout_s)
     except WorldError as error:
         return str(error)
     finally:
-        assert time.monotonic() - started < TIMEOUT_S + SLACK_S
+        assert time.monotonic() - started < timeout_s + SLACK_S
 
 
-def all_come(arrivals: list[tuple[int, int]], port: int, address: str = "127.0.0.1") -> list[Meeting | str]:
+def all_come(
+    arrivals: list[tuple[int, int]], port: int, address: str = "127.0.0.1", timeout_s: float = TIMEOUT_S
+) -> list[Meeting | str]:
     with ThreadPoolExecutor(len(arrivals)) as pool:
-        return list(pool.map(lambda arrival: come(*arrival, port, address), arrivals))
+        return list(pool.map(lambda arrival: come(*arrival, port, address, timeout_s), arrivals))
 
 
 @dataclass
@@ -85,24 +89,17 @@ FAILING: dict[str, Callable[[int], list[Meeting | str]]] = {
 
 
 @pytest.fixture(scope="module")
-def failing() -> Iterator[dict[str, Failing]]:
+def failing() -> dict[str, Failing]:
     """All at once, each at a port of its own: they wait as long as ranks may.  That of `occupied` never answers."""
-    with ExitStack() as stack:
-        probes = {name: stack.enter_context(socket.socket()) for name in FAILING}
-        for probe in probes.values():
-            probe.bind(("127.0.0.1", 0))
-        cases = {name: Failing(int(probes[name].getsockname()[1]), ranks) for name, ranks in FAILING.items()}
-        probes["occupied"].listen(8)
-        for name, probe in probes.items():
-            if name != "occupied":
-                probe.close()
-        with ThreadPoolExecutor(len(cases)) as pool:
-            list(pool.map(Failing.wait, cases.values()))
-        yield cases
+    ports = zip(free_ports(len(FAILING)), FAILING.items(), strict=True)
+    cases = {name: Failing(port, ranks) for port, (name, ranks) in ports}
+    with socket.create_server(("127.0.0.1", cases["occupied"].port)), ThreadPoolExecutor(len(cases)) as pool:
+        list(pool.map(Failing.wait, cases.values()))
+    return cases
 
 
 def test_ranks_meet_and_rank_0_knows_where_each_is(port: int) -> None:
-    meetings = all_come([(2, 3), (0, 3), (1, 3)], port)
+    meetings = all_come([(2, 3), (0, 3), (1, 3)], port, timeout_s=LONG_S)
     for meeting in meetings:
         assert isinstance(meeting, Meeting), meeting
         assert meeting.local_address == "127.0.0.1"
@@ -127,7 +124,7 @@ def test_one_rank_alone_looks_who_is_missing(port: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "PrefixStore", lambda *_: counting)
     with ThreadPoolExecutor(1) as pool:
         told = pool.submit(meet, host(1), point, 0.2)
-        time.sleep(1.0)
+        wait_for(lambda: counting.asked["check"] >= 8)  # several looks after its time is over
         seen.set("outcome", "rank 3 missing")
         with pytest.raises(WorldError, match="rank 3 missing"):
             told.result(timeout=SLACK_S)
@@ -150,14 +147,14 @@ def test_an_address_that_is_no_host(failing: dict[str, Failing]) -> None:
 
 def test_a_rank_that_comes_twice_ends_the_wait_of_all(port: int) -> None:
     started = time.monotonic()
-    faults = all_come([(0, 3), (1, 3), (1, 3)], port)
-    assert time.monotonic() - started < TIMEOUT_S, "nobody waits for a rank 2 that is taken for rank 1"
+    faults = all_come([(0, 3), (1, 3), (1, 3)], port, timeout_s=LONG_S)
+    assert time.monotonic() - started < LONG_S, "nobody waits for a rank 2 that is taken for rank 1"
     assert len(set(map(str, faults))) == 1
     assert isinstance(faults[0], str) and "rank 1 came twice" in faults[0] and f"process {os.getpid()}" in faults[0]
 
 
 def test_worlds_of_different_size_do_not_mix(port: int) -> None:
-    faults = all_come([(0, 2), (1, 3)], port)
+    faults = all_come([(0, 2), (1, 3)], port, timeout_s=LONG_S)
     for fault in faults:
         assert isinstance(fault, str) and "one of 2" in fault and "one of 3" in fault
 
@@ -172,7 +169,9 @@ def test_a_meeting_point_that_ends_while_ranks_wait(port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
     faults: list[Meeting | str] = []
     waiting = threading.Thread(
-        target=lambda: faults.append(come(1, 2, port, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="x"))
+        target=lambda: faults.append(
+            come(1, 2, port, timeout_s=LONG_S, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="x")
+        )
     )
     waiting.start()
     while not store.check(["oppo/x/0/arrived"]):
@@ -193,8 +192,10 @@ def test_within_returns_raises_and_ends() -> None:
     assert within(5, lambda: 7) == 7
     with pytest.raises(KeyError):
         within(5, lambda: {}["x"])
+    over = threading.Event()
     with pytest.raises(TimeoutError):
-        within(0.05, lambda: time.sleep(0.5))
+        within(0.05, lambda: over.wait(60))
+    over.set()
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))

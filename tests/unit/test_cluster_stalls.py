@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -164,19 +166,25 @@ def connection(store: dist.TCPStore) -> dist.Store:
     return dist.TCPStore("127.0.0.1", store.port, None, False, timeout, wait_for_workers=False)
 
 
-def test_all_ranks_write_their_stacks_and_say_the_same(store: dist.TCPStore, tmp_path: Path) -> None:
+def test_all_ranks_write_their_stacks_and_say_the_same(
+    store: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two watchdogs in one process, one a rank; the other rank's main thread waits."""
+    monkeypatch.setattr(
+        watchdog_module, "ANSWER_S", 20.0
+    )  # on a busy machine; both go on as soon as they have answered
+    monkeypatch.setattr(watchdog_module, "TOLD_S", 20.0)
     told: tuple[list[str], list[str]] = [], []
     boards = [Board(lambda: connection(store), range(2), "this test") for _ in range(2)]
     activities = Activity(), Activity()
-    ended = threading.Barrier(3, timeout=20)
+    ended = threading.Barrier(3, timeout=60)
 
     def watchdog(rank: int) -> Watchdog:
         def end(message: str) -> None:
             told[rank].append(message)
             ended.wait()
 
-        watch = Watch(range(2), 0.6, 0.5, time.monotonic)
+        watch = Watch(range(2), 1.5, 0.5, time.monotonic)
         return Watchdog(rank, watch, activities[rank], boards[rank], tmp_path / "stacks", end)
 
     with (
@@ -217,7 +225,7 @@ def test_a_store_whose_process_is_stopped_keeps_nobody(tmp_path: Path) -> None:
         os.waitpid(keeper.pid, os.WUNTRACED)  # all its threads have stopped
         assert [board.exchange(mine, 0.1) for _ in range(3)] == [None] * 3
         os.kill(keeper.pid, signal.SIGCONT)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while board.exchange(mine, 0.5) is None:
             assert time.monotonic() < until
     finally:
@@ -227,9 +235,17 @@ def test_a_store_whose_process_is_stopped_keeps_nobody(tmp_path: Path) -> None:
 
 def hold_the_interpreter(board: Board, folder: Path) -> None:
     """A rank whose main thread is in a call that lets no other thread run, from some notes on."""
-    watch = Watch(range(2), 0.4, 0.3, time.monotonic)
+    set_timer, timers = faulthandler.dump_traceback_later, threading.Semaphore(0)
+
+    def noted(*args: Any, **options: Any) -> None:
+        set_timer(*args, **options)
+        timers.release()
+
+    faulthandler.dump_traceback_later = noted  # in this process alone
+    watch = Watch(range(2), 1.0, 0.3, time.monotonic)
     with Watchdog(0, watch, Activity(), board, folder / "stacks", lambda _: os._exit(77)).watching():
-        time.sleep(0.3)
+        for _ in range(2):
+            timers.acquire()
         ctypes.PyDLL(None).sleep(60)  # unlike CDLL it keeps the interpreter
 
 
@@ -241,9 +257,9 @@ def test_a_rank_whose_interpreter_is_held_is_ended_by_its_timer(
     board = Board(lambda: connection(store), range(2), "this test")
     rank = multiprocessing.get_context("fork").Process(target=hold_the_interpreter, args=(board, tmp_path))
     rank.start()
-    rank.join(20)
+    rank.join(60)
     rank.kill()
     # 1 is faulthandler's own; another thread of the fork that meets the end first may make it an abort.  -9 would be ours.
     assert rank.exitcode in (1, -signal.SIGABRT), "as faulthandler ends a process"
     stacks = (tmp_path / "stacks" / "rank-0.txt").read_text()
-    assert stacks.startswith("Timeout (0:00:01") and "in hold_the_interpreter" in stacks
+    assert stacks.startswith("Timeout (0:00:02") and "in hold_the_interpreter" in stacks

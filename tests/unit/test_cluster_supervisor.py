@@ -147,7 +147,7 @@ def test_ranks_that_cannot_give_up_their_save_are_killed_8_s_later(
     """Told to stop, 3 s of `preempt_deadline_s` to save, and stopped themselves."""
     told = hurried()
     supervisor = Supervisor(tmp_path, point, Limits(0.0, 3.0, 0.0), lambda: hurried() - told)
-    assert 11.0 <= ended_by_kill(supervisor, ranks, hurried) - told < 60.0, "a busy machine may be late"
+    assert 11.0 <= ended_by_kill(supervisor, ranks, hurried) - told < 300.0, "a busy machine may be late"
 
 
 def test_where_no_rank_can_report_the_notes_are_read_and_the_ranks_ended(
@@ -156,7 +156,7 @@ def test_where_no_rank_can_report_the_notes_are_read_and_the_ranks_ended(
     """As both are stopped, no watchdog says that the run stands still."""
     board = board_of(point)
     for note in Note(0, 7, 5, "step 3, wait_scores actor", True, 0.0), Note(1, 9, 4, "step 3, prefill critic", False, 0.0):
-        assert board.exchange(note, 5.0)
+        assert board.exchange(note, 20.0)
     begun, stall_s = hurried(), 4.0
     supervisor = Supervisor(tmp_path, point, Limits(stall_s, None, 0.0), lambda: None)
     assert ended_by_kill(supervisor, ranks, hurried) - begun >= stall_s + told_within_s(stall_s), "watchdogs come first"

@@ -232,10 +232,10 @@ def test_all_problems_come_at_once() -> None:
 
 
 def test_absurd_numbers_are_refused_at_once() -> None:
-    start = time.monotonic()
+    start = time.thread_time()
     changes = {"actor.parallel": {"tp": 10**9, "pp": 10**9}, "critic.ranks": "0-99999999999", "reward.ranks": "7-5"}
     assert len(problems_of(changes)) == 2
-    assert time.monotonic() - start < 1
+    assert time.thread_time() - start < 1
 
 
 def test_a_model_that_cannot_be_read_is_no_layout_problem() -> None:

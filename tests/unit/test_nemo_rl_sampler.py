@@ -15,6 +15,7 @@ import pytest
 
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.integrations.nemo_rl.sampler import OvercommitSampler
+from tests.support import virtual_loop
 
 B = 8
 
@@ -114,7 +115,7 @@ def train(delta: int, max_staleness: int, chunk: int, seconds: list[float]) -> C
     async def both() -> None:
         await asyncio.wait_for(asyncio.gather(controller.roll_out(), controller.train()), timeout=30)
 
-    asyncio.run(both())
+    virtual_loop.run(both())
     return controller
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,13 @@ def signals_while_starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
 
 
 def sleepers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if child.cmdline() == SLEEP]
+    """What other tests have started may end meanwhile, and is then asked in vain."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if child.cmdline() == SLEEP:
+                found.append(child)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from oppo_megatron.config.remote import IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.isolation import IsolatedFunction, Unanswered
+from tests.support.processes import runs, wait_for
 
 MODULE = '''
 import ctypes, json, math, os, resource, signal, subprocess, sys, time
@@ -93,8 +94,18 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def function(module: str) -> Iterator[IsolatedFunction]:
-    limits = IsolationConfig(wall_s=0.7, memory_mb=1024)
+    limits = IsolationConfig(wall_s=30, memory_mb=1024)  # on a busy machine
     isolated = IsolatedFunction(f"{module}:behave", {"factor": 2.0}, limits, os.environ)
+    yield isolated
+    isolated.close()
+
+
+@pytest.fixture(scope="module")
+def impatient(module: str) -> Iterator[IsolatedFunction]:
+    """For calls that never end, which may first have something to do."""
+    isolated = IsolatedFunction(
+        f"{module}:behave", {"factor": 2.0}, IsolationConfig(wall_s=2.5, memory_mb=1024), os.environ
+    )
     yield isolated
     isolated.close()
 
@@ -117,7 +128,6 @@ def test_one_process_serves_all_calls_and_gets_the_whole_call(function: Isolated
         ("memory", "MemoryError"),
         ("exit", "ended with exit code 3"),
         ("segfault", "killed by SIGSEGV"),
-        ("sleep", "no score within isolate.wall_s 0.7 s"),
         ("garbage", "which is no answer"),
         ("forge", "which is no answer"),
         ("flood", "more than an answer"),
@@ -131,27 +141,33 @@ def test_a_misbehaving_function_is_an_error_and_the_next_call_is_served(
     assert function("", "echo", {"value": 3.0}) == 6.0
 
 
+def test_a_call_that_does_not_end_is_an_error_and_the_next_one_is_served(impatient: IsolatedFunction) -> None:
+    with pytest.raises(RewardError, match="isolated_rewards:behave.*no score within isolate.wall_s 2.5 s"):
+        impatient("", "sleep", {})
+    assert impatient("", "echo", {"value": 3.0}) == 6.0
+
+
 def test_processor_time_is_counted_by_call(module: str) -> None:
-    limits = IsolationConfig(wall_s=20, memory_mb=1024)
+    limits = IsolationConfig(wall_s=100, memory_mb=1024)
     isolated = IsolatedFunction(f"{module}:behave", {}, limits, os.environ, cpu_s=1)
     started = time.monotonic()
     with pytest.raises(RewardError, match="isolate.wall_s 1 s"):
         isolated("", "spin", {})
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 90, "its wall_s is 100"
     isolated.close()
 
 
-def test_what_it_has_started_ends_with_it(function: IsolatedFunction, tmp_path: Path) -> None:
+def test_what_it_has_started_ends_with_it(impatient: IsolatedFunction, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="wall_s"):
-        function("", "child", {"file": str(tmp_path / "pid")})
+        impatient("", "child", {"file": str(tmp_path / "pid")})
     assert_ends(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize("response", ["session", "session, and exit"])
-def test_so_does_what_has_left_its_session(function: IsolatedFunction, tmp_path: Path, response: str) -> None:
+def test_so_does_what_has_left_its_session(impatient: IsolatedFunction, tmp_path: Path, response: str) -> None:
     """Also where the process has ended by itself, and nothing ties to it what it had started."""
     with pytest.raises(RewardError, match="wall_s" if response == "session" else "killed by SIGABRT"):
-        function("", response, {"file": str(tmp_path / "pids")})
+        impatient("", response, {"file": str(tmp_path / "pids")})
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 3
     for pid in pids:
@@ -160,10 +176,7 @@ def test_so_does_what_has_left_its_session(function: IsolatedFunction, tmp_path:
 
 def assert_ends(process: int) -> None:
     """Soon; nobody may have asked for its exit code yet."""
-    state, deadline = Path(f"/proc/{process}/stat"), time.monotonic() + 5
-    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, f"process {process} is still there"
-        time.sleep(0.02)
+    wait_for(lambda: not runs(process))
 
 
 def test_a_copy_of_the_process_answers_nothing(function: IsolatedFunction) -> None:

@@ -110,9 +110,9 @@ def test_choices_settle_at_the_second_box() -> None:
 
 @pytest.mark.parametrize("text", ["*" * 100_000, "answer " * 20_000, "answer:" + "*" * 50_000, r"\boxed{" * 20_000])
 def test_a_long_response_is_read_at_once(text: str) -> None:
-    began = time.monotonic()
+    began = time.thread_time()
     assert choices.choice(text) is None
-    assert time.monotonic() - began < 5.0
+    assert time.thread_time() - began < 5.0
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_the_second_ctrl_c_ends_a_rank_but_not_the_echo_of_the_first(
         (ear,) = set(threading.enumerate()).difference(threads)
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
-    ear.join(20)  # it hears all that came before the block's end
+    ear.join(60)  # it hears all that came before the block's end
     preemption.saved()
     assert not ear.is_alive()
     assert preemption.asked and codes == ([130] if ended else [])

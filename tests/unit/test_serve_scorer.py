@@ -31,9 +31,10 @@ from oppo_megatron.serving.stream_app import Extend, Known, Piece, build_stream_
 from oppo_megatron.serving.stream_scorer import open_stream_scorer
 from tests.support.hf import save_tiny
 from tests.support.limits import room_for
+from tests.support.ports import held_port
 from tests.support.serving import served_app
 
-HTTP = httpx.Client(trust_env=False, verify=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(trust_env=False, verify=False, timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
 TOKEN = "a-token-of-enough-characters"
 
 
@@ -172,14 +173,13 @@ def test_a_slot_that_could_not_be_given_up_is_given_up_later(tmp_path: Path) -> 
 
 
 def test_a_service_that_cannot_be_had_ends_the_run_with_a_reason() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    stream = ScorerStream(StreamConfig(url=address), give_up_s=0.3)
-    stream.offer(0, [1], final=True)
-    with pytest.raises(RewardError, match="cannot be asked.*for 0.3 s; start it"):
-        stream.result(0)
-    with pytest.raises(RewardError):
-        stream.offer(1, [1], final=True)
+    with held_port() as port:
+        stream = ScorerStream(StreamConfig(url=f"http://127.0.0.1:{port}"), give_up_s=0.3)
+        stream.offer(0, [1], final=True)
+        with pytest.raises(RewardError, match="cannot be asked.*for 0.3 s; start it"):
+            stream.result(0)
+        with pytest.raises(RewardError):
+            stream.offer(1, [1], final=True)
     with served(Sums(), TOKEN) as address:
         stranger = ScorerStream(StreamConfig(url=address), SecretStr("x" + TOKEN))
         stranger.offer(0, [1], final=True)
@@ -259,7 +259,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any
     assert line.startswith("serving streamed rewards at http://127.0.0.1:"), line
     yield line.split()[-1], model
     process.terminate()
-    process.wait(10)
+    process.wait(60)
 
 
 def test_scores_of_streamed_sequences_are_the_models_of_whole_ones(service: tuple[str, Any]) -> None:
@@ -285,7 +285,7 @@ def test_three_hundred_half_sent_requests_keep_nobody_from_being_served(service:
     url = httpx.URL(address)
     with ExitStack() as stack:
         for _ in range(300):
-            held = stack.enter_context(socket.create_connection((url.host, url.port), timeout=10))
+            held = stack.enter_context(socket.create_connection((url.host, url.port), timeout=60))
             held.sendall(b"POST /extend HTTP/1.1\r\nhost: service\r\n")
         assert post(address, [piece(9, final=True)]).status_code == 200
 

@@ -29,7 +29,7 @@ from oppo_megatron.serving.scorers import open_scorer
 from oppo_megatron.serving.server import bound_socket
 from tests.support.serving import served_app
 
-HTTP = httpx.Client(trust_env=False, verify=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(trust_env=False, verify=False, timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
 TOKEN = "a-token-of-enough-characters"
 ITEM = {"id": 1, "prompt": "1+1=", "response": "#### 2", "fields": {"answer": 2}}
 
@@ -180,18 +180,18 @@ def test_busy_and_slow() -> None:
 
     def waiting(items: Sequence[Item]) -> list[float]:
         entered.set()
-        leave.wait(10)
+        leave.wait(60)
         return lengths(items)
 
     with served(waiting, max_waiting=1, read_s=0.5) as address:
         first: list[int] = []
         thread = threading.Thread(target=lambda: first.append(post(address, {"items": [ITEM]}).status_code))
         thread.start()
-        assert entered.wait(10)
+        assert entered.wait(60)
         busy = post(address, {"items": [ITEM]})
         assert busy.status_code == 429 and busy.headers["retry-after"] == "1"
         leave.set()
-        thread.join(10)
+        thread.join(60)
         assert first == [200]
 
         def dripping() -> Iterator[bytes]:

@@ -25,7 +25,7 @@ while [[ $1 == --* ]]; do
     case $1 in --ntasks=*) tasks=${1#*=} ;; --het-group=*) export HET=${1#*=} ;; esac
     shift
 done
-trap 'kill -USR1 "${pids[@]}"' USR1
+trap 'kill -USR1 $(jobs -p)' USR1 # of which `pids` may not have the last one yet
 trap 'pkill -KILL -P "$(echo "${pids[@]}" | tr " " ,)"; kill -KILL "${pids[@]}"; exit 137' TERM
 for ((task = 0; task < tasks; task++)); do
     SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 SLURMD_NODENAME=node$task "$@" &
@@ -55,6 +55,7 @@ if [[ $1 == --version ]]; then echo "oppo ${VERSION:-1}"; exit "${VERSION_CODE:-
 me="$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK"
 echo "$me $MASTER_ADDR:$MASTER_PORT $TORCHELASTIC_RUN_ID $*" >>"$FAKE/ranks"
 trap 'echo "$RANK" >>"$FAKE/told"; exit 75' USR1
+echo "$RANK" >>"$FAKE/listening"
 source "$FAKE/rank$RANK"
 """
 
@@ -78,7 +79,7 @@ class Slurm:
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
         job = self.start(*arguments, **variables)
-        _, told = job.communicate(timeout=40)
+        _, told = job.communicate(timeout=120)
         return job.returncode, told
 
     def ranks(self, *what: str) -> None:
@@ -94,7 +95,7 @@ class Slurm:
         return "requeue 7" in self.lines("scontrols")
 
     def wait_for(self, name: str, count: int) -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while len(self.lines(name)) < count:
             assert time.monotonic() < until, f"{name}: {self.lines(name)}"
             time.sleep(0.05)
@@ -192,21 +193,22 @@ def test_a_signal_to_the_script_reaches_every_rank(
 ) -> None:
     slurm.ranks(WAITING, WAITING)
     job = slurm.start()
-    slurm.wait_for("ranks", 2)
-    time.sleep(0.3)  # until both have set their traps
+    slurm.wait_for("listening", 2)
     job.send_signal(number)
-    _, told = job.communicate(timeout=20)
+    _, told = job.communicate(timeout=60)
     assert job.returncode == 75 and slurm.lines("told") == ["0", "1"]
     assert slurm.requeued == requeued and says in told, told
 
 
 def test_a_run_that_ends_by_itself_after_the_signal_is_not_requeued(slurm: Slurm) -> None:
-    slurm.ranks(*["trap : USR1; for i in 1 2 3 4 5 6; do /bin/sleep 0.2; done; exit 0"] * 2)
+    late = "while [[ ! -e $FAKE/go ]]; do /bin/sleep 0.1; done"
+    slurm.ranks(*[f"trap 'echo $RANK >>$FAKE/heard' USR1; echo $RANK >>$FAKE/deaf; {late}; exit 0"] * 2)
     job = slurm.start()
-    slurm.wait_for("ranks", 2)
-    time.sleep(0.3)
+    slurm.wait_for("deaf", 2)
     job.send_signal(signal.SIGUSR1)
-    _, told = job.communicate(timeout=20)
+    slurm.wait_for("heard", 2)
+    (slurm.root / "go").touch()
+    _, told = job.communicate(timeout=60)
     assert job.returncode == 0 and not slurm.requeued and "finished" in told, told
 
 

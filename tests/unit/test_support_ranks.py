@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -27,7 +28,8 @@ def where_ranks_met() -> str:
     return str(store.path)
 
 
-def sleep_in_vain() -> None:
+def sleep_in_vain(asleep: Path) -> None:
+    asleep.touch()
     time.sleep(60)
 
 
@@ -40,7 +42,16 @@ def test_ranks_that_have_answered_still_have_a_folder_to_leave_their_store_in(po
     assert not first.parent.exists()
 
 
-def test_where_a_rank_is_that_does_not_answer(pool: RankPool) -> None:
-    pool.run(1, "tests.unit.test_support_ranks:where_ranks_met", 60.0, {})  # imports are over
+def test_where_a_rank_is_that_does_not_answer(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is over as soon as it is there."""
+    asleep, collect = tmp_path / "asleep", pool._collect
+
+    def hurried(world: int, deadline: float, worst: str) -> list[tuple[str, Any]]:
+        while not asleep.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return collect(world, time.monotonic(), worst)
+
+    monkeypatch.setattr(pool, "_collect", hurried)
     with pytest.raises(AssertionError, match=r"(?s)rank 0: no answer in time; it is in.*sleep_in_vain"):
-        pool.run(1, "tests.unit.test_support_ranks:sleep_in_vain", 1.0, {})
+        pool.run(1, "tests.unit.test_support_ranks:sleep_in_vain", 120.0, {"asleep": asleep})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from io import StringIO
 from pathlib import Path
@@ -50,24 +49,32 @@ def test_state_is_told(tmp_path: Path) -> None:
     assert "waiting for its first step" in shown(fresh.path)
 
 
-def test_it_follows_a_run_to_its_end(tmp_path: Path) -> None:
+def test_it_follows_a_run_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What befalls the run between two looks, of which there is one a pause."""
     run = write_run(tmp_path / "run", steps=2, finished=False)
     console = Console(file=StringIO(), force_terminal=True, width=130, height=50)
-    watcher = threading.Thread(target=watch, args=(run.path, 0.1, console))
-    watcher.start()
-    time.sleep(0.3)
-    with run.metrics.open("a") as file:
-        file.write('{"step": 3, "rew')  # a line under way
-        file.flush()
-        time.sleep(0.3)
-        assert watcher.is_alive() and "step 3 of 2" not in console.file.getvalue()
-        file.write('ard_mean": 0.5}\n')
-    append(run.metrics, {**metrics_line(4), "step": 4})
-    time.sleep(0.3)
-    assert "step 4 of 2" in console.file.getvalue()
-    write_json(run.summary, {})
-    watcher.join(timeout=10)
-    assert not watcher.is_alive() and "finished" in console.file.getvalue()
+
+    def begin_a_line() -> None:
+        append_text(run.metrics, '{"step": 3, "rew')
+
+    def look_and_end_it() -> None:
+        assert "step 2 of 2" in console.file.getvalue() and "step 3 of 2" not in console.file.getvalue()
+        append_text(run.metrics, 'ard_mean": 0.5}\n')
+        append(run.metrics, {**metrics_line(4), "step": 4})
+
+    def look_and_finish() -> None:
+        assert "step 4 of 2" in console.file.getvalue() and "finished" not in console.file.getvalue()
+        write_json(run.summary, {})
+
+    happens = iter([begin_a_line, look_and_end_it, look_and_finish])
+    monkeypatch.setattr(time, "sleep", lambda _: next(happens)())
+    watch(run.path, 0.1, console)
+    assert next(happens, None) is None and "finished" in console.file.getvalue()
+
+
+def append_text(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
 
 
 def test_what_did_not_change_is_not_read_again(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Ports for those who have to be told one before anybody opens it."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOWEST = 20_000
+RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_port() -> int:
+    """A port of the loopback that is free, and that the kernel gives to nobody who asks for any port.
+
+    One that was bound as port 0 and closed is given out again: to a group of gloo of other tests, say, hundreds of which are made
+    beside these.
+    """
+    highest = int(RANGE.read_text().split()[0]) if RANGE.exists() else 32_768
+    chance = random.SystemRandom()  # other processes of the tests choose, too
+    while True:
+        port = chance.randrange(min(LOWEST, highest // 2), highest)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of the loopback at which nobody listens while the block lasts."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
+def free_ports(count: int) -> list[int]:
+    """So many different ones."""
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return list(found)

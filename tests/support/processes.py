@@ -1,0 +1,24 @@
+"""Processes that a test has to do with, which may end at any moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import psutil
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has asked for yet has."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Raises AssertionError where it does not come true in time; a busy machine is slow."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it has not come true"
+        time.sleep(0.02)
