@@ -76,7 +76,9 @@ class Updates:
         if self.trains_actor(step):
             self.version += 1
         else:
-            history = replace(history, warmed=history.warmed + ppo.epochs * num_minibatches(len(batch), self._settings(step)))
+            history = replace(
+                history, warmed=history.warmed + ppo.epochs * num_minibatches(len(batch), self._settings(step))
+            )
         self.history = history
 
     def _settings(self, step: int) -> UpdateSettings:
