@@ -90,7 +90,9 @@ class GuardedProtocol(H11Protocol):
     """
 
     limits: ConnectionLimits
-    rooms: tuple[WaitingRoom, WaitingRoom]  # of those that have been answered, and of those that have not
+    rooms: tuple[
+        WaitingRoom, WaitingRoom, WaitingRoom
+    ]  # of those answered, of those that were not yet, of those being closed
     peer = ""
     _room: WaitingRoom | None = None
     _deadline: asyncio.TimerHandle | None = None
@@ -145,7 +147,7 @@ class GuardedProtocol(H11Protocol):
             self._end_wait()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(self.limits.header_s, self._late)
-            self._room = self.rooms[self.cycle is None]
+            self._room = self.rooms[2 if self.transport.is_closing() else self.cycle is None]
             self._room.enter(self)
 
     def _end_wait(self) -> None:
@@ -181,7 +183,7 @@ def server_settings(app: FastAPI, limits: ConnectionLimits = CONNECTION_LIMITS) 
 
     class Protocol(GuardedProtocol):
         limits = given
-        rooms = WaitingRoom(limits), WaitingRoom(limits)
+        rooms = WaitingRoom(limits), WaitingRoom(limits), WaitingRoom(limits)
 
     return uvicorn.Config(
         app,

@@ -280,6 +280,20 @@ def test_who_has_been_answered_keeps_its_connection_beside_half_sent_requests() 
         assert status(honest) == 200
 
 
+def test_who_has_been_answered_keeps_its_connection_while_many_are_refused_at_once() -> None:
+    """Refused connections are about to close, and wait no more."""
+    with (
+        served(None, RequestLimits(max_bytes=len(BODY)), waiting=8, waiting_of_peer=1, young_s=0.0) as address,
+        ExitStack() as stack,
+    ):
+        honest = stack.enter_context(connect(address))
+        assert status(honest) == 200
+        for _ in range(10):
+            large = HALF + b"content-type: application/json\r\ncontent-length: 999999\r\n\r\n"
+            assert until_closed(connect(address, large)).startswith(b"HTTP/1.1 413")
+        assert status(honest) == 200
+
+
 def test_bodies_on_their_way_are_held_to_the_memory_of_those_that_may_wait() -> None:
     requests = RequestLimits(max_waiting=2, max_bytes=1000)
     long = HALF + b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
