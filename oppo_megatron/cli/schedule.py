@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from oppo_megatron.schedule.checking.timeline import Timeline
     from oppo_megatron.schedule.checking.transport import Transport
     from oppo_megatron.schedule.planning.preview import Preview
-    from oppo_megatron.schedule.rounds import Site
     from oppo_megatron.schedule.weaving.costs import Costs
 
 EXIT_FAULT = 2
@@ -65,9 +64,16 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join([*unplaced(settings), "to draw one of them, add its placement, as in placement.mode=single"]))
         return 0
     costs: Costs = read_costs(args.costs, role_placements(config)) if args.costs else Costs()
-    shown = preview(config, args.round, prompt_tokens=args.prompt_tokens, generator=args.generator, costs=costs)
+    transport = _transport(args.transport, config)
+    shown = preview(
+        config,
+        args.round,
+        prompt_tokens=args.prompt_tokens,
+        generator=args.generator,
+        costs=costs,
+        transport=_planned_by(transport, args),
+    )
     schedule = _read(args.source) if args.source else shown.schedule
-    transport = _transport(args.transport, config, shown.site)
     timeline = simulate(schedule, shown.round, shown.site, costs, transport)
     faults = check_timeline(schedule, shown.round, shown.site, shown.budgets, timeline, transport)
     if args.text:
@@ -86,13 +92,25 @@ def _check_out(path: Path | None) -> None:
         raise ConfigError(f"--out {path}: the grid is drawn as PNG; name a file that ends in .png")
 
 
-def _transport(name: str | None, config: TrainConfig, site: Site) -> Transport:
+def _transport(name: str | None, config: TrainConfig) -> Transport:
     """The one named, or that of the run; without torch nobody knows what `runtime.device: auto` finds."""
+    from oppo_megatron.layout.placements import role_placements
     from oppo_megatron.schedule.checking.transport import TRANSPORTS as BY_NAME
     from oppo_megatron.schedule.checking.transport import transport_of
     from oppo_megatron.schedule.groups import most_streams
+    from oppo_megatron.schedule.rounds import Site
 
-    return BY_NAME[name] if name else transport_of(config.runtime.device, os.environ, most_streams(site))
+    if name:
+        return BY_NAME[name]
+    return transport_of(config.runtime.device, os.environ, most_streams(Site(role_placements(config))))
+
+
+def _planned_by(transport: Transport, args: argparse.Namespace) -> Transport:
+    """By the transport's rules, as a run plans; an order that the user names is drawn as it is, with what is wrong with it."""
+    from oppo_megatron.schedule.checking.transport import GLOO
+
+    named = args.generator is not None or args.source is not None
+    return GLOO if named or not transport.made else transport
 
 
 def _read(path: Path) -> Schedule:
@@ -108,8 +126,11 @@ def _read(path: Path) -> Schedule:
 
 
 def _title(shown: Preview, args: argparse.Namespace) -> str:
+    from oppo_megatron.layout.layouts import format_ranks
+
     origin = str(args.source) if args.source else shown.generator
-    return f"round {args.round} of {shown.num_rounds} of the first step, {origin}"
+    instead = f"; changed on ranks {format_ranks(shown.changed)} for held sends" if shown.changed else ""
+    return f"round {args.round} of {shown.num_rounds} of the first step, {origin}{instead}"
 
 
 def _facts(

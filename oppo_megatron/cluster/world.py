@@ -53,8 +53,8 @@ def choose_device(config: RuntimeConfig) -> None:
     """
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif has_cuda():
-        os.environ.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
+    elif has_cuda() and not os.environ.get(CONNECTIONS, "").strip():  # set to nothing it would get CUDA's own number of them
+        os.environ[CONNECTIONS] = str(MOST_CONNECTIONS)
 
 
 @contextlib.contextmanager

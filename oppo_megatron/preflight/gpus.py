@@ -14,12 +14,14 @@ from itertools import groupby
 from pathlib import Path
 from shutil import disk_usage, which
 
+from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS
+
 LEAST_CAPABILITY = (8, 0)
 """Of bfloat16's products and of FlashAttention-2."""
 SHARED, LEAST_SHARED_BYTES = "dev/shm", 2**30
 SMI_S = 20.0
 VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_P2P_DISABLE",
+    "CUDA_VISIBLE_DEVICES", CONNECTIONS, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_P2P_DISABLE",
     "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME",
 )  # fmt: skip
 
@@ -187,8 +189,10 @@ def _no_device(torch: TorchBuild, host: Host) -> Iterator[Problem]:
         )
     else:
         yield from _smi(host)
+        named = (host.variables or {}).get("CUDA_VISIBLE_DEVICES")
+        shown = "" if named is None else f"CUDA_VISIBLE_DEVICES={named} names none that is here (nvidia-smi -L lists them), "
         yield Problem(
-            f"the NVIDIA driver ({host.driver}) is loaded, but torch, built for CUDA {torch.cuda}, finds no device: the "
+            f"the NVIDIA driver ({host.driver}) is loaded, but torch, built for CUDA {torch.cuda}, finds no device: {shown}the "
             "container has none (docker run --gpus all), or the driver is older than this CUDA needs (update it, or install "
             "a torch built for an older CUDA)"
         )
@@ -251,6 +255,12 @@ def _settings(host: Host) -> Iterator[Problem]:
         yield Problem(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 lets a rank wait for a dead peer until stall_deadline_s, not "
             "runtime.timeout_s: unset it"
+        )
+    queues = variables.get(CONNECTIONS, "").strip()
+    if queues and not (queues.isdecimal() and int(queues)):
+        yield Problem(
+            f"{CONNECTIONS}={queues} is no number from 1 to {MOST_CONNECTIONS}: rounds are planned as if a device had one "
+            f"hardware queue; unset it, and runs take {MOST_CONNECTIONS}"
         )
     for name, lost in (("NCCL_P2P_DISABLE", "NVLink and PCIe between devices"), ("NCCL_IB_DISABLE", "InfiniBand")):
         if variables.get(name, "0") not in ("", "0"):

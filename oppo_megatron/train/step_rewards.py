@@ -15,6 +15,7 @@ from torch import Tensor
 from oppo_megatron.algorithms.process_rewards import response_scores, step_scores
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.token_text import StepEnds
 
 
@@ -47,7 +48,7 @@ class StepRewards:
         ends = self.ends(responses)
         starts = accumulate((len(response) for response in responses), initial=0)
         places = [start + end for start, row in zip(starts, ends, strict=False) for end in row]
-        places_S = torch.tensor(places, device=logits_T.device)
+        places_S = on_device(places, logits_T.device)
         counts = [len(row) for row in ends]
         scores_B, rewards_S = response_scores(step_scores(logits_T[places_S]), counts, self.part.step_rewards)
         if rewards_S is None:

@@ -58,7 +58,14 @@ PREFERENCES: dict[str, Any] = {
 
 CASES = {
     "single": Case(),
-    "paged float32": Case(1, {"runtime.dtype": "float32", "runtime.kv_layout": "paged"}),
+    "paged float32": Case(
+        1,
+        {
+            "runtime.dtype": "float32",
+            "runtime.kv_layout": "paged",
+            "rewards": [{"kind": "process", "step_rewards": "potential"}, {"kind": "verifier", "name": "arithmetic"}],
+        },
+    ),
     "groups, whose prompts fork": Case(
         2, {"placement": {"mode": "disaggregated"}, "rollout.group_size": 2, "overlap.inter": False}
     ),

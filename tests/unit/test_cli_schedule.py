@@ -251,6 +251,27 @@ def test_the_transport_is_that_of_the_run(
     assert "messages over nccl-one-queue\n" in shown(capsys, str(config), "runtime.device=cuda")
 
 
+HELD = (
+    "placement.actor.dp=1", "rollout.batch_size=64", "rollout.max_response_tokens=64", "runtime.micro_batch_tokens=1024",
+    "overlap.chunk.tokens=8", "overlap.delta.initial=8", "overlap.weave=[auto,auto]", "data.max_prompt_tokens=32",
+)  # fmt: skip
+
+
+def test_an_order_that_one_queue_would_hold_is_shown_as_the_run_changes_it(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator that is named is drawn as it is, with its fault."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for number, title in ((1, "woven\n"), (2, "woven; changed on ranks 0-1 for held sends\n")):
+        out = shown(capsys, str(config), *HELD, "--round", str(number))
+        assert f"round {number} of 9 of the first step, {title}" in out and "OK: the checker finds no fault" in out
+    assert re.search(r"^rank 0 \|[CFR]0", out, re.MULTILINE), "scorers come first"
+    named = shown(capsys, str(config), *HELD, "--round", "2", "--generator", "woven", code=2)
+    assert "of the first step, woven\n" in named and "which has not been taken" in named
+    free = shown(capsys, str(config), *HELD, "--round", "2", "--transport", "nccl")
+    assert "of the first step, woven\n" in free and "OK: the checker finds no fault" in free
+
+
 def test_costs_from_a_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs = {"decode": [1, 0.5], "prefill": {"critic": [2, 0], "reward": [[1, 0], [3, 0]]}, "message_s": 0}
     path = Path("costs.json")

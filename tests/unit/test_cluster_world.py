@@ -174,7 +174,7 @@ def test_with_device_cpu_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_device_gets_all_hardware_queues_unless_the_user_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that share one wait for each other; without a device nothing is set."""
     variable = "CUDA_DEVICE_MAX_CONNECTIONS"
-    for devices, said, expected in ((True, None, "32"), (True, "1", "1"), (False, None, None)):
+    for devices, said, expected in ((True, None, "32"), (True, "", "32"), (True, "1", "1"), (False, None, None)):
         monkeypatch.setattr(world_module, "has_cuda", lambda devices=devices: devices)
         monkeypatch.delenv(variable, raising=False)
         if said is not None:

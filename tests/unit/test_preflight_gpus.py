@@ -64,7 +64,10 @@ def test_a_node_that_lacks_nothing_is_described_and_blamed_for_nothing() -> None
         ),
         (TorchBuild(None), HOST, "this torch is built for the CPU: install one built for CUDA"),
         (TorchBuild("12.8"), replace(HOST, driver=None), "no NVIDIA driver is loaded"),
-        (TorchBuild("12.8"), HOST, "finds no device"),
+        (TorchBuild("12.8"), HOST, "finds no device: the container has none"),
+        (TorchBuild("12.8"), replace(HOST, variables={"CUDA_VISIBLE_DEVICES": "GPU-5"}), "VISIBLE_DEVICES=GPU-5 names none"),
+        (NODE, replace(HOST, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "0"}), "CONNECTIONS=0 is no number from 1 to 32"),
+        (NODE, replace(HOST, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "all"}), "as if a device had one hardware queue"),
         (TorchBuild("12.8"), replace(HOST, variables={"CUDA_VISIBLE_DEVICES": ""}), "hides every device"),
     ],
 )

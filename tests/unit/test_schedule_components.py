@@ -21,13 +21,14 @@ from oppo_megatron.schedule.checking.caches import require_room
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.checking.faults import FaultKind
 from oppo_megatron.schedule.checking.proof import prove, require_provable
-from oppo_megatron.schedule.checking.transport import TRANSPORTS
+from oppo_megatron.schedule.checking.transport import GLOO, ONE_QUEUE, TRANSPORTS, Transport
+from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Growth, KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.schedule.weaving.generators import GENERATORS
+from oppo_megatron.schedule.weaving.generators import GENERATORS, intra
 from oppo_megatron.schedule.weaving.steady import STEPS, lengthened, repeats, shortened
 from tests.support.schedule_interpreter import harm
 from tests.support.schedules import ample_budgets, colocated, disaggregated, make_round, make_site, split_scorers
@@ -53,11 +54,24 @@ def sites(draw: st.DrawFn) -> Site:
 
 
 @settings(deadline=None, max_examples=40)
-@given(site=sites(), generator=st.sampled_from(sorted(GENERATORS)), chunk=st.integers(2, 7), seed=st.integers(0, 10**6))
-def test_every_rank_plans_its_part_of_the_whole(site: Site, generator: str, chunk: int, seed: int) -> None:
-    """On any layout, in every round of a run, for rounds of many steps and of few; the whole is checked as ever."""
+@given(
+    site=sites(),
+    generator=st.sampled_from(sorted(GENERATORS)),
+    chunk=st.integers(2, 7),
+    seed=st.integers(0, 10**6),
+    transport=st.sampled_from([GLOO, ONE_QUEUE]),
+)
+def test_every_rank_plans_its_part_of_the_whole(
+    site: Site, generator: str, chunk: int, seed: int, transport: Transport
+) -> None:
+    """On any layout, in every round of a run, for rounds of many steps and of few; the whole is checked as ever.
+
+    Also where the transport holds sends: none is refused.
+    """
     ranks = site.ranks
     planners = [new_planner(site, generator, rank=rank, weave=(2, "auto")) for rank in (None, *ranks)]
+    for planner in planners:
+        planner.transport = transport
     run = Run(planners, random.Random(seed), chunk=chunk)
 
     def visit(plans: list[PlannedRound]) -> None:
@@ -67,6 +81,44 @@ def test_every_rank_plans_its_part_of_the_whole(site: Site, generator: str, chun
             planner.learn(planner.costs)
 
     run.steps(1, visit)
+
+
+def test_a_plan_of_all_ranks_puts_into_another_order_what_each_rank_does() -> None:
+    """Over one hardware queue sends of one component would be held in a circle, those of another not: it alone changes."""
+    site, changed = colocated((1, 2, 2)), Counter[int]()
+    planners = [new_planner(site, "woven", rank=rank) for rank in (None, None, *site.ranks)]
+    for planner in planners[1:]:
+        planner.transport = ONE_QUEUE
+
+    def visit(plans: list[PlannedRound]) -> None:
+        free, whole, *own = (plan.schedule for plan in plans)
+        assert all(plan.of(rank) == whole.of(rank) for rank, plan in zip(site.ranks, own, strict=True))
+        changed[sum(whole.of(rank) != free.of(rank) for rank in site.ranks)] += 1
+        for planner in planners:
+            planner.learn(planner.costs)
+
+    Run(planners, random.Random(0), chunk=5).steps(4, visit)
+    assert changed[0] and changed[len(site.ranks) // 2], changed
+
+
+def test_where_intra_does_not_come_through_either_a_run_goes_on() -> None:
+    """Roles that share some ranks each, and some tensor ranks only; every rank chooses the same order."""
+    placements = {"critic": RolePlacement((0, 1, 2, 3, 4, 5), 2, 3), "reward": RolePlacement((0, 2, 4), 1, 3)}
+    site = Site({"actor": RolePlacement((4,)), **placements, "reference": RolePlacement((4, 5), 1, 2)})
+
+    def visit(plans: list[PlannedRound]) -> None:
+        whole, *own = (plan.schedule for plan in plans)
+        assert all(plan.of(rank) == whole.of(rank) for rank, plan in zip(site.ranks, own, strict=True))
+
+    def steps() -> None:
+        planners = [new_planner(site, "woven", rank=rank) for rank in (None, *site.ranks)]
+        for planner in planners:
+            planner.transport = ONE_QUEUE
+        Run(planners, random.Random(0), chunk=5).steps(2, visit)
+
+    steps()
+    with mock.patch.object(planner_module, "one_by_one", intra), pytest.raises(ScheduleError, match="over nccl-one-queue"):
+        steps()
 
 
 @settings(deadline=None, max_examples=100)

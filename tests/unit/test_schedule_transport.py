@@ -18,7 +18,7 @@ from oppo_megatron.errors import ScheduleError
 from oppo_megatron.layout.placements import RolePlacement, role_placements
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action
 from oppo_megatron.schedule.checking.checker import Fault, check
-from oppo_megatron.schedule.checking.proof import require_provable
+from oppo_megatron.schedule.checking.proof import prove, require_provable
 from oppo_megatron.schedule.checking.timeline import alike, coordinates_at, simulate
 from oppo_megatron.schedule.checking.transport import (
     COLD,
@@ -37,7 +37,7 @@ from oppo_megatron.schedule.planning.preview import first_step
 from oppo_megatron.schedule.rounds import Growth, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
-from oppo_megatron.schedule.weaving.generators import GENERATORS
+from oppo_megatron.schedule.weaving.generators import GENERATORS, one_by_one
 from tests.support.configs import least_config
 from tests.support.schedules import ample_budgets, build, colocated, make_round
 from tests.unit.test_schedule_components import sites
@@ -333,6 +333,29 @@ def test_a_planner_takes_another_order_where_one_queue_would_hang() -> None:
         assert {**first.actions, **second.actions} == held.actions
         changed += hangs
     assert changed
+
+
+@settings(deadline=None, max_examples=100)
+@given(case=cases(), most=st.integers(1, 2))
+def test_sends_of_micro_batches_that_pass_one_by_one_are_never_held_in_a_circle(
+    case: tuple[Round, Site, Costs], most: int
+) -> None:
+    """Whatever ranks the roles share, in whatever order of stages."""
+    round_, site, costs = case
+    transport, computes = replace(ONE_QUEUE, in_flight={Payload.HIDDEN: most}), one_by_one(round_, site, costs)
+    assert check(add_communication(computes, round_, site), round_, site, ample_budgets(site), costs, transport) == []
+    assert prove(computes, round_, site, transport)
+
+
+def test_roles_whose_pipelines_run_in_opposite_directions_come_through() -> None:
+    """By no generator, where one stage is much slower than the other."""
+    ranks, back = RolePlacement((0, 1), pp=2), RolePlacement((1, 0), pp=2)
+    site = Site({"actor": ranks, "critic": back, "reward": ranks, "reference": back})
+    costs = Costs(default_prefill=Linear(1.0, 0.0), prefill={"critic": (Linear(0.1, 0.0), Linear(5.0, 0.0))})
+    round_ = make_round(site, steps=2, prefills=8)
+    passing = {name: prove(generator(round_, site, costs), round_, site, ONE_QUEUE) for name, generator in GENERATORS.items()}
+    assert passing == {"sequential": False, "intra": False, "woven": False}
+    assert prove(one_by_one(round_, site, costs), round_, site, ONE_QUEUE)
 
 
 def test_a_round_that_no_order_saves_is_refused_with_what_saves_it() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from oppo_megatron.columns import Columns, Ints, columns_of
 from oppo_megatron.cores import uncollected
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.actions import Schedule
+from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.checking.caches import Budgets, require_room
 from oppo_megatron.schedule.checking.checker import require_sound
 from oppo_megatron.schedule.checking.proof import prove, require_provable
@@ -28,7 +28,7 @@ from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs, nearly
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
-from oppo_megatron.schedule.weaving.generators import GENERATORS
+from oppo_megatron.schedule.weaving.generators import GENERATORS, Generator, intra, one_by_one
 from oppo_megatron.schedule.weaving.steady import lengthened, repeats, shortened
 
 KEPT_SCHEDULES = 256
@@ -268,14 +268,31 @@ class RoundPlanner:
         return self._known[key]
 
     def _ordered(self, shape: Round, site: Site) -> tuple[Schedule, Transport]:
-        """The generator's order, or that of `intra` where the transport would hold sends of it in a circle; and the rules that
-        are still to be looked at."""
-        computes = GENERATORS[self.generator](shape, site, self.costs)
-        if not self.transport.holds:
-            return computes, self.transport
-        if prove(computes, shape, site, self.transport):
-            return computes, self.transport.free
-        return GENERATORS["intra"](shape, site, self.costs), self.transport
+        """The generator's order, or one in which the transport holds no sends in a circle; and the rules that are still to be
+        looked at.
+
+        A rank that plans its component alone knows nothing of the others, so each component is judged by itself in a plan of
+        all ranks, too.
+        """
+        generator, computes = self._passing(shape, site)
+        if self._component is not None or generator is GENERATORS[self.generator]:
+            return computes, self.transport if generator is one_by_one else self.transport.free
+        lists, left = dict[int, tuple[Action, ...]](), set(site.ranks)
+        while left:
+            component = component_of(site, min(left))
+            generator, _ = self._passing(component.part(shape), component.model)
+            whole = generator(shape, site, self.costs)
+            lists |= {rank: whole.of(rank) for rank in component.ranks}
+            left -= component.ranks
+        return Schedule(lists), self.transport
+
+    def _passing(self, shape: Round, site: Site) -> tuple[Generator, Schedule]:
+        """The first order in which all sends pass: the generator's, that of `intra`, or one that always does."""
+        for generator in (GENERATORS[self.generator], intra):
+            computes = generator(shape, site, self.costs)
+            if not self.transport.holds or prove(computes, shape, site, self.transport):
+                return generator, computes
+        return one_by_one, one_by_one(shape, site, self.costs)
 
     def _keep(self, key: tuple[object, ...], schedule: Schedule) -> None:
         if len(self._known) >= KEPT_SCHEDULES:

@@ -16,6 +16,7 @@ from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate
+from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.plan import delta_rule, plan_step, round_generator
 from oppo_megatron.schedule.planning.new_planner import cache_slots, new_planner
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
@@ -29,7 +30,8 @@ from oppo_megatron.schedule.weaving.generators import GENERATORS
 class Preview:
     """One round of the first step, as a run would plan it.  `assumed` says in words what was made up.
 
-    `clock`: decode steps since the step began, at the round's end.
+    `clock`: decode steps since the step began, at the round's end.  `changed`: ranks whose order is not the generator's, as the
+    transport would hold sends of that in a circle.
     """
 
     round: Round
@@ -40,6 +42,7 @@ class Preview:
     budgets: Mapping[str, Sequence[KVBudget]]
     generator: str
     assumed: tuple[str, ...]
+    changed: tuple[int, ...] = ()
 
 
 def preview(
@@ -49,8 +52,9 @@ def preview(
     prompt_tokens: int | None = None,
     generator: str | None = None,
     costs: Costs | None = None,
+    transport: Transport = GLOO,
 ) -> Preview:
-    """Round `number` (from 1) of the first step.
+    """Round `number` (from 1) of the first step, as it is planned by the rules of `transport`.
 
     `prompt_tokens` defaults to half of `data.max_prompt_tokens`, `generator` to the one that the configuration asks for.
     Raises ConfigError where the step has no such round, ScheduleError where a run would refuse it.
@@ -63,9 +67,7 @@ def preview(
         )
     site = Site(role_placements(config))
     chosen = generator or round_generator(config.overlap, site)
-    most = config.rollout.max_response_tokens
-    planner = new_planner(config, site, chosen, lambda _: most, costs=costs or Costs())
-    rounds = [*first_step(config, planner, length)]
+    rounds = _rounds(config, site, chosen, length, costs, transport)
     if not 1 <= number <= len(rounds):
         raise ConfigError(f"round {number}: the first step has rounds 1 to {len(rounds)}; ask for one of these")
     planned, clock = rounds[number - 1], sum(each.round.steps for each in rounds[:number])
@@ -73,9 +75,22 @@ def preview(
         role: [KVBudget(cache_slots(config, role, placement), max_context(config))] * placement.dp
         for role, placement in site.placements.items()
     }
+    free = planned.schedule
+    if transport.holds:
+        free = _rounds(config, site, chosen, length, costs, transport.free)[number - 1].schedule
+    changed = tuple(rank for rank in site.ranks if free.of(rank) != planned.schedule.of(rank))
     schedule = planned.schedule.shifted(planned.round.index - 1)
-    assumed = _assumed(config, site, length)
-    return Preview(planned.round, clock, len(rounds), site, schedule, budgets, planner.generator, assumed)
+    return Preview(
+        planned.round, clock, len(rounds), site, schedule, budgets, chosen, _assumed(config, site, length), changed
+    )
+
+
+def _rounds(
+    config: TrainConfig, site: Site, generator: str, prompt_tokens: int, costs: Costs | None, transport: Transport
+) -> list[PlannedRound]:
+    most = config.rollout.max_response_tokens
+    planner = new_planner(config, site, generator, lambda _: most, costs=costs, transport=transport)
+    return [*first_step(config, planner, prompt_tokens)]
 
 
 def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tuple[float, float]:

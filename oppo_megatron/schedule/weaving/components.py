@@ -51,6 +51,12 @@ class Component:
     model: Site
     member: int
 
+    @property
+    def ranks(self) -> frozenset[int]:
+        """All ranks of the component, in the site."""
+        held = ((self.site.placements[role], own) for role, own in self.replicas.items())
+        return frozenset(rank for placement, own in held for d in own for rank in placement.replica_ranks(d))
+
     @cached_property
     def _units(self) -> OwnUnits:
         return OwnUnits(self.site, self.rank)

@@ -18,7 +18,7 @@ from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.rounds import Batch, Batches, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.gaps import FOREVER, Gaps, in_nanoseconds, nanoseconds
-from oppo_megatron.schedule.weaving.timetable import Team, Times, Timetable
+from oppo_megatron.schedule.weaving.timetable import Team, Times, Timetable, count_of
 
 Generator = Callable[[Round, Site, Costs], Schedule]
 
@@ -52,6 +52,23 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
     placer.place_actor()
     placer.place_scorers()
     return placer.schedule()
+
+
+def one_by_one(round: Round, site: Site, costs: Costs) -> Schedule:
+    """Every micro-batch passes all stages, in every list, before the next one of its role stands there; the actor's part last.
+
+    In that order of all units whatever a stage sends is taken before it sends more, so no transport holds a send in a circle,
+    whatever ranks the roles share.  Stages still work side by side, as far as their lists let them.
+    """
+    times, begun = dict[Team, Times](), 0
+    for role in [*(role for role in site.placements if role != "actor"), "actor"]:
+        placement = site.placements[role]
+        for replica in range(placement.dp):
+            units = count_of((role, replica), round).units
+            places = begun + np.arange(units) * placement.pp + np.arange(placement.pp)[:, None]
+            times[role, replica] = Times(places, places)
+            begun += places.size
+    return Schedule(Timetable(round, site, times))
 
 
 GENERATORS: Mapping[str, Generator] = {"sequential": sequential, "intra": intra, "woven": woven}
