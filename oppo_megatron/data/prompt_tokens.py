@@ -28,8 +28,8 @@ def encode_prompt(tokenizer: Beginning, text: str) -> list[int]:
 
 
 def end_of_prompt(tokenizer: Beginning, ids: Sequence[int], most: int) -> list[int]:
-    """The last `most` tokens of a longer prompt; BOS stays in front where it was."""
-    if not tokenizer.adds_bos or ids[0] != tokenizer.bos_id or most < 2:
+    """The last `most` tokens of a longer prompt; BOS stays in front where it was, whoever put it there."""
+    if ids[0] != tokenizer.bos_id or most < 2:
         return list(ids[-most:])
     return [ids[0], *ids[-(most - 1) :]]
 

@@ -11,48 +11,21 @@ import asyncio
 import hmac
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, SecretStr, ValidationError
-from starlette.requests import ClientDisconnect
 
 from oppo_megatron.errors import RewardError
 from oppo_megatron.rewards import protocol
+from oppo_megatron.serving.bodies import LIMITS, Bodies, Refusal, RequestLimits
 
 Scorer = Callable[[Sequence[protocol.Item]], list[float]]
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
 Message = TypeVar("Message", bound=BaseModel)
-
-
-@dataclass(frozen=True)
-class RequestLimits:
-    """Limits of one request: bytes of its body, items, characters of one prompt or response, seconds for its body to arrive.
-
-    A larger request is answered with 413.  `max_waiting`: requests that are being scored or wait for it; more are answered
-    with 429.
-    """
-
-    max_bytes: int = 8 << 20
-    max_items: int = 256
-    max_characters: int = 200_000
-    max_waiting: int = 16
-    read_s: float = 30.0
-
-
-LIMITS = RequestLimits()
-
-
-class Refusal(Exception):
-    """The request gets `status` and a reason instead of scores."""
-
-    def __init__(self, status: int, reason: str, **headers: str):
-        super().__init__(reason)
-        self.status, self.headers = status, headers
 
 
 class Gate(Generic[Asked, Found]):
@@ -72,7 +45,7 @@ class Gate(Generic[Asked, Found]):
         self._read, self._score, self._limits = read, score, limits
         self._expected = None if token is None else f"Bearer {token.get_secret_value()}".encode()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="scorer")
-        self._waiting = self._unread_bytes = 0  # requests; bytes of bodies that are on their way
+        self._bodies, self._waiting = Bodies(limits), 0
 
     async def answer(self, request: Request) -> tuple[Asked, Found]:
         """What was asked, and what the scorer has found.  Raises Refusal."""
@@ -80,7 +53,7 @@ class Gate(Generic[Asked, Found]):
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "the body must be application/json")
         self._require_room()
-        asked = self._read(await self._body(request))
+        asked = self._read(await self._bodies.read(request))
         self._require_room()
         self._waiting += 1
         try:
@@ -99,35 +72,6 @@ class Gate(Generic[Asked, Found]):
         given = request.headers.get("authorization", "").encode("latin-1", errors="replace")
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
             raise Refusal(401, "the Authorization header does not carry this service's token")
-
-    async def _body(self, request: Request) -> bytes:
-        """Read no further than allowed, whatever the request says of its length."""
-        limit = self._limits.max_bytes
-        too_large = Refusal(413, f"the body has more than {limit} bytes")
-        announced = request.headers.get("content-length", "")
-        if announced.isdigit() and (len(announced) > 18 or int(announced) > limit):
-            raise too_large
-
-        body = bytearray()
-
-        async def read() -> bytes:
-            async for piece in request.stream():
-                body.extend(piece)
-                self._unread_bytes += len(piece)
-                if len(body) > limit:
-                    raise too_large
-                if self._unread_bytes > limit * self._limits.max_waiting:
-                    raise Refusal(429, "too many bodies are on their way", **{"Retry-After": "1"})
-            return bytes(body)
-
-        try:
-            return await asyncio.wait_for(read(), self._limits.read_s)
-        except asyncio.TimeoutError:
-            raise Refusal(408, f"the body did not come within {self._limits.read_s:g} s") from None
-        except ClientDisconnect:
-            raise Refusal(400, "the body ended early") from None
-        finally:
-            self._unread_bytes -= len(body)
 
 
 def read_message(kind: type[Message], body: bytes, what: str) -> Message:

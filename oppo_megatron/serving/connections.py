@@ -2,16 +2,17 @@
 
 A connection *waits* while no request of it is under way: it has sent nothing, or a part of its headers, or it is kept alive.
 Whoever is behind it is not known then, for the token is in the headers.  So nobody is refused for the number of those that
-wait: one makes room for the next, first among those of the same peer, and of these one that has been answered before one whose
-first request is awaited, and who has waited for longest.  An honest client, whose headers come at once, is never the one.
+wait: one makes room for the next, first among those of the same peer, and of these the one that has waited for longest.  An
+honest client, whose headers come at once, is never the one.  Connections that have been answered, and are kept alive, make room
+for their like alone, so that neither kind can push out the other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, TypeAlias
 
 import h11
@@ -21,63 +22,64 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LATE = b"the headers of a request did not come in time"
 GRACE_S = 5
-_Queue: TypeAlias = "dict[GuardedProtocol, None]"
+_Queue: TypeAlias = "dict[GuardedProtocol, float]"  # since when, by the loop's clock
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Of one server: connections that wait for a request, in all and of a peer, and seconds that one may wait.
+    """Of one server: connections that wait for their first request, in all and of a peer, and seconds that one may wait; as many
+    may wait for a further one.
 
-    Neither may what is answered lie unread for longer.  `open`: connections in all; requests beyond are answered with 503.
+    Neither may what is answered lie unread for longer.  Nobody has to make room before it has had `young_s` seconds, unless
+    there are more than `open` connections, which must be within the number of files that a process may open.
     """
 
     waiting: int = 256
     waiting_of_peer: int = 128
-    open: int = 512
+    open: int = 768
     header_s: float = 10.0
+    young_s: float = 0.25
 
 
 CONNECTION_LIMITS = ConnectionLimits()
+AT_ONCE, QUEUED = 32, 2048
+"""Connections taken before those that are there are read again, and those that the system keeps until they are taken."""
 
 
 class WaitingRoom:
-    """The connections of a server that wait, by peer.
-
-    Of each peer two queues, in the order in which they began to: those that have been answered, and, cut after them, those whose
-    first request is awaited.  Else answers given to many would push out one whose headers have not been read yet.
-    """
+    """Connections of a server that wait, by peer, in the order in which they began to."""
 
     def __init__(self, limits: ConnectionLimits):
         self.limits = limits
-        self._peers: dict[str, tuple[_Queue, _Queue]] = {}
+        self._peers: dict[str, _Queue] = {}
         self._count = 0
 
     def enter(self, connection: GuardedProtocol) -> None:
-        """It waits from now on; another may have to make room."""
-        own = self._peers.setdefault(connection.peer, ({}, {}))
-        own[connection.cycle is None][connection] = None
+        """It waits from now on; others may have to make room."""
+        now_s = connection.loop.time()
+        own = self._peers.setdefault(connection.peer, {})
+        own[connection] = now_s
         self._count += 1
-        if _size(own) > self.limits.waiting_of_peer:
-            _first(own).cut()
-        if self._count > self.limits.waiting:
-            _first(max(self._peers.values(), key=_size)).cut()
+        while len(own) > self.limits.waiting_of_peer and self._cut_first(own, now_s):
+            pass
+        while self._count > self.limits.waiting and self._cut_first(max(self._peers.values(), key=len), now_s):
+            pass
+
+    def _cut_first(self, own: _Queue, now_s: float) -> bool:
+        """Whether one of this peer was to make room."""
+        first, since_s = next(iter(own.items()))
+        if now_s - since_s < self.limits.young_s and len(first.connections) <= self.limits.open:
+            return False
+        first.cut()
+        return True
 
     def leave(self, connection: GuardedProtocol) -> None:
         """It waits no longer."""
         own = self._peers[connection.peer]
-        for queue in own:
-            queue.pop(connection, None)
+        del own[connection]
         self._count -= 1
-        if not _size(own):
+        if not own:
             del self._peers[connection.peer]
-
-
-def _size(own: tuple[_Queue, _Queue]) -> int:
-    return sum(map(len, own))
-
-
-def _first(own: tuple[_Queue, _Queue]) -> GuardedProtocol:
-    return next(chain(*own))
 
 
 class GuardedProtocol(H11Protocol):
@@ -87,8 +89,12 @@ class GuardedProtocol(H11Protocol):
     again.
     """
 
-    room: WaitingRoom
+    limits: ConnectionLimits
+    rooms: tuple[
+        WaitingRoom, WaitingRoom, WaitingRoom
+    ]  # of those answered, of those that were not yet, of those being closed
     peer = ""
+    _room: WaitingRoom | None = None
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
@@ -122,7 +128,7 @@ class GuardedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self.room.limits.header_s, self.transport.abort)
+        self._unread = self.loop.call_later(self.limits.header_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         if self._unread is not None:
@@ -140,14 +146,16 @@ class GuardedProtocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._end_wait()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(self.room.limits.header_s, self._late)
-            self.room.enter(self)
+            self._deadline = self.loop.call_later(self.limits.header_s, self._late)
+            self._room = self.rooms[2 if self.transport.is_closing() else self.cycle is None]
+            self._room.enter(self)
 
     def _end_wait(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-            self.room.leave(self)
+            assert self._room is not None, "it has entered one"
+            self._room.leave(self)
 
     def _late(self) -> None:
         """Close; with a reason where a part of the headers is there and the peer takes answers."""
@@ -171,9 +179,11 @@ def network_of(address: str) -> str:
 
 def server_settings(app: FastAPI, limits: ConnectionLimits = CONNECTION_LIMITS) -> uvicorn.Config:
     """How a service is served."""
+    given = limits
 
     class Protocol(GuardedProtocol):
-        room = WaitingRoom(limits)
+        limits = given
+        rooms = WaitingRoom(limits), WaitingRoom(limits), WaitingRoom(limits)
 
     return uvicorn.Config(
         app,
@@ -182,6 +192,15 @@ def server_settings(app: FastAPI, limits: ConnectionLimits = CONNECTION_LIMITS) 
         log_level="warning",
         access_log=False,
         server_header=False,
-        limit_concurrency=limits.open,
+        backlog=AT_ONCE,
         timeout_graceful_shutdown=GRACE_S,
     )
+
+
+class Server(uvicorn.Server):
+    """Takes few connections at a time, so that each is read soon; others wait their turn in the system."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(QUEUED)

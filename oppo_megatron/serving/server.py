@@ -6,7 +6,6 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
-import uvicorn
 from fastapi import FastAPI
 from pydantic import SecretStr
 
@@ -14,7 +13,7 @@ from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig, is_
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.rewards.protocol import read_token
 from oppo_megatron.serving.app import build_app
-from oppo_megatron.serving.connections import server_settings
+from oppo_megatron.serving.connections import Server, server_settings
 from oppo_megatron.serving.scorers import open_scorer
 from oppo_megatron.serving.stream_app import build_stream_app
 from oppo_megatron.serving.stream_scorer import open_stream_scorer
@@ -36,7 +35,7 @@ def serve(
         listening.listen()
         what, path = ("rewards", "/score") if isinstance(config, ServeRewardConfig) else ("streamed rewards", "")
         say(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port}{path}")
-        uvicorn.Server(server_settings(app)).run(sockets=[listening])
+        Server(server_settings(app)).run(sockets=[listening])
 
 
 def _open_app(

@@ -13,7 +13,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StrictBool, StrictInt, StrictStr
 
-from oppo_megatron.serving.app import LIMITS, Gate, Refusal, RequestLimits, new_app, read_message
+from oppo_megatron.serving.app import Gate, new_app, read_message
+from oppo_megatron.serving.bodies import LIMITS, Refusal, RequestLimits
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 

@@ -213,11 +213,15 @@ def _shares(
         yield [[read[i] for i in part] for part in parts]
 
 
+def num_minibatches(num_rows: int, settings: UpdateSettings) -> int:
+    """Optimizer steps of an epoch: no more than the batch has groups."""
+    return min(settings.minibatches, num_rows // settings.group_size)
+
+
 def minibatches_of(num_rows: int, settings: UpdateSettings) -> Iterator[list[int]]:
     """Rows of each minibatch, whole groups; a batch of fewer groups makes fewer.  One minibatch keeps the batch's order."""
     size = settings.group_size
-    num_groups = num_rows // size
-    count = min(settings.minibatches, num_groups)
+    num_groups, count = num_rows // size, num_minibatches(num_rows, settings)
     for epoch in range(settings.epochs):
         order = np.arange(num_groups)
         if count > 1:

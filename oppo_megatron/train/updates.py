@@ -16,7 +16,7 @@ from oppo_megatron.train.critic import Critic, no_stats
 from oppo_megatron.train.guards.guard import Evidence, Guard
 from oppo_megatron.train.metering.meter import StepMeter
 from oppo_megatron.train.score_exchange import ScoreExchange
-from oppo_megatron.train.update import History, UpdateSettings
+from oppo_megatron.train.update import History, UpdateSettings, num_minibatches
 
 
 @dataclass
@@ -76,7 +76,9 @@ class Updates:
         if self.trains_actor(step):
             self.version += 1
         else:
-            history = replace(history, warmed=history.warmed + ppo.epochs * min(ppo.minibatches, len(batch)))
+            history = replace(
+                history, warmed=history.warmed + ppo.epochs * num_minibatches(len(batch), self._settings(step))
+            )
         self.history = history
 
     def _settings(self, step: int) -> UpdateSettings:

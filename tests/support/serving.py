@@ -7,10 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import uvicorn
 from fastapi import FastAPI
 
-from oppo_megatron.serving.connections import CONNECTION_LIMITS, ConnectionLimits, server_settings
+from oppo_megatron.serving.connections import CONNECTION_LIMITS, ConnectionLimits, Server, server_settings
 
 
 @contextmanager
@@ -18,7 +17,7 @@ def served_app(app: FastAPI, limits: ConnectionLimits = CONNECTION_LIMITS) -> It
     """The address of the application."""
     settings = server_settings(app, limits)
     settings.timeout_graceful_shutdown = 1
-    server = uvicorn.Server(settings)
+    server = Server(settings)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

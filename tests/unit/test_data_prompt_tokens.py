@@ -64,9 +64,12 @@ def test_a_template_that_has_it_gets_no_second(directory: Path, tmp_path: Path) 
     assert tokens[0] == bos and tokens.count(bos) == 1
 
 
-def test_a_prompt_that_is_cut_keeps_it(directory: Path, tmp_path: Path) -> None:
-    path = rows(tmp_path, {"prompt": "one two three", "completion": "four"})
-    config = TokenizerConfig(path=directory)
+@pytest.mark.parametrize("add_bos", [None, False], ids=["by the tokenizer", "by its template"])
+def test_a_prompt_that_is_cut_keeps_it(directory: Path, tmp_path: Path, add_bos: bool | None) -> None:
+    """Whoever has put it there."""
+    plain = {"prompt": "one two three", "completion": "four"}
+    path = rows(tmp_path, plain if add_bos is None else {"messages": [{"role": "user", "content": "one two three"}]})
+    config = TokenizerConfig(path=directory, add_bos=add_bos, chat_template=CHAT)
     whole, bos = first_tokens(path, config)
     cut, _ = first_tokens(path, config, max_prompt_tokens=3, long_rows="truncate")
     assert cut == [bos, *whole[-2:]] and len(whole) > 3

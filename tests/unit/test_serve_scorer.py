@@ -14,11 +14,13 @@ from typing import Any
 from unittest import mock
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from fastapi import FastAPI
 from fastapi.responses import Response
 from pydantic import SecretStr
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.aligner import StreamConfig
@@ -26,9 +28,9 @@ from oppo_megatron.config.serve import ServeScorerConfig
 from oppo_megatron.errors import CapacityError, RewardError
 from oppo_megatron.rewards import streaming
 from oppo_megatron.rewards.streaming import ScorerStream, checksum
-from oppo_megatron.serving.app import RequestLimits
+from oppo_megatron.serving.bodies import RequestLimits
 from oppo_megatron.serving.stream_app import Extend, Known, Piece, build_stream_app
-from oppo_megatron.serving.stream_scorer import open_stream_scorer
+from oppo_megatron.serving.stream_scorer import StreamScorer, open_stream_scorer
 from tests.support.hf import save_tiny
 from tests.support.limits import room_for
 from tests.support.ports import held_port
@@ -156,6 +158,56 @@ def test_a_sequence_of_which_a_part_was_read_when_memory_ran_out_is_read_again(t
             stream.close()
     assert len(failures) == 1 and "can't allocate memory" in failures[0]
     assert calls[1][0].score == calls[0][0].score
+
+
+class Failing(TorchDispatchMode):
+    """Memory runs out in operation number `at`, from 1 on, of those that are made."""
+
+    def __init__(self, at: int = 0):
+        super().__init__()
+        self.num_operations, self._at = 0, at
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_operations += 1
+        if self.num_operations == self._at:
+            raise MemoryError
+        return operation(*args, **(kwargs or {}))
+
+
+def test_wherever_memory_runs_out_the_same_request_again_gets_the_same_scores(tmp_path: Path) -> None:
+    """Four sequences where three have room, two of them known in part, each in parts of seven tokens."""
+    save_tiny(tmp_path, "llama", "scalar", num_hidden_layers=1)
+    runtime = {"device": "cpu", "micro_batch_tokens": 7}
+    config = ServeScorerConfig(reward={"checkpoint": tmp_path}, sequences=3, max_tokens=64, runtime=runtime)
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(1, 64, (length,), generator=generator).tolist() for length in (30, 23, 17, 9)]
+
+    def part(seq_id: int, start: int, end: int) -> Piece:
+        tokens = sequences[seq_id]
+        known = checksum(tokens[:end])
+        return Piece(id=seq_id, offset=start, tokens=tokens[start:end], checksum=known, final=end == len(tokens))
+
+    def scores(scorer: StreamScorer, failing: Failing) -> list[float | None]:
+        known = {row.id: row.known for row in scorer.extend("s", [part(0, 0, 10), part(1, 0, 8)])}
+        found: dict[int, float | None] = {}
+        pieces = [part(i, known.get(i, 0), len(tokens)) for i, tokens in enumerate(sequences)]
+        try:
+            with failing:
+                scorer.extend("s", pieces)
+        except MemoryError:
+            pass
+        while missing := [i for i in range(len(sequences)) if i not in found]:
+            for row in scorer.extend("s", [pieces[i] for i in missing]):
+                if row.score is not None:
+                    found[row.id] = row.score
+                pieces[row.id] = part(row.id, row.known, len(sequences[row.id]))
+        return [found[i] for i in range(len(sequences))]
+
+    with open_stream_scorer(config) as scorer:
+        counting = Failing()
+        due = scores(scorer, counting)
+        for at in np.linspace(1, counting.num_operations, 20, dtype=int):
+            assert scores(scorer, Failing(int(at))) == pytest.approx(due, abs=1e-5), at
 
 
 def test_a_slot_that_could_not_be_given_up_is_given_up_later(tmp_path: Path) -> None:

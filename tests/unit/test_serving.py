@@ -24,7 +24,8 @@ from oppo_megatron.config.serve import ServeRewardConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.protocol import Item, ScoreItem
 from oppo_megatron.rewards.remote import RemoteReward
-from oppo_megatron.serving.app import RequestLimits, Scorer, build_app
+from oppo_megatron.serving.app import Scorer, build_app
+from oppo_megatron.serving.bodies import RequestLimits
 from oppo_megatron.serving.scorers import open_scorer
 from oppo_megatron.serving.server import bound_socket
 from tests.support.serving import served_app

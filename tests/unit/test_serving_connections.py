@@ -20,7 +20,8 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from pydantic import SecretStr
 
-from oppo_megatron.serving.app import RequestLimits, build_app
+from oppo_megatron.serving.app import build_app
+from oppo_megatron.serving.bodies import RequestLimits
 from oppo_megatron.serving.connections import CONNECTION_LIMITS, ConnectionLimits, network_of
 from tests.support.processes import wait_for
 from tests.support.serving import served_app
@@ -84,6 +85,15 @@ def held_by_server(connection: socket.socket) -> bool:
     ports = f":{connection.getpeername()[1]:04X}", f":{connection.getsockname()[1]:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
     return any(row[1][-5:] == ports[0] and row[2][-5:] == ports[1] and row[3] == "01" for row in rows)  # established
+
+
+def status(connection: socket.socket) -> int:
+    """Of the whole answer to a request on this connection, which stays open."""
+    connection.sendall(HEALTH + b"\r\n")
+    said = b""
+    while not said.endswith(b'{"status":"ok"}'):
+        said += connection.recv(4096) or pytest.fail(f"closed after {said!r}")
+    return int(said.split()[1])
 
 
 def drip(connection: socket.socket) -> bytes:
@@ -163,7 +173,7 @@ def test_a_slow_body_comes_whole() -> None:
 
 
 def test_whoever_has_waited_for_longest_makes_room_and_each_peer_for_its_own() -> None:
-    with served(TOKEN, waiting=8, waiting_of_peer=4, header_s=60.0) as address, ExitStack() as stack:
+    with served(TOKEN, waiting=8, waiting_of_peer=4, header_s=60.0, young_s=0.0) as address, ExitStack() as stack:
 
         def come(source: str) -> socket.socket:
             """The service takes connections in the order in which they have been made."""
@@ -184,14 +194,16 @@ def test_whoever_has_waited_for_longest_makes_room_and_each_peer_for_its_own() -
         assert three[0].recv(4096).startswith(b"HTTP/1.1 401"), "who has kept its place may still send the rest"
 
 
-def test_those_that_have_been_answered_make_room_before_one_whose_headers_are_on_their_way() -> None:
+def test_those_that_have_been_answered_push_out_none_whose_headers_are_on_their_way() -> None:
     """Each answer makes its connection the latest to wait, however many of them were there before."""
-    with served(TOKEN, waiting=8, waiting_of_peer=4, header_s=60.0) as address, ExitStack() as stack:
+    with served(TOKEN, waiting=8, waiting_of_peer=4, header_s=60.0, young_s=0.0) as address, ExitStack() as stack:
         honest = stack.enter_context(connect(address, HALF))
+        others: list[socket.socket] = []
         for _ in range(8):
-            other = stack.enter_context(connect(address, HEALTH + b"\r\n"))
-            assert other.recv(4096).startswith(b"HTTP/1.1 200")
-        time.sleep(0.1)
+            others.append(stack.enter_context(connect(address)))
+            assert status(others[-1]) == 200
+        wait_for(lambda: not any(map(is_open, others[:4])))
+        assert all(map(is_open, others[4:])), "of their kind the first make room"
         assert is_open(honest)
         honest.sendall(b"\r\n")
         assert honest.recv(4096).startswith(b"HTTP/1.1 401")
@@ -227,17 +239,76 @@ def test_bodies_that_do_not_come_take_no_place_from_others() -> None:
         assert ask(address) == 200
 
 
-def test_bodies_on_their_way_are_held_to_the_memory_of_those_that_may_wait() -> None:
-    requests = RequestLimits(max_waiting=2, max_bytes=1000, read_s=3.0)
-    long = HALF + b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
-    with served(None, requests) as address:
-        held = [connect(address, long + b" " * 900) for _ in range(2)]
-        time.sleep(0.2)
+@pytest.mark.parametrize("sources", [1, 40])
+def test_the_oldest_of_too_many_bodies_makes_room_for_a_request(sources: int) -> None:
+    """Without a token nobody can be told from an honest client but by sending at once."""
+    with served(None, RequestLimits(max_coming=4, young_s=0.0), open=16) as address, ExitStack() as stack:
+        held = [stack.enter_context(connect(address, WHOLE, f"127.0.0.{2 + i % sources}")) for i in range(40)]
+        assert [ask(address) for _ in range(5)] == [200] * 5
+        assert all(until_closed(each).startswith(b"HTTP/1.1 429") for each in held[:36])
+        held[-1].sendall(BODY)
+        assert held[-1].recv(4096).startswith(b"HTTP/1.1 200"), "who came last was left its place"
+
+
+def test_bodies_that_have_just_begun_to_come_make_no_room() -> None:
+    """However many there are at once, the rest of each is read first."""
+    with served(None, RequestLimits(max_coming=2, young_s=60.0)) as address, ExitStack() as stack:
+        held = [stack.enter_context(connect(address, WHOLE)) for _ in range(10)]
         assert ask(address) == 200
-        assert until_closed(connect(address, long + b" " * 900)).startswith(b"HTTP/1.1 429")
-        assert all(until_closed(each).startswith(b"HTTP/1.1 408") for each in held)
+        for each in held:
+            each.sendall(BODY)
+        assert all(each.recv(4096).startswith(b"HTTP/1.1 200") for each in held)
+
+
+def test_connections_that_have_just_come_make_no_room_unless_there_are_too_many_in_all() -> None:
+    with (
+        served(TOKEN, waiting=8, waiting_of_peer=4, open=12, header_s=60.0, young_s=60.0) as address,
+        ExitStack() as stack,
+    ):
+        held = [stack.enter_context(connect(address, HALF)) for _ in range(12)]
+        time.sleep(0.1)
+        assert all(map(is_open, held))
+        assert ask(address, TOKEN) == 200
+        wait_for(lambda: not is_open(held[0]))
+
+
+def test_who_has_been_answered_keeps_its_connection_beside_half_sent_requests() -> None:
+    with served(TOKEN, waiting=8, waiting_of_peer=4, young_s=0.0) as address, ExitStack() as stack:
+        honest = stack.enter_context(connect(address))
+        assert status(honest) == 200
+        held = [stack.enter_context(connect(address, HALF)) for _ in range(12)]
+        wait_for(lambda: not any(map(is_open, held[:8])))
+        assert all(map(is_open, held[8:]))
+        assert status(honest) == 200
+
+
+def test_who_has_been_answered_keeps_its_connection_while_many_are_refused_at_once() -> None:
+    """Refused connections are about to close, and wait no more."""
+    with (
+        served(None, RequestLimits(max_bytes=len(BODY)), waiting=8, waiting_of_peer=1, young_s=0.0) as address,
+        ExitStack() as stack,
+    ):
+        honest = stack.enter_context(connect(address))
+        assert status(honest) == 200
+        for _ in range(10):
+            large = HALF + b"content-type: application/json\r\ncontent-length: 999999\r\n\r\n"
+            assert until_closed(connect(address, large)).startswith(b"HTTP/1.1 413")
+        assert status(honest) == 200
+
+
+def test_bodies_on_their_way_are_held_to_the_memory_of_those_that_may_wait() -> None:
+    requests = RequestLimits(max_waiting=2, max_bytes=1000)
+    long = HALF + b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
+    with served(None, requests) as address, ExitStack() as stack:
+        held = []
+        for _ in range(4):
+            held.append(stack.enter_context(connect(address, long + b" " * 900)))
+            time.sleep(0.1)
+        assert ask(address) == 200
+        assert all(until_closed(each).startswith(b"HTTP/1.1 429") for each in held[:2])
+        assert all(map(is_open, held[2:]))
         with connect(address, long + b" " * (1000 - len(BODY)) + BODY) as connection:
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200"), "what they held is free again"
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200"), "the oldest body made room"
 
 
 def test_a_client_that_does_not_read_its_answer_is_left() -> None:
@@ -274,10 +345,11 @@ def test_the_peer_behind_an_address(address: str, peer: str) -> None:
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[tuple[tuple[str, int], int]]:
-    """`oppo serve-reward` with a token: its address and process."""
+def command(tmp_path: Path, token: str | None) -> Iterator[tuple[tuple[str, int], int]]:
+    """`oppo serve-reward`: its address and process."""
     config = tmp_path / "serve.yaml"
-    config.write_text("rewards: [{kind: verifier, name: gsm8k}]\nport: 0\ntoken_env: SERVE_TOKEN\n")
+    guarded = "" if token is None else "token_env: SERVE_TOKEN\n"
+    config.write_text(f"rewards: [{{kind: verifier, name: gsm8k}}]\nport: 0\n{guarded}")
     arguments = [sys.executable, "-m", "oppo_megatron", "serve-reward", str(config)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "SERVE_TOKEN": TOKEN}
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
@@ -300,30 +372,35 @@ def resident_mib(pid: int) -> float:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_three_hundred_half_sent_requests_for_a_minute(command: tuple[tuple[str, int], int]) -> None:
-    """Without the token, from the address of an honest client: replaced as they are closed, and then left to the service."""
+@pytest.mark.parametrize(
+    ("token", "num_held", "seconds"), [(TOKEN, 300, 60), (None, 450, 20)], ids=["with a token", "without"]
+)
+def test_hundreds_of_half_sent_requests_for_a_minute(
+    command: tuple[tuple[str, int], int], token: str | None, num_held: int, seconds: int
+) -> None:
+    """From the address of an honest client and without a token: replaced as they are closed, and then left to the service."""
     address, pid = command
-    assert ask(address, TOKEN) == 200
+    assert ask(address, token) == 200
     before, memory = descriptors(pid), resident_mib(pid)
     kinds: Sequence[bytes] = (b"", HALF, WHOLE + BODY[:5])
     held: list[socket.socket] = []
     took: list[float] = []
-    until, opened = time.monotonic() + 60, 0
+    until, opened = time.monotonic() + seconds, 0
     try:
         while time.monotonic() < until:
             for gone in [each for each in held if not is_open(each)]:
                 gone.close()
                 held.remove(gone)
-            while len(held) < 300:
+            while len(held) < num_held:
                 held.append(connect(address, kinds[opened % len(kinds)]))
                 opened += 1
             asked = time.monotonic()
-            assert ask(address, TOKEN) == 200
+            assert ask(address, token) == 200
             took.append(time.monotonic() - asked)
             time.sleep(0.25)
-        assert opened > 600, "they were closed meanwhile, and came again"
+        assert opened > 2 * num_held, "they were closed meanwhile, and came again"
         assert max(took) < 1.0, sorted(took)[-5:]
-        deadline = time.monotonic() + CONNECTION_LIMITS.header_s + 5
+        deadline = time.monotonic() + (RequestLimits().read_s if token is None else CONNECTION_LIMITS.header_s) + 5
         while descriptors(pid) > before and time.monotonic() < deadline:
             time.sleep(0.2)
         assert descriptors(pid) <= before, "the service has closed them all"
