@@ -82,6 +82,6 @@ def require_fit(settings: AlignerConfig, uncut: Sequence[str], shared: Sequence[
     if settings.delta.max > 0 and dirpath is None and not isinstance(ckpt_callback, FakeCheckpointCallback):
         logging.warning(
             f"the checkpoint callback {type(ckpt_callback).__name__} has no dirpath, so deferred rollouts are not kept beside "
-            "its checkpoints: a run that is resumed from one loses their prompts; give it the attribute dirpath, the folder of its "
-            "checkpoints, with step=<n> in their names, or set trainer.ppo.oppo.delta.max to 0"
+            "its checkpoints: a run that is resumed from one loses their prompts; give it the attribute dirpath, the folder of "
+            "its checkpoints, with step=<n> in their names, or set trainer.ppo.oppo.delta.max to 0"
         )
