@@ -92,7 +92,7 @@ def told(job: Job, **changes: Any) -> str:
 
 
 def untouched(job: Job) -> list[bool]:
-    """Whether a trainer has what its script has passed in its places, resumed by a driver whose model is attached to no trainer."""
+    """Whether a trainer that is resumed has what its script has passed in its places; the model is attached to no trainer."""
     trainer, given = build(job)
     given["model"]._trainer = None
     trainer.load_state_dict(trainer.state_dict())

@@ -195,11 +195,11 @@ class PPOTrainer(ppo.PPOTrainer):
         """NeMo-Aligner's batch iterator, or the pool's."""
         given = (sampler_iter, num_microbatches, dataset, collate_fn)
         made: PoolBatches | None = None
-        error: DataError | None = None
+        error: Exception | None = None
         if self._actor.pooled:
             try:
                 made = fill(self.pool, self._draw, *given)
-            except DataError as wrong:
+            except Exception as wrong:  # of the user's dataset or collate function, too: raised just below
                 error = wrong
         raise_together(error, DataError)
         return self._their_batches(*given) if made is None else made
