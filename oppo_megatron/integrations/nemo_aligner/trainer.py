@@ -46,6 +46,10 @@ class PPOTrainer(ppo.PPOTrainer):
     shared prompt queue of `batch_iterator.use_flask`.
     """
 
+    model: Any
+    rm_critic: Any
+    batch_iterator_cls: Any
+
     def __init__(
         self,
         cfg: DictConfig,
