@@ -240,7 +240,9 @@ def test_rows_of_a_checkpoint_are_not_taken_for_those_of_a_later_one_of_its_step
     later = [path.rename(tmp_path / path.name) for path in checkpoints.glob("*-step=4-*") if path != one]
     assert later
     (said,) = refused(replace(job, resume=4), 1)
-    assert said.startswith("CheckpointError") and f"has not the rows of {one.name}, but of a checkpoint of step 4" in said
+    assert (
+        said.startswith("CheckpointError") and f"has not the rows of {one.name}, but of a checkpoint of step 4" in said
+    )
     one.rename(tmp_path / "the-earlier-one")
     later[0].rename(checkpoints / later[0].name)
     (said,) = refused(replace(job, resume=4), 1)
