@@ -148,6 +148,13 @@ class Choosing(TinyActor):
         return found
 
 
+class Twice(TinyActor):
+    """Its `infer` gives two answers to each prompt."""
+
+    def infer(self, inference_batch: Any) -> Any:
+        return super().infer({name: inference_batch[name].repeat_interleave(2, 0) for name in ("text", "length")})
+
+
 class Elsewhere(TinyActor):
     """Another back end: what its `infer` gives is a function of the prompt, and nothing of NeMo generates it."""
 

@@ -76,8 +76,8 @@ def attach(job: Job, actor: Any) -> Any:
 
 
 def checkpoint_of(folder: Path, step: int) -> str:
-    """That of `step` in the log folder of a run."""
-    return str(next((folder / "checkpoints").glob(f"*-step={step}-*")))
+    """That of `step` in the log folder of a run; the oldest."""
+    return str(min((folder / "checkpoints").glob(f"*-step={step}-*")))
 
 
 def restore(actor: Any) -> dict[str, int]:

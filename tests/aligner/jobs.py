@@ -77,18 +77,26 @@ def refusal(job: Job, **changes: Any) -> str:
     return "taken"
 
 
-def told(job: Job) -> str:
+def told(job: Job, **changes: Any) -> str:
     """What a job's trainer, resumed where it says so, warns of as it is made, or why it cannot be."""
     warnings = logging.handlers.BufferingHandler(100)
     warnings.setLevel(logging.WARNING)
     logging.getLogger("nemo_logger").addHandler(warnings)
     try:
-        build(job)
+        build(job, **changes)
     except OppoError as error:
         return f"{type(error).__name__}: {error}"
     finally:
         logging.getLogger("nemo_logger").removeHandler(warnings)
     return "taken" + "".join(f", {record.getMessage()}" for record in warnings.buffer)
+
+
+def untouched(job: Job) -> list[bool]:
+    """Whether a trainer that is resumed has what its script has passed in its places; the model is attached to no trainer."""
+    trainer, given = build(job)
+    given["model"]._trainer = None
+    trainer.load_state_dict(trainer.state_dict())
+    return [getattr(trainer, name) is given[name] for name in ("model", "rm_critic", "batch_iterator_cls")]
 
 
 def rows_left(job: Job) -> list[list[int]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +88,8 @@ def test_the_changed_import_alone_changes_nothing(theirs: Runs, tmp_path: Path) 
     for a, b in zip(ours[0]["rollouts"], other[0]["rollouts"], strict=True):
         assert a.keys() == b.keys(), "nothing more is logged"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"], "nothing more is written"
+    assert run_ranks(1, "tests.aligner.jobs:untouched", job=Job(oppo={})) == [[True, True, True]]
+    assert run_ranks(1, "tests.aligner.jobs:refusal", job=Job(oppo={}), model="has no cfg.ppo") == ["taken"]
 
 
 def test_without_delta_training_is_nemo_aligners(theirs: Runs, tmp_path: Path) -> None:
@@ -148,6 +151,8 @@ def test_validation_leaves_the_pool_alone(saved: Callable[[int], tuple[Job, list
 def test_a_run_without_checkpoints_saves_nothing(tmp_path: Path) -> None:
     result = run(Job(oppo=DELTA, save_every=1, stop_after=1, checkpoints=False, folder=tmp_path))[0]
     assert result["step"] == 1 and not list(tmp_path.iterdir())
+    (said,) = run_ranks(1, "tests.aligner.jobs:told", job=Job(oppo=DELTA), ckpt_callback=SimpleNamespace())
+    assert "the checkpoint callback SimpleNamespace has no dirpath, so deferred rollouts are not kept" in said
 
 
 def test_the_critics_warm_up_gives_its_rollouts_back() -> None:
@@ -224,7 +229,27 @@ def test_sidecars_live_and_die_with_nemos_checkpoints(
         assert "checkpoints-oppo does not exist: no deferred rollouts are carried into this run" in text
 
 
-@pytest.mark.parametrize("model", ["Sorting", "Choosing", "Elsewhere"])
+def test_rows_of_a_checkpoint_are_not_taken_for_those_of_a_later_one_of_its_step(
+    saved: Callable[[int], tuple[Job, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    """A run goes back to step 2 and saves in the same folder again: step 4 is there twice."""
+    shutil.copytree(saved(1)[0].folder, tmp_path, dirs_exist_ok=True)
+    job, checkpoints = replace(saved(1)[0], folder=tmp_path), tmp_path / "checkpoints"
+    (one,) = checkpoints.glob("*-step=4-*")
+    run(replace(job, resume=2))
+    later = [path.rename(tmp_path / path.name) for path in checkpoints.glob("*-step=4-*") if path != one]
+    assert later
+    (said,) = refused(replace(job, resume=4), 1)
+    assert (
+        said.startswith("CheckpointError") and f"has not the rows of {one.name}, but of a checkpoint of step 4" in said
+    )
+    one.rename(tmp_path / "the-earlier-one")
+    later[0].rename(checkpoints / later[0].name)
+    (said,) = refused(replace(job, resume=4), 1)
+    assert said.startswith("taken")
+
+
+@pytest.mark.parametrize("model", ["Sorting", "Choosing", "Twice", "Elsewhere"])
 def test_rewards_are_of_what_the_models_own_infer_gives(model: str) -> None:
     """However it generates: what ended while it was drawn need not be what comes of it."""
     job = Job(prompts=16, model=model)

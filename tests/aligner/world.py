@@ -151,11 +151,11 @@ def started(job: Job) -> dict[str, Any]:
     return given
 
 
-def build(job: Job) -> tuple[Any, dict[str, Any]]:
-    """The trainer of the job, resumed where it says so, and its arguments."""
+def build(job: Job, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    """The trainer of the job, resumed where it says so, and its arguments, of which `changes` are others."""
     from nemo_aligner.algorithms.ppo import PPOTrainer as Theirs
 
-    given = started(job)
+    given = started(job) | changes
     trainer = (Theirs if job.oppo is None else PPOTrainer)(**given)
     if job.resume is not None:
         trainer.load_state_dict(restore(given["model"]))

@@ -11,11 +11,13 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 from oppo_megatron.config.aligner import read_aligner_config
 from oppo_megatron.errors import CheckpointError, ConfigError, OppoError
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, Row, room, share_of
-from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_beside, steps_of
+from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_beside, name_of, stamps_of, steps_of
+from oppo_megatron.rundir.manifest import list_files, seal, write_manifest
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nemo_aligner") is not None, reason="nemo_aligner is installed")
@@ -180,6 +182,45 @@ def test_a_disk_that_fails_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints-oppo").write_text("a file where the folder is to be")
     with pytest.raises(CheckpointError, match="checkpoints-oppo.*see to the disk"):
         sidecar(tmp_path).write(2, Kept(ROWS, 12, {}))
+
+
+def test_a_disk_that_is_full_is_a_checkpoint_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors has an error of its own for it."""
+
+    def fill(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("oppo_megatron.integrations.nemo_aligner.sidecar.save_file", fill)
+    with pytest.raises(CheckpointError, match="No space left on device.*see to the disk"):
+        sidecar(tmp_path).write(2, Kept(ROWS, 12, {}))
+
+
+def test_a_file_that_is_none_of_safetensors_is_a_checkpoint_error(tmp_path: Path) -> None:
+    sidecar(tmp_path).write(2, Kept(ROWS, 12, {}))
+    folder = tmp_path / "checkpoints-oppo" / "step-000002"
+    (folder / "replica-00000.safetensors").write_bytes(b"no tensors")
+    write_manifest(folder, seal(folder, list_files(folder)))
+    with pytest.raises(CheckpointError, match="replica-00000: not what was written"):
+        sidecar(tmp_path).read(2)
+
+
+def test_rows_are_of_the_checkpoint_that_was_written_after_them(tmp_path: Path) -> None:
+    checkpoints, name = tmp_path / "checkpoints", NAME.format(4, 16)
+    part = checkpoints / "mp_rank_00" / f"{name}.ckpt"
+    part.parent.mkdir(parents=True)
+    part.touch()
+    (checkpoints / f"{name}-last").mkdir()
+    (checkpoints / NAME.format(6, 16)).mkdir()
+    before = stamps_of(checkpoints, 4)
+    assert set(before) == {name, f"{name}-last"} and name_of(part) == name
+    sidecar(tmp_path).write(4, Kept(ROWS, 12, {}, frozenset(before)))
+    with pytest.raises(CheckpointError, match=f"has not the rows of {name}, but of a checkpoint of step 4"):
+        sidecar(tmp_path).read(4, name)
+    for later in (f"{name}-v1", None):
+        kept = sidecar(tmp_path).read(4, later)
+        assert kept is not None and kept.rows == ROWS
+    (checkpoints / f"{name}-last" / "weights").touch()
+    assert [key for key, stamp in stamps_of(checkpoints, 4).items() if before[key] != stamp] == [f"{name}-last"]
 
 
 def test_the_examples_block_is_one_that_the_plugin_reads() -> None:

@@ -1,11 +1,22 @@
-"""An error of one rank becomes an error of all, so that none waits for one that has left until its group's timeout ends it."""
+"""What all ranks must know of one: its error, so that none waits for one that has left until its group's timeout ends it."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from oppo_megatron.errors import OppoError
+
+Known = TypeVar("Known")
+
+
+def as_first(known: Known) -> Known:
+    """What the first rank knows, on all of them.  A collective call of all ranks."""
+    told = [known]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def raise_together(error: Exception | None, kind: type[OppoError]) -> None:

@@ -79,6 +79,9 @@ class PooledActor:
             self.effort.add(tokens_bS.size(1) - int(prompts_b.min()), len(tokens_bS), drawn, time.monotonic() - started)
             self.effort.trained_tokens += drawn
         if self._feed is not None:
+            if len(keys) != len(rollout["response_lengths"]):  # several answers to a prompt, or none to some
+                self._feed.forget(keys)
+                keys = self.pool.new_keys(len(rollout["response_lengths"]))
             rows = zip(keys, rollout["response_tokens"].tolist(), rollout["response_lengths"].tolist(), strict=True)
             for key, tokens, length in rows:
                 self._feed.offer(key, tokens[:length], final=True)

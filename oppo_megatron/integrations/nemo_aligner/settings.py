@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from nemo.utils import logging
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.utils.batch_iterators import DefaultBatchIterator
+from nemo_aligner.utils.train_script_utils import FakeCheckpointCallback
 from omegaconf import DictConfig
 
 from oppo_megatron.config.aligner import AlignerConfig, read_aligner_config
@@ -55,9 +58,16 @@ def bypassed(model: Any) -> str | None:
     )
 
 
-def require_fit(settings: AlignerConfig, uncut: Sequence[str], shared: Sequence[str], dirpath: str | None) -> None:
+def folder_of(ckpt_callback: Any) -> str | None:
+    """Where a callback keeps checkpoints; None where it does not tell, or keeps none."""
+    dirpath = getattr(ckpt_callback, "dirpath", None)
+    return os.fspath(dirpath) if isinstance(dirpath, str | os.PathLike) else None
+
+
+def require_fit(settings: AlignerConfig, uncut: Sequence[str], shared: Sequence[str], ckpt_callback: Any) -> None:
     """Raises ConfigError for what the block asks for and the rest of the configuration cannot give."""
     problems: list[str] = []
+    dirpath = folder_of(ckpt_callback)
     if settings.delta.max > 0 or settings.scorer is not None:
         problems += uncut
     if settings.delta.max > 0:
@@ -69,3 +79,9 @@ def require_fit(settings: AlignerConfig, uncut: Sequence[str], shared: Sequence[
             )
     if problems:
         raise ConfigError(problems)
+    if settings.delta.max > 0 and dirpath is None and not isinstance(ckpt_callback, FakeCheckpointCallback):
+        logging.warning(
+            f"the checkpoint callback {type(ckpt_callback).__name__} has no dirpath, so deferred rollouts are not kept beside "
+            "its checkpoints: a run that is resumed from one loses their prompts; give it the attribute dirpath, the folder of "
+            "its checkpoints, with step=<n> in their names, or set trainer.ppo.oppo.delta.max to 0"
+        )

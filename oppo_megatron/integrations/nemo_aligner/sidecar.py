@@ -4,6 +4,7 @@ NeMo-Aligner resumes from four integers in a checkpoint's file name, which canno
 checkpoints for one of them, so what is kept here has a folder of its own, next to theirs.
 
     replica-00000.jsonl          a header, then a line a row: key, lengths, deferrals, versions
+                                 the header names the checkpoints of the same step that were there before
     replica-00000.safetensors    the token ids of all rows, prompt and response, one after the other: int64
     manifest.json                size and SHA-256 of each file
 """
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from oppo_megatron.errors import CheckpointError, OppoError
@@ -35,11 +37,15 @@ Agree = Callable[[Exception | None, type[OppoError]], None]
 
 @dataclass(frozen=True)
 class Kept:
-    """The state from which a replica resumes.  `state`: of the controllers, in plain JSON types."""
+    """The state from which a replica resumes.  `state`: of the controllers, in plain JSON types.
+
+    `not_of`: names of checkpoints of the same step that another run, or an earlier life of this one, has left in the folder.
+    """
 
     rows: list[Row]
     next_key: int
     state: dict[str, Any]
+    not_of: frozenset[str] = frozenset()
 
 
 def folder_beside(checkpoints: Path) -> Path:
@@ -50,8 +56,34 @@ def folder_beside(checkpoints: Path) -> Path:
 
 def steps_of(checkpoints: Path) -> set[int]:
     """The steps of the checkpoints in a folder of NeMo's, unfinished ones among them: files, folders, or files a model rank."""
-    names = [path.name for pattern in ("*", "*_rank_*/*") for path in checkpoints.glob(pattern)]
-    return {int(found[1]) for found in map(STEP.search, names) if found is not None}
+    return {step for step, _ in _steps_and_paths(checkpoints)}
+
+
+def stamps_of(checkpoints: Path, step: int) -> dict[str, int]:
+    """The checkpoints of a step in a folder of NeMo's: when each was changed last, in nanoseconds, by its name."""
+    stamps: dict[str, int] = {}
+    for found, path in _steps_and_paths(checkpoints):
+        if found == step:
+            stamps[name_of(path)] = max(stamps.get(name_of(path), 0), _changed(path))
+    return stamps
+
+
+def _changed(path: Path) -> int:
+    try:
+        return max(part.stat().st_mtime_ns for part in (path, *(path.iterdir() if path.is_dir() else ())))
+    except FileNotFoundError:  # on its way out
+        return 0
+
+
+def name_of(checkpoint: Path) -> str:
+    """A checkpoint's name, be it a file or a folder."""
+    return checkpoint.name.removesuffix(".ckpt")
+
+
+def _steps_and_paths(checkpoints: Path) -> Iterator[tuple[int, Path]]:
+    for path in (path for pattern in ("*", "*_rank_*/*") for path in checkpoints.glob(pattern)):
+        if (found := STEP.search(path.name)) is not None:
+            yield int(found[1]), path
 
 
 @dataclass(frozen=True)
@@ -86,13 +118,14 @@ class Sidecar:
         """
         self._together(self.leads, lambda: self._prune(steps_of(checkpoints), step))
 
-    def read(self, step: int) -> Kept | None:
-        """What `write` kept; None where there is nothing of any step.  A collective call.
+    def read(self, step: int, name: str | None = None) -> Kept | None:
+        """What `write` kept, of the checkpoint `name`; None where there is nothing of any step.  A collective call.
 
-        Raises CheckpointError for rows that are missing among others, are damaged, or are of another number of replicas.
+        Raises CheckpointError for rows that are missing among others, are damaged, or are of another number of replicas, or of
+        another checkpoint of the same step.
         """
         found: list[Kept | None] = []
-        self._together(True, lambda: found.append(self._read(step)))
+        self._together(True, lambda: found.append(self._read(step, name)))
         return found[0]
 
     def _together(self, mine: bool, work: Callable[[], object]) -> None:
@@ -102,7 +135,7 @@ class Sidecar:
                 work()
         except CheckpointError as wrong:
             error = wrong
-        except OSError as failed:
+        except (OSError, SafetensorError) as failed:
             error = CheckpointError(f"{self.root}: {failed}; see to the disk, or resume from another checkpoint")
         self.agree(error, CheckpointError)
 
@@ -116,7 +149,7 @@ class Sidecar:
             if steps and position.step not in steps | {step}:
                 self._store.remove(position)
 
-    def _read(self, step: int) -> Kept | None:
+    def _read(self, step: int, name: str | None) -> Kept | None:
         there = self._store.positions()
         if not there:
             return None
@@ -129,7 +162,14 @@ class Sidecar:
         folder = self._store.folder(Position(step))
         require_whole(folder)
         _require_replicas(folder, self.replicas)
-        return _read_files(folder / self._name)
+        kept = _read_files(folder / self._name)
+        if name in kept.not_of:
+            raise CheckpointError(
+                f"{folder} has not the rows of {name}, but of a checkpoint of step {step} that was saved beside it later; resume "
+                f"from that or from another step, or move {self.root} away to go on without the rows that were deferred, whose "
+                "prompts are then trained late or not at all"
+            )
+        return kept
 
     @property
     def _name(self) -> str:
@@ -137,7 +177,7 @@ class Sidecar:
 
 
 def _write_files(stem: Path, kept: Kept) -> None:
-    header = {"format": FORMAT, "next_key": kept.next_key, "state": kept.state}
+    header = {"format": FORMAT, "next_key": kept.next_key, "state": kept.state, "not_of": sorted(kept.not_of)}
     lines = [header, *(_describe(row) for row in kept.rows)]
     stem.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     tokens = [token for row in kept.rows for token in row.context]
@@ -167,8 +207,9 @@ def _read_files(stem: Path) -> Kept:
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {header['format']!r:.20}, this program reads {FORMAT}")
         tokens: list[int] = load_file(stem.with_suffix(".safetensors"))["tokens"].tolist()
-        return Kept(_rebuild(rows, tokens), header["next_key"], header["state"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        not_of = frozenset[str](header.get("not_of", ()))
+        return Kept(_rebuild(rows, tokens), header["next_key"], header["state"], not_of)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{stem}: not what was written ({error}); resume from another checkpoint, with as many replicas"
         ) from error

@@ -2,8 +2,8 @@
 
     generate_rollouts -> fill draws for the pool -> PooledActor.infer decodes waves -> StreamedRewards takes the scores
 
-The wrappers stand for the model, the batch iterator and the reward client that the script passes; no code of NeMo-Aligner is
-replaced.
+The wrappers stand for the model, the batch iterator and the reward client that the script passes, once something is asked for;
+until then these are the script's own.  No code of NeMo-Aligner is replaced.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,13 @@ from oppo_megatron.config.aligner import StreamConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError
-from oppo_megatron.integrations.nemo_aligner.agreement import raise_together
+from oppo_megatron.integrations.nemo_aligner.agreement import as_first, raise_together
 from oppo_megatron.integrations.nemo_aligner.feed import Feed
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, room, share_of
 from oppo_megatron.integrations.nemo_aligner.pooled_actor import Effort, PoolBatches, PooledActor, fill
 from oppo_megatron.integrations.nemo_aligner.rewarding import StreamedRewards
-from oppo_megatron.integrations.nemo_aligner.settings import bypassed, read_block, require_fit, shared, uncut
-from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_beside
+from oppo_megatron.integrations.nemo_aligner.settings import bypassed, folder_of, read_block, require_fit, shared, uncut
+from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_beside, name_of, stamps_of
 from oppo_megatron.records import StepSignals
 from oppo_megatron.rewards.streaming import ScorerStream, build_stream
 
@@ -40,9 +41,14 @@ from oppo_megatron.rewards.streaming import ScorerStream, build_stream
 class PPOTrainer(ppo.PPOTrainer):
     """As `nemo_aligner.algorithms.ppo.PPOTrainer`, with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).
 
-    Without that block it is NeMo-Aligner's.  Raises ConfigError for a block that is wrong, and for what the block asks for where
-    it cannot be had: with TensorRT-LLM, or with the shared prompt queue of `batch_iterator.use_flask`.
+    Without that block it is NeMo-Aligner's, and asks nothing of model, client or callback that NeMo-Aligner does not.  Raises
+    ConfigError for a block that is wrong, and for what the block asks for where it cannot be had: with TensorRT-LLM, or with the
+    shared prompt queue of `batch_iterator.use_flask`.
     """
+
+    model: Any
+    rm_critic: Any
+    batch_iterator_cls: Any
 
     def __init__(
         self,
@@ -60,35 +66,42 @@ class PPOTrainer(ppo.PPOTrainer):
         run_timer: Any,
     ):
         self._settings = read_block(cfg)
-        self._uncut, self._shared = uncut(cfg, model), shared(batch_iterator_cls)
-        require_fit(self._settings, self._uncut, self._shared, getattr(ckpt_callback, "dirpath", None))
-        self._feed = None if self._settings.scorer is None else Feed(_open_stream(self._settings.scorer))
-        self._active = self._settings.delta.max > 0 or self._feed is not None
-        self._actor = PooledActor(model, Pool(self._settings.max_staleness), self._feed)
-        self._delta = make_delta_controller(self._settings.delta)
-        self._chunk = ChunkTuner(self._settings.chunk, model.cfg.ppo.length_params.max_length)
-        self._their_batches, self._consumed_after, self._draw = batch_iterator_cls, 0, 0
+        self.pool = Pool(self._settings.max_staleness)
+        """The rollouts of this replica that are carried."""
+        self._active, self._consumed_after, self._draw = False, 0, 0
+        self._saved_step, self._others = -1, dict[str, int]()
+        asked = self._settings.delta.max > 0 or self._settings.scorer is not None
+        if asked:
+            require_fit(self._settings, uncut(cfg, model), shared(batch_iterator_cls), ckpt_callback)
         super().__init__(
             cfg=cfg,
-            model=self._actor,
+            model=model,
             optimizer=optimizer,
             scheduler=scheduler,
             train_dataloader_builder=train_dataloader_builder,
             val_dataloader_builder=val_dataloader_builder,
             collate_fn=collate_fn,
-            rm_critic=StreamedRewards(rm_critic, self._feed),
-            batch_iterator_cls=self._batches,
+            rm_critic=rm_critic,
+            batch_iterator_cls=batch_iterator_cls,
             logger=logger,
             ckpt_callback=ckpt_callback,
             run_timer=run_timer,
         )
-        self._batch = train_dataloader_builder(consumed_samples=0).batch_sampler.global_batch_size
-        _require_delta(self._settings.delta.max, self._batch, model)
+        if asked:
+            self._take_over()
 
-    @property
-    def pool(self) -> Pool:
-        """The rollouts of this replica that are carried."""
-        return self._actor.pool
+    def _take_over(self) -> None:
+        """From here on the wrappers stand in the places of what the script has passed."""
+        settings, model = self._settings, self.model
+        self._batch: int = self.train_dataloader_builder(consumed_samples=0).batch_sampler.global_batch_size
+        _require_delta(settings.delta.max, self._batch, model)
+        self._feed = None if settings.scorer is None else Feed(_open_stream(settings.scorer))
+        self._actor = PooledActor(model, self.pool, self._feed)
+        self._delta = make_delta_controller(settings.delta)
+        self._chunk = ChunkTuner(settings.chunk, model.cfg.ppo.length_params.max_length)
+        self._their_batches, self._active = self.batch_iterator_cls, True
+        self.model, self.rm_critic = self._actor, StreamedRewards(self.rm_critic, self._feed)
+        self.batch_iterator_cls = self._batches
 
     @torch.no_grad()
     def generate_rollouts(self) -> tuple[Any, dict[str, Any], dict[str, float]]:
@@ -105,6 +118,9 @@ class PPOTrainer(ppo.PPOTrainer):
     @torch.no_grad()
     def run_validation(self) -> dict[str, Any]:
         """NeMo-Aligner's, by whole batches: the pool rests."""
+        if not self._active:
+            plain: dict[str, Any] = super().run_validation()
+            return plain
         effort, self._actor.effort = self._actor.effort, Effort()
         self._actor.pooled, self._draw = False, 0
         metrics: dict[str, Any] = super().run_validation()
@@ -119,8 +135,16 @@ class PPOTrainer(ppo.PPOTrainer):
             return
         sidecar = self._sidecar(folder)
         state = {"delta": self._delta.state_dict(), "chunk": self._chunk.state_dict()}
-        sidecar.write(self.step, Kept(self.pool.rows, self.pool.next_key, state))
+        if self._saved_step != self.step:  # saved twice, as at the end of a script, what is there is this run's own
+            self._others, self._saved_step = self._stamps(folder), self.step
+        kept = Kept(self.pool.rows, self.pool.next_key, state, frozenset(self._others))
+        sidecar.write(self.step, kept)
         super().save(extra_candidates, is_train_end)
+        now = self._stamps(folder)
+        others = {name: stamp for name, stamp in self._others.items() if now.get(name) == stamp}
+        if others != self._others:  # the callback gives some of the names again
+            self._others = others
+            sidecar.write(self.step, replace(kept, not_of=frozenset(others)))
         sidecar.prune(folder, self.step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -131,7 +155,8 @@ class PPOTrainer(ppo.PPOTrainer):
         if folder is None:
             return
         sidecar = self._sidecar(folder)
-        kept = sidecar.read(int(self.step))
+        whole = self._restored_checkpoint()
+        kept = sidecar.read(int(self.step), None if whole is None else name_of(whole))
         if kept is None:
             tell = logging.warning if self._active else logging.info
             tell(
@@ -144,8 +169,11 @@ class PPOTrainer(ppo.PPOTrainer):
 
     def _restore(self, kept: Kept) -> None:
         rule = self._settings.delta.rule if self._settings.delta.max > 0 else None
-        raise_together(_unfit(kept, rule, [*self._uncut, *self._shared]), CheckpointError)
-        self._active = True
+        batches = self._their_batches if self._active else self.batch_iterator_cls
+        cannot = [*uncut(self.cfg, self.model), *shared(batches)] if kept.rows else []
+        raise_together(_unfit(kept, rule, cannot), CheckpointError)
+        if not self._active:
+            self._take_over()
         self.pool.restore(kept.rows, kept.next_key)
         self._chunk.load_state_dict(kept.state["chunk"])
         if self._settings.delta.max > 0:
@@ -171,14 +199,13 @@ class PPOTrainer(ppo.PPOTrainer):
         """NeMo-Aligner's batch iterator, or the pool's."""
         given = (sampler_iter, num_microbatches, dataset, collate_fn)
         made: PoolBatches | None = None
-        error: DataError | None = None
+        error: Exception | None = None
         if self._actor.pooled:
             try:
                 made = fill(self.pool, self._draw, *given)
-            except DataError as wrong:
+            except Exception as wrong:  # of the user's dataset or collate function, too: raised just below
                 error = wrong
-        if self._active:
-            raise_together(error, DataError)
+        raise_together(error, DataError)
         return self._their_batches(*given) if made is None else made
 
     def _end_step(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
@@ -205,13 +232,24 @@ class PPOTrainer(ppo.PPOTrainer):
 
     def _checkpoints(self) -> Path | None:
         """The folder of this run's checkpoints; None where it has none (`create_checkpoint_callback: false`)."""
-        dirpath = getattr(self.ckpt_callback, "dirpath", None)
+        dirpath = folder_of(self.ckpt_callback)
         return None if dirpath is None else Path(dirpath)
 
     def _restored_from(self) -> Path | None:
         """The folder of the checkpoint that the model was restored from, as Lightning's trainer has it."""
-        path = getattr(getattr(self.model, "trainer", None), "ckpt_path", None)
-        return self._checkpoints() if path is None else Path(uninject_model_parallel_rank(path)).resolve().parent
+        whole = self._restored_checkpoint()
+        return self._checkpoints() if whole is None else whole.parent
+
+    def _restored_checkpoint(self) -> Path | None:
+        try:
+            path = getattr(self.model.trainer, "ckpt_path", None)
+        except (AttributeError, RuntimeError):  # Lightning's, of a model that is attached to no trainer of its own
+            path = None
+        return Path(uninject_model_parallel_rank(path)).resolve() if isinstance(path, str | os.PathLike) else None
+
+    def _stamps(self, checkpoints: Path) -> dict[str, int]:
+        """`stamps_of` this step, as the first rank sees the folder.  A collective call."""
+        return as_first(stamps_of(checkpoints, self.step) if torch.distributed.get_rank() == 0 else {})
 
     def _sidecar(self, checkpoints: Path) -> Sidecar:
         return Sidecar(
