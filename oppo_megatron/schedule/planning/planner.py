@@ -269,14 +269,15 @@ class RoundPlanner:
 
     def _ordered(self, shape: Round, site: Site) -> tuple[Schedule, Transport]:
         """The generator's order, or one in which the transport holds no sends in a circle; and the rules that are still to be
-        looked at.
-
-        A rank that plans its component alone knows nothing of the others, so each component is judged by itself in a plan of
-        all ranks, too.
-        """
+        looked at."""
         generator, computes = self._passing(shape, site)
         if self._component is not None or generator is GENERATORS[self.generator]:
             return computes, self.transport if generator is one_by_one else self.transport.free
+        return self._by_component(shape, site), self.transport
+
+    def _by_component(self, shape: Round, site: Site) -> Schedule:
+        """A plan of all ranks, in which each component has the order that its ranks choose by themselves: a rank that plans its
+        component alone knows nothing of the others."""
         lists, left = dict[int, tuple[Action, ...]](), set(site.ranks)
         while left:
             component = component_of(site, min(left))
@@ -284,7 +285,7 @@ class RoundPlanner:
             whole = generator(shape, site, self.costs)
             lists |= {rank: whole.of(rank) for rank in component.ranks}
             left -= component.ranks
-        return Schedule(lists), self.transport
+        return Schedule(lists)
 
     def _passing(self, shape: Round, site: Site) -> tuple[Generator, Schedule]:
         """The first order in which all sends pass: the generator's, that of `intra`, or one that always does."""
