@@ -13,6 +13,10 @@ from typing import Any
 
 from oppo_megatron.chunks import ChunkRow, ChunkRows, FinishReason
 
+TIE = 2.0**-20
+"""Scores of a group that differ by no more than this share of the largest are equal: eight roundings of float32.  A reward model
+that reads the same response in another micro-batch, or on another processor, gives scores that far apart."""
+
 
 def field_at(fields: Mapping[str, Any], name: str) -> Any:
     """Return the column `name`; `a.b` is also key `b` of the object in column `a`.  Raises KeyError."""
