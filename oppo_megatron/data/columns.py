@@ -134,7 +134,7 @@ def read_value(row: Row, column: str) -> Value:
         ]
     if value == [] or value is None:
         raise DataError(f"column {column!r} is empty ({value!r})")
-    raise DataError(f"column {column!r} is neither text nor a list of messages, but {type(value).__name__}")
+    raise DataError(f"column {column!r} is neither text nor a list of messages, but {type(value).__name__}; write it as text")
 
 
 def read_label(row: Row, column: str) -> bool:
