@@ -94,7 +94,7 @@ def _read_names(template: nodes.Template) -> set[str]:
     """Names that a caller may give.  Of those that it sets itself, the ones that it asks for before (`x is defined`)."""
     found = meta.find_undeclared_variables(template) - environment().globals.keys()
     own = {node.name for node in template.find_all(nodes.Name) if node.ctx != "load"}
-    tests = [test.node for test in template.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+    tests: list[Any] = [test.node for test in template.find_all(nodes.Test) if test.name in ("defined", "undefined")]
     tests += [filtered.node for filtered in template.find_all(nodes.Filter) if filtered.name in ("default", "d")]
     return found - own | found & {node.name for node in tests if isinstance(node, nodes.Name)}
 
