@@ -39,7 +39,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 def put(settings: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     for section in sections:
-        settings = settings.setdefault(section, {})
+        settings = settings[int(section)] if isinstance(settings, list) else settings.setdefault(section, {})
     settings[last] = value
 
 
