@@ -29,7 +29,10 @@ class TokenizerConfig(Section):
 
 
 class PromptColumnsConfig(Section):
-    """The columns of a row by their part.  A null part is found by the known names (GSM8K's, TRL's, OpenAI's)."""
+    """The columns of a row by their part; `a.b` is key `b` of the objects in column `a`.
+
+    A null part is found by the known names (GSM8K's, TRL's, OpenAI's).
+    """
 
     prompt: str | None = Field(None, description="the prompt: text, or a list of messages")
     chosen: str | None = Field(
@@ -118,7 +121,9 @@ class RewardPart(Section):
     weight: Annotated[float, Unit("factor")] = Field(1.0, description="factor of this part in the sum")
     name: RuleName | None = Field(None, description="the rule (verifier)")
     answer: str = Field(
-        "answer", description="column that holds the expected answer, for rule `code` the tests (verifier)"
+        "answer",
+        description="column that holds the expected answer, for rule `code` the tests; `a.b` is key `b` of the objects in column "
+        "`a` (verifier)",
     )
     lenient: bool = Field(
         False,
@@ -193,8 +198,8 @@ def compile_pattern(pattern: str) -> regex.Pattern[str]:
 
 
 KNOWN_NAMES: dict[str, tuple[str, ...]] = {
-    "prompt": ("prompt", "question", "instruction", "query", "messages", "conversations", "conversation"),
-    "completion": ("completion", "response", "answer", "output"),
+    "prompt": ("prompt", "question", "instruction", "problem", "query", "messages", "conversations", "conversation"),
+    "completion": ("completion", "response", "output", "solution", "answer"),
     "chosen": ("chosen",),
     "rejected": ("rejected",),
     "label": ("label",),

@@ -18,6 +18,7 @@ from oppo_megatron.config.data import RowsConfig
 from oppo_megatron.data.files import data_files, file_rows
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.preflight.settings import check_data
+from oppo_megatron.records import field_at
 
 Policy = Literal["error", "quarantine"]
 NUM_SHOWN = 20
@@ -31,6 +32,21 @@ class Row:
     file: str
     line: int
     values: dict[str, Any]
+
+    def get(self, column: str | None) -> Any:
+        """Return the value in a column, or behind a dotted name; None if the row has none."""
+        try:
+            return None if column is None else field_at(self.values, column)
+        except KeyError:
+            return None
+
+    def require(self, column: str) -> Any:
+        """Return the value in a column, or behind a dotted name.  Raises DataError if the row has none."""
+        try:
+            return field_at(self.values, column)
+        except KeyError:
+            there = ", ".join(self.values) or "none"
+            raise DataError(f"column {column!r} is missing (the row has: {there})") from None
 
 
 @dataclass(slots=True)

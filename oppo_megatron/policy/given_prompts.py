@@ -69,8 +69,13 @@ def prompts_of_file(
         max_rows=most,
     )
     rows = load_prompts(config, tokenizer, quarantine=Quarantine()).rows
+    if wording.system is not None and any(row.chat for row in rows):
+        raise ConfigError(
+            f"--system is given, but rows of {path} hold messages, which are rendered as they are; write a system message into "
+            "them, and drop --system"
+        )
     as_chat = Wording(as_chat=wording.as_chat, system=wording.system)
-    return [Asked(row.row, _worded(row.text, as_chat, tokenizer), row.fields) for row in rows]
+    return [Asked(row.row, row.text if row.chat else _worded(row.text, as_chat, tokenizer), row.fields) for row in rows]
 
 
 def within(asked: Sequence[Asked], most_tokens: int | None, tokenizer: Tokenizer) -> list[Asked]:
