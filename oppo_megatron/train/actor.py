@@ -96,15 +96,10 @@ class Actor:
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
             logp, entropy = token_logprobs(output, micro.targets_R, self._vocab, self._compared_at)
-            targets = ActorTargets(
-                micro.extra["old_logp"],
-                micro.extra["advantages"],
-                micro.extra.get("reference_logp"),
-                micro.extra.get("weight"),
-                micro.extra.get("share"),
-                on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None,
-                micro.extra["stale"],
-            )
+            optional = (micro.extra.get(name) for name in ("reference_logp", "weight", "share"))
+            lengths_R = on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None
+            old, advantages, stale = (micro.extra[name] for name in ("old_logp", "advantages", "stale"))
+            targets = ActorTargets(old, advantages, *optional, lengths_R, stale)
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output.detach()) if first else {})
 
