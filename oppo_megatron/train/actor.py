@@ -96,10 +96,10 @@ class Actor:
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
             logp, entropy = token_logprobs(output, micro.targets_R, self._vocab, self._compared_at)
-            optional = (micro.extra.get(name) for name in ("reference_logp", "weight", "share"))
+            old_T, advantages_T, stale_T = (micro.extra[name] for name in ("old_logp", "advantages", "stale"))
+            reference_T, weight_T, share_T = (micro.extra.get(name) for name in ("reference_logp", "weight", "share"))
             lengths_R = on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None
-            old, advantages, stale = (micro.extra[name] for name in ("old_logp", "advantages", "stale"))
-            targets = ActorTargets(old, advantages, *optional, lengths_R, stale)
+            targets = ActorTargets(old_T, advantages_T, reference_T, weight_T, share_T, lengths_R, stale_T)
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output.detach()) if first else {})
 
