@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,14 @@ class TokenizerConfig(Section):
     path: Path = Field(..., description="Hugging Face tokenizer directory, or a sentencepiece `.model` file")
     chat_template: str | None = Field(
         None, description="Jinja template for OpenAI-style `messages`; default: the tokenizer's own"
+    )
+    template_arguments: dict[str, Any] = Field(
+        {},
+        description="variables for the chat template, such as `{enable_thinking: false}`; a row's column of that name goes first",
+    )
+    date: datetime | None = Field(
+        None,
+        description="the date that a chat template prints as today's; null: when the first run began in `run_dir`, kept there",
     )
     add_bos: bool | None = Field(
         None,

@@ -35,6 +35,8 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "a
 """Words for those who speak in ShareGPT's files, and the chat templates' own for them."""
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Whether a completion is wanted, by the text of a label's value in small letters."""
+INSTEAD_OF_TEXT = ("tool_calls", "function_call")
+"""Keys of a message that needs no text beside them."""
 LISTED = ("label", "completions", "labels")
 """The parts that are not text."""
 KNOWN_ROLES = ("user", "assistant", "system", "tool")
@@ -206,9 +208,11 @@ def _checked_message(message: Message, what: str) -> Message:
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise DataError(f"{what} has content that is not text")
         content = "".join(part["text"] for part in content)
+    others = {name: value for name, value in message.items() if name not in ("from", "value", "weight")}
+    if not content and any(others.get(name) for name in INSTEAD_OF_TEXT):
+        return {**others, "role": role, "content": ""}
     if not isinstance(content, str):
         raise DataError(f"{what} has no text content")
-    others = {name: value for name, value in message.items() if name not in ("from", "value", "weight")}
     return {**others, "role": role, "content": _checked_text(content, what)}
 
 

@@ -24,6 +24,7 @@ from oppo_megatron.data.columns import (
     split_pair,
     split_turns,
 )
+from oppo_megatron.data.conversations import Conversations, TemplateMismatch
 from oppo_megatron.data.formats import Layout, Wanted, recognise
 from oppo_megatron.data.rows import Row, RowProblems, read_rows
 from oppo_megatron.data.tokenizer import Tokenizer
@@ -244,12 +245,15 @@ def _render(
     if isinstance(config, DataConfig):
         turns, answer_template = config.turns, config.completion_template
     problems.quarantine.note(f"{rows[0].file}: {layout.describe(wanted, turns)}")
+    used = (layout.prompt, layout.system, layout.completion, layout.chosen, layout.rejected)
+    conversations = Conversations(tokenizer.chat, used, problems.quarantine.note)
     for row in rows:
         try:
             aligned = [align(*answered) for answered in extract(row)]
-            texts = [(*_texts(prompt, answers, tokenizer), not isinstance(prompt, str)) for prompt, answers in aligned]
+            texts = [(*conversations.texts(row, prompt, answers), not isinstance(prompt, str)) for prompt, answers in aligned]
         except DataError as refusal:
-            problems.report(row.file, row.line, str(refusal), config.bad_rows, once=True)
+            sound = isinstance(refusal, TemplateMismatch)
+            problems.report(row.file, row.line, str(refusal), config.bad_rows, once=True, sound=sound)
             continue
         fields = {name: value for name, value in row.values.items() if name != layout.prompt}
         for prompt, answers, chat in texts:
@@ -267,17 +271,3 @@ def _render(
         parts = (examples[0].prompt, *examples[0].answers)
         problems.quarantine.first = dict(zip(names[wanted], parts, strict=True))
     return examples
-
-
-def _texts(prompt: Value, answers: Sequence[Value], tokenizer: Tokenizer) -> tuple[str, list[str]]:
-    if isinstance(prompt, str):
-        return prompt, [answer for answer in answers if isinstance(answer, str)]
-    head = tokenizer.render_chat(prompt)
-    tails = []
-    for answer in answers:
-        assert isinstance(answer, list), "align gives prompt and answers one form"
-        whole = tokenizer.render_chat([*prompt, *answer], generation_prompt=False)
-        if not whole.startswith(head):
-            raise DataError("the chat template does not render the answer as a continuation of the prompt")
-        tails.append(whole[len(head) :])
-    return head, tails

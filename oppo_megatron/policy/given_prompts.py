@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.config.data import PromptColumnsConfig, PromptDataConfig
+from oppo_megatron.data.chat_template import NoChatTemplateError
 from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.tokenizer import NoChatTemplateError, Tokenizer
+from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.records import Prompt
 
@@ -134,7 +135,7 @@ def _lines(path: Path) -> list[str]:
 def _worded(text: str, wording: Wording, tokenizer: Tokenizer) -> str:
     if wording.as_chat:
         try:
-            return tokenizer.render_chat(user_turn(text, wording.system))
+            return tokenizer.chat.render(user_turn(text, wording.system))
         except NoChatTemplateError as error:
             raise ConfigError(
                 "--chat and --as-chat put turns into a chat template, and the policy's tokenizer has none; give one with "
