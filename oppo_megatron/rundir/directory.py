@@ -11,6 +11,7 @@ stacks/           stacks of each rank's threads when the run stood still
 ended-step-<n>/   summary, weights and trace of the run that had ended there, before it was given more steps
 memory_limits.json  limits of work at once, after memory ran out among ranks
 reference.safetensors  log-probs of the reference (`oppo dpo`, `oppo kto`); later attempts reuse them
+holder.json       the process at work here, removed at its end; the lock is on the directory itself
 placement.json    measurements of `placement.mode: auto`, from the runs under placement/; later attempts reuse it
 """
 
@@ -19,11 +20,13 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import multiprocessing
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import Any, TextIO
@@ -82,6 +85,7 @@ class RunDirectory:
         self.placement_runs = self.path / "placement"
         self.checkpoints = self.path / "checkpoints"
         self.stacks = self.path / "stacks"
+        self.holder = self.path / "holder.json"
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -221,13 +225,26 @@ class RunDirectory:
             while not _locked(handle):
                 if time.monotonic() > until:
                     raise ConfigError(
-                        f"run_dir: another run is at work in {self.path}, and has been for {wait_s:g} s; wait for its end, end "
-                        "it, or choose another run_dir"
+                        f"run_dir: another run is at work in {self.path}{self._described_holder()}, and has been for "
+                        f"{wait_s:g} s; wait for its end, end it (SIGTERM saves it), or choose another run_dir"
                     )
                 time.sleep(0.1)
-            yield
+            with suppress(OSError):  # it only informs
+                write_json(self.holder, {"pid": _launcher_pid(), "host": socket.gethostname()})
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    self.holder.unlink()
         finally:
             os.close(handle)
+
+    def _described_holder(self) -> str:
+        try:
+            holder = json.loads(self.holder.read_text(encoding="utf-8"))
+            return f" (process {holder['pid']} on {holder['host']})"
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
 
     def take_up(self, state: Mapping[str, Any] | None, *, resume: bool) -> None:
         """Go on from a checkpoint's state, or begin (None); `resume`: whether the run was asked to go on."""
@@ -287,6 +304,12 @@ class RunDirectory:
             number += 1
         attempt.mkdir()
         return attempt
+
+
+def _launcher_pid() -> int:
+    """The process to end if the run is to end: the launcher of this rank, or a rank that runs alone or under another launcher."""
+    launcher = multiprocessing.parent_process()
+    return os.getpid() if launcher is None or launcher.pid is None else launcher.pid
 
 
 def _locked(handle: int) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -80,10 +82,14 @@ def test_rank_traces_are_in_numeric_order(tmp_path: Path) -> None:
 def test_one_process_at_a_time_is_at_work_in_it(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with run.held():
-        with pytest.raises(ConfigError, match="another run is at work in"), RunDirectory(run.path).held(wait_s=0.0):
+        told = f"another run is at work in {run.path} .process {os.getpid()} on {socket.gethostname()}., and has been for 0 s"
+        with pytest.raises(ConfigError, match=told), RunDirectory(run.path).held(wait_s=0.0):
             pytest.fail("both have it")
+        assert run.holder.exists()
+    assert list(run.path.iterdir()) == []
+    run.holder.write_text('{"pid": 1, "host": "of a run that was killed"}')
     with run.held(wait_s=0.0):
-        assert list(run.path.iterdir()) == []
+        assert json.loads(run.holder.read_text())["pid"] == os.getpid()
     (tmp_path / "file").touch()
     with RunDirectory(tmp_path / "file" / "run").held():  # which `prepare` refuses
         pass
