@@ -55,9 +55,7 @@ def load_config(
     overrides: Sequence[str] = (),
     check: Callable[[SectionT], Sequence[str]] | None = None,
 ) -> SectionT:
-    """Read `path`, lay `overrides` (`a.b=c`, `c` in YAML) over it and build a `kind`.
-
-    `a.b=null` takes out a key that cannot be null: it has its default.
+    """Read `path`, lay `overrides` (`a.b=c`, `c` in YAML; null takes out a key that cannot be null) over it and build a `kind`.
 
     Raises `ConfigError` with every problem found: syntax (file, line, column), old keys with their new
     names, unknown keys with the nearest, missing keys, wrong types, values out of range, secrets of the environment, and
