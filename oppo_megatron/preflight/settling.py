@@ -40,8 +40,8 @@ def _never_asked(config: TrainConfig) -> Iterator[str]:
         what = "settle.every is" if config.settle.every else "settle.every is null, and rewards are asked once in"
         yield (
             f"{what} {period} decode steps, but rollout.max_response_tokens is {longest}, so that responses end before "
-            f"a reward is asked whether they are settled; set settle.every below {longest} (a quarter of it, say), or settle.mode "
-            "to off"
+            f"a reward is asked whether they are settled; set settle.every below {longest} (to a quarter of it, say), or set "
+            "settle.mode to off"
         )
 
 

@@ -102,7 +102,7 @@ def test_settings_that_nothing_reads_are_refused(settings: dict[str, Any], name:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"settle.every": 100}, "settle.every is 100 decode steps, but rollout.max_response_tokens is 100, so that responses end"),
+        ({"settle.every": 100}, "settle.every is 100 decode steps, but rollout.max_response_tokens is 100, so that"),
         ({"overlap.chunk.tokens": 128}, "settle.every is null, and rewards are asked once in 128 decode steps"),
     ],
 )
