@@ -16,7 +16,8 @@ from oppo_megatron.cores import CONNECTIONS, has_cuda
 with suppress(ImportError):  # a GPU node, where tests/gpu runs alone, may have none
     from hypothesis import settings
 
-    # A busy machine is not a fault of the code; and what is drawn today is drawn tomorrow.  --hypothesis-profile=explore draws anew.
+    # A busy machine is not a fault of the code; and what is drawn today is drawn tomorrow.
+    # --hypothesis-profile=explore draws anew.
     settings.register_profile("explore", deadline=None)
     settings.register_profile("repeatable", deadline=None, derandomize=True)
     settings.load_profile("repeatable")
