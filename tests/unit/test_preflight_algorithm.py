@@ -155,9 +155,32 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"algorithm": {"preset": "remax"}, "rollout.temperature": 0.0},
-        "rollout.temperature is 0, so that every response is the greedy one",
+        "rollout.temperature is 0, at which every response is the greedy one",
     ),
-    ({"algorithm": {"preset": "remax"}, "rollout.top_k": 1}, "rollout.top_k is 1, so that every response is the greedy one"),
+    ({"algorithm": {"preset": "remax"}, "rollout.top_k": 1}, "rollout.top_k is 1, at which every response is the greedy one"),
+    *(
+        ({"algorithm": {"preset": preset}, **greedy}, "the responses to a prompt are all the same, and compared with each other")
+        for preset in ("grpo", "dapo", "rloo", "gspo", "reinforce_pp_baseline")
+        for greedy in ({"rollout.temperature": 0.0}, {"rollout.temperature": 1e-4}, {"rollout.top_k": 1}, {"rollout.top_p": 1e-7})
+    ),
+    (
+        {
+            "algorithm": {"preset": "reinforce_pp"}, "rollout.group_size": 2, "filter": {}, "overlap.backfill": True,
+            "rollout.top_k": 1,
+        },
+        "rollout.top_k is 1, at which the responses to a prompt are all the same, and the filter would drop every group",
+    ),
+    ({"algorithm": {"preset": "cispo"}, "ppo.clip": 0.1}, "ppo.clip is 0.1, but algorithm.objective is cispo"),
+    ({"algorithm": {"preset": "grpo", "objective": "plain"}, "ppo.clip": 0.1}, "ppo.clip is 0.1, but algorithm.objective"),
+    ({"ppo.reward_normalization": "batch"}, "ppo.reward_normalization is batch, but algorithm.scale group_std divides by"),
+    (
+        {"algorithm": {"preset": "reinforce_pp_baseline"}, "ppo.reward_normalization": "running"},
+        "ppo.reward_normalization is running, but algorithm.scale whiten divides by",
+    ),
+    ({"ppo.kl": {"target": 6.0, "coefficient": 0.0}}, "ppo.kl.target is 6, but ppo.kl.coefficient is 0"),
+    ({"algorithm": {"preset": "dapo"}, "guards.kl_mean.limit": 3.0}, "guards.kl_mean.limit is 3, but there is no KL"),
+    ({"rewards": [{"kind": "verifier", "name": "gsm8k", "weight": 0.0}]}, "every part of rewards has weight 0"),
+    ({"actor.optimizer": {"lr": 1e-5, "min_lr": 1e-6}}, "actor.optimizer.min_lr is 1e-06, but actor.optimizer.decay is constant"),
     ({"ppo.kl": {"mode": "score", "gradient": "reverse"}}, "ppo.kl.gradient is reverse, but ppo.kl.mode score has no gradient"),
 ]  # fmt: skip
 
@@ -179,9 +202,13 @@ BROKEN += [({"algorithm": {"preset": "online_dpo"}, **changes}, message) for cha
     ({"ppo.gae_lambda": 0.9}, "ppo.gae_lambda is 0.9, but algorithm.preset online_dpo has no critic"),
     ({"algorithm.ratio": "sequence"}, "algorithm.ratio is sequence, but algorithm.objective dpo has no ratio"),
     ({"algorithm.scale": "group_std"}, "algorithm.scale is group_std, but a pair has no advantage to be scaled"),
-    ({"rollout.temperature": 0.0}, "rollout.temperature is 0, but greedy responses to a prompt are all the same, and no pair"),
+    ({"rollout.temperature": 0.0}, "at which greedy responses to a prompt are all the same, and no pair"),
     ({"overlong": {"mask": True}}, "overlong.mask is true, but a pair needs both of its responses"),
     ({"guards.ratio_max.limit": 9.0}, "guards.ratio_max.limit is 9, but algorithm.preset online_dpo has no ratio"),
+    (
+        {"rollout.temperature": 0.9, "guards.kl_mean.limit": 3.0},
+        "guards.kl_mean.limit is 3, but there is no KL to a reference",
+    ),
     ({"dpo": {"loss": "robust"}}, "dpo.loss is robust, but dpo.label_smoothing is 0"),
     ({"dpo": {"loss": "ipo", "label_smoothing": 0.1}}, "dpo.label_smoothing is 0.1, but dpo.loss ipo has none"),
     (
@@ -190,6 +217,24 @@ BROKEN += [({"algorithm": {"preset": "online_dpo"}, **changes}, message) for cha
         "rollout.max_response_tokens) and must fit, for it cannot be divided; raise it to 400",
     ),
 )]  # fmt: skip
+ALLOWED: list[dict[str, Any]] = [
+    {"algorithm": {"preset": "reinforce_pp"}, "rollout.temperature": 0.0},
+    {"ppo.reward_normalization": "batch", "ppo.missing_eos_penalty": 0.5},
+    {"algorithm.scale": "none", "ppo.reward_normalization": "batch"},
+    {"algorithm": {"preset": "remax"}, "ppo.reward_normalization": "running"},
+    {"rewards": [{"kind": "verifier", "name": n, "weight": w} for n, w in (("gsm8k", 1.0), ("arithmetic", 0.0))]},
+    {"guards.kl_mean.limit": 3.0},
+    {"algorithm": {"preset": "online_dpo"}, "guards.kl_mean.limit": 3.0},
+]
+
+
+@pytest.mark.parametrize("changes", ALLOWED, ids=str)
+def test_what_does_something_is_allowed(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        put(settings, key, value)
+    assert check_train(TrainConfig.model_validate(settings)) == []
+
+
 BROKEN.append(({"ppo.kl": {"mode": "margin", "coefficient": 0.0, "estimator": "k1"}}, "algorithm.preset grpo has no pairs"))
 
 
