@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.paths import irregular_path
+from oppo_megatron.config.paths import folders_with, irregular_path
 from oppo_megatron.data.chat_template import ChatTemplate, require_syntax
 from oppo_megatron.data.fast_tokenizer import SPACE_MARK, chat_template_of, disagreement, fast_files, is_made_from
 from oppo_megatron.data.prompt_tokens import settle_bos
@@ -112,10 +112,12 @@ def _open_tokenizer(path: Path, config: TokenizerConfig) -> Tokenizer:
     is_hugging_face = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if not is_hugging_face and (path / SENTENCEPIECE_NAME).is_file():
         return SentencePieceTokenizer(path / SENTENCEPIECE_NAME, config)
-    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in TOKENIZER_PATTERNS):
+    if path.is_dir() and not any(file.is_file() for pattern in TOKENIZER_PATTERNS for file in path.glob(pattern)):
+        inner = folders_with(("tokenizer.json", "tokenizer_config.json", SENTENCEPIECE_NAME), path)
+        named = " or ".join(f"`{folder}`" for folder in inner[:3]) or "the folder or the .model file that does"
         raise ConfigError(
-            f"tokenizer.path={path} holds no tokenizer (tokenizer.json, tokenizer_config.json or {SENTENCEPIECE_NAME}); name the "
-            "folder or the .model file that does"
+            f"tokenizer.path={path} holds no tokenizer (tokenizer.json, tokenizer_config.json or {SENTENCEPIECE_NAME}); name "
+            f"{named}"
         )
     return HuggingFaceTokenizer(path, config)
 
