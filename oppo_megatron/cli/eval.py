@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         requests = [_request(args, directory, _file(folder, place)) for place, directory in enumerate(args.directory)]
         _require_same_prompts(requests, args.directory)
-        if requests[0].left_out:
-            print(requests[0].left_out, file=sys.stderr, flush=True)
+        if requests[0].told_of_prompts:
+            print(requests[0].told_of_prompts, file=sys.stderr, flush=True)
         for request in requests:
             grader.check({prompt.row: prompt.fields for prompt in request.prompts}, request.max_length)
         for request in requests:
