@@ -108,7 +108,7 @@ def test_the_tests_for_a_gpu_need_no_environment_of_their_own() -> None:
 @pytest.mark.long
 def test_without_a_gpu_every_part_runs_and_leaves_its_figures(tmp_path: Path) -> None:
     """From `.kit`, as on a node; its tests for a device are skipped, and nothing is timed."""
-    for folder in ("oppo_megatron", "tests"):
+    for folder in ("oppo_megatron", "tests", "benchmarks"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / ".kit").mkdir()
