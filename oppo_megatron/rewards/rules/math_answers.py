@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.rewards.rules.final_answer import bare, last_group, shown, texts
+from oppo_megatron.rewards.rules.final_answer import MAX_CHARACTERS, bare, last_group, shown, texts
 from oppo_megatron.rewards.rules.numbers import parse_number, read_number, same_number
 
 ENTRY_POINT = f"{__name__}:grade"
 ANSWER = "answer"
 """The one field that `grade` reads."""
-MAX_CHARACTERS = 2000
-"""A longer answer is a runaway response."""
+PROBE = "\\boxed{12345.5}"
+"""A response with which an expected answer is tried that only the library can compare."""
 
 _ASSIGNED = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _AND = re.compile(r"\s*,?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*")
@@ -79,11 +79,19 @@ def expected_text(value: Any) -> str:
     )
 
 
+def needs_library(fields: Mapping[str, Any]) -> bool:
+    """Whether an expected answer has to be tried: it is neither a number nor words."""
+    text = _tidy(fields[ANSWER])
+    return read_number(text) is None and _words(text) is None
+
+
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """1.0 if the response's final answer equals the expected one, else 0.0; NaN if the library reads no expected answer."""
-    expected = fields[ANSWER]
-    given = found_answer(response)
-    return float(equal(expected, given)) if given is not None else 0.0
+    """1.0 if the response's final answer equals the expected one, else 0.0."""
+    try:
+        given = found_answer(response)
+        return float(given is not None and equal(fields[ANSWER], given))
+    except Exception:  # a text that no reader copes with, as brackets nested without end, is a wrong answer
+        return 0.0
 
 
 def found_answer(response: str) -> str | None:
