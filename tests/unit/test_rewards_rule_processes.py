@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,13 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.data import RewardPart
-from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.data.prompts import PromptRow, PromptSet
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.errors import ConfigError, DataError, RewardError
 from oppo_megatron.rewards import isolated_rule
-from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
+from oppo_megatron.rewards.functions import RewardSum, Summand, build_reward_functions
 from oppo_megatron.rewards.isolated_rule import IsolatedRule, Trial
 from oppo_megatron.rewards.isolation import Unanswered
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.rewards.rules.code_tests import program_of, read_tests
+from oppo_megatron.train.inputs import try_answers
 from tests.support.processes import runs, wait_for
 
 ASSERTS = ["assert double(1) == 2", "assert double(2) == 4", "assert double(-3) == -6", "assert double('a') == 'aa'"]
@@ -154,6 +158,23 @@ def test_at_run_time_a_row_that_cannot_be_compared_is_named_once_and_scores_noth
     assert capfd.readouterr().err.count("2^^9 cannot be compared: no score within 5 s; its row is set aside") == 1
     assert ask(rule, "3", "3") == 1.0
     rule.close()
+
+
+@pytest.mark.parametrize("bad_rows", ["error", "quarantine"])
+def test_validate_names_every_row_that_cannot_be_compared(bad_rows: str) -> None:
+    answers = ["2^^9", "1", "2^^9", "x"]
+    rows = [PromptRow(i, f"rows.jsonl:{i + 1}", "?", (1,), {"answer": answer}) for i, answer in enumerate(answers)]
+    rewards, quarantine = RewardSum([Summand("math", 1.0, stuck_rule()[1])]), Quarantine()
+    inputs = SimpleNamespace(
+        rewards=rewards, prompts=PromptSet(rows, 0, 0, 0), heldout=None, judges=None, quarantine=quarantine
+    )
+    settings = SimpleNamespace(data=SimpleNamespace(bad_rows=bad_rows), evaluation=None)
+    if bad_rows == "error":
+        with pytest.raises(DataError, match=r"2 rows cannot be used.*\n  rows.jsonl:1: reward part 'math': .*2\^\^9.*\n.*:3: "):
+            try_answers(inputs, settings)  # type: ignore[arg-type]
+        return
+    try_answers(inputs, settings)  # type: ignore[arg-type]
+    assert [entry["line"] for entry in quarantine.entries] == [1, 3]
 
 
 @pytest.mark.long
