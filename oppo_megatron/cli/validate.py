@@ -89,9 +89,9 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     if not isinstance(settings, TrainSettings):
         return _supervised_lines(settings)
     inputs = read_inputs(settings)
-    try_answers(inputs, settings)
+    refused = try_answers(inputs, settings)
     settings_told = [describe_batch(settings), *describe_settle(settings)]
-    return [*settings_told, *describe_inputs(inputs), *describe_first(inputs.quarantine), *unreached_services(settings)]
+    return [*settings_told, *describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings)]
 
 
 def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:

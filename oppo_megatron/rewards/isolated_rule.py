@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import sys
 import threading
@@ -16,6 +17,7 @@ from oppo_megatron.rewards.protocol import ScoreItem
 
 TELL_S = 5.0
 """Between two lines about the progress of `unusable`."""
+SHOWN = 5
 
 Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 """What the function needs of a row's columns.  Raises RewardError where the row lacks it."""
@@ -25,7 +27,7 @@ Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 class Trial:
     """How to find out whether a row's expected answer can be compared: the score of any response to it is asked for.
 
-    `needed` tells of what `read` gives whether it has to be tried at all.
+    `needed` tells of what `read` gives whether it has to be tried at all.  NaN: it can be compared as text only.
     """
 
     response: str
@@ -71,12 +73,16 @@ class IsolatedRule:
         read = [self._read(fields) for fields in rows]
         tried = {str(fields): row for row, fields in zip(rows, read, strict=True) if self._trial.needed(fields)}
         self.request([ScoreItem(-1 - i, "", self._trial.response, row) for i, row in enumerate(tried.values())])
-        told = time.monotonic()
-        for number in range(len(tried)):
-            self.result(-1 - number)
+        told, texts = time.monotonic(), list[str]()
+        for number, answer in enumerate(tried):
+            if math.isnan(self.result(-1 - number)):
+                texts.append(answer)
             if time.monotonic() - told >= TELL_S:
                 told = time.monotonic()
                 tell(f"trying expected answers: {number + 1} of {len(tried)}")
+        if texts:
+            shown = ", ".join(f"{answer:.100}" for answer in texts[:SHOWN])
+            tell(f"{len(texts)} expected answers are no mathematics that is understood, and are compared as text: {shown}")
         reasons = (self._tried.get(str(fields)) for fields in read)
         return {place: reason for place, reason in enumerate(reasons) if reason is not None}
 

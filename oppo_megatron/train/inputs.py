@@ -69,11 +69,13 @@ def read_inputs(config: TrainSettings) -> Inputs:
     return Inputs(tokenizer, rewards, prompts, heldout, judges, quarantine, lengths)
 
 
-def try_answers(inputs: Inputs, settings: TrainSettings) -> None:
+def try_answers(inputs: Inputs, settings: TrainSettings) -> list[str]:
     """Try the expected answers that only a process can compare, which a run meets as it draws their rows.
 
-    Adds such rows to the quarantine, or raises DataError with all of them, as `bad_rows` says.  Closes the rewards.
+    Adds those that cannot be compared to the quarantine, and returns a line about them, or raises DataError with all of them,
+    as `bad_rows` says.  Closes the rewards.
     """
+    found = 0
     sets = [(inputs.rewards, inputs.prompts, settings.data)]
     if settings.evaluation is not None and inputs.heldout is not None and inputs.judges is not None:
         sets.append((inputs.judges, inputs.heldout, settings.evaluation.data))
@@ -87,6 +89,8 @@ def try_answers(inputs: Inputs, settings: TrainSettings) -> None:
             file, _, line = prompts.rows[place].place.rpartition(":")
             problems.report(file, int(line), why, data.bad_rows)
         problems.raise_errors(any_left=len(refused) < len(prompts))
+        found += len(refused)
+    return [f"{found} rows more are set aside as they are drawn, because their answers cannot be compared"] if found else []
 
 
 def require_trained_actor(config: TrainSettings, prompts: PromptSet) -> None:

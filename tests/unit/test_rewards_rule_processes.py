@@ -173,7 +173,8 @@ def test_validate_names_every_row_that_cannot_be_compared(bad_rows: str) -> None
         with pytest.raises(DataError, match=r"2 rows cannot be used.*\n  rows.jsonl:1: reward part 'math': .*2\^\^9.*\n.*:3: "):
             try_answers(inputs, settings)  # type: ignore[arg-type]
         return
-    try_answers(inputs, settings)  # type: ignore[arg-type]
+    (told,) = try_answers(inputs, settings)  # type: ignore[arg-type]
+    assert told.startswith("2 rows more are set aside")
     assert [entry["line"] for entry in quarantine.entries] == [1, 3]
 
 
@@ -184,7 +185,9 @@ def test_a_hostile_answer_is_found_in_bounded_time() -> None:
         {"answer": answer}
         for answer in (r"\$3", r"x^{10^{10^{10}}}+10^{10^{10}}", r"\frac{1}{2}", "Monday", r"\frac{1}{", "10^9")
     ]
-    assert list(rewards.unusable(rows)) == [1]
+    told = list[str]()
+    assert list(rewards.unusable(rows, told.append)) == [1]
+    assert told[-1].startswith("1 expected answers are no mathematics") and r"\frac{1}{" in told[-1].replace("\\\\", "\\")
     assert time.monotonic() - began < 60.0
     assert rewards.score("", r"\boxed{0.5}", rows[2], None, 0) == 1.0
     rewards.close()

@@ -86,10 +86,14 @@ def needs_library(fields: Mapping[str, Any]) -> bool:
 
 
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """1.0 if the response's final answer equals the expected one, else 0.0."""
+    """1.0 if the response's final answer equals the expected one, else 0.0.
+
+    Of `PROBE`, NaN if the library does not read the expected answer, so that it is compared as text.
+    """
     try:
         given = found_answer(response)
-        return float(given is not None and equal(fields[ANSWER], given))
+        score = float(given is not None and equal(fields[ANSWER], given))
+        return math.nan if response == PROBE and not _parsed(_latex(_tidy(fields[ANSWER]))) else score
     except Exception:  # a text that no reader copes with, as brackets nested without end, is a wrong answer
         return 0.0
 
@@ -249,17 +253,22 @@ def _equal_parts(expected: str, given: str) -> bool | None:
 
 
 def _equal_by_library(expected: str, given: str) -> bool:
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import verify
 
-    # The process is under a limit of its own; what the library would use instead is a signal, and tells of it at each call.
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    config = [LatexExtractionConfig()]
     texts = (_latex(expected), _latex(given))
-    gold, answer = (parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=None) for text in texts)
+    gold, answer = (_parsed(text) for text in texts)
     if not gold or not answer:
         return texts[0].replace(" ", "") == texts[1].replace(" ", "")
     places = _places([*gold, *answer])
     return bool(verify(gold, answer, float_rounding=places, numeric_precision=places + 9, timeout_seconds=None))
+
+
+def _parsed(latex: str) -> list[Any]:
+    from math_verify import LatexExtractionConfig, parse
+
+    # The process is under a limit of its own; what the library would use instead is a signal, and tells of it at each call.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    return list(parse(f"${latex}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
 
 
 def _latex(text: str) -> str:
