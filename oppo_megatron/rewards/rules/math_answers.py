@@ -39,7 +39,9 @@ _BECAUSE = re.compile(
 )
 _FORMULA = r"(?:\$\$.+?\$\$|(?<![\\$])\$(?:[^$\n]|\\\$)+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\])"
 _FORMULAS = re.compile(rf"({_FORMULA})(?:\s*(?:,|;|,?\s*\b(?:and|or)\b)\s*{_FORMULA})*", re.DOTALL)
-_TAIL = re.compile(r"(?:\s+[A-Za-z]+){0,4}")
+_PROSE = re.compile(r"[^\W\d_]{2,}\s+(?:[^\W\d_]\s+)?[^\W\d_]{2,}")
+_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*\s*(?:\([^=]*\))?|\([A-Za-z, ]*\)|[A-Za-z ]+")
+_TAIL = re.compile(r"(?:\s+[A-Za-z]+){0,4}|\s*\\?%")
 _CLOSE = re.compile(
     r""".*?(?:=|:|≈|→|\b(?:is|are|was|be|equals?|gets?|got|obtains?|has|have|had|gives?|makes?|totals?|costs?|therefore|thus|hence|so)\b,?)
         \s*((?:[-+]\s?)?[$€£]?\d[^:;=?]*)""",
@@ -108,7 +110,8 @@ def found_answer(response: str) -> str | None:
         return _closing(response)
     if form == "stated":
         found = [text for text in found if re.search(r"[\d$\\∞π√]|^\W*\w{1,2}\W*$", text)] or found
-    return _cut(found[-1])
+    cut = _cut(found[-1])
+    return _closing(cut) or cut if _PROSE.search(cut) and _words(_tidy(cut)) is None and read_number(cut) is None else cut
 
 
 def equal(expected: str, given: str) -> bool:
@@ -128,7 +131,8 @@ def equal(expected: str, given: str) -> bool:
         digits = [base[1] if base else text for base, text in zip(bases, (expected, given), strict=True)]
         return digits[0] == digits[1] and (not all(bases) or bases[0][2] == bases[1][2])  # type: ignore[index]
     sides = [_ASSIGNED.split(text) for text in (expected, given)]
-    if (len(sides[0]) > 1) != (len(sides[1]) > 1) and all(len(_split(text)) == 1 for text in (expected, given)):
+    named = len(sides[0]) == 1 or _NAME.fullmatch(sides[0][0].strip())
+    if named and (len(sides[0]) > 1) != (len(sides[1]) > 1) and all(len(_split(text)) == 1 for text in (expected, given)):
         return equal(sides[0][-1], sides[1][-1])
     structured = _equal_parts(expected, given)
     if structured is not None:
@@ -145,7 +149,7 @@ def _expected(text: str) -> str:
     if marked is not None:
         return marked
     found = texts(text, ["hashed", "stated"])[1]
-    return _cut(found[-1]) if found else text.strip()
+    return _cut(found[-1]) if found else _cut(text) if text.lstrip().startswith("$") else text.strip()
 
 
 def _cut(text: str) -> str:
@@ -170,7 +174,7 @@ def _closing(response: str) -> str | None:
         answer, behind = _elements(last[0]), text[last.end() :]
         return answer if parse_number(answer) is None and parse_number(answer + behind) is None else answer + behind
     line = text.splitlines()[-1].replace("**", "") if text else ""
-    if not re.search(r"[^\W\d_]{2,}\s+(?:[^\W\d_]\s+)?[^\W\d_]{2,}", line) and not line.startswith("#"):
+    if not _PROSE.search(line) and not line.startswith("#"):
         return line
     sentence = re.split(r"(?<=[A-Za-z)])\.\s+|(?<=\d)\.\s+(?=[A-Z])|[!?]\s", line.rstrip(" ."))[-1]
     found = _CLOSE.fullmatch(sentence)
@@ -216,7 +220,7 @@ def _split(text: str) -> list[str]:
 def _parts(text: str) -> tuple[str, list[str]] | None:
     """The kind of a structure (its brackets, `set`, `list`, or the form of a matrix), and its elements."""
     matrix = _MATRIX.fullmatch(text)
-    if matrix:
+    if matrix and "\\begin" not in matrix[2]:
         rows = [row.split("&") for row in re.split(r"\\\\", matrix[2])]
         kind = "determinant" if matrix[1][0] in "vV" else "matrix"
         return f"{kind} {[len(row) for row in rows]}", [cell for row in rows for cell in row]
@@ -239,6 +243,8 @@ def _equal_parts(expected: str, given: str) -> bool | None:
     if wanted is None or found is None:
         return None
     kinds = {wanted[0], found[0]}
+    if kinds <= {"set", "list"} and len(wanted[1]) < len(found[1]):
+        found = found[0], list(dict.fromkeys(element.replace(" ", "") for element in found[1]))
     if len(wanted[1]) != len(found[1]) or not (len(kinds) == 1 or kinds in ({"set", "list"}, {"()", "list"})):
         return False
     if not kinds <= {"set", "list"}:
@@ -283,7 +289,7 @@ def _places(values: list[Any]) -> int:
     for value in values:
         try:
             size = abs(complex(value))
-        except (TypeError, ValueError, OverflowError, AttributeError):
+        except Exception:  # noqa: S112  (sympy raises whatever it likes, RecursionError for sums of matrices)
             continue
         smallest = min(smallest, size or 1.0)
     return 6 - math.floor(math.log10(smallest)) if smallest > 0 else 6
