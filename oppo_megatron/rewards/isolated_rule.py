@@ -6,17 +6,15 @@ import math
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from oppo_megatron.clock import ByTime
 from oppo_megatron.rewards.isolation import IsolatedFunction, Unanswered
 from oppo_megatron.rewards.protocol import ScoreItem
 
-TELL_S = 5.0
-"""Between two lines about the progress of `unusable`."""
 SHOWN = 5
 
 Read = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -73,13 +71,11 @@ class IsolatedRule:
         read = [self._read(fields) for fields in rows]
         tried = {str(fields): row for row, fields in zip(rows, read, strict=True) if self._trial.needed(fields)}
         self.request([ScoreItem(-1 - i, "", self._trial.response, row) for i, row in enumerate(tried.values())])
-        told, texts = time.monotonic(), list[str]()
+        tell_by_time, texts = ByTime(tell), list[str]()
         for number, answer in enumerate(tried):
             if math.isnan(self.result(-1 - number)):
                 texts.append(answer)
-            if time.monotonic() - told >= TELL_S:
-                told = time.monotonic()
-                tell(f"trying expected answers: {number + 1} of {len(tried)}")
+            tell_by_time(f"trying expected answers: {number + 1} of {len(tried)}")
         if texts:
             shown = ", ".join(f"{answer:.100}" for answer in texts[:SHOWN])
             tell(f"{len(texts)} expected answers are no mathematics that is understood, and are compared as text: {shown}")

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oppo_megatron.clock import ByTime
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.data.prompts import PromptRow, PromptSet
 from oppo_megatron.data.rows import Quarantine
@@ -136,15 +138,24 @@ def ask(rule: IsolatedRule, response: str, answer: str) -> float:
 
 
 def test_every_answer_that_cannot_be_compared_is_found_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated_rule, "TELL_S", 0.0)
+    monkeypatch.setattr(isolated_rule, "ByTime", partial(ByTime, every_s=0.0))
     (function, rule), told = stuck_rule(), list[str]()
     rows = [{"answer": answer} for answer in ("1", "x", "2^^9", "x", "2^^9", "3")]
     found = rule.unusable(rows, told.append)
     assert sorted(found) == [2, 4] and "the expected answer 2^^9 cannot be compared: no score within 5 s" in found[2]
     assert function.asked == [("probe", "x"), ("probe", "2^^9")], "numbers need no trial"
-    assert told == ["trying expected answers: 1 of 2", "trying expected answers: 2 of 2"]
+    assert told == ["trying expected answers: 1 of 2, 0s", "trying expected answers: 2 of 2, 0s"]
     assert ask(rule, "7", "2^^9") == 0.0 and len(function.asked) == 2, "and costs no more time"
     rule.close()
+
+
+def test_a_long_phase_tells_by_time_and_not_by_count() -> None:
+    now, told = [0.0], list[str]()
+    by_time = ByTime(told.append, every_s=5.0, clock=lambda: now[0])
+    for number in range(1000):
+        now[0] = number * 0.1 if number < 500 else 49.9
+        by_time(f"{number} of 1000")
+    assert told == [f"{number} of 1000, {number // 10}s" for number in range(50, 500, 50)]
 
 
 def test_at_run_time_a_row_that_cannot_be_compared_is_named_once_and_scores_nothing(
