@@ -196,7 +196,7 @@ class TrainSettings(RunConfig):
             raise ValueError(f"critic is given, but algorithm.preset {preset} has none; remove the section")
         if self.algorithm.pairs != (self.dpo is not None):
             raise ValueError(
-                "dpo is null, but algorithm.preset online_dpo has a loss of pairs; remove it"
+                "dpo is null, but algorithm.preset online_dpo has a loss of pairs; remove it, or set dpo={}"
                 if self.dpo is None
                 else f"dpo is given, but algorithm.preset {preset} has no pairs; remove the section, or choose online_dpo"
             )

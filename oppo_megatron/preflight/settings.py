@@ -27,15 +27,18 @@ from oppo_megatron.preflight.reward_parts import check_part, check_waits
 from oppo_megatron.preflight.settling import check_settle
 
 
-def check_train(config: TrainConfig, *, inputs: bool = True) -> list[str]:
-    """Every broken rule of `oppo train`'s settings, a sentence each.  `inputs`: whether tokenizer and rows have to be there."""
+def check_train(config: TrainConfig, *, inputs: bool = True, models: bool = True) -> list[str]:
+    """Return every broken rule of `oppo train`'s settings, a sentence each.
+
+    `inputs`, `models`: whether tokenizer and rows, and the models' folders, have to be there.
+    """
     return [
         *_check_run_dir(config),
         *_check_batch(config),
         *check_overlap(config.overlap, config.rollout.batch_size, config.rollout.group_size),
         *check_forced_lengths(config.debug),
         *check_stops(config.rollout, forced=config.debug.forced_lengths is not None),
-        *_check_sources(config),
+        *_check_sources(config, models),
         *check_rewards(config.rewards, has_reward_model=config.reward is not None),
         *check_waits(config.rewards, config.runtime.timeout_s, config.stall_deadline_s),
         *_check_guards(config.guards, has_kl=_has_kl(config)),
@@ -213,13 +216,15 @@ def check_stop_ids(rollout: RolloutConfig, vocab_size: int) -> list[str]:
     ]
 
 
-def check_source(name: str, model: ModelConfig) -> list[str]:
-    """Exactly one of checkpoint and init, and the one given exists."""
+def check_source(name: str, model: ModelConfig, *, files: bool = True) -> list[str]:
+    """Exactly one of checkpoint and init, and the one given exists, unless `files` is false."""
     if (model.checkpoint is None) == (model.init is None):
         given = "neither" if model.checkpoint is None else "both"
         return [
             f"{name} has {given} of checkpoint and init, but needs exactly one; give the folder of weights or a shape"
         ]
+    if not files:
+        return []
     if model.checkpoint is not None:
         return check_exists(f"{name}.checkpoint", model.checkpoint)
     return [] if model.init is None or isinstance(model.init, dict) else check_exists(f"{name}.init", model.init)
@@ -287,9 +292,9 @@ def _check_micro_batch(micro_batch_tokens: int, longest: int, what: str) -> list
     ]
 
 
-def _check_sources(config: TrainConfig) -> list[str]:
+def _check_sources(config: TrainConfig, files: bool) -> list[str]:
     roles: list[tuple[str, ModelConfig]] = [("actor", config.actor), *scorers(config)]
-    problems = [problem for name, role in roles for problem in check_source(name, role)]
+    problems = [problem for name, role in roles for problem in check_source(name, role, files=files)]
     for name, role in roles:
         if role.fresh_head and name in ("actor", "reference"):
             problems.append(f"{name}.fresh_head is true, but only reward and critic have a scalar head; remove it")

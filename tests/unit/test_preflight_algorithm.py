@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from oppo_megatron.config.algorithm import CHOICES, PRESETS, AlgorithmConfig
 from oppo_megatron.config.derived import batch_rows, describe_batch, minibatch_parts, most_sequences, share_of_sequences
+from oppo_megatron.config.load import load_config
 from oppo_megatron.config.ppo import KLConfig, PPOConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.preflight.settings import check_train
@@ -312,3 +316,40 @@ def test_ranks_for_scorers_that_there_are_not_are_refused(settings: dict[str, An
     settings["placement"] = {"mode": "disaggregated", "reference": "actor"}
     (problem,) = check_layouts(TrainConfig.model_validate(settings), {})
     assert "placement.reference is actor, but ppo.kl.mode is none" in problem
+
+
+@pytest.mark.parametrize(
+    ("preset", "wrong"),
+    [
+        ("dapo", {"ppo.kl.coefficient": 0.2}),
+        ("dapo", {"algorithm.baseline": "critic"}),
+        ("dapo", {"dpo": {}}),
+        ("dapo", {"critic": {"init": {}}}),
+        ("dapo", {"reference": {"init": {}}}),
+        ("grpo", {"ppo.gae_lambda": 0.9}),
+        ("grpo", {"ppo.value_clip": 0.3, "ppo.critic_warmup_steps": 3}),
+        ("grpo", {"ppo.kl.mode": "penalty", "ppo.kl.gradient": "reverse"}),
+        ("online_dpo", {"algorithm.scale": "whiten"}),
+        ("online_dpo", {"algorithm.objective": "clip"}),
+        ("online_dpo", {"algorithm.ratio": "sequence"}),
+        ("online_dpo", {"ppo.kl.mode": "penalty"}),
+        ("online_dpo", {"ppo.kl.target": 3.0}),
+        ("online_dpo", {"ppo.clip": 0.1}),
+        ("online_dpo", {"overlong.mask": True}),
+        ("online_dpo", {"guards.ratio_max.limit": 3.0}),
+        ("grpo", {"settle.every": 3}),
+        ("grpo", {"rewards.0.entry_point": "a:b"}),
+        ("grpo", {"rewards.0.pattern": "a"}),
+    ],
+)  # fmt: skip
+def test_what_is_to_be_removed_can_be_by_an_override(
+    settings: dict[str, Any], tmp_path: Path, preset: str, wrong: dict[str, Any]
+) -> None:
+    put(settings, "algorithm.preset", preset)
+    for key, value in wrong.items():
+        put(settings, key, value)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(settings, default=str))))
+    with pytest.raises(ConfigError, match="remove (it|them|the section)"):
+        load_config(TrainConfig, path, check=check_train)
+    load_config(TrainConfig, path, [f"{key}=null" for key in wrong], check=check_train)
