@@ -8,10 +8,11 @@ import os
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oppo_megatron.cli.generate import add_drawing_arguments, add_policy_arguments
+from oppo_megatron.cli.generate import add_drawing_arguments, add_policy_arguments, choice_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from oppo_megatron.evaluation.comparing import Judged
     from oppo_megatron.evaluation.grading import Answer, Grader
     from oppo_megatron.policy.asked import Request
+
+
+SHOWN_ROWS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,8 +77,7 @@ def run(args: argparse.Namespace) -> int:
         _require_same_prompts(requests, args.directory)
         if requests[0].left_out:
             print(requests[0].left_out, file=sys.stderr, flush=True)
-        for request in requests:
-            grader.check({prompt.row: prompt.fields for prompt in request.prompts}, request.max_length)
+        requests = [_gradable(request, grader) for request in requests]
         for request in requests:
             if code := _decode(request):
                 return code
@@ -128,7 +131,8 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
         if reward is not None:
             raise ConfigError(f"{args.rewards} has a reward model already; drop --reward-model, or that part")
         parts.append({"kind": "model"})
-        reward, tokenizer = {"checkpoint": args.reward_model}, {"path": args.reward_model}
+        model = _reward_weights(args.reward_model)
+        reward, tokenizer = {"checkpoint": model}, {"path": model}
     parts += [{"kind": "python", "entry_point": name} for name in args.function or ()]
     parts += [{"kind": "http", "url": url} for url in args.url or ()]
     wanted: dict[str, Any] = {"rewards": parts, "runtime": {"device": args.device}}
@@ -140,6 +144,15 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}; correct {args.rewards}") from error
     return _with_model(config, args)
+
+
+def _reward_weights(directory: Path) -> Path:
+    """Return the folder of the reward model: that of the final weights, if a run's directory is named."""
+    from oppo_megatron.policy.finding import ADAPTER_CONFIG, RUN_CONFIG, SHAPE, WEIGHTS
+
+    weights = directory / WEIGHTS
+    is_run = (directory / RUN_CONFIG).is_file() and not (directory / SHAPE).is_file()
+    return weights if is_run and any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)) else directory
 
 
 def _with_model(config: ServeRewardConfig, args: argparse.Namespace) -> ServeRewardConfig:
@@ -170,10 +183,12 @@ def _agree_on_prompts(args: argparse.Namespace) -> None:
     """All policies are asked with the same text and length: that of the runs that they come from, where these agree."""
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.errors import ConfigError
-    from oppo_megatron.policy.finding import Choice, find_policy
+    from oppo_megatron.policy.finding import find_policy
 
-    choice = Choice(args.tokenizer, args.chat_template, args.base, args.dtype)
-    runs = [run for directory in args.directory if (run := find_policy(directory, choice).run) is not None]
+    choice = choice_of(args)
+    policies = [find_policy(directory, choice) for directory in args.directory]
+    runs = [policy.run for policy in policies if policy.run is not None]
+    args.date = next((run.tokenizer.date for run in runs if run.tokenizer.date is not None), policies[0].tokenizer.date)
     if args.template is None and not args.as_chat:
         templates = sorted({run.data.prompt_template for run in runs})
         if len(templates) > 1:
@@ -209,6 +224,21 @@ def _require_same_prompts(requests: Sequence[Request], directories: Sequence[Pat
                 f"{directory} would be asked other prompts than {directories[0]}, as by another chat template; give one with "
                 "--template or --chat-template"
             )
+
+
+def _gradable(request: Request, grader: Grader) -> Request:
+    """Without the rows that cannot be scored, which are named.  Raises as `Grader.check`."""
+    refused = grader.check({prompt.row: prompt.fields for prompt in request.prompts}, request.max_length, _tell)
+    for row, why in list(refused.items())[:SHOWN_ROWS]:
+        _tell(f"row {row} of the data is set aside, because it cannot be scored: {why}")
+    if len(refused) > SHOWN_ROWS:
+        _tell(f"{len(refused)} rows of the data are set aside in all")
+    kept = [prompt for prompt in request.prompts if prompt.row not in refused]
+    return replace(request, prompts=tuple(replace(prompt, seq_id=place) for place, prompt in enumerate(kept)))
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _decode(request: Request) -> int:

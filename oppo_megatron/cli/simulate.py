@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oppo_megatron.cli.lengths import add_length_arguments, add_prompt_argument, forced_lengths, prompt_tokens
-from oppo_megatron.cli.run import add_config_arguments
+from oppo_megatron.cli.parser import add_config_arguments
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainConfig

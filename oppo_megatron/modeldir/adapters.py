@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.paths import missing_path
+from oppo_megatron.config.paths import missing_within
 from oppo_megatron.errors import CheckpointError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -103,7 +103,7 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     path = directory / ADAPTER_CONFIG
     for file in (path, directory / ADAPTER_WEIGHTS):
         if not file.is_file():
-            raise CheckpointError(missing_path("the adapter's file (peft's, as safetensors)", file))
+            raise CheckpointError(missing_within("the adapter's file (peft's, as safetensors)", file))
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.paths import missing_path
+from oppo_megatron.config.paths import missing_path, missing_within
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS, adapter_problems, refuse_adapters
 from oppo_megatron.modeldir.megatron import find_megatron
@@ -151,7 +151,7 @@ def _sentencepiece_size(path: Path) -> int:
 
 def _read_json(path: Path, what: str) -> dict[str, Any]:
     if not path.is_file():
-        raise CheckpointError(missing_path(what, path))
+        raise CheckpointError(missing_within(what, path))
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
