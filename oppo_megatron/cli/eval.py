@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.cli.generate import add_drawing_arguments, add_policy_arguments
+from oppo_megatron.nesting import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -240,7 +241,7 @@ def _answers(path: Path) -> list[Answer]:
 def _rows(path: Path) -> list[dict[str, Any]]:
     """A JSON object a line.  A text in it may hold characters that end a line to `str.splitlines` (U+2028, U+0085)."""
     with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+        return [read_json(line) for line in file]
 
 
 def _judge(args: argparse.Namespace, grader: Grader, answers: Sequence[Sequence[Answer]]) -> list[Judged]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError, PlacementError
+from oppo_megatron.nesting import read_json
 from oppo_megatron.processes import started
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str], None]
 START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "import json, sys; sys.path[:] = read_json(sys.argv.pop(1)); "
     "from oppo_megatron.cli.main import main; sys.exit(main())"
 )
 """`oppo` with the import path of this process: a reward function that is found here is found there."""
@@ -190,7 +191,7 @@ def read_choice(path: Path, key: str) -> Candidate | None:
     if not path.exists():
         return None
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path.read_text(encoding="utf-8"))
         return Candidate.of_record(record) if record["key"] == key else None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not what `oppo` wrote ({error}); remove it to measure anew") from error

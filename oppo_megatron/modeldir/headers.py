@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS, adapter_problems, refuse_adapters
-from oppo_megatron.modeldir.megatron import find_megatron
+from oppo_megatron.modeldir.megatron import find_megatron, read_mapping
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -23,7 +22,7 @@ def read_hf_config(model: ModelConfig) -> dict[str, Any]:
     if isinstance(model.init, dict):
         return model.init
     if model.init is not None:
-        return _read_json(model.init, "the model configuration")
+        return read_mapping(model.init, "the model configuration")
     assert model.checkpoint is not None, "a role has a checkpoint or an init; checked before"
     if not model.checkpoint.exists():
         raise CheckpointError(missing_path("the checkpoint", model.checkpoint))
@@ -35,7 +34,7 @@ def read_hf_config(model: ModelConfig) -> dict[str, Any]:
     refuse_adapters(model.checkpoint)
     megatron = find_megatron(model.checkpoint)
     path = model.checkpoint / "config.json" if megatron is None else megatron.shape
-    return _read_json(path, "the checkpoint's configuration")
+    return read_mapping(path, "the checkpoint's configuration")
 
 
 def check_weights(name: str, directory: Path) -> list[str]:
@@ -71,7 +70,7 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint, by its index where it has one."""
     index = directory / INDEX_NAME
     if index.exists():
-        weight_map = _read_json(index, "the checkpoint's index").get("weight_map")
+        weight_map = read_mapping(index, "the checkpoint's index").get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"`{index}` has no `weight_map`; fetch the checkpoint again")
         strange = [file for file in weight_map.values() if not is_inside(file)]
@@ -122,7 +121,7 @@ def tokenizer_vocab_size(path: Path) -> int | None:
     if path.is_file():
         return _sentencepiece_size(path)
     if (path / "tokenizer.json").is_file():
-        tokenizer = _read_json(path / "tokenizer.json", "the tokenizer")
+        tokenizer = read_mapping(path / "tokenizer.json", "the tokenizer")
         try:
             vocab = (tokenizer.get("model") or {}).get("vocab") or {}
             ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
@@ -147,17 +146,3 @@ def _sentencepiece_size(path: Path) -> int:
         raise CheckpointError(
             f"`{path}` is not a sentencepiece model; name a `.model` file or a Hugging Face tokenizer folder"
         ) from error
-
-
-def _read_json(path: Path, what: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(missing_path(what, path))
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"`{path}` is not valid JSON ({error}); fetch or save it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"`{path}` holds a {type(content).__name__}, but must be a JSON object; fetch or save it again"
-        )
-    return content

@@ -88,7 +88,7 @@ def test_no_config(checkpoints: Path) -> None:
 @pytest.mark.parametrize("text", ["{broken", "[1, 2]"])
 def test_config_that_is_no_mapping(checkpoints: Path, text: str) -> None:
     (checkpoints / "lm" / "config.json").write_text(text)
-    assert "Download it again" in refusal(checkpoints / "lm")
+    assert "fetch or save it again" in refusal(checkpoints / "lm")
 
 
 def test_pickled_weights_are_not_loaded(checkpoints: Path) -> None:

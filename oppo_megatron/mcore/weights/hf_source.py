@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,14 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.naming.hf_layout import LM_HEAD, SCALAR_HEAD, Head, hf_tensors
 from oppo_megatron.mcore.weights.dist_source import DistSource
 from oppo_megatron.modeldir.adapters import refuse_adapters
 from oppo_megatron.modeldir.headers import is_inside
-from oppo_megatron.modeldir.megatron import find_megatron
+from oppo_megatron.modeldir.megatron import find_megatron, read_mapping
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -166,7 +164,7 @@ def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None)
         if head == "scalar" and model.fresh_head and SCALAR_HEAD not in source.names():
             source = FreshHead(source, shape, model.init_seed)
     elif model.init is not None:
-        hf = read_json(model.init) if isinstance(model.init, Path) else model.init
+        hf = read_mapping(model.init, "the model configuration") if isinstance(model.init, Path) else model.init
         shape = ModelShape.from_hf(hf, str(model.init) if isinstance(model.init, Path) else "init")
         source = RandomSource(shape, model.init_seed, head)
     else:
@@ -184,7 +182,7 @@ def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[Mod
     megatron = find_megatron(directory, shape_file)
     if megatron is None:
         return read_shape(directory), SafetensorsSource(directory)
-    shape = ModelShape.from_hf(read_json(megatron.shape), str(megatron.shape))
+    shape = ModelShape.from_hf(read_mapping(megatron.shape, "the checkpoint's configuration"), str(megatron.shape))
     return shape, DistSource(megatron, shape)
 
 
@@ -226,29 +224,12 @@ def read_shape(directory: Path | str) -> ModelShape:
     """The shape in a Hugging Face directory's `config.json`."""
     _require_directory(Path(directory))
     path = Path(directory) / "config.json"
-    return ModelShape.from_hf(read_json(path), str(path))
+    return ModelShape.from_hf(read_mapping(path, "the checkpoint's configuration"), str(path))
 
 
 def side_files(directory: Path) -> list[Path]:
     """The files of tokenizer and generation settings in a Hugging Face directory, which go where the weights go."""
     return [directory / name for name in SIDE_FILES if (directory / name).is_file()]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON mapping from a file, or CheckpointError."""
-    if irregular := irregular_path("the model's file", path, "fetch or save it again"):
-        raise CheckpointError(irregular)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}). A Hugging Face directory must hold it."
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}). Download it again.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds a {type(content).__name__}, must be a mapping. Download it again.")
-    return content
 
 
 _ONE_LABEL = "A reward or value head has one label: train or export the checkpoint with num_labels 1."
@@ -287,7 +268,7 @@ def _files(directory: Path) -> Mapping[Path, Sequence[str] | None]:
     index = directory / INDEX_FILE
     if not index.is_file():
         raise CheckpointError(_no_safetensors(directory))
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_mapping(index, "the checkpoint's index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(map(is_inside, weight_map.values())):
         raise CheckpointError(
             f"{index}: no weight_map. An index maps each tensor to a file of its directory; download it again."

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.nesting import read_json
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
 
 EXAMPLE = '{"decode": [0.002, 5e-5], "prefill": {"critic": [0.002, 2e-5]}, "message_s": 5e-5}'
@@ -23,7 +23,7 @@ def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
     Raises ConfigError with every problem.
     """
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; costs are JSON, as in {EXAMPLE}") from error
     if not isinstance(tree, dict):

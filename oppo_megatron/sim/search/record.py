@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.layouts import format_ranks
+from oppo_megatron.nesting import read_json
 from oppo_megatron.sim.laws.communication import RINGS
 from oppo_megatron.sim.runs.sources import not_counted
 from oppo_megatron.sim.search.calls import phase_spans
@@ -74,7 +74,7 @@ def read_record(path: Path) -> Record:
     if not path.is_file():
         raise ConfigError(f"{path} is no file; --again takes the plan.json that `oppo plan` has written")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; --again takes the plan.json that `oppo plan` has written") from error
     version = record.get("version") if isinstance(record, dict) else None
