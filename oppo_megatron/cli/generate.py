@@ -329,7 +329,9 @@ def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tupl
 
 
 def _layout(args: argparse.Namespace) -> tuple[ParallelConfig, RuntimeConfig]:
+    from oppo_megatron.cli.measure import check_devices
     from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 
+    check_devices(args.device, args.tp * args.pp * args.dp, "--tp 1 --pp 1 --dp 1", "--device cpu")
     runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb)
     return ParallelConfig(tp=args.tp, pp=args.pp, dp=args.dp), runtime

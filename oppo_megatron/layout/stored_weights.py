@@ -68,7 +68,8 @@ def adapter_problems(shape: ModelShape, lora: LoraConfig, head: Head, stored: Ma
     due = {part.hf_name: part.hf_shape for part in adapter_parts(shape, lora, head)}
     optional = {f"{PEFT}{SCALAR_HEAD}"} - stored.keys()
     problems = [f"{name} is not one of the adapters' tensors" for name in sorted(stored.keys() - due.keys())]
-    return [problem for name in due.keys() - optional for problem in _misfit(name, due[name], stored)] + problems
+    own = "the model and its rank ask", "Use the adapters of this model and this rank."
+    return [problem for name in due if name not in optional for problem in _misfit(name, due[name], stored, *own)] + problems
 
 
 def summary(problems: list[str]) -> str:
@@ -84,7 +85,9 @@ def nearest(name: str, names: Collection[str]) -> str:
     return " Use a checkpoint that this model family's transformers class saved."
 
 
-def _misfit(name: str, size: tuple[int, ...], stored: Mapping[str, Tensor]) -> list[str]:
+def _misfit(
+    name: str, size: tuple[int, ...], stored: Mapping[str, Tensor], who: str = "config.json asks", remedy: str = WHOLE
+) -> list[str]:
     if name not in stored and name == SCALAR_HEAD:
         return [
             f"{SCALAR_HEAD} is missing: this is not a *ForSequenceClassification. Give one, or set fresh_head: true "
@@ -94,8 +97,8 @@ def _misfit(name: str, size: tuple[int, ...], stored: Mapping[str, Tensor]) -> l
         return [f"{name} is missing.{nearest(name, stored)}"]
     if stored[name].shape != size:
         one_label = "A reward or value head has one label: train or export the checkpoint with num_labels 1."
-        remedy = one_label if name == SCALAR_HEAD else WHOLE
-        return [f"{name} has shape {list(stored[name].shape)}, config.json asks for {list(size)}. {remedy}"]
+        remedy = one_label if name == SCALAR_HEAD else remedy
+        return [f"{name} has shape {list(stored[name].shape)}, {who} for {list(size)}. {remedy}"]
     if not stored[name].plain:
         return [f"{name} is not stored as one of {sorted(FLOATS)}. Use the checkpoint that is not quantised."]
     return []
