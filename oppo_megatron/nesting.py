@@ -1,7 +1,7 @@
 """JSON, YAML and Jinja templates are parsed only after their nesting has been counted, without recursion.
 
 Their parsers call themselves once per level, or more often.  How deep they get depends on the caller and on the version of
-Python, and where the stack ends anything may fail.  Every refusal is a DataError, which is a ValueError, too.
+Python, and where the stack ends anything may fail.  JSON and YAML are refused by a DataError, which is a ValueError, too.
 """
 
 from __future__ import annotations
@@ -126,29 +126,32 @@ def _close(
 
 
 def check_template(template: str) -> None:
-    """Raise DataError for a Jinja template whose tags or expressions are nested too deeply.
+    """Raise jinja2's TemplateSyntaxError for a template whose tags or expressions are nested too deeply.
 
-    A fault of syntax ends the count: whoever compiles the template reports it.
+    Another fault of syntax ends the count: whoever compiles the template reports it.
     """
     from jinja2 import Environment, TemplateSyntaxError
 
     tags, words, levels = 0, [""], [0]
-    try:
-        for line, kind, word in Environment().lex(template):  # noqa: S701 - nothing is rendered
-            if kind in ("block_begin", "variable_begin"):
-                words, levels = [], [0]
-            elif kind in ("name", "operator"):
-                words.append(word)
-                _count(levels, word)
-            elif kind == "block_end" and words:
-                tags += (words[0] in BLOCKS or (words[0] == "set" and "=" not in words)) - words[0].startswith("end")
-            if tags > DEEPEST_TAGS or sum(levels) > DEEPEST_EXPRESSION:
-                raise DataError(
-                    f"line {line} is nested too deeply: at most {DEEPEST_TAGS} tags, or {DEEPEST_EXPRESSION} operators, of which "
-                    "a bracket counts as three; set a variable to a part of it, or make that a macro"
-                )
-    except TemplateSyntaxError:
-        return
+    tokens = Environment().lex(template)  # noqa: S701 - nothing is rendered
+    while True:
+        try:
+            line, kind, word = next(tokens)
+        except (StopIteration, TemplateSyntaxError):
+            return
+        if kind in ("block_begin", "variable_begin"):
+            words, levels = [], [0]
+        elif kind in ("name", "operator"):
+            words.append(word)
+            _count(levels, word)
+        elif kind == "block_end" and words:
+            tags += (words[0] in BLOCKS or (words[0] == "set" and "=" not in words)) - words[0].startswith("end")
+        if tags > DEEPEST_TAGS or sum(levels) > DEEPEST_EXPRESSION:
+            raise TemplateSyntaxError(
+                f"nested too deeply: at most {DEEPEST_TAGS} tags, or {DEEPEST_EXPRESSION} operators, of which a bracket counts "
+                "as three; set a variable to a part of it, or make that a macro",
+                line,
+            )
 
 
 def _count(levels: list[int], word: str) -> None:

@@ -1,7 +1,8 @@
-"""Child processes that end with this one, and signals deferred until they can be handled."""
+"""Child processes that end with this one, their limits, and signals deferred until they can be handled."""
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import threading
@@ -18,6 +19,21 @@ def terminate(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
     process.wait()
+
+
+def limit_resource(what: int, most: int) -> None:
+    """Set the soft and the hard limit of this process, but never above a hard limit that is there."""
+    _, hard = resource.getrlimit(what)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))
+
+
+def allow_processor_time(seconds: int) -> None:
+    """Let this process use so much more than it has.  The soft limit only: it moves with each call, and its signal kills."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 @contextmanager

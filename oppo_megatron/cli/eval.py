@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oppo_megatron.cli.generate import add_drawing_arguments, add_policy_arguments
+from oppo_megatron.cli.generate import add_drawing_arguments, add_policy_arguments, choice_of
 from oppo_megatron.nesting import read_json
 
 if TYPE_CHECKING:
@@ -171,10 +171,12 @@ def _agree_on_prompts(args: argparse.Namespace) -> None:
     """All policies are asked with the same text and length: that of the runs that they come from, where these agree."""
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.errors import ConfigError
-    from oppo_megatron.policy.finding import Choice, find_policy
+    from oppo_megatron.policy.finding import find_policy
 
-    choice = Choice(args.tokenizer, args.chat_template, args.base, args.dtype)
-    runs = [run for directory in args.directory if (run := find_policy(directory, choice).run) is not None]
+    choice = choice_of(args)
+    policies = [find_policy(directory, choice) for directory in args.directory]
+    runs = [policy.run for policy in policies if policy.run is not None]
+    args.date = next((run.tokenizer.date for run in runs if run.tokenizer.date is not None), policies[0].tokenizer.date)
     if args.template is None and not args.as_chat:
         templates = sorted({run.data.prompt_template for run in runs})
         if len(templates) > 1:

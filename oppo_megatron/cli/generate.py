@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from oppo_megatron.config.ppo import RolloutConfig
     from oppo_megatron.data.tokenizer import Tokenizer
     from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
-    from oppo_megatron.policy.finding import Policy
+    from oppo_megatron.policy.finding import Choice, Policy
     from oppo_megatron.policy.given_prompts import Asked, Wording
 
 ENTRY = "oppo_megatron.policy.answering:run_rank"
@@ -67,6 +67,11 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
     policy = parser.add_argument_group("policy")
     policy.add_argument("--tokenizer", type=Path, metavar="PATH", help="default: that of DIR, or of its run")
     policy.add_argument("--chat-template", metavar="JINJA", help="default: that of the run or the tokenizer")
+    policy.add_argument(
+        "--template-argument", action="append", metavar="NAME=VALUE",
+        help="a variable for the chat template, its value in YAML, as in enable_thinking=false; may be given several times "
+        "(default: those of the run)",
+    )  # fmt: skip
     policy.add_argument("--base", type=Path, metavar="DIR", help="adapters: the model that they stand beside")
     policy.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as in the run, or as stored")
     layout = parser.add_argument_group("layout")
@@ -139,11 +144,11 @@ def make_request(args: argparse.Namespace) -> Request | None:
     from oppo_megatron.data.stops import require_stop_texts
     from oppo_megatron.policy.answers import require_output
     from oppo_megatron.policy.asked import OutputFile, Request
-    from oppo_megatron.policy.finding import Choice, find_policy, policy_tokenizer, require_layout
+    from oppo_megatron.policy.finding import find_policy, policy_tokenizer, require_layout
     from oppo_megatron.policy.given_prompts import numbered
 
     _require_consistent(args)
-    policy = find_policy(args.directory, Choice(args.tokenizer, args.chat_template, args.base, args.dtype))
+    policy = find_policy(args.directory, choice_of(args))
     tokenizer = policy_tokenizer(policy)
     asked, left_out = _asked(args, _wording(args, policy), tokenizer)
     longest = max((len(encode_prompt(tokenizer, each.text)) for each in asked), default=0)
@@ -159,6 +164,29 @@ def make_request(args: argparse.Namespace) -> Request | None:
     of_file = args.input is not None
     prompts = tuple(numbered(asked, args.samples, tokenizer, max_length, drawing.max_tokens, of_file=of_file))
     return Request(policy, parallel, runtime, drawing, prompts, args.samples, args.batch, max_length, to, left_out)
+
+
+def choice_of(args: argparse.Namespace) -> Choice:
+    """The options about the policy.  Raises ConfigError for a template argument that is not NAME=VALUE."""
+    import yaml
+
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.nesting import read_yaml
+    from oppo_megatron.policy.answers import first_date
+    from oppo_megatron.policy.finding import Choice
+
+    arguments, date = {}, getattr(args, "date", None)
+    if getattr(args, "resume", False) and args.output is not None:
+        date = first_date(args.output)
+    for given in args.template_argument or ():
+        name, sign, value = given.partition("=")
+        try:
+            arguments[name.strip()] = read_yaml(value)
+        except (yaml.YAMLError, ValueError):
+            sign = ""
+        if not (sign and name.strip()):
+            raise ConfigError(f"--template-argument is {given!r}; give NAME=VALUE, as in enable_thinking=false")
+    return Choice(args.tokenizer, args.chat_template, args.base, args.dtype, arguments, date)
 
 
 def _require_consistent(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from oppo_megatron.errors import EXIT_REQUEUE
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+    from oppo_megatron.rundir.directory import RunDirectory
 
 KINDS = ("train", "sft", "rm", "prm", "dpo", "kto")
 
@@ -74,6 +76,7 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     if config.checkpoint.resume and ended_here(config, run):
         print(f"oppo {kind}: {run.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)
         return 0
+    config = with_date(config, run, datetime.now())
     tell_of_start(kind, config)
     before = run.last_saved()
     code = _launch(kind, config, args.max_restarts, getattr(args, "agent", "auto"))
@@ -81,6 +84,16 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
         saved = "saved" if run.last_saved() != before else "not saved in time"
         print(f"oppo {kind}: {saved}; continue with: {_continuing(kind, args)}", file=sys.stderr, flush=True)
     return code
+
+
+def with_date(
+    config: TrainConfig | SupervisedConfig, run: RunDirectory, now: datetime
+) -> TrainConfig | SupervisedConfig:
+    """Give chat templates the date of the run's first start, so that all ranks and later attempts render the same prompts."""
+    if config.tokenizer.date is not None:
+        return config
+    tokenizer = config.tokenizer.model_copy(update={"date": run.first_date(now)})
+    return config.model_copy(update={"tokenizer": tokenizer})
 
 
 def tell_of_start(kind: str, config: TrainConfig | SupervisedConfig) -> None:

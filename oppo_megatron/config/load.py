@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Sequence
+from datetime import date
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -233,7 +234,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, Path):
+    if isinstance(value, (Path, date)):
         value = str(value)
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 

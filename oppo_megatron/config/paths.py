@@ -26,10 +26,14 @@ def irregular_path(what: str, path: Path, remedy: str = "write its content to a 
 def missing_path(what: str, path: Path) -> str:
     """One sentence: `path` does not exist, where the trail ends, and which sibling has the nearest name.
 
-    The message names anything that exists but is neither a file nor a folder.
+    The message names anything that exists but is of another kind than the caller needs.
     """
     if irregular := irregular_path(what, path):
         return irregular
+    if path.is_dir():
+        return f"{what} `{path}` is a folder, but must be a file; name the file"
+    if path.exists():
+        return f"{what} `{path}` is a file, but must be a folder; name the folder"
     existing = next((parent for parent in path.parents if parent.exists()), Path(path.anchor))
     wanted = path.relative_to(existing).parts[0]
     if not existing.is_dir():

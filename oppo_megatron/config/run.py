@@ -207,6 +207,14 @@ class TrainSettings(RunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _staleness_of_ratio(self) -> Self:
+        """A response's ratio to the policies that sampled it leaves the clip range once some of its tokens are stale."""
+        whole = self.algorithm.ratio != "token" and not self.algorithm.pairs
+        if whole and "staleness" not in self.ppo.model_fields_set and self.overlap.carries(filtered=self.filter is not None):
+            self.ppo = self.ppo.model_copy(update={"staleness": "decoupled"})
+        return self
+
     ALWAYS_MEASURED: ClassVar[str | None] = REWARD
 
     @property

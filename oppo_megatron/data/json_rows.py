@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.nesting import DEEPEST, read_json, too_deep_at
+from oppo_megatron.nesting import DEEPEST, check_value, read_json, too_deep_at
 
 BOM = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"
@@ -141,6 +145,54 @@ def _check_bytes(raw: bytes) -> None:
         raise DataError(f"a NUL byte (byte {place} of the line); the file is binary, damaged, or UTF-16")
     if raw.startswith(BOM):
         raise DataError("a byte order mark, which only the first line of a file may begin with; remove it")
+
+
+def plain_row(row: dict[str, Any]) -> dict[str, Any] | DataError:
+    """Return the row of a typed file in JSON's types, so that rewards, services and records can have all of it, or why not.
+
+    NaN, by which tables mean that there is no number, is null.
+    """
+    try:
+        check_value(row)
+        row = {column: _plain(value, column) for column, value in row.items()}
+        check_texts(row)
+    except DataError as refusal:
+        return refusal
+    return row
+
+
+def _plain(value: Any, column: str) -> Any:
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, dict):
+        return {str(name): _plain(part, column) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part, column) for part in value]
+    if isinstance(value, (float, Decimal)):
+        return _plain_number(value, column)
+    if isinstance(value, (date, time)):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, UUID):
+        return str(value)
+    with suppress(UnicodeDecodeError, AttributeError):
+        return value.decode("utf-8")
+    what = f"{type(value).__name__} that is neither text nor a number"
+    raise DataError(f"column {column!r:.60} has {what}; leave the column out")
+
+
+def _plain_number(value: float | Decimal, column: str) -> float | int | str | None:
+    """Return a number of that very value; text if only that has all of its digits."""
+    if math.isnan(value):
+        return None
+    if math.isinf(value):
+        raise DataError(f"column {column!r:.60} is infinite; correct it, or leave the column out")
+    if isinstance(value, float):
+        return value
+    if value == value.to_integral_value():
+        return int(value)
+    return float(value) if Decimal(repr(float(value))) == value else str(value)
 
 
 def check_texts(row: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from oppo_megatron.data.json_rows import Numbered, check_texts
+from oppo_megatron.data.json_rows import Numbered, check_texts, plain_row
 from oppo_megatron.errors import DataError
 from oppo_megatron.nesting import check_value, read_json
 
@@ -105,18 +105,9 @@ def parquet_rows(stream: BinaryIO, file: str) -> Iterator[Numbered]:
         for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
-                yield number, _checked(row)
+                yield number, plain_row(row)
     except (pyarrow.ArrowException, OSError) as error:
         first_line = str(error).splitlines()[0]
         raise DataError(
             f"{file}: a Parquet file that cannot be read beyond row {number} ({first_line}); write or fetch it again"
         ) from error
-
-
-def _checked(row: dict[str, Any]) -> dict[str, Any] | DataError:
-    try:
-        check_value(row)
-        check_texts(row)
-    except DataError as refusal:
-        return refusal
-    return row

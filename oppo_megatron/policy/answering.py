@@ -170,7 +170,7 @@ class _Turns:
     def answer(self, messages: Messages) -> str:
         """Shown while it grows.  Raises DataError where no room is left."""
         tokenizer, drawing = self._policy.tokenizer, self._request.drawing
-        text = tokenizer.render_chat(messages)
+        text = tokenizer.chat.render(messages)
         tokens = tuple(encode_prompt(tokenizer, text))
         require_room("the conversation", len(tokens), self._request.max_length, drawing.max_tokens)
         prompt = Prompt(self._count, self._count, text, tokens)

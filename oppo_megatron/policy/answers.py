@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -71,6 +72,15 @@ def require_output(to: OutputFile) -> bool:
         )
     _require_same(partial, to.settings)
     return True
+
+
+def first_date(path: Path) -> datetime | None:
+    """The date that an interrupted call for this output gave to chat templates."""
+    partial = partial_path(path)
+    try:
+        return datetime.fromisoformat(_read(partial)[0]["date"]) if partial.is_file() else None
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _require_same(partial: Path, settings: Mapping[str, Any]) -> None:

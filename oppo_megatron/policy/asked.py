@@ -74,5 +74,6 @@ def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any
         "policy": str(policy.model.checkpoint or policy.directory),
         "dtype": policy.model.dtype,
         "samples": samples,
+        "date": str(policy.tokenizer.date),
         **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(drawing).items()},
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,8 @@ class Choice:
     chat_template: str | None = None
     base: Path | None = None
     dtype: Dtype | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    date: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -243,8 +247,12 @@ def _tokenizer(found: _Weights, run: RunConfig | None, choice: Choice) -> Tokeni
             f"{found.told}: no tokenizer lies with the weights{theirs}; name one with --tokenizer (a Hugging Face directory or a "
             "sentencepiece .model file)"
         )
-    add_bos = None if run is None else run.tokenizer.add_bos
-    return TokenizerConfig(path=path, chat_template=template, add_bos=add_bos)
+    began = TokenizerConfig(path=path) if run is None else run.tokenizer
+    arguments = {**began.template_arguments, **choice.template_arguments}
+    now = choice.date or began.date or datetime.now()
+    return began.model_copy(
+        update={"path": path, "chat_template": template, "template_arguments": arguments, "date": now.replace(microsecond=0)}
+    )
 
 
 def _has_tokenizer(directory: Path) -> bool:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.config.data import PromptColumnsConfig, PromptDataConfig
+from oppo_megatron.data.chat_template import NoChatTemplateError
 from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.tokenizer import NoChatTemplateError, Tokenizer
+from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.records import Prompt
 
@@ -69,8 +70,13 @@ def prompts_of_file(
         max_rows=most,
     )
     rows = load_prompts(config, tokenizer, quarantine=Quarantine()).rows
+    if wording.system is not None and any(row.chat for row in rows):
+        raise ConfigError(
+            f"--system is given, but rows of {path} hold messages, which are rendered as they are; write a system message into "
+            "them, and drop --system"
+        )
     as_chat = Wording(as_chat=wording.as_chat, system=wording.system)
-    return [Asked(row.row, _worded(row.text, as_chat, tokenizer), row.fields) for row in rows]
+    return [Asked(row.row, row.text if row.chat else _worded(row.text, as_chat, tokenizer), row.fields) for row in rows]
 
 
 def within(asked: Sequence[Asked], most_tokens: int | None, tokenizer: Tokenizer) -> list[Asked]:
@@ -129,7 +135,7 @@ def _lines(path: Path) -> list[str]:
 def _worded(text: str, wording: Wording, tokenizer: Tokenizer) -> str:
     if wording.as_chat:
         try:
-            return tokenizer.render_chat(user_turn(text, wording.system))
+            return tokenizer.chat.render(user_turn(text, wording.system))
         except NoChatTemplateError as error:
             raise ConfigError(
                 "--chat and --as-chat put turns into a chat template, and the policy's tokenizer has none; give one with "

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.evaluation import part_labels
-from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.settling import SettleConfig
 
@@ -112,20 +111,10 @@ def _other_policies(config: TrainConfig) -> Refused:
         if (value := getattr(ppo, name)) != 1:
             why = "later updates of a batch have ratios and clips of the tokens that are cut off"
             yield f"ppo.{name} is {value}", why, "set it to 1"
-    if carries(config.overlap, filtered=config.filter is not None):
+    if config.overlap.carries(filtered=config.filter is not None):
         why = "tokens of older policies weigh by their ratios, and responses that end soon are trained first"
         remedy = "set overlap.inter to false (with a filter: overlap.delta.initial and overlap.delta.max to 0)"
         yield "overlap.inter is true and carries responses to the next step", why, remedy
-
-
-def carries(overlap: OverlapConfig, *, filtered: bool) -> bool:
-    """Whether responses may be trained that were begun in an earlier step.
-
-    Backfill alone begins them for the next batch; with a filter a batch leaves none but delta behind.
-    """
-    if not overlap.inter:
-        return False
-    return max(overlap.delta.initial, overlap.delta.max) > 0 or (bool(overlap.backfill) and not filtered)
 
 
 def _other_distributions(config: TrainConfig) -> Refused:

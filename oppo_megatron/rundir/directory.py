@@ -4,6 +4,7 @@ config.yaml       resolved configuration          summary.json      figures of t
 checkpoints/      what `--resume` continues from
 metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
 trace.json        each rank's work over time      weights/          final weights
+date.txt          the date that chat templates print, of the first start here, for all ranks and attempts
 hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.trace: actions`)
 rejected/           batches that a guard rejected, for `oppo replay`
 rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
@@ -23,7 +24,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import Any, TextIO
@@ -63,6 +65,7 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self.config = self.path / "config.yaml"
+        self.date = self.path / "date.txt"
         self.hosts = self.path / "hosts.json"
         self.metrics = self.path / "metrics.jsonl"
         self.rollouts = self.path / "rollouts.jsonl"
@@ -253,6 +256,18 @@ class RunDirectory:
             _keep_lines(path, lambda line: line["step"] <= step)
         for path in self.rank_traces():
             _keep_lines(path, lambda span: span["end"] <= saved_at)
+
+    def first_date(self, now: datetime) -> datetime:
+        """The time of the first start in this directory: `now`, unless another process, or an earlier run, has written one."""
+        with suppress(OSError):  # it is there, or `prepare` reports the fault
+            self.path.mkdir(parents=True, exist_ok=True)
+            with self.date.open("x", encoding="utf-8") as file:
+                file.write(now.isoformat(timespec="seconds") + "\n")
+        for _ in range(20):  # the process that made the file is about to write the line
+            with suppress(OSError, ValueError):
+                return datetime.fromisoformat(self.date.read_text(encoding="utf-8").rstrip("\n"))
+            time.sleep(0.05)
+        return now
 
     @property
     def ended_after(self) -> int | None:

@@ -59,7 +59,7 @@ def trained(workspace: Workspace, kind: str) -> dict[str, Any]:
 def prompts_of(kind: str, tokenizer: Tokenizer) -> list[str]:
     if "chat" not in kind:
         return TEXTS
-    return [tokenizer.render_chat([{"role": "user", "content": text}]) for text in TEXTS]
+    return [tokenizer.chat.render([{"role": "user", "content": text}]) for text in TEXTS]
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import yaml
+from jinja2 import TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.data.chat_template import ChatTemplate, require_syntax
 from oppo_megatron.data.files import file_rows
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError, RewardError
 from oppo_megatron.modeldir.eos import model_eos_ids
@@ -96,14 +99,24 @@ def test_templates(name: str) -> None:
     while taken < 200:
         try:
             check_template(text(taken + 1))
-        except DataError:
+        except TemplateSyntaxError:
             break
         taken += 1
     assert 15 < taken < 110
     if name != "open":  # what is taken is also compiled, though the stack is half full
         below(STACK // 2, lambda: environment.from_string(text(taken)).render())
-    with pytest.raises(DataError, match="line 1 is nested too deeply"):
+    with pytest.raises(TemplateSyntaxError, match="nested too deeply"):
         check_template(text(20_000))
+
+
+@pytest.mark.parametrize("name", ["sums", "for", "brackets"])
+def test_a_tokenizers_template_is_counted(name: str) -> None:
+    chat = ChatTemplate(TokenizerConfig(path=Path("t")), lambda with_tools: TEMPLATES[name](500), {})
+    for action in (chat.reads, lambda: chat.render([{"role": "user", "content": "a"}])):
+        with pytest.raises(ConfigError, match="not a Jinja template .line 1: nested too deeply"):
+            action()
+    with pytest.raises(ConfigError, match=r"tokenizer.chat_template, line 1: .*nested too deeply"):
+        require_syntax(TEMPLATES[name](500))
 
 
 def test_usual_templates() -> None:

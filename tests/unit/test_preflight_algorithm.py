@@ -35,10 +35,34 @@ def test_a_preset_fills_in_what_its_row_says(settings: dict[str, Any], name: str
     config, preset = TrainConfig.model_validate(settings), PRESETS[name]
     assert check_train(config) == []
     assert {choice: getattr(config.algorithm, choice) for choice in CHOICES} == preset.choices
-    assert config.ppo == PPOConfig(**preset.ppo, kl=KLConfig(**preset.kl))
+    staleness = "decoupled" if preset.ratio.startswith("sequence") else "behaviour"
+    assert config.ppo == PPOConfig(**preset.ppo, kl=KLConfig(**preset.kl), staleness=staleness)
     assert config.rollout.group_size == preset.group_size
     assert ("reference" in named_roles(config)) == (preset.kl["mode"] != "none")
     assert TrainConfig.model_validate(config.model_dump()) == config, "a resolved file is read as it is"
+
+
+@pytest.mark.parametrize(
+    ("changes", "staleness"),
+    [
+        ({}, "decoupled"),
+        ({"ppo.staleness": "behaviour"}, "behaviour"),
+        ({"overlap.inter": False}, "behaviour"),
+        ({"overlap.delta": {"initial": 0, "min": 0, "max": 0}}, "behaviour"),
+        ({"overlap.delta": {"initial": 0, "min": 0, "max": 0}, "overlap.backfill": True}, "decoupled"),
+        ({"algorithm.ratio": "token"}, "behaviour"),
+        ({"algorithm": {"preset": "cispo", "ratio": "sequence_token"}}, "decoupled"),
+    ],
+    ids=str,
+)
+def test_ratios_of_responses_that_may_be_carried_are_decoupled(
+    settings: dict[str, Any], changes: dict[str, Any], staleness: str
+) -> None:
+    put(settings, "algorithm.preset", "gspo")
+    for key, value in changes.items():
+        put(settings, key, value)
+    config = TrainConfig.model_validate(settings)
+    assert config.ppo.staleness == staleness and check_train(config) == []
 
 
 def test_a_preset_without_its_kl_brings_nothing_of_it(settings: dict[str, Any]) -> None:
