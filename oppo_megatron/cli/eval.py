@@ -129,7 +129,8 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
         if reward is not None:
             raise ConfigError(f"{args.rewards} has a reward model already; drop --reward-model, or that part")
         parts.append({"kind": "model"})
-        reward, tokenizer = {"checkpoint": args.reward_model}, {"path": args.reward_model}
+        model = _reward_weights(args.reward_model)
+        reward, tokenizer = {"checkpoint": model}, {"path": model}
     parts += [{"kind": "python", "entry_point": name} for name in args.function or ()]
     parts += [{"kind": "http", "url": url} for url in args.url or ()]
     wanted: dict[str, Any] = {"rewards": parts, "runtime": {"device": args.device}}
@@ -141,6 +142,15 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}; correct {args.rewards}") from error
     return _with_model(config, args)
+
+
+def _reward_weights(directory: Path) -> Path:
+    """Return the folder of the reward model: that of the final weights, if a run's directory is named."""
+    from oppo_megatron.policy.finding import ADAPTER_CONFIG, RUN_CONFIG, SHAPE, WEIGHTS
+
+    weights = directory / WEIGHTS
+    is_run = (directory / RUN_CONFIG).is_file() and not (directory / SHAPE).is_file()
+    return weights if is_run and any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)) else directory
 
 
 def _with_model(config: ServeRewardConfig, args: argparse.Namespace) -> ServeRewardConfig:

@@ -205,7 +205,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
     drawn = [name for name in ("temperature", "top_k", "top_p") if getattr(args, name)]
     if args.greedy and drawn:
         problems.append(f"--greedy and --{drawn[0].replace('_', '-')} exclude each other; drop one of them")
-    if args.samples > 1 and (args.greedy or args.temperature == 0):
+    if args.samples > 1 and (args.greedy or args.temperature == 0 or args.top_k == 1):
         problems.append(f"{args.samples} greedy responses would be the same; drop -n, or give a --temperature above 0")
     for i in args.stop_id or ():
         if i < 0:

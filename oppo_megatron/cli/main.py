@@ -23,6 +23,7 @@ from oppo_megatron import __version__
 from oppo_megatron.cli.interrupts import interrupts_behind_imports
 from oppo_megatron.cli.parser import Parser, add_debug_argument
 from oppo_megatron.errors import DISK_FULL, EXIT_INTERRUPTED, OppoError
+from oppo_megatron.processes import outlive_terminal
 
 EXIT_DEFECT = 1
 EXIT_WRONG_INPUT = 2
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.  A rank that failed among its peers does not return."""
     from oppo_megatron.cli.launch import is_among_peers, leave
 
+    outlive_terminal()
     try:
         with interrupts_behind_imports():
             code = _serve(parse_arguments(list(sys.argv[1:] if argv is None else argv)))

@@ -10,7 +10,6 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -19,7 +18,8 @@ from oppo_megatron.errors import ConfigError
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 
-SERVICE_PACKAGES = ("fastapi", "uvicorn")
+SERVICE_PACKAGES = {"fastapi": ("fastapi:FastAPI",), "uvicorn": ("uvicorn:Server",)}
+"""With the names that a service uses."""
 LEAST_FREE = 2**20
 """Bytes that any run writes: its configuration, metrics, trace and tokenizers."""
 REACH_S = 2.0
@@ -73,10 +73,13 @@ def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:
 
 
 def require_service_packages(kind: str) -> None:
-    """Raises ConfigError where what a service listens with is not installed."""
-    if missing := [name for name in SERVICE_PACKAGES if find_spec(name) is None]:
+    """Raises ConfigError if the packages that a service listens with cannot be imported."""
+    from oppo_megatron.layout.kernels import import_fault
+
+    faults = [f"{name} {fault}" for name, used in SERVICE_PACKAGES.items() if (fault := import_fault(*used))]
+    if faults:
         raise ConfigError(
-            f"`oppo {kind}` needs {' and '.join(missing)}, which this Python lacks; install what services need: "
+            f"`oppo {kind}` needs fastapi and uvicorn, but {' and '.join(faults)}; install what services need: "
             "pip install 'oppo-megatron[serve]', or pip install '.[serve]' in a copy of the source"
         )
 

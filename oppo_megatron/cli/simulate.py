@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oppo_megatron.cli.lengths import add_length_arguments, forced_lengths
-from oppo_megatron.cli.run import add_config_arguments
+from oppo_megatron.cli.parser import add_config_arguments
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainConfig

@@ -93,6 +93,21 @@ def known_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
         yield from known_keys(section, inner_prefix)
 
 
+def takes_null(kind: type[Section], path: list[str]) -> bool | None:
+    """True if the setting at a path may be null; None if there is no such setting."""
+    section: type[Section] | None = kind
+    annotation: Any = None
+    for part in path:
+        if part.isdigit() and _has_list(annotation):
+            annotation = None
+            continue
+        if section is None or part not in section.model_fields:
+            return None
+        annotation = section.model_fields[part].annotation
+        section = section_in(annotation)
+    return annotation is Any or type(None) in get_args(annotation)
+
+
 def _data_path(kind: type[Section], detail: ErrorDetails) -> Path:
     """pydantic's location without the tags it adds for the members of a union."""
     path: list[str | int] = []

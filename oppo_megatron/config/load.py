@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from oppo_megatron.config.base import Section
-from oppo_megatron.config.explain import explain, wrong_paths
+from oppo_megatron.config.explain import explain, takes_null, wrong_paths
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.renamed import take_out_renamed
 from oppo_megatron.config.secrets import shown_secrets
@@ -60,14 +60,14 @@ def load_config(
     overrides: Sequence[str] = (),
     check: Callable[[SectionT], Sequence[str]] | None = None,
 ) -> SectionT:
-    """Read `path`, lay `overrides` (`a.b=c`, `c` in YAML) over it and build a `kind`.
+    """Read `path`, lay `overrides` (`a.b=c`, `c` in YAML; null takes out a key that cannot be null) over it and build a `kind`.
 
     Raises `ConfigError` with every problem found: syntax (file, line, column), old keys with their new
     names, unknown keys with the nearest, missing keys, wrong types, values out of range, secrets of the environment, and
     what `check` (cross-checks) says of the result.  Where single keys are wrong, `check` still sees the rest, with defaults
     in their place.
     """
-    tree = _read_yaml(Path(path))
+    tree, overrides = _without_removed(kind, _read_yaml(Path(path)), overrides)
     problems = _apply_overrides(tree, overrides)
     try:
         data = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
@@ -181,6 +181,29 @@ def _reference_problem(values: Collection[str]) -> str | None:
     if deepest > DEEPEST_REFERENCE:
         return f"a reference `${{...}}` is nested {deepest} brackets deep, more than {DEEPEST_REFERENCE}; write it out"
     return None
+
+
+def _without_removed(kind: type[Section], tree: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """Take out each key that an override makes null though it cannot be; return what is left of the file and overrides."""
+    nulls = [override for override in overrides if re.fullmatch(r"[^=]+=\s*(null|~)\s*", override, re.IGNORECASE)]
+    removed, container = [], OmegaConf.to_container(tree)
+    for override in nulls:
+        *section, key = override.partition("=")[0].split(".")
+        place: Any = container
+        for part in section:
+            place = place.get(part) if isinstance(place, dict) else _item(place, part)
+        is_there = isinstance(place, dict) and key in place
+        if (known := takes_null(kind, [*section, key])) or (known is None and not is_there):
+            continue
+        removed.append(override)
+        if is_there:
+            del place[key]
+    assert isinstance(container, dict), "_read_yaml returns mappings only"
+    return OmegaConf.create(container), [override for override in overrides if override not in removed]
+
+
+def _item(place: Any, part: str) -> Any:
+    return place[int(part)] if isinstance(place, list) and part.isdigit() and int(part) < len(place) else None
 
 
 def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:

@@ -131,7 +131,7 @@ class RunConfig(Section):
     preempt_deadline_s: float = Field(
         120.0,
         ge=0,
-        description="on SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) the run saves after the chunk under way and ends with exit "
+        description="on SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C) the run saves after the chunk under way and ends with exit "
         "code 75; a run that cannot save within this time ends unsaved; 0: SIGTERM and Ctrl-C end the run at once",
     )
     stall_deadline_s: float = Field(
@@ -196,7 +196,7 @@ class TrainSettings(RunConfig):
             raise ValueError(f"critic is given, but algorithm.preset {preset} has none; remove the section")
         if self.algorithm.pairs != (self.dpo is not None):
             raise ValueError(
-                "dpo is null, but algorithm.preset online_dpo has a loss of pairs; remove it"
+                "dpo is null, but algorithm.preset online_dpo has a loss of pairs; remove it, or set dpo={}"
                 if self.dpo is None
                 else f"dpo is given, but algorithm.preset {preset} has no pairs; remove the section, or choose online_dpo"
             )

@@ -84,7 +84,7 @@ class Grader:
         items = []
         for number, each in enumerate(answers):
             end = [tokenizer.eos_id] if each.finish_reason == "eos" else []
-            tokens = [*encode_prompt(tokenizer, each.prompt), *tokenizer.encode(each.response), *end]
+            tokens = [*encode_prompt(tokenizer, each.prompt + each.response), *end]
             items.append(Item(id=number, prompt=each.prompt, response=each.response, tokens=tokens))
         return items
 

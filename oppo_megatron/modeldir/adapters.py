@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.paths import missing_path
+from oppo_megatron.config.paths import missing_within
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.modeldir.megatron import read_mapping
 
@@ -103,7 +103,7 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     path = directory / ADAPTER_CONFIG
     for file in (path, directory / ADAPTER_WEIGHTS):
         if not file.is_file():
-            raise CheckpointError(missing_path("the adapter's file (peft's, as safetensors)", file))
+            raise CheckpointError(missing_within("the adapter's file (peft's, as safetensors)", file))
     content = read_mapping(path, "the adapter's settings")
     kind = content.get("peft_type")
     if kind != "LORA":

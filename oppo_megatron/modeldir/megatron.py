@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.config.paths import missing_path
+from oppo_megatron.config.paths import missing_within
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.nesting import read_json
 
@@ -141,7 +141,7 @@ def _shape(directory: Path, weights: Path) -> Path:
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """A JSON object from a file.  Raises CheckpointError."""
     if not path.is_file():
-        raise CheckpointError(missing_path(what, path))
+        raise CheckpointError(missing_within(what, path))
     try:
         content = read_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -47,15 +47,15 @@ class Role:
     scalar: bool
 
 
-def train_problems(settings: TrainSettings, *, inputs: bool = True) -> list[str]:
-    """Every problem of a PPO configuration, a sentence each.  What `auto` can be placed on is not asked here.
+def train_problems(settings: TrainSettings, *, inputs: bool = True, models: bool = True) -> list[str]:
+    """Return every problem of a PPO configuration, a sentence each.  What `auto` can be placed on is not asked here.
 
-    `inputs`: whether tokenizer and rows have to be there.
+    `inputs`, `models`: whether tokenizer and rows, and the models' folders, have to be there.
     """
     settled = settings.settled()
     # Until the layouts, no check looks at the placement.
     config = settled or settings.with_placement(PlacementConfig(mode="single"))
-    problems = check_train(config, inputs=inputs)
+    problems = check_train(config, inputs=inputs, models=models)
     vocab_size = _vocab_size(config.tokenizer, problems)
     shapes: dict[str, Mapping[str, Any]] = {}
     for role in train_roles(config):

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
 import numbers
 import os
 import resource
-import signal
 import sys
 from typing import Any
 
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.processes import allow_processor_time, limit_resource
+from oppo_megatron.processes import allow_processor_time, end_with_parent, limit_resource
 from oppo_megatron.rewards.entry_point import load_entry_point
 from oppo_megatron.rewards.user_code import said_of
 
 MAX_ANSWER_BYTES = 1 << 16
 SHOWN_CHARACTERS = 1000
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(reads: int, writes: int) -> None:
@@ -28,7 +25,7 @@ def main(reads: int, writes: int) -> None:
         os.set_inheritable(descriptor, False)
     with os.fdopen(reads, "rb") as calls, os.fdopen(writes, "wb") as answers:
         task, own = json.loads(calls.readline()), os.getpid()
-        _end_with(task["parent"])
+        end_with_parent(task["parent"])  # nobody else would end a function that never returns
         limit_resource(resource.RLIMIT_CORE, 0)
         limit_resource(resource.RLIMIT_AS, task["memory_bytes"])
         try:
@@ -62,16 +59,6 @@ def _call(function: Any, call: dict[str, Any], options: dict[str, Any]) -> dict[
 def _answer(answers: io.BufferedWriter, call: dict[str, Any], answer: dict[str, Any]) -> None:
     answers.write(json.dumps({**answer, "call": call["call"]}).encode() + b"\n")
     answers.flush()
-
-
-def _end_with(parent: int) -> None:
-    """Where the run's process is killed, nobody is left who would end a function that never returns.
-
-    The signal comes when the thread ends that started this process, hence one thread (`isolation.IsolatedFunction`).
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,19 @@ stacks/           stacks of each rank's threads when the run stood still
 ended-step-<n>/   summary, weights and trace of the run that had ended there, before it was given more steps
 memory_limits.json  limits of work at once, after memory ran out among ranks
 reference.safetensors  log-probs of the reference (`oppo dpo`, `oppo kto`); later attempts reuse them
+holder.json       the process at work here, removed at its end; the lock is on the directory itself
 placement.json    measurements of `placement.mode: auto`, from the runs under placement/; later attempts reuse it
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from numbers import Integral, Real
 from pathlib import Path, PurePath
@@ -37,13 +37,11 @@ from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.nesting import read_json, read_yaml
 from oppo_megatron.rundir.checkpoints import CheckpointStore
+from oppo_megatron.rundir.holding import HELD_WAIT_S, held
 from oppo_megatron.rundir.space import free_bytes, megabytes
 
 RUN_FORMAT = 1
 """The format of the files of a run directory, recorded in `hosts.json`.  It is raised when earlier files would be misread."""
-
-HELD_WAIT_S = 20.0
-"""Ranks that were killed a moment ago may still be ending."""
 
 PRODUCTS = (
     "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
@@ -86,6 +84,7 @@ class RunDirectory:
         self.placement_runs = self.path / "placement"
         self.checkpoints = self.path / "checkpoints"
         self.stacks = self.path / "stacks"
+        self.holder = self.path / "holder.json"
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -208,30 +207,9 @@ class RunDirectory:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         return self
 
-    @contextmanager
-    def held(self, wait_s: float = HELD_WAIT_S) -> Iterator[None]:
-        """For one process at a time, until the block or the process ends; where the file system has no locks, for any.
-
-        Raises ConfigError where another has it: two would cut off, and remove, what the other writes.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path, os.O_RDONLY)
-        except OSError:  # `prepare` reports its fault
-            yield
-            return
-        try:
-            until = time.monotonic() + wait_s
-            while not _locked(handle):
-                if time.monotonic() > until:
-                    raise ConfigError(
-                        f"run_dir: another run is at work in {self.path}, and has been for {wait_s:g} s; wait for its end, end "
-                        "it, or choose another run_dir"
-                    )
-                time.sleep(0.1)
-            yield
-        finally:
-            os.close(handle)
+    def held(self, wait_s: float = HELD_WAIT_S) -> AbstractContextManager[None]:
+        """For one process at a time: two would cut off, and remove, what the other writes.  Raises ConfigError."""
+        return held(self.path, self.holder, wait_s)
 
     def take_up(self, state: Mapping[str, Any] | None, *, resume: bool) -> None:
         """Go on from a checkpoint's state, or begin (None); `resume`: whether the run was asked to go on."""
@@ -303,16 +281,6 @@ class RunDirectory:
             number += 1
         attempt.mkdir()
         return attempt
-
-
-def _locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks, or without those of folders
-        pass
-    return True
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:

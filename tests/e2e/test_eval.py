@@ -19,13 +19,16 @@ SIZES = {name: value for name, value in SHAPE.items() if name != "model_type"} |
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two policies, a reward model, and held-out rows."""
+    """Two policies, a reward model, also as a run has it, and held-out rows."""
     folder = tmp_path_factory.mktemp("judged")
     for name, head, seed in (("before", "lm", 1), ("after", "lm", 2), ("reward", "scalar", 3)):
         save_tiny(folder / name, "qwen2", head, seed=seed, **SIZES)
         save_byte_level(folder / name, TEXTS, 320)
     rows = [{"prompt": text.split("the")[0], "answer": str(number)} for number, text in enumerate(TEXTS[:12])]
     rows[3]["prompt"] += "\u2028"  # which ends a line to `str.splitlines`, and none of a file of JSON
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text("run_dir: run\n")
+    (folder / "run" / "weights").symlink_to(folder / "reward")
     (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -45,7 +48,7 @@ def judge(work: Path, *words: object) -> int:
 
 
 def test_two_policies_by_every_judge(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    judges = ("--verifier", "gsm8k", "--function", f"{__name__}:length_of", "--reward-model", work / "reward")
+    judges = ("--verifier", "gsm8k", "--function", f"{__name__}:length_of", "--reward-model", work / "run")
     out = tmp_path / "out"
     assert judge(work, work / "before", work / "after", *judges, "--out", out) == 0, capsys.readouterr().err
     table = capsys.readouterr().out

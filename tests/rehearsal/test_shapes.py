@@ -107,5 +107,5 @@ def test_a_call_that_changes_a_shape_is_not_kept(shapes: Shapes) -> None:
 
 def test_an_error_is_raised_each_time(shapes: Shapes) -> None:
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="on the same device"):
+        with pytest.raises(RuntimeError, match="device"):
             shapes.run(ops.add.Tensor, (fake(shapes, 3), fake(shapes, 3, device="cpu")), {})

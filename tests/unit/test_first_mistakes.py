@@ -164,11 +164,12 @@ def test_a_package_that_is_not_installed(
 def test_a_service_without_its_packages(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("oppo_megatron.cli.ready.SERVICE_PACKAGES", ("no_such_package",))
+    monkeypatch.setattr("oppo_megatron.cli.ready.SERVICE_PACKAGES", {"no-such-package": ("no_such_package:Server",)})
     monkeypatch.setattr(validate, "load_service", lambda *_: SimpleNamespace(host="h", port=1, token_env=None))
     monkeypatch.setattr("oppo_megatron.cli.serving.load_service", lambda *_: None)
     (folder / "s.yaml").write_text("port: 1\n")
     for said in (refused(capsys, "validate", "s.yaml", "--kind", kind), refused(capsys, kind, "s.yaml")):
+        assert "but no-such-package is not installed;" in said
         assert "pip install 'oppo-megatron[serve]'" in said and "pip install '.[serve]'" in said
 
 

@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
+pytest.importorskip("fastapi", reason="fastapi is not installed: it is of the extras `serve` and `test`")
+
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.remote import RemoteRewardConfig

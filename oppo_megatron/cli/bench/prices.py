@@ -7,6 +7,7 @@ from pathlib import Path
 
 from oppo_megatron.cli.bench.common import refuse_figures
 from oppo_megatron.cli.lengths import add_length_arguments, forced_lengths
+from oppo_megatron.cli.parser import add_config_arguments
 
 HELP = "seconds of each role and phase of a configuration on a cluster, by the cost laws"
 ABOUT = """Predicts a step of a configuration on the cluster that a cluster.yaml describes: seconds of each role and phase, one
@@ -16,10 +17,7 @@ COLUMNS = {"role": "role", "phase": "phase", "layout": "layout", "seconds": "sec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_config_arguments(parser)
     parser.add_argument(
         "--cluster", type=Path, required=True, metavar="cluster.yaml", help="docs/planner.md has an example"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo_megatron.cli.lengths import add_length_arguments, count
+from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.cli.plan.loading import MARGIN
 
 if TYPE_CHECKING:
@@ -19,12 +20,7 @@ PATIENCE = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="its ranks and layouts are not looked at"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_config_arguments(parser, nargs="?", help="its ranks and layouts are not looked at")
     parser.add_argument("--cluster", type=Path, metavar="cluster.yaml", help="docs/planner.md has an example")
     add_length_arguments(parser)
     measured = parser.add_mutually_exclusive_group()

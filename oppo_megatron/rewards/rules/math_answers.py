@@ -7,7 +7,6 @@ else math-verify.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import re
@@ -56,9 +55,13 @@ _LATEX = tuple((re.compile(pattern), latex) for pattern, latex in (
 
 
 def require_library() -> None:
-    """Raise ConfigError if math-verify is not installed."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("rule math needs math-verify, which is not installed; pip install 'oppo-megatron[math]'")
+    """Raise ConfigError if the functions of math-verify that are used cannot be imported."""
+    try:
+        from math_verify import parse, verify  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"rule math needs math-verify, which cannot be imported here ({error}); pip install 'oppo-megatron[math]'"
+        ) from error
 
 
 def expected_text(value: Any) -> str:
