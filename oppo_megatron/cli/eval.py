@@ -114,6 +114,7 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
     """The parts of --rewards, then those of the other options."""
     from pydantic import ValidationError
 
+    from oppo_megatron.config.explain import explain
     from oppo_megatron.config.load import read_tree
     from oppo_megatron.config.serve import ServeRewardConfig
     from oppo_megatron.errors import ConfigError
@@ -139,8 +140,7 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
     try:
         config = ServeRewardConfig.model_validate(wanted)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}; correct {args.rewards}") from error
+        raise ConfigError([f"{args.rewards}: {problem}" for problem in explain(ServeRewardConfig, error)]) from error
     return _with_model(config, args)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from oppo_megatron.config.explain import explain
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.paths import missing_within
 from oppo_megatron.errors import CheckpointError
@@ -80,7 +81,7 @@ def lora_of(directory: Path) -> LoraConfig:
             rank=found.get("r"), alpha=found.get("lora_alpha"), targets=found.get("target_modules"), adapter=directory
         )
     except ValidationError as error:
-        told = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
+        told = "; ".join(explain(LoraConfig, error))
         raise CheckpointError(
             f"`{directory / ADAPTER_CONFIG}` describes adapters that are not computed here ({told})"
         ) from error

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StrictFloat, StrictInt, StrictStr, ValidationError
 
+from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.nesting import read_json
 
@@ -138,12 +139,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
-
-
-def first_problem(error: ValidationError) -> str:
-    """Where and what, without the value met: an answer may repeat what must not be shown."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"[:200]
 
 
 def _difference(found: Collection[int], asked: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.layouts import format_ranks
 from oppo_megatron.nesting import read_json
@@ -86,10 +87,8 @@ def read_record(path: Path) -> Record:
     try:
         PRINTED.validate_python(record)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{path}: `{place}`: {first['msg']}; the file is not as `oppo plan` wrote it; search again"
+            f"{path}: {first_problem(error)}; the file is not as `oppo plan` wrote it; search again"
         ) from error
     return dict(record)
 

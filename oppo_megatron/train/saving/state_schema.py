@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from oppo_megatron.chunks import FinishReason
 from oppo_megatron.config.evaluation import REWARD
+from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.nesting import read_json
 from oppo_megatron.records import StepSignals
@@ -302,8 +303,7 @@ def unusable(path: Path, error: Exception, where: str = "") -> CheckpointError:
     """The error of a file that was written as no run writes it."""
     reason = str(error)
     if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_input=False)[0]
-        reason = f"{'.'.join(str(part) for part in first['loc']) or 'it'}: {first['msg']}"
+        reason = first_problem(error)
     return CheckpointError(
         f"{path}:{where} not the state of a run ({reason:.300}); resume from another checkpoint, with the version of this "
         "program that wrote it, or remove it"
