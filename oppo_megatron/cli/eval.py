@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from oppo_megatron.evaluation.comparing import Judged
     from oppo_megatron.evaluation.grading import Answer, Grader
     from oppo_megatron.policy.asked import Request
+
+
+SHOWN_ROWS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
         _require_same_prompts(requests, args.directory)
         if requests[0].left_out:
             print(requests[0].left_out, file=sys.stderr, flush=True)
-        for request in requests:
-            grader.check({prompt.row: prompt.fields for prompt in request.prompts}, request.max_length)
+        requests = [_gradable(request, grader) for request in requests]
         for request in requests:
             if code := _decode(request):
                 return code
@@ -222,6 +225,21 @@ def _require_same_prompts(requests: Sequence[Request], directories: Sequence[Pat
                 f"{directory} would be asked other prompts than {directories[0]}, as by another chat template; give one with "
                 "--template or --chat-template"
             )
+
+
+def _gradable(request: Request, grader: Grader) -> Request:
+    """Without the rows that cannot be scored, which are named.  Raises as `Grader.check`."""
+    refused = grader.check({prompt.row: prompt.fields for prompt in request.prompts}, request.max_length, _tell)
+    for row, why in list(refused.items())[:SHOWN_ROWS]:
+        _tell(f"row {row} of the data is set aside, because it cannot be scored: {why}")
+    if len(refused) > SHOWN_ROWS:
+        _tell(f"{len(refused)} rows of the data are set aside in all")
+    kept = [prompt for prompt in request.prompts if prompt.row not in refused]
+    return replace(request, prompts=tuple(replace(prompt, seq_id=place) for place, prompt in enumerate(kept)))
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _decode(request: Request) -> int:

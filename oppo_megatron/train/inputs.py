@@ -10,7 +10,7 @@ from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.heldout_split import describe_seen
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.prompts import PromptSet, load_prompts
-from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.rows import Quarantine, RowProblems
 from oppo_megatron.data.stops import require_stop_texts
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
@@ -67,6 +67,30 @@ def read_inputs(config: TrainSettings) -> Inputs:
         judges = build_reward_functions(config.evaluation.judges, max_response_tokens=longest)
         heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judges.check)
     return Inputs(tokenizer, rewards, prompts, heldout, judges, quarantine, lengths)
+
+
+def try_answers(inputs: Inputs, settings: TrainSettings) -> list[str]:
+    """Try the expected answers that only a process can compare, which a run meets as it draws their rows.
+
+    Adds those that cannot be compared to the quarantine, and returns a line about them, or raises DataError with all of them,
+    as `bad_rows` says.  Closes the rewards.
+    """
+    found = 0
+    sets = [(inputs.rewards, inputs.prompts, settings.data)]
+    if settings.evaluation is not None and inputs.heldout is not None and inputs.judges is not None:
+        sets.append((inputs.judges, inputs.heldout, settings.evaluation.data))
+    for rewards, prompts, data in sets:
+        problems = RowProblems(inputs.quarantine)
+        try:
+            refused = rewards.unusable([row.fields for row in prompts.rows])
+        finally:
+            rewards.close()
+        for place, why in refused.items():
+            file, _, line = prompts.rows[place].place.rpartition(":")
+            problems.report(file, int(line), why, data.bad_rows)
+        problems.raise_errors(any_left=len(refused) < len(prompts))
+        found += len(refused)
+    return [f"{found} rows more are set aside as they are drawn, because their answers cannot be compared"] if found else []
 
 
 def require_trained_actor(config: TrainSettings, prompts: PromptSet) -> None:

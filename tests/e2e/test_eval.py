@@ -80,6 +80,22 @@ def by_transformers(work: Path, lines: list[dict[str, str]]) -> list[float]:
     return scores
 
 
+def test_rows_that_cannot_be_scored_are_named_and_the_others_judged(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = ["1", "many", "$3", None, "4"]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"Q: {n}?", "answer": answer}) + "\n" for n, answer in enumerate(answers)))
+    words = ["eval", str(work / "before"), "--data", str(data), "--max-tokens", "4", "--samples", "2", "--temperature", "1"]
+    assert main([*words, "--verifier", "gsm8k", "--json"]) == 0, capsys.readouterr().err
+    told = capsys.readouterr()
+    (policy,) = json.loads(told.out)["policies"]
+    assert policy["prompts"] == 3 and policy["responses"] == 6
+    for row, value in ((1, "'many'"), (3, "None")):
+        assert f"row {row} of the data is set aside, because it cannot be scored: reward part 'gsm8k': " in told.err
+        assert f"the expected answer {value} has no number" in told.err
+
+
 def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [
         {"kind": "verifier", "name": "gsm8k"},
