@@ -171,6 +171,7 @@ def choice_of(args: argparse.Namespace) -> Choice:
     import yaml
 
     from oppo_megatron.errors import ConfigError
+    from oppo_megatron.nesting import read_yaml
     from oppo_megatron.policy.answers import first_date
     from oppo_megatron.policy.finding import Choice
 
@@ -180,8 +181,8 @@ def choice_of(args: argparse.Namespace) -> Choice:
     for given in args.template_argument or ():
         name, sign, value = given.partition("=")
         try:
-            arguments[name.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            arguments[name.strip()] = read_yaml(value)
+        except (yaml.YAMLError, ValueError):
             sign = ""
         if not (sign and name.strip()):
             raise ConfigError(f"--template-argument is {given!r}; give NAME=VALUE, as in enable_thinking=false")
@@ -357,7 +358,9 @@ def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tupl
 
 
 def _layout(args: argparse.Namespace) -> tuple[ParallelConfig, RuntimeConfig]:
+    from oppo_megatron.cli.measure import check_devices
     from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 
+    check_devices(args.device, args.tp * args.pp * args.dp, "--tp 1 --pp 1 --dp 1", "--device cpu")
     runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb)
     return ParallelConfig(tp=args.tp, pp=args.pp, dp=args.dp), runtime

@@ -11,6 +11,7 @@ from oppo_megatron.data.chat_template import REASONING, ChatTemplate
 from oppo_megatron.data.columns import Message, Value
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
+from oppo_megatron.nesting import read_json
 
 FOR_TEMPLATES = ("tools", "documents")
 """Columns that are made for chat templates: a template that does not read them hides them from the model."""
@@ -91,8 +92,8 @@ def _read_json(value: Any, name: str, kind: type) -> Any:
     """A column that holds a list or an object, or its JSON, without null keys.  Raises DataError."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = read_json(value)
+        except ValueError as error:
             raise DataError(f"column {name!r} is text, but not JSON ({error})") from error
     if not isinstance(value, kind):
         raise DataError(f"column {name!r} is not a {'list' if kind is list else 'mapping'}, but {type(value).__name__}")
