@@ -87,6 +87,10 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
         metavar="N",
         help="sequences that a replica decodes at once (default: %(default)s)",
     )
+    layout.add_argument(
+        "--threads", type=int, default=0, metavar="N",
+        help="CPU threads of a rank (default: OMP_NUM_THREADS, else the cores divided by the ranks)",
+    )  # fmt: skip
     layout.add_argument("--kv-cache-mb", type=float, metavar="MB", help="bound of a rank's KV cache (default: none)")
     layout.add_argument(
         "--context", type=int, metavar="N",
@@ -358,5 +362,5 @@ def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tupl
 def _layout(args: argparse.Namespace) -> tuple[ParallelConfig, RuntimeConfig]:
     from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 
-    runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb)
+    runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb, threads_per_rank=args.threads)
     return ParallelConfig(tp=args.tp, pp=args.pp, dp=args.dp), runtime
