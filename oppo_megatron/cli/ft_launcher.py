@@ -10,7 +10,6 @@ worker fails only if the run must be restarted from its last checkpoint; otherwi
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -30,6 +29,8 @@ import psutil
 from oppo_megatron.cli.signals import SignalRelay
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.kernels import import_fault
+from oppo_megatron.nesting import read_json
 from oppo_megatron.processes import end_with_parent
 
 DISTRIBUTION, LAUNCHER = "nvidia-resiliency-ext", "nvidia_resiliency_ext.fault_tolerance.launcher"
@@ -97,15 +98,14 @@ class Desk:
     def verdict(self) -> Verdict | None:
         """None where no worker has left one."""
         with suppress(FileNotFoundError):
-            return Verdict(**json.loads(self._verdict.read_text(encoding="utf-8")))
+            return Verdict(**read_json(self._verdict.read_text(encoding="utf-8")))
         return None
 
 
 def launcher_version() -> str | None:
     """Of the installed nvidia-resiliency-ext; None where there is none, or it cannot be imported here."""
-    with suppress(ImportError):  # PackageNotFoundError is one
-        if importlib.util.find_spec(LAUNCHER) is not None:
-            return metadata.version(DISTRIBUTION)
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(DISTRIBUTION) if import_fault(f"{LAUNCHER}:main") is None else None
     return None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo_megatron.cli.kinds import require_kind
+from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.errors import EXIT_REQUEUE
 
 if TYPE_CHECKING:
@@ -19,14 +20,6 @@ if TYPE_CHECKING:
     from oppo_megatron.rundir.directory import RunDirectory
 
 KINDS = ("train", "sft", "rm", "prm", "dpo", "kto")
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG and overrides."""
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,11 +163,12 @@ def resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | Supervised
 
 
 def load_settings(
-    kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True
+    kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True, models: bool = True
 ) -> TrainSettings | SupervisedConfig:
-    """The configuration of one of `KINDS` as it is written, every check made: `placement.mode` may be auto.
+    """Return the configuration of one of `KINDS` as it is written, every check made: `placement.mode` may be auto.
 
-    `inputs`: whether training's tokenizer and rows have to be there.  Raises ConfigError with all problems.
+    `inputs`, `models`: whether training's tokenizer and rows, and its models, have to be there.  Raises ConfigError with all
+    problems.
     """
     from oppo_megatron.config.describe import SUPERVISED
     from oppo_megatron.config.load import load_config
@@ -189,7 +183,7 @@ def load_settings(
             path,
             overrides,
             check=lambda config: [
-                *train_problems(config, inputs=inputs),
+                *train_problems(config, inputs=inputs, models=models),
                 *trace_problems(config.debug.lengths, config.rollout.max_response_tokens),
             ],
         )

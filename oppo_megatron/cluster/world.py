@@ -177,8 +177,8 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
     if shared := shared_gpus(hosts):
         raise ConfigError(
             f"{', '.join(shared)} would share a CUDA device, but NCCL wants one for each rank: start no more ranks on a host "
-            "than it has devices (a smaller placement, or more hosts), and show each rank all of them or one of its own "
-            "(CUDA_VISIBLE_DEVICES); runtime.device=cpu computes without them"
+            "than it has devices (placement.mode=single for one, a smaller placement, or more hosts), and show each rank all "
+            "of them or one of its own (CUDA_VISIBLE_DEVICES); runtime.device=cpu computes without them"
         )
     return hosts
 

@@ -37,6 +37,7 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 """Whether a completion is wanted, by the text of a label's value in small letters."""
 INSTEAD_OF_TEXT = ("tool_calls", "function_call")
 """Keys of a message that needs no text beside them."""
+SAMPLED = 2000
 LISTED = ("label", "completions", "labels")
 """The parts that are not text."""
 KNOWN_ROLES = ("user", "assistant", "system", "tool")
@@ -45,6 +46,11 @@ KNOWN_ROLES = ("user", "assistant", "system", "tool")
 def is_filled(value: Any) -> bool:
     """True if a column has something in it: files with a schema have all columns in every row."""
     return value is not None and value != [] and not (isinstance(value, str) and not value.strip())
+
+
+def sampled(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return up to twice SAMPLED rows, from all of the data: enough to tell what most rows have."""
+    return rows[:: len(rows) // SAMPLED or 1]
 
 
 def find_column(
@@ -57,8 +63,9 @@ def find_column(
     """
     wanted: str | None = getattr(columns, part, None)
     if wanted is None:
-        counts = {name: sum(is_filled(row.values.get(name)) for row in rows) for name in names or KNOWN_NAMES[part]}
-        counts = counts if any(counts.values()) else {name: sum(name in row.values for row in rows) for name in counts}
+        some = sampled(rows)
+        counts = {name: sum(is_filled(row.values.get(name)) for row in some) for name in names or KNOWN_NAMES[part]}
+        counts = counts if any(counts.values()) else {name: sum(name in row.values for row in some) for name in counts}
         return max((name for name in counts if counts[name]), key=lambda name: counts[name], default=None)
     if all(row.get(wanted) is None for row in rows):
         raise DataError(f"data.columns.{part}={wanted} is not a column of {rows[0].file}; {_there_are(rows, [wanted], part)}")
@@ -277,11 +284,15 @@ def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:
         return common[:end], chosen[end:], rejected[end:]
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError("no prompt column, and of chosen and rejected one is text and the other a list of messages")
+    shorter = min(chosen, rejected, key=len)
     differing = (i for i, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
     # A dialogue that the other one wholly begins with still ends in an answer: its last message.
-    num_common = next(differing, min(len(chosen), len(rejected)) - 1)
+    num_common = next(differing, len(shorter) - (shorter[-1]["role"] == "assistant"))
     if num_common == 0:
         raise DataError("no prompt column, and the messages of chosen and rejected have no beginning in common")
+    for answer in (chosen[num_common:], rejected[num_common:]):
+        if answer and answer[0]["role"] in ("user", "system"):
+            raise DataError(f"no prompt column, and chosen and rejected part at the {answer[0]['role']}'s turn {num_common + 1}")
     return chosen[:num_common], chosen[num_common:], rejected[num_common:]
 
 

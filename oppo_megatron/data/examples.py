@@ -215,7 +215,7 @@ def _pair(row: Row, layout: Layout) -> Answered:
         return _without_prompt(_prompt(row, layout), [chosen, rejected])
     common, chosen, rejected = split_pair(chosen, rejected)
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        if isinstance(answer, str) and not answer.strip():
+        if not answer or (isinstance(answer, str) and not answer.strip()):
             raise DataError(f"the {name} answer after the common dialogue is empty")
     return _with_system(row, layout, common), [chosen, rejected]
 

@@ -14,12 +14,12 @@ are refused with both, and the setting that chooses.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from oppo_megatron.config.data import KNOWN_NAMES, RowsConfig
-from oppo_megatron.data.columns import ASSISTANT_MARK, find_column, is_filled, require_column, role_of
+from oppo_megatron.data.columns import ASSISTANT_MARK, find_column, is_filled, require_column, role_of, sampled
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
 
@@ -100,7 +100,7 @@ def recognise(config: RowsConfig, rows: Sequence[Row], wanted: Wanted, used: Seq
     if layout.prompt is None:
         answers = [layout.chosen, layout.rejected]
     read = {name.partition(".")[0] for name in (layout.prompt, layout.added, layout.system, *answers, *used) if name}
-    filled = Counter(name for row in rows for name, value in row.values.items() if is_filled(value))
+    filled = Counter(name for row in sampled(rows) for name, value in row.values.items() if is_filled(value))
     return replace(layout, unread=tuple(name for name in filled if name not in read))
 
 
@@ -219,7 +219,7 @@ def _added_column(config: RowsConfig, rows: Sequence[Row], prompt: str) -> str |
     return next((name for name in ADDED if any(isinstance(row.get(name), str) for row in rows)), None)
 
 
-def _form(rows: Iterable[Row], column: str | None) -> str:
+def _form(rows: Sequence[Row], column: str | None) -> str:
     """Return `sharegpt` or `messages` if most values of the column are such lists, else `columns`."""
     forms = Counter(form_of(value) for value in _values(rows, column))
     return max(forms, key=lambda form: forms[form], default="columns")
@@ -255,13 +255,13 @@ def _dialogues(rows: Sequence[Row], column: str) -> Iterator[list[Any]]:
     return (value for value in _values(rows, column) if isinstance(value, list) and form_of(value) != "columns")
 
 
-def _values(rows: Iterable[Row], column: str | None) -> Iterator[Any]:
-    return (value for row in rows if is_filled(value := row.get(column)))
+def _values(rows: Sequence[Row], column: str | None) -> Iterator[Any]:
+    return (value for row in sampled(rows) if is_filled(value := row.get(column)))
 
 
 def _is_frequent(rows: Sequence[Row], column: str) -> bool:
     """True if at least half of the rows have something in the column: a stray row chooses none."""
-    return 2 * sum(1 for _ in _values(rows, column)) >= len(rows)
+    return 2 * sum(1 for _ in _values(rows, column)) >= len(sampled(rows))
 
 
 def _first(names: Sequence[str], rows: Sequence[Row]) -> str | None:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.paths import irregular_path
+from oppo_megatron.config.paths import folders_with, irregular_path
 from oppo_megatron.data.chat_template import ChatTemplate, require_syntax
 from oppo_megatron.data.fast_tokenizer import SPACE_MARK, chat_template_of, disagreement, fast_files, is_made_from
 from oppo_megatron.data.prompt_tokens import settle_bos
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.modeldir.eos import distinct, model_eos_ids
+from oppo_megatron.nesting import check_json
 
 SENTENCEPIECE_NAME = "tokenizer.model"
 TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")
@@ -59,8 +60,9 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens have none.  An id beyond the vocabulary (a model may have spare rows in its
-        embedding, and draw one) is U+FFFD.
+        """The text of `ids` as they continue another text, so that a space in front is kept; special tokens have none.
+
+        An id beyond the vocabulary (a model may have spare rows in its embedding, and draw one) is U+FFFD.
         """
         ...
 
@@ -111,10 +113,12 @@ def _open_tokenizer(path: Path, config: TokenizerConfig) -> Tokenizer:
     is_hugging_face = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if not is_hugging_face and (path / SENTENCEPIECE_NAME).is_file():
         return SentencePieceTokenizer(path / SENTENCEPIECE_NAME, config)
-    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in TOKENIZER_PATTERNS):
+    if path.is_dir() and not any(file.is_file() for pattern in TOKENIZER_PATTERNS for file in path.glob(pattern)):
+        inner = folders_with(("tokenizer.json", "tokenizer_config.json", SENTENCEPIECE_NAME), path)
+        named = " or ".join(f"`{folder}`" for folder in inner[:3]) or "the folder or the .model file that does"
         raise ConfigError(
-            f"tokenizer.path={path} holds no tokenizer (tokenizer.json, tokenizer_config.json or {SENTENCEPIECE_NAME}); name the "
-            "folder or the .model file that does"
+            f"tokenizer.path={path} holds no tokenizer (tokenizer.json, tokenizer_config.json or {SENTENCEPIECE_NAME}); name "
+            f"{named}"
         )
     return HuggingFaceTokenizer(path, config)
 
@@ -126,6 +130,8 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer
 
         try:
+            for file in directory.glob("*.json"):
+                check_json(file.read_text(encoding="utf-8"))
             loaded: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         except Exception as error:
             raise ConfigError(
@@ -150,14 +156,16 @@ class HuggingFaceTokenizer:
         self.other_ids: tuple[int, ...] = distinct([*unknown, *loaded.all_special_ids])
         self.vocab_size: int = max(loaded.get_vocab().values()) + 1
 
+        def decode(ids: list[int]) -> str:
+            return str(loaded.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+        self._continued = _continued(self.encode, decode)
+
     def encode(self, text: str) -> list[int]:
         return list(self._loaded.encode(text, add_special_tokens=False, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        def known(ids: list[int]) -> str:
-            return str(self._loaded.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-        return _decode(ids, self.vocab_size, known)
+        return _decode(ids, self.vocab_size, self._continued)
 
     def _choose_template(self, with_tools: bool) -> str | None:
         """Of several named templates, one by its name, else the one for tools or the default one."""
@@ -214,6 +222,7 @@ class SentencePieceTokenizer:
         self.other_ids: tuple[int, ...] = (self._processor.unk_id(),)
         self.vocab_size: int = self._processor.get_piece_size()
         self._space_mark_ids = self._find_space_mark_ids()
+        self._continued = _continued(self.encode, lambda ids: str(self._processor.decode(ids)))
 
     def _find_space_mark_ids(self) -> list[int] | None:
         """Byte pieces of `SPACE_MARK`; None where the model lacks them, or puts a space before each text it encodes."""
@@ -231,7 +240,7 @@ class SentencePieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return _decode(ids, self.vocab_size, lambda known: str(self._processor.decode(known)))
+        return _decode(ids, self.vocab_size, self._continued)
 
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -313,6 +322,15 @@ def _misfit(vocab_size: int, reason: str) -> ConfigError:
     if smallest:
         return ConfigError(f"vocab_size={vocab_size} is too small: bytes, specials and characters need {smallest[1]}")
     return ConfigError(f"vocab_size={vocab_size}: sentencepiece cannot train on these texts ({reason})")
+
+
+def _continued(encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
+    """`decode`, but of ids that continue a text: many tokenizers drop the space in front of the first."""
+    whole = encode("a b")
+    begun = list(os.path.commonprefix([encode("a"), whole]))
+    if not begun or decode(begun) + decode(whole[len(begun) :]) == decode(whole):
+        return decode
+    return lambda ids: decode([*begun, *ids])[len(decode(begun)) :]
 
 
 def _decode(ids: Sequence[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.derived import settle_period
 from oppo_megatron.config.evaluation import part_labels
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.settling import SettleConfig
@@ -28,8 +29,20 @@ def check_settle(config: TrainConfig) -> list[str]:
             for name, value in given.items()
             if value != getattr(usual, name)
         ]
-    problems = list(_never_settled(config))
+    problems = [*_never_asked(config), *_never_settled(config)]
     return problems if settle.mode == "predicted" else [*problems, *_biased(config)]
+
+
+def _never_asked(config: TrainConfig) -> Iterator[str]:
+    """Rewards are asked so seldom that responses have ended before."""
+    period, longest = settle_period(config), config.rollout.max_response_tokens
+    if period is not None and period >= longest:
+        what = "settle.every is" if config.settle.every else "settle.every is null, and rewards are asked once in"
+        yield (
+            f"{what} {period} decode steps, but rollout.max_response_tokens is {longest}, so that responses end before "
+            f"a reward is asked whether they are settled; set settle.every below {longest} (to a quarter of it, say), or set "
+            "settle.mode to off"
+        )
 
 
 def _never_settled(config: TrainConfig) -> Iterator[str]:

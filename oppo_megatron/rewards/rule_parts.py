@@ -12,7 +12,7 @@ from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.remote import IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.records import field_at, field_names, nearest_field
-from oppo_megatron.rewards.isolated_rule import IsolatedRule
+from oppo_megatron.rewards.isolated_rule import IsolatedRule, Trial
 from oppo_megatron.rewards.isolation import IsolatedFunction
 from oppo_megatron.rewards.rules import choices, code_tests, math_answers
 from oppo_megatron.rewards.rules.formats import FormatRule
@@ -132,7 +132,8 @@ def _isolated_rule(part: RewardPart, limits: IsolationConfig, environment: Mappi
         def expected(fields: Mapping[str, Any]) -> dict[str, Any]:
             return {math_answers.ANSWER: math_answers.expected_text(column(fields, part.answer))}
 
-        return IsolatedRule(ask_math, expected, part.processes)
+        trial = Trial(math_answers.PROBE, math_answers.needs_library)
+        return IsolatedRule(ask_math, expected, part.processes, trial=trial)
 
     options = {"wall_s": limits.wall_s, "memory_mb": limits.memory_mb, "partial_credit": part.lenient}
     outer = IsolationConfig(wall_s=limits.wall_s + END_S, memory_mb=max(limits.memory_mb, OWN_MB))

@@ -72,8 +72,7 @@ class ModelScorer:
         """The ids that were sent; else those of prompt and response, and the end of a whole response."""
         tokens = item.tokens
         if tokens is None:
-            prompt, response = encode_prompt(self.tokenizer, item.prompt), self.tokenizer.encode(item.response)
-            tokens = [*prompt, *response, self.tokenizer.eos_id]
+            tokens = [*encode_prompt(self.tokenizer, item.prompt + item.response), self.tokenizer.eos_id]
         if not 1 <= len(tokens) <= self.max_tokens:
             raise RewardError(
                 f"sequence {item.id} has {len(tokens)} tokens, but must have 1 to max_tokens {self.max_tokens}"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH for a process: these folders, then those of this process."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def runs(pid: int) -> bool:

@@ -61,6 +61,35 @@ def test_overrides_reach_sections_lists_and_null_sections(good: Path) -> None:
     assert config.data.path == Path("rows.jsonl")  # relative to the current directory, not to the file
 
 
+@pytest.mark.parametrize(
+    ("added", "overrides", "key", "value"),
+    [
+        ("ppo: {kl: {coefficient: 0.2, estimator: k3}}", ["ppo.kl=null"], "ppo.kl.coefficient", 0.05),
+        ("ppo: {kl: {coefficient: 0.2}}", ["ppo.kl.coefficient=~"], "ppo.kl.coefficient", 0.05),
+        ("ppo: {kl: {coefficient: 0.2}}", ["ppo.kl=null", "ppo.kl.coefficient=0.3"], "ppo.kl.coefficient", 0.3),
+        ("seed: 7", ["seed=null", "ppo.kl=null"], "seed", 1),
+        ("overlap: {chunk: {tokens: 8}}", ["overlap=Null"], "overlap.chunk.tokens", 32),
+        ("ppo: {clip_high: 0.3}", ["ppo.clip_high=null"], "ppo.clip_high", None),
+        ("ppo: {kl_coefficient: 0.2, odd: 1}", ["ppo.odd=null", "ppo.kl_coefficient=null"], "ppo.kl.coefficient", 0.05),
+    ],
+)  # fmt: skip
+def test_an_override_of_null_removes_what_cannot_be_null(
+    good: Path, added: str, overrides: list[str], key: str, value: object
+) -> None:
+    good.write_text(GOOD + added + "\n")
+    found: object = load_config(TrainConfig, good, overrides)
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+def test_a_removed_key_of_a_list_and_what_cannot_be_removed(good: Path) -> None:
+    good.write_text(GOOD.replace("name: gsm8k", "name: gsm8k, weight: 0.5"))
+    assert load_config(TrainConfig, good, ["rewards.0.weight=null"]).rewards[0].weight == 1.0
+    assert problems_of(good, "run_dir=null")[0].startswith("`run_dir` is missing")
+    assert "`sead` is not a setting" in problems_of(good, "sead=null")[0]
+
+
 def test_override_with_equals_sign_in_its_value(good: Path) -> None:
     assert load_config(TrainConfig, good, ["data.prompt_template='a={prompt}'"]).data.prompt_template == "a={prompt}"
 
@@ -95,7 +124,7 @@ def test_interpolation_sees_overrides(good: Path) -> None:
         ("actor.init=5", "`actor.init` is 5, but must be a dictionary or a path"),
         ("data.path=5", "`data.path` is 5, but must be a path"),
         ("data.columns=3", "`data.columns` is 3, but must be a section of keys"),
-        ("rollout=null", "`rollout` is None, but must be a section of keys"),
+        ("rollout=null", "`rollout` is missing; add it"),
         ("seed", "override `seed` is not of the form a.b=c"),
         ("=3", "override `=3` is not of the form a.b=c"),
         ("a..b=3", "override `a..b=3` is not of the form a.b=c"),

@@ -14,14 +14,14 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.rows import Quarantine, Row, RowProblems, read_rows
 from oppo_megatron.errors import ConfigError, DataError
 
+pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: it is of the extras `parquet` and `test`")
+pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed with Parquet")
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1+1=", "answer": "2"},
     {"prompt": 'two\nlines, "quoted"', "answer": "é"},

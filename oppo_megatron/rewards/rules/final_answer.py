@@ -19,7 +19,7 @@ _THOUGHT = re.compile(r"<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.DOTALL)
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _OPEN_TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)\Z", re.DOTALL | re.IGNORECASE)
-_BETWEEN = re.compile(r"(?:[\s$.,;&、和或及]|\\text\s*\{|\}|\band\b|\bor\b|\\[,;() ])*")
+_BETWEEN = re.compile(r"(?:[\s$.,;&、和或及]|\\text\s*\{|\}|\band\b|\bor\b|\\q?quad\b|\\[,;() ])*")
 _HASH = re.compile(r"####(.*)")
 _LAST_LINE = re.compile(r"\s*A:(.*)")
 _STATED = re.compile(
@@ -30,6 +30,8 @@ _STATED = re.compile(
     re.VERBOSE,
 )
 _DISPLAY = re.compile(r"[\s*_]{0,8}(\$\$.+?\$\$|\\\[.+?\\\])", re.DOTALL)
+MAX_CHARACTERS = 2000
+"""A longer answer is a runaway response."""
 _REST = re.compile(r"\s*([^\n]{0,2000})")
 
 _ASCII = str.maketrans(
@@ -92,6 +94,8 @@ def last_group(response: str) -> str | None:
 
 def bare(text: str) -> str:
     r"""Without what may stand around an answer: spaces, a full stop, `$`, `\(`, quotes, `**`, braces, `\text{}`."""
+    if len(text) > 2 * MAX_CHARACTERS:
+        return text
     while True:
         text = text.strip().rstrip(".,;:").lstrip(":").strip()
         inner = next((inner for left, right in _PAIRS if (inner := _within(text, left, right)) is not None), None)
@@ -128,9 +132,8 @@ def _marks(text: str) -> list[tuple[str, int, int]]:
             break
         found.append((text[box.end() : end], box.start(), end + 1))
         start = end + 1
-    boxes = list(found)
     for tag in _TAG.finditer(text):
-        if not any(tag.start() < begin < tag.end() for _, begin, _ in boxes):
+        if not _BOX.search(tag[1]):
             found.append((tag[1], tag.start(), tag.end()))
     return sorted(found, key=lambda mark: mark[1])
 

@@ -7,7 +7,6 @@ else math-verify.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import re
@@ -15,14 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.rewards.rules.final_answer import bare, last_group, shown, texts
+from oppo_megatron.rewards.rules.final_answer import MAX_CHARACTERS, bare, last_group, shown, texts
 from oppo_megatron.rewards.rules.numbers import parse_number, read_number, same_number
 
 ENTRY_POINT = f"{__name__}:grade"
 ANSWER = "answer"
 """The one field that `grade` reads."""
-MAX_CHARACTERS = 2000
-"""A longer answer is a runaway response."""
+PROBE = "\\boxed{12345.5}"
+"""A response with which an expected answer is tried that only the library can compare."""
 
 _ASSIGNED = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _AND = re.compile(r"\s*,?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*")
@@ -39,7 +38,9 @@ _BECAUSE = re.compile(
 )
 _FORMULA = r"(?:\$\$.+?\$\$|(?<![\\$])\$(?:[^$\n]|\\\$)+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\])"
 _FORMULAS = re.compile(rf"({_FORMULA})(?:\s*(?:,|;|,?\s*\b(?:and|or)\b)\s*{_FORMULA})*", re.DOTALL)
-_TAIL = re.compile(r"(?:\s+[A-Za-z]+){0,4}")
+_PROSE = re.compile(r"[^\W\d_]{2,}\s+(?:[^\W\d_]\s+)?[^\W\d_]{2,}")
+_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*\s*(?:\([^=]*\))?|\([A-Za-z, ]*\)|[A-Za-z ]+")
+_TAIL = re.compile(r"(?:\s+[A-Za-z]+){0,4}|\s*\\?%")
 _CLOSE = re.compile(
     r""".*?(?:=|:|≈|→|\b(?:is|are|was|be|equals?|gets?|got|obtains?|has|have|had|gives?|makes?|totals?|costs?|therefore|thus|hence|so)\b,?)
         \s*((?:[-+]\s?)?[$€£]?\d[^:;=?]*)""",
@@ -56,9 +57,13 @@ _LATEX = tuple((re.compile(pattern), latex) for pattern, latex in (
 
 
 def require_library() -> None:
-    """Raise ConfigError if math-verify is not installed."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("rule math needs math-verify, which is not installed; pip install 'oppo-megatron[math]'")
+    """Raise ConfigError if the functions of math-verify that are used cannot be imported."""
+    try:
+        from math_verify import parse, verify  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"rule math needs math-verify, which cannot be imported here ({error}); pip install 'oppo-megatron[math]'"
+        ) from error
 
 
 def expected_text(value: Any) -> str:
@@ -79,11 +84,23 @@ def expected_text(value: Any) -> str:
     )
 
 
+def needs_library(fields: Mapping[str, Any]) -> bool:
+    """Whether an expected answer has to be tried: it is neither a number nor words."""
+    text = _tidy(fields[ANSWER])
+    return read_number(text) is None and _words(text) is None
+
+
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """1.0 if the response's final answer equals the expected one, else 0.0; NaN if the library reads no expected answer."""
-    expected = fields[ANSWER]
-    given = found_answer(response)
-    return float(equal(expected, given)) if given is not None else 0.0
+    """1.0 if the response's final answer equals the expected one, else 0.0.
+
+    Of `PROBE`, NaN if the library does not read the expected answer, so that it is compared as text.
+    """
+    try:
+        given = found_answer(response)
+        score = float(given is not None and equal(fields[ANSWER], given))
+        return math.nan if response == PROBE and not _parsed(_latex(_tidy(fields[ANSWER]))) else score
+    except Exception:  # a text that no reader copes with, as brackets nested without end, is a wrong answer
+        return 0.0
 
 
 def found_answer(response: str) -> str | None:
@@ -96,7 +113,8 @@ def found_answer(response: str) -> str | None:
         return _closing(response)
     if form == "stated":
         found = [text for text in found if re.search(r"[\d$\\∞π√]|^\W*\w{1,2}\W*$", text)] or found
-    return _cut(found[-1])
+    cut = _cut(found[-1])
+    return _closing(cut) or cut if _PROSE.search(cut) and _words(_tidy(cut)) is None and read_number(cut) is None else cut
 
 
 def equal(expected: str, given: str) -> bool:
@@ -116,7 +134,8 @@ def equal(expected: str, given: str) -> bool:
         digits = [base[1] if base else text for base, text in zip(bases, (expected, given), strict=True)]
         return digits[0] == digits[1] and (not all(bases) or bases[0][2] == bases[1][2])  # type: ignore[index]
     sides = [_ASSIGNED.split(text) for text in (expected, given)]
-    if (len(sides[0]) > 1) != (len(sides[1]) > 1) and all(len(_split(text)) == 1 for text in (expected, given)):
+    named = len(sides[0]) == 1 or _NAME.fullmatch(sides[0][0].strip())
+    if named and (len(sides[0]) > 1) != (len(sides[1]) > 1) and all(len(_split(text)) == 1 for text in (expected, given)):
         return equal(sides[0][-1], sides[1][-1])
     structured = _equal_parts(expected, given)
     if structured is not None:
@@ -133,7 +152,7 @@ def _expected(text: str) -> str:
     if marked is not None:
         return marked
     found = texts(text, ["hashed", "stated"])[1]
-    return _cut(found[-1]) if found else text.strip()
+    return _cut(found[-1]) if found else _cut(text) if text.lstrip().startswith("$") else text.strip()
 
 
 def _cut(text: str) -> str:
@@ -158,7 +177,7 @@ def _closing(response: str) -> str | None:
         answer, behind = _elements(last[0]), text[last.end() :]
         return answer if parse_number(answer) is None and parse_number(answer + behind) is None else answer + behind
     line = text.splitlines()[-1].replace("**", "") if text else ""
-    if not re.search(r"[^\W\d_]{2,}\s+(?:[^\W\d_]\s+)?[^\W\d_]{2,}", line) and not line.startswith("#"):
+    if not _PROSE.search(line) and not line.startswith("#"):
         return line
     sentence = re.split(r"(?<=[A-Za-z)])\.\s+|(?<=\d)\.\s+(?=[A-Z])|[!?]\s", line.rstrip(" ."))[-1]
     found = _CLOSE.fullmatch(sentence)
@@ -204,7 +223,7 @@ def _split(text: str) -> list[str]:
 def _parts(text: str) -> tuple[str, list[str]] | None:
     """The kind of a structure (its brackets, `set`, `list`, or the form of a matrix), and its elements."""
     matrix = _MATRIX.fullmatch(text)
-    if matrix:
+    if matrix and "\\begin" not in matrix[2]:
         rows = [row.split("&") for row in re.split(r"\\\\", matrix[2])]
         kind = "determinant" if matrix[1][0] in "vV" else "matrix"
         return f"{kind} {[len(row) for row in rows]}", [cell for row in rows for cell in row]
@@ -227,6 +246,8 @@ def _equal_parts(expected: str, given: str) -> bool | None:
     if wanted is None or found is None:
         return None
     kinds = {wanted[0], found[0]}
+    if kinds <= {"set", "list"} and len(wanted[1]) < len(found[1]):
+        found = found[0], list(dict.fromkeys(element.replace(" ", "") for element in found[1]))
     if len(wanted[1]) != len(found[1]) or not (len(kinds) == 1 or kinds in ({"set", "list"}, {"()", "list"})):
         return False
     if not kinds <= {"set", "list"}:
@@ -241,17 +262,22 @@ def _equal_parts(expected: str, given: str) -> bool | None:
 
 
 def _equal_by_library(expected: str, given: str) -> bool:
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import verify
 
-    # The process is under a limit of its own; what the library would use instead is a signal, and tells of it at each call.
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    config = [LatexExtractionConfig()]
     texts = (_latex(expected), _latex(given))
-    gold, answer = (parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=None) for text in texts)
+    gold, answer = (_parsed(text) for text in texts)
     if not gold or not answer:
         return texts[0].replace(" ", "") == texts[1].replace(" ", "")
     places = _places([*gold, *answer])
     return bool(verify(gold, answer, float_rounding=places, numeric_precision=places + 9, timeout_seconds=None))
+
+
+def _parsed(latex: str) -> list[Any]:
+    from math_verify import LatexExtractionConfig, parse
+
+    # The process is under a limit of its own; what the library would use instead is a signal, and tells of it at each call.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    return list(parse(f"${latex}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
 
 
 def _latex(text: str) -> str:
@@ -266,7 +292,7 @@ def _places(values: list[Any]) -> int:
     for value in values:
         try:
             size = abs(complex(value))
-        except (TypeError, ValueError, OverflowError, AttributeError):
+        except Exception:  # noqa: S112  (sympy raises whatever it likes, RecursionError for sums of matrices)
             continue
         smallest = min(smallest, size or 1.0)
     return 6 - math.floor(math.log10(smallest)) if smallest > 0 else 6

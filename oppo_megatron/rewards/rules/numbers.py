@@ -21,7 +21,7 @@ SIGNIFICANT = 6
 """Digits that a decimal fraction needs to stand for a number that it only approximates, as 0.333333 does."""
 
 _PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"\\(?:[,;:!]|left\b|right\b|displaystyle\b|quad\b)"), ""),
+    (re.compile(r"\\(?:[,;:]|!\s*|left\b|right\b|displaystyle\b|quad\b)"), ""),
     (re.compile(r"(?<=\d)\{,\}(?=\d{3})"), ","),
     (re.compile(r"\\(?:text|mbox|(?:text|math)(?:bf|rm|it|normal))\s*\{([^{}]*)\}"), r" \1 "),
     (re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))"), r" \1\2/\3\4 "),
