@@ -23,7 +23,7 @@ RENDER_S = 5
 """Processor time of one rendering; those of published templates take milliseconds."""
 LONGEST_S = 120.0
 """Wait for an answer, on a busy machine too."""
-RESERVED = frozenset({"messages", "add_generation_prompt"})
+RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"})
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first, gpt-oss's the second."""
 PROBE = "a message of plain text"

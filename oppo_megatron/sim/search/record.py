@@ -45,7 +45,7 @@ def to_record(planned: Planned, kind: str, seed: int, seconds: float) -> Record:
         },
         "work": {
             "responses": len(task.lengths), "mean_tokens": sum(task.lengths) / len(task.lengths),
-            "longest": max(task.lengths), "prompt_tokens": task.config.data.max_prompt_tokens,
+            "longest": max(task.lengths), "prompt_tokens": task.prompt_tokens,
             "overlapped": task.mode.streams,
         },
         "reason": reason(planned),
