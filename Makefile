@@ -122,7 +122,7 @@ bench-trl: $(INSTALLED) $(PEER_INSTALLED)
 	$(BIN)/python benchmarks/peers/compare.py --prompt-tokens 64 $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) $(ORACLES_VENV) .wandb .nvrx .gpulibs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) $(ORACLES_VENV) .wandb .nvrx .gpulibs .whl .kit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -e .
