@@ -16,13 +16,14 @@ from typing import Any
 
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.nesting import check_template, read_json
 
 PROCESS = "oppo_megatron.data.template_process"
 RENDER_S = 5
 """Processor time of one rendering; those of published templates take milliseconds."""
 LONGEST_S = 120.0
 """Wait for an answer, on a busy machine too."""
-RESERVED = frozenset({"messages", "add_generation_prompt"})
+RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"})
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first, gpt-oss's the second."""
 PROBE = "a message of plain text"
@@ -92,7 +93,7 @@ class ChatTemplate:
         if template is None:
             raise NoChatTemplateError(
                 f"the data holds chat messages, and the tokenizer at {self._config.path} has no chat template; set "
-                "tokenizer.chat_template to a Jinja template over `messages`, or name a text column in data.columns"
+                "tokenizer.chat_template to a Jinja template over `messages`, or read columns of text (data.format=columns)"
             )
         return template
 
@@ -136,6 +137,7 @@ def require_syntax(template: str) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     try:
+        check_template(template)
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except jinja2.TemplateSyntaxError as error:
         if "unknown tag" in str(error):
@@ -166,8 +168,8 @@ def _with_object(call: Any) -> Any:
     made = {name: _with_object(value) if name == "function" else value for name, value in call.items() if value is not None}
     if isinstance(text := made.get("arguments"), str):
         try:
-            arguments = json.loads(text)
-        except (ValueError, RecursionError):
+            arguments = read_json(text)
+        except ValueError:
             return made
         made |= {"arguments": arguments} if isinstance(arguments, dict) else {}
     return made

@@ -53,7 +53,7 @@ class Journal:
         self.planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
         self.log = MetricsLog(self.run_dir.metrics)
         self.trackers = trackers
-        self.progress = Progress(config.logging.console, total_steps, "ppo")
+        self.progress = Progress(config.logging.console, total_steps, config.algorithm.preset)
         self.accuracy: dict[int, float] = {}
         self.heldout = HeldoutLog(best_standard(config))
         self.stopped: str | None = None
