@@ -99,7 +99,7 @@ class ChatTemplate:
         if template is None:
             raise NoChatTemplateError(
                 f"the data holds chat messages, and the tokenizer at {self._config.path} has no chat template; set "
-                "tokenizer.chat_template to a Jinja template over `messages`, or name a text column in data.columns"
+                "tokenizer.chat_template to a Jinja template over `messages`, or read columns of text (data.format=columns)"
             )
         return template
 
