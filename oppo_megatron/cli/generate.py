@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ENTRY = "oppo_megatron.policy.answering:run_rank"
 MAX_TOKENS, CHAT_LENGTH = 256, 4096
-LEAST = {"threads": 1, 
+LEAST = {"threads": 1,
     "samples": 1, "max_prompts": 1, "max_prompt_tokens": 1, "tp": 1, "pp": 1, "dp": 1, "batch": 1, "max_tokens": 1, "seed": 0,
     "top_k": 0, "context": 2,
 }  # fmt: skip
