@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         requests = [_request(args, directory, _file(folder, place)) for place, directory in enumerate(args.directory)]
         _require_same_prompts(requests, args.directory)
-        if requests[0].left_out:
-            print(requests[0].left_out, file=sys.stderr, flush=True)
+        if requests[0].told_of_prompts:
+            print(requests[0].told_of_prompts, file=sys.stderr, flush=True)
         requests = [_gradable(request, grader) for request in requests]
         for request in requests:
             if code := _decode(request):
