@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from oppo_megatron.nesting import read_json
 from oppo_megatron.report.plots import plot_reward, plot_timeline
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import read_metrics
@@ -27,7 +27,7 @@ def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str
     runs = {name: RunDirectory(out / name) for name in names}
     figures = {name: _figures(run) for name, run in runs.items()}
     base, other = (figures[name]["step_s"] for name in names)
-    lengths = json.loads((out / "tokenizer" / "lengths.json").read_text(encoding="utf-8"))
+    lengths = read_json((out / "tokenizer" / "lengths.json").read_text(encoding="utf-8"))
     write_json(out / "demo.json", {"speedup": base / other, **figures, "solution_tokens": lengths})
     plot_reward({name: read_metrics(run.metrics) for name, run in runs.items()}, out / "reward.png")
     plot_timeline({name: run.trace for name, run in runs.items()}, out / "timeline.png")
@@ -66,5 +66,5 @@ def histogram(deferred: Mapping[str, int]) -> str:
 
 
 def _figures(run: RunDirectory) -> dict[str, Any]:
-    summary = json.loads(run.summary.read_text(encoding="utf-8"))
+    summary = read_json(run.summary.read_text(encoding="utf-8"))
     return {name: summary[name] for name in FIGURES}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.cli.generate import add_drawing_arguments, add_policy_arguments, choice_of
+from oppo_megatron.nesting import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         requests = [_request(args, directory, _file(folder, place)) for place, directory in enumerate(args.directory)]
         _require_same_prompts(requests, args.directory)
-        if requests[0].left_out:
-            print(requests[0].left_out, file=sys.stderr, flush=True)
+        if requests[0].told_of_prompts:
+            print(requests[0].told_of_prompts, file=sys.stderr, flush=True)
         requests = [_gradable(request, grader) for request in requests]
         for request in requests:
             if code := _decode(request):
@@ -116,6 +117,7 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
     """The parts of --rewards, then those of the other options."""
     from pydantic import ValidationError
 
+    from oppo_megatron.config.explain import explain
     from oppo_megatron.config.load import read_tree
     from oppo_megatron.config.serve import ServeRewardConfig
     from oppo_megatron.errors import ConfigError
@@ -141,8 +143,7 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
     try:
         config = ServeRewardConfig.model_validate(wanted)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}; correct {args.rewards}") from error
+        raise ConfigError([f"{args.rewards}: {problem}" for problem in explain(ServeRewardConfig, error)]) from error
     return _with_model(config, args)
 
 
@@ -270,7 +271,7 @@ def _answers(path: Path) -> list[Answer]:
 def _rows(path: Path) -> list[dict[str, Any]]:
     """A JSON object a line.  A text in it may hold characters that end a line to `str.splitlines` (U+2028, U+0085)."""
     with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+        return [read_json(line) for line in file]
 
 
 def _judge(args: argparse.Namespace, grader: Grader, answers: Sequence[Sequence[Answer]]) -> list[Judged]:

@@ -30,6 +30,7 @@ from oppo_megatron.cli.signals import SignalRelay
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.kernels import import_fault
+from oppo_megatron.nesting import read_json
 from oppo_megatron.processes import end_with_parent
 
 DISTRIBUTION, LAUNCHER = "nvidia-resiliency-ext", "nvidia_resiliency_ext.fault_tolerance.launcher"
@@ -97,7 +98,7 @@ class Desk:
     def verdict(self) -> Verdict | None:
         """None where no worker has left one."""
         with suppress(FileNotFoundError):
-            return Verdict(**json.loads(self._verdict.read_text(encoding="utf-8")))
+            return Verdict(**read_json(self._verdict.read_text(encoding="utf-8")))
         return None
 
 

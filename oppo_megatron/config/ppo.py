@@ -120,5 +120,6 @@ class PPOConfig(Section):
         "behaviour",
         description="ratio of tokens that an older policy sampled: against their log-probs at sampling (behaviour), or "
         "against those at the step's start with an importance weight (decoupled); default: decoupled if `algorithm.ratio` is "
-        "that of a response and responses can be carried to the next step, which would leave the clip range, else behaviour",
+        "that of a response, which leaves the clip range by itself if responses can be carried or the actor is in bfloat16; else "
+        "behaviour",
     )

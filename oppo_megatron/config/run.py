@@ -209,9 +209,10 @@ class TrainSettings(RunConfig):
 
     @model_validator(mode="after")
     def _staleness_of_ratio(self) -> Self:
-        """A response's ratio to the policies that sampled it leaves the clip range once some of its tokens are stale."""
+        """A response's ratio to what sampled it leaves the clip range by stale tokens, and by bfloat16's rounding in decoding."""
+        apart = self.overlap.carries(filtered=self.filter is not None) or self.actor.dtype == "bfloat16"
         whole = self.algorithm.ratio != "token" and not self.algorithm.pairs
-        if whole and "staleness" not in self.ppo.model_fields_set and self.overlap.carries(filtered=self.filter is not None):
+        if apart and whole and "staleness" not in self.ppo.model_fields_set:
             self.ppo = self.ppo.model_copy(update={"staleness": "decoupled"})
         return self
 

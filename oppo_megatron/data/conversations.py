@@ -11,6 +11,7 @@ from oppo_megatron.data.chat_template import REASONING, ChatTemplate
 from oppo_megatron.data.columns import Message, Value
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
+from oppo_megatron.nesting import read_json
 
 FOR_TEMPLATES = ("tools", "documents")
 """Columns that are made for chat templates: a template that does not read them hides them from the model."""
@@ -37,7 +38,7 @@ class Conversations:
         """
         if isinstance(prompt, str):
             return prompt, [answer for answer in answers if isinstance(answer, str)]
-        variables = self._variables(row)
+        variables = self.variables(row.values, row.file)
         head = self._chat.render(prompt, variables=variables)
         self._tell_of_lost(row, prompt, head)
         tails = []
@@ -50,9 +51,9 @@ class Conversations:
             tails.append(whole[len(head) :])
         return head, tails
 
-    def _variables(self, row: Row) -> dict[str, Any]:
+    def variables(self, values: Mapping[str, Any], file: str) -> dict[str, Any]:
         """The columns of a row that the template reads, and the row's own template arguments."""
-        columns = {name: value for name, value in row.values.items() if value is not None and name not in self._used}
+        columns = {name: value for name, value in values.items() if value is not None and name not in self._used}
         own = _read_json(columns.pop(ARGUMENTS, None) or {}, ARGUMENTS, dict)
         for name in FOR_TEMPLATES:
             if name in columns:
@@ -61,11 +62,11 @@ class Conversations:
         reads = self._chat.reads(with_tools=bool(given.get("tools")))
         for name in given:
             if name in reads:
-                self._tell("read", name, f"{row.file}: column {name!r} is given to the chat template")
+                self._tell("read", name, f"{file}: column {name!r} is given to the chat template")
             elif (name in FOR_TEMPLATES and given[name]) or name in own:
                 self._tell(
                     "unread", name,
-                    f"{row.file}: {name!r} is not shown to the model: the chat template does not read it; set "
+                    f"{file}: {name!r} is not shown to the model: the chat template does not read it; set "
                     "tokenizer.chat_template to one that does",
                 )  # fmt: skip
         return {name: value for name, value in given.items() if name in reads and value not in ([], {})}
@@ -91,8 +92,8 @@ def _read_json(value: Any, name: str, kind: type) -> Any:
     """A column that holds a list or an object, or its JSON, without null keys.  Raises DataError."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = read_json(value)
+        except ValueError as error:
             raise DataError(f"column {name!r} is text, but not JSON ({error})") from error
     if not isinstance(value, kind):
         raise DataError(f"column {name!r} is not a {'list' if kind is list else 'mapping'}, but {type(value).__name__}")

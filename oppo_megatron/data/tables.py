@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from oppo_megatron.data.json_rows import Numbered, check_depth, check_texts, plain_row
+from oppo_megatron.data.json_rows import Numbered, check_texts, plain_row
 from oppo_megatron.errors import DataError
+from oppo_megatron.nesting import check_value, read_json
 
 DELIMITERS = ",;\t"
 LONGEST_CELL = 1 << 27
@@ -74,7 +74,7 @@ def _cells_as_row(header: list[str], cells: list[str], delimiter: str) -> dict[s
         if any("\udc80" <= character <= "\udcff" for character in cell):
             raise DataError(f"column {name!r:.60} is not UTF-8; save the file as UTF-8")
     row = {name: _messages(cell) for name, cell in zip(header, cells, strict=True)}
-    check_depth(row)
+    check_value(row)
     check_texts(row)
     return row
 
@@ -84,8 +84,8 @@ def _messages(cell: str) -> Any:
     if not cell.lstrip().startswith("[") or "{" not in cell:
         return cell
     try:
-        value = json.loads(cell)
-    except (ValueError, RecursionError):
+        value = read_json(cell)
+    except ValueError:
         return cell
     return value if isinstance(value, list) and all(isinstance(item, dict) for item in value) else cell
 

@@ -23,6 +23,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from oppo_megatron.nesting import check_template
 from oppo_megatron.processes import allow_processor_time, limit_resource
 
 MEMORY_BYTES = 1 << 30
@@ -87,7 +88,12 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> jinja2.Template:
-    return environment().from_string(template)
+    return environment().from_string(_counted(template))
+
+
+def _counted(template: str) -> str:
+    check_template(template)
+    return template
 
 
 def _read_names(template: nodes.Template) -> set[str]:
@@ -103,7 +109,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The text of a rendering; of a request without variables, the names that the template reads and does not define."""
     try:
         if "variables" not in request:
-            return {"reads": sorted(_read_names(environment().parse(request["template"])))}
+            return {"reads": sorted(_read_names(environment().parse(_counted(request["template"]))))}
         random.seed(0)  # of the filter `random` and of `lipsum`
         moment = datetime.fromisoformat(request["moment"])
         text = _compiled(request["template"]).render(request["variables"], strftime_now=moment.strftime)

@@ -18,6 +18,7 @@ from oppo_megatron.data.fast_tokenizer import SPACE_MARK, chat_template_of, disa
 from oppo_megatron.data.prompt_tokens import settle_bos
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.modeldir.eos import distinct, model_eos_ids
+from oppo_megatron.nesting import check_json
 
 SENTENCEPIECE_NAME = "tokenizer.model"
 TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")
@@ -129,6 +130,8 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer
 
         try:
+            for file in directory.glob("*.json"):
+                check_json(file.read_text(encoding="utf-8"))
             loaded: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         except Exception as error:
             raise ConfigError(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.nesting import read_json
 from oppo_megatron.policy.asked import OutputFile
 from oppo_megatron.records import Prompt, Rollout
 
@@ -156,7 +157,7 @@ def _read(partial: Path) -> list[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 break
             try:
-                content = json.loads(line)
+                content = read_json(line)
             except ValueError as error:
                 raise DataError(
                     f"{partial}, line {number}: not JSON ({error}); remove the file, and begin anew"

@@ -53,7 +53,7 @@ class Request:
     """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
 
     `max_length`: tokens of the longest prompt and its response.  `num_slots`: sequences that a replica decodes at once.
-    `left_out`: the message about prompts that were too long; empty: there were none.
+    `told_of_prompts`: lines about the rows of a file, and those left out; empty: there are none.
     """
 
     policy: Policy
@@ -65,7 +65,7 @@ class Request:
     num_slots: int
     max_length: int
     to: Terminal | OutputFile | Conversation
-    left_out: str = ""
+    told_of_prompts: str = ""
 
 
 def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.config.explain import first_problem
 from oppo_megatron.config.load import read_tree
 from oppo_megatron.config.model import Dtype, ModelConfig, ParallelConfig, TrainedRoleConfig
 from oppo_megatron.config.paths import missing_path
@@ -114,10 +115,8 @@ def read_run(directory: Path) -> RunConfig:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(
-            f"`{directory / RUN_CONFIG}` is not the configuration of a run of this version (`{key}`: {first['msg']}); copy the "
+            f"`{directory / RUN_CONFIG}` is not the configuration of a run of this version ({first_problem(error)}); copy the "
             "folder of its weights away from it, and name that"
         ) from error
 

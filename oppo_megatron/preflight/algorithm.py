@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from oppo_megatron.config.algorithm import PRESETS
+from oppo_megatron.config.derived import least_micro_batch
 from oppo_megatron.config.ppo import KLConfig, PPOConfig, RolloutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.preflight.preferences import check_smoothing
@@ -154,7 +155,7 @@ def _check_objective(config: TrainConfig) -> Iterator[str]:
 
 def _check_pairs(config: TrainConfig) -> Iterator[str]:
     """What pairs of responses need, and what they have no place for."""
-    mode, rollout, tokens = config.ppo.kl.mode, config.rollout, config.runtime.micro_batch_tokens
+    mode, tokens = config.ppo.kl.mode, config.runtime.micro_batch_tokens
     if not config.algorithm.pairs or config.dpo is None:
         if mode == "margin":
             yield (
@@ -178,7 +179,7 @@ def _check_pairs(config: TrainConfig) -> Iterator[str]:
             f"guards.ratio_max.limit is {config.guards.ratio_max.limit:g}, but algorithm.preset online_dpo has no ratio; "
             "remove it"
         )
-    longest = 2 * (config.data.max_prompt_tokens + rollout.max_response_tokens)
+    longest = least_micro_batch(config)
     if longest // 2 <= tokens < longest:
         yield (
             f"runtime.micro_batch_tokens is {tokens}, but a pair may have {longest} tokens (twice data.max_prompt_tokens + "

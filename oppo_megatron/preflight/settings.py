@@ -307,7 +307,7 @@ def _check_optimizer(name: str, optimizer: OptimizerConfig, key: str | None = No
         return [f"{where}.min_lr is {optimizer.min_lr}, but must not exceed lr {optimizer.rate}; lower it"]
     if optimizer.min_lr and optimizer.decay == "constant":
         return [
-            f"{where}.min_lr is {optimizer.min_lr}, but {where}.decay is constant, and nothing reads it; remove it, or set decay "
+            f"{where}.min_lr is {optimizer.min_lr}, but {where}.decay is constant, and nothing reads it; set it to 0, or decay "
             "to linear or cosine"
         ]
     return []

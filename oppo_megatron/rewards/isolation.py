@@ -27,6 +27,7 @@ import psutil
 
 from oppo_megatron.config.remote import START_S, IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.nesting import read_json
 from oppo_megatron.rewards.isolated_child import MAX_ANSWER_BYTES
 
 CHILD = "oppo_megatron.rewards.isolated_child"
@@ -165,8 +166,8 @@ class IsolatedFunction:
         self._write(json.dumps({**message, "call": name}, allow_nan=False).encode() + b"\n", deadline, late)
         line = self._read_line(deadline, late)
         try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError):
+            answer = read_json(line)
+        except ValueError:
             answer = None
         if not isinstance(answer, dict) or answer.pop("call", None) != name:
             self.close()

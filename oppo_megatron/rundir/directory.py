@@ -35,6 +35,7 @@ import yaml
 from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.nesting import read_json, read_yaml
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.rundir.holding import HELD_WAIT_S, held
 from oppo_megatron.rundir.space import free_bytes, megabytes
@@ -146,8 +147,8 @@ class RunDirectory:
     def settings(self) -> dict[str, Any]:
         """What the run's `config.yaml` says, unchecked, by this version's names; nothing where none can be read."""
         try:
-            tree = yaml.safe_load(self.config.read_bytes()) if self.config.is_file() else None
-        except (yaml.YAMLError, RecursionError, ValueError):
+            tree = read_yaml(self.config.read_bytes()) if self.config.is_file() else None
+        except (yaml.YAMLError, ValueError):
             return {}
         return with_new_names(tree) if isinstance(tree, dict) else {}
 
@@ -252,8 +253,8 @@ class RunDirectory:
         if not self.finished:
             return None
         try:
-            steps = json.loads(self.summary.read_text(encoding="utf-8"))["steps"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            steps = read_json(self.summary.read_text(encoding="utf-8"))["steps"]
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         return steps if isinstance(steps, int) else None
 
@@ -291,9 +292,9 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
             if not line.endswith(b"\n"):
                 continue
             try:
-                if wanted(json.loads(line)):
+                if wanted(read_json(line)):
                     file.write(line.decode("utf-8"))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
                     f"{path}, line {number}: not a line that a run writes ({type(error).__name__}: {error}); only the last "
                     "one may be cut short; remove or repair it, then continue with --resume"

@@ -164,6 +164,13 @@ def test_ratios_of_responses_keep_the_gradient_of_carried_rows(workspace: Worksp
     assert not any(lost_gradient(line, "decoupled") for line in decoupled)
 
 
+def test_rounding_takes_no_gradient_from_ratios_of_responses(workspace: Workspace) -> None:
+    """GSPO's range is narrower than what bfloat16 rounds between decoding and training; nothing is clipped at a ratio of 1."""
+    config = grouped(workspace, "gspo-bfloat16", "gspo", 4, **{"runtime.dtype": "bfloat16", "ppo.minibatches": 1, "steps": 1})
+    (line,) = run_ppo_ranks(config).metrics
+    assert line["logprob_gap"] > 4e-4 and line["clip_fraction"] == line["lost_gradient_fresh"] == 0
+
+
 def test_a_rule_without_a_reference_leaves_no_scorer(workspace: Workspace) -> None:
     """No role but the actor has a rank, a model or a message, in one process, and on ranks of the actor alone."""
     config = grouped(workspace, "alone", "dapo", 4, **CARRIED, **BY_RULE)

@@ -11,7 +11,8 @@ import pytest
 from oppo_megatron.config.data import DataConfig, PromptDataConfig
 from oppo_megatron.data.examples import Example, read_completions, read_pairs, read_prompts
 from oppo_megatron.data.rows import Quarantine, RowProblems
-from oppo_megatron.errors import DataError
+from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.policy.given_prompts import Wording, prompts_of_file
 from tests.support.chat_templates import CHATML, LLAMA3, LLAMA32, QWEN3, QWEN25, R1_DISTILL, R1_FIRST
 from tests.support.tokenizers import CharacterTokenizer
 from tests.unit.test_data_chat_template import TOOLS, chat_of
@@ -109,3 +110,17 @@ def test_what_a_prompt_loses_is_noted_once(tmp_path: Path) -> None:
     assert [note.split(" is not")[0] for note in lost] == ["'name' of messages", "text of 'assistant' messages"]
     _, quarantine = read(tmp_path, [{"prompt": [{"role": "system", "content": "Be kind."}, ASKED]}], R1_FIRST, read_prompts)
     assert any("text of 'system' messages is not shown" in note for note in quarantine.notes)
+
+
+def test_prompts_of_a_file_get_the_columns_of_their_rows(tmp_path: Path) -> None:
+    """As a user's turn, too."""
+    path, tokenizer, told = tmp_path / "rows.jsonl", CharacterTokenizer(), list[str]()
+    path.write_text(json.dumps({"prompt": "2+2?", "tools": TOOLS}) + "\n")
+    tokenizer.chat = chat_of(QWEN25)
+    (asked,) = prompts_of_file(path, None, Wording(as_chat=True), tokenizer, note=told.append)
+    assert asked.text.startswith("<|im_start|>system\n# Tools") and "column 'tools' is given to the chat template" in told[-1]
+    (asked,) = prompts_of_file(path, None, Wording(), tokenizer, note=told.append)
+    assert asked.text == "2+2?"
+    tokenizer.chat = chat_of(None)
+    with pytest.raises(ConfigError, match="--as-chat put turns into a chat template"):
+        prompts_of_file(path, None, Wording(as_chat=True), tokenizer)

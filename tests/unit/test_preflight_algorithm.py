@@ -52,6 +52,8 @@ def test_a_preset_fills_in_what_its_row_says(settings: dict[str, Any], name: str
         ({}, "decoupled"),
         ({"ppo.staleness": "behaviour"}, "behaviour"),
         ({"overlap.inter": False}, "behaviour"),
+        ({"overlap.inter": False, "actor.dtype": "bfloat16"}, "decoupled"),
+        ({"algorithm": {"preset": "grpo"}, "actor.dtype": "bfloat16"}, "behaviour"),
         ({"overlap.delta": {"initial": 0, "min": 0, "max": 0}}, "behaviour"),
         ({"overlap.delta": {"initial": 0, "min": 0, "max": 0}, "overlap.backfill": True}, "decoupled"),
         ({"algorithm.ratio": "token"}, "behaviour"),

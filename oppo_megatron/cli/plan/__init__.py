@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oppo_megatron.cli.lengths import add_length_arguments, count
+from oppo_megatron.cli.lengths import add_length_arguments, add_prompt_argument, count
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.cli.plan.loading import MARGIN
 
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, nargs="?", help="its ranks and layouts are not looked at")
     parser.add_argument("--cluster", type=Path, metavar="cluster.yaml", help="docs/planner.md has an example")
     add_length_arguments(parser)
+    add_prompt_argument(parser)
     measured = parser.add_mutually_exclusive_group()
     measured.add_argument(
         "--costs", type=Path, metavar="costs.json", help="cost lines that a run of CONFIG as it is has measured"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.nesting import read_json
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
 
 EXAMPLE = '{"decode": [0.002, 5e-5], "prefill": {"critic": [0.002, 2e-5]}, "message_s": 5e-5}'
@@ -27,7 +27,7 @@ def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
     if not path.is_file():
         raise ConfigError(missing_path("the file of costs", path))
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; costs are JSON, as in {EXAMPLE}") from error
     if not isinstance(tree, dict):

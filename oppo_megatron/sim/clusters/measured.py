@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import explain
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.nesting import read_json
 
 Share = Annotated[float, Field(ge=1e-6, le=2)]
 Seconds = Annotated[float, Field(ge=0, le=60)]
@@ -67,7 +67,7 @@ def read_measured(path: Path) -> MeasuredConfig:
     if not path.is_file():
         raise ConfigError(missing_path("`measured` of cluster.yaml", path))
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
             raise ValueError(f"it holds {type(tree).__name__}, not a JSON object")
         return MeasuredConfig.model_validate(tree)

@@ -53,7 +53,7 @@ class Journal:
         self.planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
         self.log = MetricsLog(self.run_dir.metrics)
         self.trackers = trackers
-        self.progress = Progress(config.logging.console, total_steps, "ppo")
+        self.progress = Progress(config.logging.console, total_steps, config.algorithm.preset)
         self.accuracy: dict[int, float] = {}
         self.heldout = HeldoutLog(best_standard(config))
         self.stopped: str | None = None
@@ -213,7 +213,7 @@ class Journal:
 
 def lost_gradient(fields: Mapping[str, Any], staleness: str) -> str | None:
     """A warning if clipping takes much of the gradient of responses with stale tokens, and clearly more than of others."""
-    fresh, stale = fields.get("lost_gradient_fresh", 0.0), fields.get("lost_gradient_stale", 0.0)
+    fresh, stale = (fields.get(f"lost_gradient_{rows}") or 0.0 for rows in ("fresh", "stale"))
     if not (stale > MUCH_LOST and stale > 2 * fresh):
         return None
     remedy = "set ppo.staleness to decoupled" if staleness == "behaviour" else "lower overlap.max_staleness or delta"
