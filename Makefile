@@ -4,6 +4,8 @@
 #   make test    the same and the site of docs/, and every test that guards a promise, on the CPU: twelve minutes
 #   make test-long    the rest: chaos, benchmarks, the tutorial, every layout; before a release
 #   make gpu-rehearsal    runs on CUDA tensors that are fake, without a GPU; most of them are part of `make test`
+#   make gpu-test    tests/gpu by the Python that PYTHON names, on a machine with a GPU; installs nothing
+#   make gpu-pack    collects into .whl and .kit what a GPU node without a network lacks (docs/gpu.md)
 #   make hooks   installs the pre-commit hooks
 #   make docs    builds docs/ as a site into build/site; a link that leads nowhere is an error
 #   make test-wandb    the test of the tracker with the real wandb, installed into .wandb
@@ -49,7 +51,7 @@ PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix 
 # Every process of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test test-slurm test-wandb test-nvrx test-gpulibs test-oracles bench-trl clean
+.PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test gpu-pack test-slurm test-wandb test-nvrx test-gpulibs test-oracles bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
@@ -86,8 +88,12 @@ hooks: $(INSTALLED_TEST)
 gpu-rehearsal: $(INSTALLED_TEST)
 	$(PYTEST) -n $(JOBS) --dist loadfile tests/rehearsal
 
-gpu-test: $(INSTALLED_TEST)
-	$(BIN)/python -m pytest -m gpu
+# By the node's own Python: neither a network nor a .venv is needed.
+gpu-test:
+	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -p no:cacheprovider tests/gpu
+
+gpu-pack: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu_node/pack.py $(ARGS)
 
 test-slurm: $(INSTALLED_TEST)
 	OPPO_SLURM_ALL=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm tests/unit/test_slurm_job.py tests/unit/test_cli_slurm.py
@@ -116,7 +122,7 @@ bench-trl: $(INSTALLED) $(PEER_INSTALLED)
 	$(BIN)/python benchmarks/peers/compare.py --prompt-tokens 64 $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) $(ORACLES_VENV) .wandb .nvrx .gpulibs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) $(ORACLES_VENV) .wandb .nvrx .gpulibs .whl .kit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -e .

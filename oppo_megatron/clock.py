@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+
+TELL_S = 5.0
+"""Between two lines about a long phase."""
 
 
 class SteadyClock:
@@ -26,3 +30,20 @@ def format_duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+class ByTime:
+    """Tells how far a long phase has come: of the lines that it is given, one each `every_s` seconds."""
+
+    def __init__(
+        self, tell: Callable[[str], None], every_s: float = TELL_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._tell, self._every_s, self._clock = tell, every_s, clock
+        self._started = self._told = clock()
+
+    def __call__(self, line: str) -> None:
+        """Tell the line, with the seconds since the start, if the last one is long enough ago."""
+        now = self._clock()
+        if now - self._told >= self._every_s:
+            self._told = now
+            self._tell(f"{line}, {format_duration(now - self._started)}")

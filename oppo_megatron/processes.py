@@ -1,16 +1,61 @@
-"""Child processes that end with this one, and signals deferred until they can be handled."""
+"""Processes that end with the one that started them, their limits, and signals deferred until they can be handled."""
 
 from __future__ import annotations
 
+import ctypes
+import io
+import os
+import resource
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from errno import EIO
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ONCE = (signal.SIGUSR1, signal.SIGHUP)
+"""Signals to stop that ask for no more if they come again: shell and kernel each send SIGHUP when a terminal is closed."""
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when the thread that started it ends; at once if `parent` is no longer its parent."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent not in (None, os.getppid()):
+        os._exit(0)
+
+
+def hears(number: int) -> bool:
+    """False if a signal must stay ignored: SIGHUP of a process that `nohup` started."""
+    return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+
+
+class _Terminal(io.FileIO):
+    """A terminal; what is written to it after it was closed is dropped."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != EIO:
+                raise
+            return len(data)
+
+
+def outlive_terminal() -> None:
+    """Let this process write to stdout and stderr even after their terminal was closed."""
+    for name in ("stdout", "stderr"):
+        stream = cast(io.TextIOWrapper, getattr(sys, name))
+        if stream is getattr(sys, f"__{name}__") and stream is not None and stream.isatty():
+            stream.flush()
+            buffer = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))
 
 
 def terminate(process: subprocess.Popen[bytes]) -> None:
@@ -18,6 +63,21 @@ def terminate(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
     process.wait()
+
+
+def limit_resource(what: int, most: int) -> None:
+    """Set the soft and the hard limit of this process, but never above a hard limit that is there."""
+    _, hard = resource.getrlimit(what)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))
+
+
+def allow_processor_time(seconds: int) -> None:
+    """Let this process use so much more than it has.  The soft limit only: it moves with each call, and its signal kills."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 @contextmanager
@@ -39,8 +99,9 @@ def started(
         with log.open("wb") as output:
             # S603: commands are this project's own, without a shell.
             process = subprocess.Popen(  # noqa: S603
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=own_session
-            )
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=own_session,
+                preexec_fn=partial(end_with_parent, os.getpid()),
+            )  # fmt: skip
         held.deliver()
         yield process
     finally:

@@ -6,11 +6,44 @@ decode steps that the actor has made since the run began (one decode step gives 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from oppo_megatron.chunks import ChunkRow, ChunkRows, FinishReason
+
+TIE = 2.0**-20
+"""Scores of a group that differ by no more than this share of the largest are equal: eight roundings of float32.  A reward model
+that reads the same response in another micro-batch, or on another processor, gives scores that far apart."""
+
+
+def field_at(fields: Mapping[str, Any], name: str) -> Any:
+    """Return the column `name`; `a.b` is also key `b` of the object in column `a`.  Raises KeyError."""
+    if name in fields:
+        return fields[name]
+    column, _, rest = name.partition(".")
+    if not rest or not isinstance(fields.get(column), Mapping):
+        raise KeyError(name)
+    return field_at(fields[column], rest)
+
+
+def field_names(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield every name that `field_at` takes, but those of objects that hold others."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            yield from (f"{name}.{below}" for below in field_names(value))
+        else:
+            yield name
+
+
+def nearest_field(wanted: Iterable[str], names: Sequence[str]) -> str | None:
+    """Return the name that is most like one of `wanted`, by its last key too; None if none is near."""
+    by_key = {name.rpartition(".")[2]: name for name in reversed(names)}
+    for name in wanted:
+        if found := difflib.get_close_matches(name, [*names, *by_key], n=1):
+            return by_key.get(found[0], found[0])
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,22 +6,29 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
-# A busy machine is no fault of the code; and what is drawn today is drawn tomorrow.  --hypothesis-profile=explore draws anew.
-settings.register_profile("explore", deadline=None)
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
+from oppo_megatron.cores import CONNECTIONS, has_cuda
+
+with suppress(ImportError):  # a GPU node, where tests/gpu runs alone, may have none
+    from hypothesis import settings
+
+    # A busy machine is not a fault of the code; and what is drawn today is drawn tomorrow.
+    # --hypothesis-profile=explore draws anew.
+    settings.register_profile("explore", deadline=None)
+    settings.register_profile("repeatable", deadline=None, derandomize=True)
+    settings.load_profile("repeatable")
 MANY_THREADS = 200
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` in a script; tests press Ctrl-C, and wait for what it does
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A run has a thread for each core: on cores that are busy, threads that spin for each other take milliseconds a product.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+if not has_cuda():  # on a device streams would wait for each other
+    os.environ.setdefault(CONNECTIONS, "1")
 
 
 def pytest_collection_finish() -> None:

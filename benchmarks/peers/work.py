@@ -25,8 +25,8 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.placements import named_roles
-from oppo_megatron.mcore.naming.hf_layout import Head
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import rewrite_weights
 from oppo_megatron.records import Prompt

@@ -66,6 +66,10 @@ overrides() {
   esac
 }
 
+# ppo.yaml has two ranks, and each rank on a GPU needs one of its own.
+gpus=$(nvidia-smi -L 2>/dev/null | wc -l || true)
+one_gpu() { [[ $gpus != 1 || $1 != ppo ]] || echo placement.mode=single; }
+
 # stage KIND NAME CONFIG: a run whose summary.json exists is finished.
 stage() {
   if [[ -f $out/$2/summary.json ]]; then
@@ -73,7 +77,7 @@ stage() {
   else
     echo "== $2"
     # shellcheck disable=SC2046
-    oppo "$1" "$here/$3" $(overrides "$2")
+    oppo "$1" "$here/$3" $(overrides "$2") $(one_gpu "$2")
   fi
 }
 

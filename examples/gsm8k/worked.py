@@ -17,6 +17,7 @@ from typing import Any
 from oppo_megatron.rewards.verifiers import first_settled, verify
 
 CALCULATION = re.compile(r"<<([^<>=\n]*)=([^<>=\n]*)>>")
+MOST_OPERATORS = 50
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -53,9 +54,11 @@ def is_right(calculation: str, result: str) -> bool:
 
 def value(text: str) -> Fraction | None:
     """Of numbers, `+ - * / //` and brackets; None of anything else."""
+    if not re.fullmatch(r"[\d.,+*/() -]*", text) or sum(map(text.count, "+-*/(")) > MOST_OPERATORS:
+        return None  # Python's parser calls itself for each operator and bracket
     try:
         return _value(ast.parse(text.strip().replace(",", ""), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, ZeroDivisionError):
         return None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
+from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience, with_pairs
 from oppo_megatron.algorithms.losses import (
     POLICY_FIGURES,
@@ -37,7 +38,7 @@ class Algorithm:
     """What the choices of a configuration come to.
 
     `longest` is the limit of a response, in tokens; `drawn_at` the temperature at which they are drawn; `dpo` the loss of pairs,
-    where the loss is theirs.
+    where the loss is theirs; `dtype` the type of the actor.
     """
 
     choices: AlgorithmConfig
@@ -47,12 +48,14 @@ class Algorithm:
     overlong: Overlong = NO_LIMIT
     drawn_at: float = 1.0
     dpo: DPOLossConfig | None = None
+    dtype: str = "float32"
 
     @classmethod
     def of(cls, config: TrainConfig) -> Algorithm:
         rollout, longest = config.rollout, config.rollout.max_response_tokens
         overlong = Overlong(config.overlong, longest)
-        return cls(config.algorithm, config.ppo, rollout.group_size, longest, overlong, rollout.temperature, config.dpo)
+        drawn_at, dtype = rollout.temperature, config.actor.dtype
+        return cls(config.algorithm, config.ppo, rollout.group_size, longest, overlong, drawn_at, config.dpo, dtype)
 
     def experience(
         self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN
@@ -107,7 +110,7 @@ class Algorithm:
     ) -> tuple[Tensor, TokenStats]:
         """The actor's loss of a micro-batch; `num_tokens` is the token count of the rows read of the global minibatch."""
         if self.dpo is not None:
-            return pair_loss(logp_T, entropy_T, targets, self.dpo, num_tokens)
+            return pair_loss(logp_T, entropy_T, targets, self.dpo, num_tokens, token_noise(self.dtype))
         surrogate = Surrogate.of(self.choices, self.ppo)
         return actor_loss(logp_T, entropy_T, targets, surrogate, self.ppo, kl_coefficient, num_tokens)
 

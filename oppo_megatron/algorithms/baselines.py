@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.config.algorithm import Baseline, Scale
+from oppo_megatron.records import TIE
 
 DEVIATION_EPS = 1e-4
 """Added to a deviation that divides (TRL's; verl adds 1e-6)."""
@@ -28,9 +29,8 @@ def compared(
     `greedy_G`: the score of the greedy response to each prompt, which the baseline `greedy` is.  It depends on the prompt and
     the weights alone, not on a response that is compared with it, so it leaves the expected gradient as it is.
 
-    A group whose scores are all equal is 0 exactly: that is told by its largest and its least score, because a deviation that
-    should be 0 may be a rounding, which a small `eps` would blow up.  Deviations divide by n - 1.  A critic's values and
-    whitening enter by tokens, elsewhere.
+    A group whose scores are all equal (`equal_groups`) is 0 exactly: a deviation that should be 0 may be a rounding, which a
+    small `eps` would blow up.  Deviations divide by n - 1.  A critic's values and whitening enter by tokens, elsewhere.
     """
     scores_GN = scores_B.double().view(-1, group_size)
     centred_GN = _centred(scores_GN, baseline, None if greedy_G is None else greedy_G.double())
@@ -44,11 +44,11 @@ def compared(
 
 
 def equal_groups(scores_B: Tensor, group_size: int, greedy_G: Tensor | None = None) -> Tensor:
-    """For each group, whether all its scores are the same, that of its greedy response included (bool, [G])."""
+    """For each group, whether all its scores are the same up to `TIE`, that of its greedy response included (bool, [G])."""
     scores_GN = scores_B.view(-1, group_size)
     if greedy_G is not None:
         scores_GN = torch.cat([scores_GN, greedy_G[:, None]], 1)
-    return scores_GN.amax(1) == scores_GN.amin(1)
+    return scores_GN.amax(1) - scores_GN.amin(1) <= TIE * scores_GN.abs().amax(1)
 
 
 def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> Tensor:
@@ -67,13 +67,16 @@ def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> 
 
 
 def _best_worst(scores_GN: Tensor) -> Tensor:
-    """1 for the best response of each group, -1 for the worst, of equals the first; 0 for others, and where all are equal.
+    """1 for the best response of each group, -1 for the worst, of equals the first; 0 for others, and if all are equal.  Equal
+    to the best, or to the worst, is what is half of `TIE` away, so that no response of an unequal group is both.
 
     NaN throughout a group with a score that is none.
     """
     signs_GN = torch.zeros_like(scores_GN)
-    signs_GN.scatter_(1, scores_GN.argmax(1, keepdim=True), 1.0)
-    signs_GN.scatter_(1, scores_GN.argmin(1, keepdim=True), -1.0)
+    tie_G1 = TIE / 2 * scores_GN.abs().amax(1, keepdim=True)
+    for sign in (1.0, -1.0):
+        close_GN = sign * scores_GN >= (sign * scores_GN).amax(1, keepdim=True) - tie_G1
+        signs_GN.scatter_(1, close_GN.byte().argmax(1, keepdim=True), sign)
     signs_GN = signs_GN.masked_fill(equal_groups(scores_GN.flatten(), scores_GN.shape[1])[:, None], 0.0)
     return signs_GN.masked_fill(scores_GN.isnan().any(1, keepdim=True), torch.nan)
 

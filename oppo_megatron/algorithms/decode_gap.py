@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oppo_megatron.config.guards import GapGuardConfig
+from oppo_megatron.config.guards import APART, GapGuardConfig
 
 USUAL_LOGIT = 16.0
 """Up to twice this size of a token's largest logit a limit holds as it is; it doubles with each doubling beyond."""
@@ -53,6 +53,15 @@ def gap_stats(difference_R: Tensor, largest_R: Tensor, fresh_R: Tensor, limit: G
         "num_fresh": fresh_R.sum(dtype=torch.float64),
         "num_beyond": beyond_R.sum(dtype=torch.float64),
     }
+
+
+def token_noise(dtype: str) -> float:
+    """Nats: a bound of what rounding makes of a difference of log-probs, a token; of n tokens together sqrt(n) times this.
+
+    A quarter of what a single token may be apart.  Measured (policy equal to reference, other layouts and packings): at most
+    3e-6 in float32 and 0.08 in bfloat16, root mean square 1e-6 and 0.035.
+    """
+    return APART[dtype] / 4
 
 
 def judged_gap(

@@ -24,9 +24,10 @@ from oppo_megatron.config.ppo import PPOConfig
 class PolicyStats(TokenStats):
     """Sums over the tokens of a policy update.
 
-    `loss` is the surrogate with its sign turned, weighted as in the loss; `clipped` counts tokens whose ratio was held
-    back; `approx_kl` is k3 of KL(old || new); `weight` sums the importance weights (1 each where there are none);
-    `kl` (to the reference) and `entropy` are filled in by `actor_loss`.
+    `loss` is the surrogate with its sign turned, weighted as in the loss; `clipped` counts tokens whose gradient the bounds of
+    the ratio take away (cispo: make smaller); `approx_kl` is k3 of KL(old || new); `weight` sums the importance weights (1 each
+    where there are none); `kl` (to the reference) and `entropy` are filled in by `actor_loss`.  The others sum |advantage| by the
+    weights of the loss, of responses without and with tokens of an older policy: all of it, and what the bounds take away.
     """
 
     loss: Tensor
@@ -36,6 +37,10 @@ class PolicyStats(TokenStats):
     weight: Tensor
     kl: Tensor
     entropy: Tensor
+    fresh_gradient: Tensor
+    fresh_lost: Tensor
+    stale_gradient: Tensor
+    stale_lost: Tensor
     max_ratio: Tensor
 
 
@@ -43,7 +48,7 @@ class PolicyStats(TokenStats):
 class ValueStats(TokenStats):
     """Sums over the tokens of a value update.
 
-    `loss` is the (clipped) value loss, `clipped` counts values that moved beyond the clip range, `squared_error` is
+    `loss` is the (clipped) value loss, `clipped` counts values whose gradient the clip range takes away, `squared_error` is
     (value - return)^2, `value` and `target` sum the new values and the returns.
     """
 
@@ -59,7 +64,8 @@ class ActorTargets:
     """What the actor's fresh log-probs are compared with; all but `lengths_R` are [T] and without gradient.
 
     `old_logp_T` and `weight_T` come from `staleness.ratio_base`, `share_T` (None: 1 each) from `reduction.row_weights`, the
-    rest from the step's `Experience`.  `lengths_R`: tokens of each response, which ratios of whole responses need.
+    rest from the step's `Experience`.  `lengths_R`: tokens of each response, which ratios of whole responses need.  `stale_T`:
+    whether a token's response has tokens of an older policy (None: none has).
     """
 
     old_logp_T: Tensor
@@ -68,6 +74,7 @@ class ActorTargets:
     weight_T: Tensor | None = None
     share_T: Tensor | None = None
     lengths_R: Tensor | None = None
+    stale_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ def policy_loss(
     """
     old_logp_T = targets.old_logp_T
     ratio_T = log_ratios(logp_T, old_logp_T, surrogate.ratio, targets.lengths_R).exp()
-    losses_T, clipped_T = _surrogate(logp_T, ratio_T, targets.advantages_T, surrogate)
+    losses_T, lost_T = _surrogate(logp_T, ratio_T, targets.advantages_T, surrogate)
     if surrogate.ratio == "sequence_product" and surrogate.objective == "clip":
         assert targets.lengths_R is not None
         losses_T = losses_T / to_tokens(targets.lengths_R, targets.lengths_R, losses_T.numel())
@@ -130,25 +137,31 @@ def policy_loss(
     stats = PolicyStats(
         num_tokens=count(logp_T),
         loss=total(losses_T),
-        clipped=total(clipped_T),
+        clipped=total(lost_T > 0),
         approx_kl=total(kl_per_token(old_logp_T, logp_T, "k3")),
         ratio=total(ratio_T),
         weight=count(logp_T) if targets.weight_T is None else total(targets.weight_T),
         kl=zero,
         entropy=zero,
+        **_gradient_sums(lost_T, targets),
         max_ratio=maximum(ratio_T),
     )
     return losses_T.sum() / num_tokens, stats
 
 
 POLICY_FIGURES = (
-    "actor_loss", "clip_fraction", "approx_kl", "ratio_mean", "ratio_max", "importance_weight_mean", "entropy",
+    "actor_loss", "clip_fraction", "lost_gradient_fresh", "lost_gradient_stale", "approx_kl", "ratio_mean", "ratio_max",
+    "importance_weight_mean", "entropy",
 )  # fmt: skip
 
 
 def policy_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """`POLICY_FIGURES` of an update with these reports of its optimizer steps."""
     tokens = sum(report["num_tokens"] for report in reports)
+    gradient = {
+        name: sum(r[f"{name}_lost"] for r in reports) / (sum(r[f"{name}_gradient"] for r in reports) or 1.0)
+        for name in ("fresh", "stale")
+    }
     mean = {
         name: sum(report[name] for report in reports) / tokens
         for name in ("loss", "clipped", "approx_kl", "ratio", "weight", "entropy")
@@ -156,6 +169,8 @@ def policy_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {
         "actor_loss": mean["loss"],
         "clip_fraction": mean["clipped"],
+        "lost_gradient_fresh": gradient["fresh"],
+        "lost_gradient_stale": gradient["stale"],
         "approx_kl": mean["approx_kl"],
         "ratio_mean": mean["ratio"],
         "ratio_max": max(report["max_ratio"] for report in reports),
@@ -169,20 +184,38 @@ def shared(terms_T: Tensor, share_T: Tensor | None) -> Tensor:
     return terms_T if share_T is None else terms_T * share_T
 
 
+def _gradient_sums(lost_T: Tensor, targets: ActorTargets) -> dict[str, Tensor]:
+    """The sums of `PolicyStats` over |advantage|; `lost_T`: the share of each token's gradient that is lost."""
+    size_T = shared(shared(targets.advantages_T.abs(), targets.weight_T), targets.share_T)
+    stale_T = torch.zeros_like(size_T) if targets.stale_T is None else targets.stale_T.to(size_T.dtype)
+    fresh_T, stale_T = size_T * (1 - stale_T), size_T * stale_T
+    return {
+        "fresh_gradient": total(fresh_T),
+        "fresh_lost": total(fresh_T * lost_T),
+        "stale_gradient": total(stale_T),
+        "stale_lost": total(stale_T * lost_T),
+    }
+
+
 def _surrogate(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
-    """The loss of each token, and whether its ratio was held back, both [T]."""
+    """The loss of each token, and the share of its gradient that the bounds of the ratio take away, both [T].
+
+    With `clip` that is all or nothing, and nothing where a ratio is out of its range on the side that the advantage moves it back
+    from; with `cispo` it is what the weight loses by its bound.
+    """
     if surrogate.objective == "plain":
-        return -advantages_T * logp_T, torch.zeros_like(ratio_T, dtype=torch.bool)
+        return -advantages_T * logp_T, torch.zeros_like(ratio_T)
     if surrogate.objective == "cispo":
         assert surrogate.ratio_cap is not None, "objective cispo needs a ratio_cap"
         capped_T = ratio_T.detach().clamp(max=surrogate.ratio_cap)
-        return -capped_T * advantages_T * logp_T, ratio_T > surrogate.ratio_cap
-    held_T = ratio_T.clamp(*surrogate.range)
-    losses_T = -torch.minimum(ratio_T * advantages_T, held_T * advantages_T)
+        return -capped_T * advantages_T * logp_T, (1 - capped_T / ratio_T.detach()) * (advantages_T != 0)
+    gains_T, held_T = ratio_T * advantages_T, ratio_T.clamp(*surrogate.range) * advantages_T
+    losses_T, lost_T = -torch.minimum(gains_T, held_T), held_T < gains_T
     if surrogate.dual_clip is not None:
         most_T = torch.where(advantages_T < 0, -surrogate.dual_clip * advantages_T, torch.inf)
+        lost_T = lost_T | (most_T < losses_T)
         losses_T = torch.minimum(losses_T, most_T)
-    return losses_T, ratio_T != held_T
+    return losses_T, lost_T.to(ratio_T.dtype)
 
 
 def value_loss(
@@ -194,16 +227,16 @@ def value_loss(
     """
     error_T = (values_T - returns_T).square()
     losses_T = 0.5 * error_T
-    moved_T = values_T - old_values_T
-    beyond_T = torch.zeros_like(moved_T, dtype=torch.bool)
+    lost_T = torch.zeros_like(values_T, dtype=torch.bool)
     if value_clip > 0:
-        beyond_T = moved_T.abs() > value_clip
-        held_T = old_values_T + moved_T.clamp(-value_clip, value_clip)
-        losses_T = 0.5 * torch.maximum(error_T, (held_T - returns_T).square())
+        moved_T = values_T - old_values_T
+        held_T = (old_values_T + moved_T.clamp(-value_clip, value_clip) - returns_T).square()
+        lost_T = (moved_T.abs() > value_clip) & (held_T > error_T)
+        losses_T = 0.5 * torch.maximum(error_T, held_T)
     stats = ValueStats(
         num_tokens=count(values_T),
         loss=total(losses_T),
-        clipped=total(beyond_T),
+        clipped=total(lost_T),
         squared_error=total(error_T),
         value=total(values_T),
         target=total(returns_T),

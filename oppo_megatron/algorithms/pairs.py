@@ -58,11 +58,12 @@ def pair_weights(num_tokens: int, counted_N: Sequence[bool]) -> list[float]:
 
 
 def pair_loss(
-    logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, rule: DPOLossConfig, num_tokens: int
+    logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, rule: DPOLossConfig, num_tokens: int, noise: float
 ) -> tuple[Tensor, PairStats]:
     """The loss of a micro-batch that has two rows of a group side by side: its share of the mean over the minibatch's pairs.
 
-    The sign of a row's advantages says whether it is the better one; `share_T` is by `pair_weights`, and 0 of no pair.
+    The sign of a row's advantages says whether it is the better one; `share_T` is by `pair_weights`, and 0 of no pair.  `noise`:
+    `token_noise` of the policy's type.
     """
     assert targets.lengths_R is not None and targets.share_T is not None and targets.reference_logp_T is not None
     lengths_R = targets.lengths_R
@@ -72,7 +73,7 @@ def pair_loss(
     weight_P = weight_P * first_P.abs()  # as it is, but not finite where the scores were not
     logp_R, reference_R = (row_sums(x_T.double(), lengths_R) for x_T in (logp_T, targets.reference_logp_T))
     ordered = [_best_first(x_R, first_P) for x_R in (logp_R, reference_R, lengths_R.double())]
-    columns = pair_columns(ordered[0], ordered[1], ordered[2], rule)
+    columns = pair_columns(ordered[0], ordered[1], ordered[2], rule, noise)
     loss = (columns["loss"] * weight_P).sum() / num_tokens
     counted_P = (weight_P > 0).double()
     stats = PairStats(

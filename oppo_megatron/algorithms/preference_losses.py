@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from oppo_megatron.algorithms.stats import count, total
+from oppo_megatron.algorithms.decode_gap import token_noise
+from oppo_megatron.algorithms.stats import count, right_share, total
 from oppo_megatron.config.preference_losses import DPOLossConfig, KTOLossConfig
+
+FLOAT32 = token_noise("float32")
 
 
 def sequence_sums(logp_R: Tensor, counts: Sequence[int]) -> Tensor:
@@ -31,11 +34,13 @@ def sequence_sums(logp_R: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.stack([piece.sum() for piece in logp_R.double().split(list(counts))])
 
 
-def pair_columns(logp_S: Tensor, reference_S: Tensor, counts_S: Tensor, rule: DPOLossConfig) -> dict[str, Tensor]:
+def pair_columns(
+    logp_S: Tensor, reference_S: Tensor, counts_S: Tensor, rule: DPOLossConfig, noise: float = FLOAT32
+) -> dict[str, Tensor]:
     """What is known of each pair, [P] a name: its `loss`, and without gradient the implicit rewards and their difference.
 
     `logp_S`, `reference_S`: sums over a sequence's tokens, of which `counts_S` says how many there are.  `accuracy`: whether the
-    chosen answer's reward is the larger one; a tie is a miss.
+    chosen answer's reward is the larger one; 1/2 if their difference may be rounding, which is `noise` a token (`token_noise`).
     """
     scale_S = 1.0 / counts_S if rule.average else torch.ones_like(reference_S)
     ratio_P2 = ((logp_S - reference_S) * scale_S).view(-1, 2)
@@ -46,9 +51,10 @@ def pair_columns(logp_S: Tensor, reference_S: Tensor, counts_S: Tensor, rule: DP
         losses_P = losses_P - rule.nll * mean_P
     with torch.no_grad():
         margin_P = rule.beta * (chosen_P - rejected_P)
+        noise_P = rule.beta * noise * (counts_S * scale_S.square()).view(-1, 2).sum(-1).sqrt()
         return {
             "loss": losses_P,
-            "accuracy": (margin_P > 0).double(),
+            "accuracy": right_share(margin_P, noise_P),
             "margin": margin_P,
             "reward_chosen": rule.beta * chosen_P,
             "reward_rejected": rule.beta * rejected_P,
@@ -69,12 +75,18 @@ def margin_losses(margin_P: Tensor, rule: DPOLossConfig) -> Tensor:
 
 
 def row_columns(
-    logp_S: Tensor, reference_S: Tensor, sign_S: Tensor, rule: KTOLossConfig, point: float
+    logp_S: Tensor,
+    reference_S: Tensor,
+    counts_S: Tensor,
+    sign_S: Tensor,
+    rule: KTOLossConfig,
+    point: float,
+    noise: float = FLOAT32,
 ) -> dict[str, Tensor]:
     """What is known of each row, [S] a name: its `loss`, and without gradient on which side of the reference point it is.
 
     `sign_S`: 1 of wanted rows, -1 of unwanted ones; `point`: z0.  `margin`: how far a row's implicit reward is on its right
-    side of the point's; `accuracy`: whether it is at all.
+    side of the point's; `accuracy`: whether it is at all; `counts_S` and `noise` as for `pair_columns`.
     """
     ratio_S = logp_S - reference_S
     margin_S = rule.beta * sign_S * (ratio_S - point)
@@ -82,7 +94,7 @@ def row_columns(
     side_S = margin_S.detach()
     return {
         "loss": weight_S * torch.sigmoid(-margin_S),
-        "accuracy": (side_S > 0).double(),
+        "accuracy": right_share(side_S, rule.beta * noise * counts_S.sqrt()),
         "margin": side_S,
         "reward": rule.beta * ratio_S.detach(),
         "reference_point": torch.full_like(side_S, point),

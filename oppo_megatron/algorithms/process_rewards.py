@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from oppo_megatron.algorithms.stats import count, total
+from oppo_megatron.algorithms.stats import count, right_share, rounding, total
 
 
 def step_loss(logits_R: Tensor, labels_R: Tensor, num_labels: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean binary cross-entropy (nats) of the labels, from 0 to 1, where sigmoid(logit) is the probability of 1.
 
     It is the cross-entropy of two classes whose logits differ by `logits_R`.  Statistics: `loss`, `accuracy` (whether the
-    likelier class is that of the label).
+    likelier class is that of the label; 1/2 if the classes are equally likely, up to rounding).
     """
     _, losses_R, right_R = step_table(logits_R, labels_R).unbind(-1)
     return losses_R.sum() / num_labels, {"count": count(losses_R), "loss": total(losses_R), "accuracy": total(right_R)}
@@ -28,8 +28,10 @@ def step_loss(logits_R: Tensor, labels_R: Tensor, num_labels: int) -> tuple[Tens
 
 def step_table(logits_R: Tensor, labels_R: Tensor) -> Tensor:
     """For each label: 1, its loss, whether the likelier class is that of the label [R, 3]."""
+    noise = torch.full_like(logits_R, rounding(logits_R))  # of a logit of usual size, 1
+    logits_R = logits_R.to(torch.promote_types(logits_R.dtype, torch.float32))
     losses_R = binary_cross_entropy_with_logits(logits_R, labels_R.to(logits_R.dtype), reduction="none")
-    right_R = ((logits_R > 0) == (labels_R > 0.5)).to(logits_R.dtype)
+    right_R = right_share(torch.where(labels_R > 0.5, logits_R, -logits_R), noise).to(logits_R.dtype)
     return torch.stack([torch.ones_like(losses_R), losses_R, right_R], -1)
 
 

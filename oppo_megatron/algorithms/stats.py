@@ -25,6 +25,19 @@ def count(x_T: Tensor) -> Tensor:
     return torch.full((), float(x_T.numel()), dtype=torch.float64, device=x_T.device)  # made there, not copied
 
 
+def right_share(margin: Tensor, noise: Tensor) -> Tensor:
+    """How much each margin counts as on its right side (float64): 1 above `noise`, 0 below -`noise`, 1/2 between.
+
+    A margin that rounding alone could make has no side: its sign would change with the processor, the layout and the packing.
+    """
+    return (margin.greater(noise).double() + margin.greater_equal(-noise).double()) / 2
+
+
+def rounding(x: Tensor) -> float:
+    """What rounding makes of outputs of a model, as a share of their size: some roundings of their type."""
+    return 4 * torch.finfo(x.dtype).eps
+
+
 def maximum(x_T: Tensor) -> Tensor:
     """Detached largest element of non-negative `x_T`; 0 where there is no token (a rank without rows)."""
     return x_T.detach().double().amax() if x_T.numel() else count(x_T)

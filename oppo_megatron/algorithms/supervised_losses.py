@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from oppo_megatron.algorithms.stats import count, total
+from oppo_megatron.algorithms.stats import count, right_share, rounding, total
 
 
 def next_token_loss(logp_R: Tensor, num_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -24,8 +24,8 @@ def next_token_loss(logp_R: Tensor, num_tokens: int) -> tuple[Tensor, dict[str, 
 def preference_loss(scores_P2: Tensor, num_pairs: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Bradley-Terry: mean -log sigmoid(chosen - rejected); column 0 scores the chosen answers.
 
-    Statistics: `loss`, `accuracy` (whether the chosen answer scores higher; a tie is a miss), `margin` (chosen -
-    rejected).
+    Statistics: `loss`, `accuracy` (whether the chosen answer scores higher; a tie, up to rounding, counts half), `margin`
+    (chosen - rejected).
     """
     _, losses_P, right_P, margin_P = preference_table(scores_P2).unbind(-1)
     return losses_P.sum() / num_pairs, {
@@ -40,7 +40,7 @@ def preference_table(scores_P2: Tensor) -> Tensor:
     """For each pair: 1, its loss, whether the chosen answer scores higher, and by how much [P, 4]."""
     chosen_P, rejected_P = scores_P2.unbind(-1)
     margin_P = chosen_P - rejected_P
-    right_P = (margin_P > 0).to(margin_P.dtype)
+    right_P = right_share(margin_P, rounding(scores_P2) * scores_P2.abs().amax(-1)).to(margin_P.dtype)
     return torch.stack([torch.ones_like(margin_P), -logsigmoid(margin_P), right_P, margin_P], -1)
 
 

@@ -124,7 +124,7 @@ class DryRun(PureLoop[PlannedRound]):
 
     def _decided(self, end: StepEnd, delta: Decision, chunk: Decision | None) -> None:
         with self.watch.part("controllers"):
-            self.kl.observe(0.0, len(end.batch.seq_ids))
+            self.kl.observe(0.0)
             if self.planner.generator == "woven":  # a run has measured other costs by now, and plans anew
                 self.planner.learn(measured_costs(self.site, end.step))
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from oppo_megatron.bench.peaks import DTYPES, Products, best_s, measure_peaks, threads_of
 from oppo_megatron.layout.flops import Shape, layer_linears
 from oppo_megatron.layout.shape import head_dim, num_kv_heads
+from oppo_megatron.processes import end_with_parent
 from oppo_megatron.sim.clusters.gpus import GPUS, Gpu
 from oppo_megatron.sim.clusters.links import INSIDE
 from oppo_megatron.sim.laws.points import CollectivePoint, LayerPoint
@@ -72,6 +73,7 @@ def exchange_messages(rank: int, ranks: int, meeting: str, name: str, found: Any
 
     The first puts the points in the queue `found`.
     """
+    end_with_parent()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     points = list(_messages(rank, ranks, name))

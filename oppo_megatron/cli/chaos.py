@@ -7,15 +7,11 @@ import sys
 from pathlib import Path
 
 from oppo_megatron.cli.lengths import count
+from oppo_megatron.cli.parser import add_config_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", type=Path, metavar="CONFIG.yaml", help="a configuration of `oppo train`, with `steps`"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_config_arguments(parser, help="a configuration of `oppo train`, with `steps`")
     parser.add_argument("--kills", type=count, default=30, metavar="N", help="how often; default %(default)s")
     parser.add_argument(
         "--seed", type=int, default=1, metavar="S", help="whom and when, drawn from it; default %(default)s"

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oppo_megatron.cli.parser import add_config_arguments
+
 if TYPE_CHECKING:
     from oppo_megatron.config.base import Section
     from oppo_megatron.config.describe import Setting
@@ -17,12 +19,7 @@ WIDTH = 110
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="print it resolved, or show its value of KEY"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_config_arguments(parser, nargs="?", help="print it resolved, or show its value of KEY")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--explain", metavar="KEY", help="meaning, values, unit and default of a key, as in overlap.delta"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from oppo_megatron.nesting import read_json
 
 if TYPE_CHECKING:
     from oppo_megatron.integrations.huggingface import Conversion
@@ -156,7 +157,7 @@ def _ends(src: Path) -> bool:
     from oppo_megatron.modeldir.eos import model_eos_ids
 
     path = src / "tokenizer_config.json"
-    named = json.loads(path.read_bytes()).get("eos_token") if path.is_file() else None
+    named = read_json(path.read_bytes()).get("eos_token") if path.is_file() else None
     return bool(model_eos_ids(src)) or not named
 
 
@@ -165,7 +166,7 @@ def _pads(src: Path) -> bool:
     from oppo_megatron.modeldir.eos import model_eos_ids
 
     path = src / "config.json"
-    pad = json.loads(path.read_bytes()).get("pad_token_id") if path.is_file() else None
+    pad = read_json(path.read_bytes()).get("pad_token_id") if path.is_file() else None
     return pad is not None and pad not in model_eos_ids(src)
 
 

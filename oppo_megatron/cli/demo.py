@@ -119,13 +119,17 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
     Preset ppo is ppo.yaml, after a reward model.  The others have no critic, and are rewarded by the verifier alone: they are
     grpo.yaml, or their own file, after the warm start.
     """
+    from oppo_megatron.cli.measure import cuda_devices
+    from oppo_megatron.cores import has_cuda
+
+    single = has_cuda() and cuda_devices() == 1
     data, tokenizer = _inputs(out, {**(QUICK_DATA if quick else DATA), "seed": seed})
 
     def training(kind: str, name: str, title: str, places: Mapping[str, Path], after: Sequence[Stage]) -> Stage:
         file = configs / f"{_file_of(algorithm) if kind == 'train' else kind}.yaml"
         changes = [f"seed={seed}", *(QUICK[file.stem] if quick else [])]
         if kind == "train":
-            changes += [*_preset(algorithm), *(f"overlap.{it}={str(RUNS[name]).lower()}" for it in ("intra", "inter"))]
+            changes += [*_preset(algorithm, single), *(f"overlap.{it}={str(RUNS[name]).lower()}" for it in ("intra", "inter"))]
         paths = {"run_dir": out / name, "tokenizer.path": out / "tokenizer" / "tokenizer.model", **places}
         make = functools.partial(_train, kind, file, [*changes, *(f"{key}={path}" for key, path in paths.items())])
         # Without the paths: a demo that was moved as a whole is still finished.
@@ -145,14 +149,18 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
     return [data, tokenizer, *before, sequential, oppo]
 
 
-def _preset(algorithm: str) -> list[str]:
-    """What a preset changes in the configuration.  Without a reference nothing scores: both processes hold the actor."""
+def _preset(algorithm: str, single: bool) -> list[str]:
+    """What a preset changes in the configuration, and a host with a `single` GPU.
+
+    Without a reference nothing scores: both processes hold the actor.
+    """
     from oppo_megatron.config.algorithm import PRESETS
 
-    if algorithm == "ppo":
-        return []
-    alone = PRESETS[algorithm].kl["mode"] == "none"
-    return [f"algorithm.preset={algorithm}", *(["placement.actor.dp=2"] if alone else [])]
+    preset = [] if algorithm == "ppo" else [f"algorithm.preset={algorithm}"]
+    if single:
+        return [*preset, "placement.mode=single"]
+    alone = algorithm != "ppo" and PRESETS[algorithm].kl["mode"] == "none"
+    return [*preset, *(["placement.actor.dp=2"] if alone else [])]
 
 
 def _inputs(out: Path, recipe: Mapping[str, Any]) -> tuple[Stage, Stage]:

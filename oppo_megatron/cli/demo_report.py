@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from oppo_megatron.config.evaluation import ACCURACY
+from oppo_megatron.nesting import read_json
 from oppo_megatron.report.plots import plot_reward, plot_timeline
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import read_metrics
@@ -29,7 +29,7 @@ def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str
     runs = {name: RunDirectory(out / name) for name in names}
     figures = {name: _figures(run) for name, run in runs.items()}
     base, other = (figures[name]["step_s"] for name in names)
-    lengths = json.loads((out / "tokenizer" / "lengths.json").read_text(encoding="utf-8"))
+    lengths = read_json((out / "tokenizer" / "lengths.json").read_text(encoding="utf-8"))
     write_json(out / "demo.json", {"speedup": base / other, **figures, "solution_tokens": lengths})
     plot_reward({name: read_metrics(run.metrics) for name, run in runs.items()}, out / "reward.png")
     plot_timeline({name: run.trace for name, run in runs.items()}, out / "timeline.png")
@@ -88,6 +88,6 @@ def histogram(deferred: Mapping[str, int]) -> str:
 
 
 def _figures(run: RunDirectory) -> dict[str, Any]:
-    summary = json.loads(run.summary.read_text(encoding="utf-8"))
+    summary = read_json(run.summary.read_text(encoding="utf-8"))
     errors = [line["error"][ACCURACY] for line in summary["heldout"].values()]
     return {name: summary[name] for name in FIGURES} | {"error_before": errors[0], "error_after": errors[-1]}

@@ -8,41 +8,49 @@ import platform
 import sys
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 
+import psutil
 from packaging.requirements import Requirement
 
+from oppo_megatron.cli.ft_launcher import DISTRIBUTION, LAUNCHER
 from oppo_megatron.cores import usable_cores
-from oppo_megatron.layout.kernels import find_available, kernel_table
+from oppo_megatron.layout.kernels import APEX, FLASH, TE, USED, find_available, import_fault, kernel_table
 from oppo_megatron.preflight.gpus import Gpu, Problem, TorchBuild, describe, problems, read_host
 
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, its module, and the features lost without it (None: nothing runs without it)."""
+    """A distribution, the names that are used of it, and the features lost without it (None: nothing runs without it)."""
 
     distribution: str
-    module: str
-    lost: str | None
+    used: tuple[str, ...]
+    lost: str | None = None
 
 
 PACKAGES = (
-    Package("torch", "torch", None),
-    Package("megatron-core", "megatron.core", None),
-    Package("transformers", "transformers", None),
+    Package("torch", ("torch:Tensor",)),
+    Package("megatron-core", ("megatron.core:ModelParallelConfig",)),
+    Package("transformers", ("transformers:PreTrainedTokenizerFast",)),
     Package(
-        "transformer-engine",
-        "transformer_engine",
+        TE,
+        USED[TE],
         "its layers and norms (runtime.layers), fused Adam and gradient norms on GPU: apex's or torch's are used",
     ),
-    Package("apex", "apex", "fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"),
     Package(
-        "flash-attn",
-        "flash_attn",
-        "attention over paged KV caches on GPU: torch's own with FA3 activated, else dense caches",
+        APEX, USED[APEX], "NVIDIA's fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"
     ),
-    Package("wandb", "wandb", "logging.wandb_project: install the extra `wandb`"),
-    Package("datasets", "datasets", "Hugging Face data set folders as input: install the extra `datasets`"),
+    Package(FLASH, USED[FLASH], "attention over paged KV caches on GPU, by versions from 2.5 to 2.x: caches are dense"),
+    Package("wandb", ("wandb:init",), "logging.wandb_project: install the extra `wandb`"),
+    Package(
+        "datasets", ("datasets:load_from_disk",), "Hugging Face data set folders as input: install the extra `datasets`"
+    ),
+    Package(
+        "pyarrow", ("pyarrow.parquet:ParquetFile",), "Parquet and zstd files as input: install the extra `parquet`"
+    ),
+    Package("math-verify", ("math_verify:parse", "math_verify:verify"), "rule `math`: install the extra `math`"),
+    Package("fastapi", ("fastapi:FastAPI",), "`oppo serve-*`: install the extra `serve`"),
+    Package("uvicorn", ("uvicorn:Server",), "`oppo serve-*`: install the extra `serve`"),
+    Package(DISTRIBUTION, (f"{LAUNCHER}:main",), "restarts by ft_launcher: torch's elastic agent is used"),
 )
 
 PRESENT = "present"
@@ -70,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{kernels.part}: {kernels.used}" + (f"; off is {kernels.lacking}" if kernels.lacking else ""))
     print("features that are off:")
     for package in PACKAGES:
-        if package.lost is not None and not versions[package.distribution]:
-            print(f"  - {package.distribution} is not installed; without it: {package.lost}")
+        if package.lost is not None and (fault := import_fault(*package.used)):
+            print(f"  - {package.distribution} {fault}; without it: {package.lost}")
     return _verdict(required, [] if build is None else problems(build, host))
 
 
@@ -104,7 +112,7 @@ def unmet_requirements() -> list[str]:
     for needed in map(Requirement, lines):
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
-        version = version_of(modules.get(needed.name, Package(needed.name, needed.name, None)))
+        version = version_of(modules.get(needed.name, Package(needed.name, (needed.name,))))
         if version is None:
             found.append(f"{needed.name}{needed.specifier}, which is absent")
         elif version != PRESENT and not needed.specifier.contains(
@@ -119,8 +127,7 @@ def version_of(package: Package) -> str | None:
     try:
         return metadata.version(package.distribution)
     except metadata.PackageNotFoundError:
-        root = package.module.partition(".")[0]
-        return PRESENT if find_spec(root) is not None else None
+        return None if import_fault(*package.used) else PRESENT
 
 
 def _torch_report() -> list[str]:
@@ -157,9 +164,5 @@ def torch_build() -> TorchBuild:
 
 
 def _memory() -> str:
-    if find_spec("psutil") is None:
-        return "memory unknown (psutil is absent)"
-    import psutil
-
     memory = psutil.virtual_memory()
     return f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB memory free"

@@ -8,10 +8,12 @@ import os
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oppo_megatron.cli.generate import add_drawing_arguments, add_policy_arguments
+from oppo_megatron.cli.generate import add_drawing_arguments, add_policy_arguments, choice_of
+from oppo_megatron.nesting import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from oppo_megatron.evaluation.comparing import Judged
     from oppo_megatron.evaluation.grading import Answer, Grader
     from oppo_megatron.policy.asked import Request
+
+
+SHOWN_ROWS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,10 +76,9 @@ def run(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         requests = [_request(args, directory, _file(folder, place)) for place, directory in enumerate(args.directory)]
         _require_same_prompts(requests, args.directory)
-        if requests[0].left_out:
-            print(requests[0].left_out, file=sys.stderr, flush=True)
-        for request in requests:
-            grader.check({prompt.row: prompt.fields for prompt in request.prompts}, request.max_length)
+        if requests[0].told_of_prompts:
+            print(requests[0].told_of_prompts, file=sys.stderr, flush=True)
+        requests = [_gradable(request, grader) for request in requests]
         for request in requests:
             if code := _decode(request):
                 return code
@@ -113,6 +117,7 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
     """The parts of --rewards, then those of the other options."""
     from pydantic import ValidationError
 
+    from oppo_megatron.config.explain import explain
     from oppo_megatron.config.load import read_tree
     from oppo_megatron.config.serve import ServeRewardConfig
     from oppo_megatron.errors import ConfigError
@@ -128,7 +133,8 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
         if reward is not None:
             raise ConfigError(f"{args.rewards} has a reward model already; drop --reward-model, or that part")
         parts.append({"kind": "model"})
-        reward, tokenizer = {"checkpoint": args.reward_model}, {"path": args.reward_model}
+        model = _reward_weights(args.reward_model)
+        reward, tokenizer = {"checkpoint": model}, {"path": model}
     parts += [{"kind": "python", "entry_point": name} for name in args.function or ()]
     parts += [{"kind": "http", "url": url} for url in args.url or ()]
     wanted: dict[str, Any] = {"rewards": parts, "runtime": {"device": args.device}}
@@ -137,9 +143,17 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
     try:
         config = ServeRewardConfig.model_validate(wanted)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}; correct {args.rewards}") from error
+        raise ConfigError([f"{args.rewards}: {problem}" for problem in explain(ServeRewardConfig, error)]) from error
     return _with_model(config, args)
+
+
+def _reward_weights(directory: Path) -> Path:
+    """Return the folder of the reward model: that of the final weights, if a run's directory is named."""
+    from oppo_megatron.policy.finding import ADAPTER_CONFIG, RUN_CONFIG, SHAPE, WEIGHTS
+
+    weights = directory / WEIGHTS
+    is_run = (directory / RUN_CONFIG).is_file() and not (directory / SHAPE).is_file()
+    return weights if is_run and any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)) else directory
 
 
 def _with_model(config: ServeRewardConfig, args: argparse.Namespace) -> ServeRewardConfig:
@@ -170,10 +184,12 @@ def _agree_on_prompts(args: argparse.Namespace) -> None:
     """All policies are asked with the same text and length: that of the runs that they come from, where these agree."""
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.errors import ConfigError
-    from oppo_megatron.policy.finding import Choice, find_policy
+    from oppo_megatron.policy.finding import find_policy
 
-    choice = Choice(args.tokenizer, args.chat_template, args.base, args.dtype)
-    runs = [run for directory in args.directory if (run := find_policy(directory, choice).run) is not None]
+    choice = choice_of(args)
+    policies = [find_policy(directory, choice) for directory in args.directory]
+    runs = [policy.run for policy in policies if policy.run is not None]
+    args.date = next((run.tokenizer.date for run in runs if run.tokenizer.date is not None), policies[0].tokenizer.date)
     if args.template is None and not args.as_chat:
         templates = sorted({run.data.prompt_template for run in runs})
         if len(templates) > 1:
@@ -211,6 +227,21 @@ def _require_same_prompts(requests: Sequence[Request], directories: Sequence[Pat
             )
 
 
+def _gradable(request: Request, grader: Grader) -> Request:
+    """Without the rows that cannot be scored, which are named.  Raises as `Grader.check`."""
+    refused = grader.check({prompt.row: prompt.fields for prompt in request.prompts}, request.max_length, _tell)
+    for row, why in list(refused.items())[:SHOWN_ROWS]:
+        _tell(f"row {row} of the data is set aside, because it cannot be scored: {why}")
+    if len(refused) > SHOWN_ROWS:
+        _tell(f"{len(refused)} rows of the data are set aside in all")
+    kept = [prompt for prompt in request.prompts if prompt.row not in refused]
+    return replace(request, prompts=tuple(replace(prompt, seq_id=place) for place, prompt in enumerate(kept)))
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _decode(request: Request) -> int:
     """The exit code; 0: the responses are written."""
     from oppo_megatron.cli.generate import ENTRY
@@ -240,7 +271,7 @@ def _answers(path: Path) -> list[Answer]:
 def _rows(path: Path) -> list[dict[str, Any]]:
     """A JSON object a line.  A text in it may hold characters that end a line to `str.splitlines` (U+2028, U+0085)."""
     with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+        return [read_json(line) for line in file]
 
 
 def _judge(args: argparse.Namespace, grader: Grader, answers: Sequence[Sequence[Answer]]) -> list[Judged]:

@@ -10,7 +10,6 @@ worker fails only if the run must be restarted from its last checkpoint; otherwi
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -29,6 +29,9 @@ import psutil
 from oppo_megatron.cli.signals import SignalRelay
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.kernels import import_fault
+from oppo_megatron.nesting import read_json
+from oppo_megatron.processes import end_with_parent
 
 DISTRIBUTION, LAUNCHER = "nvidia-resiliency-ext", "nvidia_resiliency_ext.fault_tolerance.launcher"
 WORKER = "oppo_megatron.cli.ft_worker"
@@ -95,15 +98,14 @@ class Desk:
     def verdict(self) -> Verdict | None:
         """None where no worker has left one."""
         with suppress(FileNotFoundError):
-            return Verdict(**json.loads(self._verdict.read_text(encoding="utf-8")))
+            return Verdict(**read_json(self._verdict.read_text(encoding="utf-8")))
         return None
 
 
 def launcher_version() -> str | None:
     """Of the installed nvidia-resiliency-ext; None where there is none, or it cannot be imported here."""
-    with suppress(ImportError):  # PackageNotFoundError is one
-        if importlib.util.find_spec(LAUNCHER) is not None:
-            return metadata.version(DISTRIBUTION)
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(DISTRIBUTION) if import_fault(f"{LAUNCHER}:main") is None else None
     return None
 
 
@@ -166,7 +168,8 @@ def _supervise(command: Sequence[str], desk: Desk, saves: bool = True) -> tuple[
     relay = SignalRelay(desk.workers, lambda: [pid for each in begun for pid in _tree(each)], saves)
     with relay.listening():  # before the start: a signal that comes with it would else end this process alone
         # S603: this package's own command, and no shell.  A session of its own: a signal to the group is for this process.
-        process = subprocess.Popen(command, env=environment, start_new_session=True)  # noqa: S603
+        ends = partial(end_with_parent, os.getpid())
+        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=ends)  # noqa: S603
         begun.append(process.pid)
         try:
             while process.poll() is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from oppo_megatron.cli.ft_launcher import Desk, Verdict
 from oppo_megatron.errors import EXIT_REQUEUE, OppoError
+from oppo_megatron.processes import end_with_parent
 
 EXIT_AGAIN = 2
 EXIT_DEFECT = 1
@@ -24,6 +25,7 @@ def main(folder: Path) -> int:
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.run import TrainConfig
 
+    end_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until `launch` listens; who sends it sends it again
     desk = Desk(folder)
     desk.take_over()

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from oppo_megatron.config.ppo import RolloutConfig
     from oppo_megatron.data.tokenizer import Tokenizer
     from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
-    from oppo_megatron.policy.finding import Policy
+    from oppo_megatron.policy.finding import Choice, Policy
     from oppo_megatron.policy.given_prompts import Asked, Wording
 
 ENTRY = "oppo_megatron.policy.answering:run_rank"
 MAX_TOKENS, CHAT_LENGTH = 256, 4096
 LEAST = {
     "samples": 1, "max_prompts": 1, "max_prompt_tokens": 1, "tp": 1, "pp": 1, "dp": 1, "batch": 1, "max_tokens": 1, "seed": 0,
-    "top_k": 0, "context": 2,
+    "top_k": 0, "context": 2, "threads": 1,
 }  # fmt: skip
 
 
@@ -67,6 +67,11 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
     policy = parser.add_argument_group("policy")
     policy.add_argument("--tokenizer", type=Path, metavar="PATH", help="default: that of DIR, or of its run")
     policy.add_argument("--chat-template", metavar="JINJA", help="default: that of the run or the tokenizer")
+    policy.add_argument(
+        "--template-argument", action="append", metavar="NAME=VALUE",
+        help="a variable for the chat template, its value in YAML, as in enable_thinking=false; may be given several times "
+        "(default: those of the run)",
+    )  # fmt: skip
     policy.add_argument("--base", type=Path, metavar="DIR", help="adapters: the model that they stand beside")
     policy.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as in the run, or as stored")
     layout = parser.add_argument_group("layout")
@@ -76,12 +81,12 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
     )
     layout.add_argument(
-        "--batch",
-        type=int,
-        default=32,
-        metavar="N",
-        help="sequences that a replica decodes at once (default: %(default)s)",
-    )
+        "--batch", type=int, default=32, metavar="N", help="sequences that a replica decodes at once (default: %(default)s)"
+    )  # fmt: skip
+    layout.add_argument(
+        "--threads", type=int, metavar="N",
+        help="CPU threads of a rank (default: OMP_NUM_THREADS, else the cores divided by the ranks)",
+    )  # fmt: skip
     layout.add_argument("--kv-cache-mb", type=float, metavar="MB", help="bound of a rank's KV cache (default: none)")
     layout.add_argument(
         "--context", type=int, metavar="N",
@@ -129,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = request.parallel.num_ranks
     check_world_size(num_ranks)
     if external_ranks(os.environ) is None or os.environ.get("RANK", "0") == "0":
-        print(request.policy.told, *filter(None, [request.left_out]), sep="\n", file=sys.stderr, flush=True)
+        print(request.policy.told, *filter(None, [request.told_of_prompts]), sep="\n", file=sys.stderr, flush=True)
     return launch("generate", request, num_ranks, ENTRY)
 
 
@@ -139,13 +144,13 @@ def make_request(args: argparse.Namespace) -> Request | None:
     from oppo_megatron.data.stops import require_stop_texts
     from oppo_megatron.policy.answers import require_output
     from oppo_megatron.policy.asked import OutputFile, Request
-    from oppo_megatron.policy.finding import Choice, find_policy, policy_tokenizer, require_layout
+    from oppo_megatron.policy.finding import find_policy, policy_tokenizer, require_layout
     from oppo_megatron.policy.given_prompts import numbered
 
     _require_consistent(args)
-    policy = find_policy(args.directory, Choice(args.tokenizer, args.chat_template, args.base, args.dtype))
+    policy = find_policy(args.directory, choice_of(args))
     tokenizer = policy_tokenizer(policy)
-    asked, left_out = _asked(args, _wording(args, policy), tokenizer)
+    asked, told = _asked(args, _wording(args, policy), tokenizer)
     longest = max((len(encode_prompt(tokenizer, each.text)) for each in asked), default=0)
     max_length, max_tokens = _room(args, policy, longest)
     drawing = drawing_of(args, policy, max_tokens)
@@ -158,7 +163,30 @@ def make_request(args: argparse.Namespace) -> Request | None:
     _require_of_use(args, policy)
     of_file = args.input is not None
     prompts = tuple(numbered(asked, args.samples, tokenizer, max_length, drawing.max_tokens, of_file=of_file))
-    return Request(policy, parallel, runtime, drawing, prompts, args.samples, args.batch, max_length, to, left_out)
+    return Request(policy, parallel, runtime, drawing, prompts, args.samples, args.batch, max_length, to, told)
+
+
+def choice_of(args: argparse.Namespace) -> Choice:
+    """The options about the policy.  Raises ConfigError for a template argument that is not NAME=VALUE."""
+    import yaml
+
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.nesting import read_yaml
+    from oppo_megatron.policy.answers import first_date
+    from oppo_megatron.policy.finding import Choice
+
+    arguments, date = {}, getattr(args, "date", None)
+    if getattr(args, "resume", False) and args.output is not None:
+        date = first_date(args.output)
+    for given in args.template_argument or ():
+        name, sign, value = given.partition("=")
+        try:
+            arguments[name.strip()] = read_yaml(value)
+        except (yaml.YAMLError, ValueError):
+            sign = ""
+        if not (sign and name.strip()):
+            raise ConfigError(f"--template-argument is {given!r}; give NAME=VALUE, as in enable_thinking=false")
+    return Choice(args.tokenizer, args.chat_template, args.base, args.dtype, arguments, date)
 
 
 def _require_consistent(args: argparse.Namespace) -> None:
@@ -177,7 +205,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
     drawn = [name for name in ("temperature", "top_k", "top_p") if getattr(args, name)]
     if args.greedy and drawn:
         problems.append(f"--greedy and --{drawn[0].replace('_', '-')} exclude each other; drop one of them")
-    if args.samples > 1 and (args.greedy or args.temperature == 0):
+    if args.samples > 1 and (args.greedy or args.temperature == 0 or args.top_k == 1):
         problems.append(f"{args.samples} greedy responses would be the same; drop -n, or give a --temperature above 0")
     for i in args.stop_id or ():
         if i < 0:
@@ -293,7 +321,7 @@ def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
 
 
 def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Asked], str]:
-    """No prompts for a conversation, which only needs a template; also the message about prompts left out."""
+    """No prompts for a conversation, which only needs a template; also what was understood of a file, and left out of it."""
     from oppo_megatron.config.paths import missing_path
     from oppo_megatron.errors import DataError
     from oppo_megatron.policy.given_prompts import prompts_of_file, prompts_of_texts, within
@@ -305,11 +333,12 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
         return prompts_of_texts(args.prompt, wording, tokenizer), ""
     if not args.input.exists():
         raise DataError(missing_path("--input", args.input))
-    bound = args.max_prompt_tokens
-    rows = prompts_of_file(args.input, args.column, wording, tokenizer, None if bound else args.max_prompts)
+    bound, told = args.max_prompt_tokens, list[str]()
+    rows = prompts_of_file(args.input, args.column, wording, tokenizer, None if bound else args.max_prompts, told.append)
     short = within(rows, bound, tokenizer)
-    left_out = f"{len(rows) - len(short)} of {len(rows)} prompts have more than {bound} tokens and are left out"
-    return short[: args.max_prompts], left_out if len(short) < len(rows) else ""
+    if len(short) < len(rows):
+        told.append(f"{len(rows) - len(short)} of {len(rows)} prompts have more than {bound} tokens and are left out")
+    return short[: args.max_prompts], "\n".join(told)
 
 
 def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tuple[int, int]:
@@ -329,7 +358,9 @@ def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tupl
 
 
 def _layout(args: argparse.Namespace) -> tuple[ParallelConfig, RuntimeConfig]:
+    from oppo_megatron.cli.measure import check_devices
     from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 
-    runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb)
+    check_devices(args.device, args.tp * args.pp * args.dp, "--tp 1 --pp 1 --dp 1", "--device cpu")
+    runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb, threads_per_rank=args.threads or 0)
     return ParallelConfig(tp=args.tp, pp=args.pp, dp=args.dp), runtime

@@ -30,7 +30,7 @@ from oppo_megatron.errors import (
     StallError,
     WorldError,
 )
-from oppo_megatron.processes import signals_held
+from oppo_megatron.processes import outlive_terminal, signals_held
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -45,6 +45,9 @@ EXIT_DEFECT = 1
 GOOD_ENDS = (0, EXIT_REQUEUE, EXIT_AGAIN)
 ISOLATE = "correct the function; with `isolate: true` it runs in a process of its own, whose end is an error and not the run's"
 MONITOR_S = 0.1  # how often the agent looks at the ranks; it tells of the first that it finds ended
+ORPHANED = 255
+"""Exit code that `multiprocessing` gives to a process whose fork server was killed."""
+ORPHANS = "the process that ranks are forked from was killed, and they end with it; --resume goes on from the last checkpoint"
 LINGER_S = 5 * MONITOR_S  # so that a rank that was killed is found before those that saw it go
 
 
@@ -101,13 +104,22 @@ def _prepare(config: Any) -> Surroundings:
         begin_fork_server()
     importlib.import_module("torch.distributed.launcher.api")
     if forks:
-        await_fork_server()
+        try:
+            await_fork_server()
+        except (EOFError, ConnectionError) as error:
+            raise RankKilled(ORPHANS) from error
     return Surroundings.here()
 
 
 def quiet_torch() -> None:
-    """Called before torch is loaded.  What its C++ half would print, the exceptions say too."""
+    """Called before torch is loaded.  What its C++ half would print, the exceptions say too.
+
+    Its threads meet after each product.  libgomp lets the first one spin for milliseconds, and on a shared core it then spins
+    in place of the one that it waits for (docs/performance.md).
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def check_world_size(expected: int) -> None:
@@ -269,7 +281,7 @@ def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: s
         ),  # its own choice is a folder in /tmp, which it leaves there
     )
     if hasattr(agent, "signals_to_handle"):  # an older agent ends its ranks by SIGTERM, and they have 30 s to save
-        agent.signals_to_handle = "SIGHUP,SIGQUIT"  # SIGTERM and SIGINT are the relay's
+        agent.signals_to_handle = "SIGQUIT"  # SIGTERM, SIGINT and SIGHUP are the relay's
     return agent
 
 
@@ -279,7 +291,10 @@ def _local_rank(surroundings: Surroundings, entry: str, kind: str, config: Any, 
     It has the `surroundings` since it was given them.
     """
     from oppo_megatron.cluster.liveness.failures import FOLDER, Failure, ended_well
+    from oppo_megatron.cluster.rank_processes import end_with_launcher
 
+    end_with_launcher()
+    outlive_terminal()
     rank, folder = int(os.environ["RANK"]), Path(failures)
     os.environ[FOLDER] = failures
     (folder / f"{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
@@ -333,6 +348,8 @@ def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, st
     effects = {-signal.SIGTERM}
     if any(map(_is_cause, written)):  # NCCL aborts a rank whose peer has gone: the peer's own words tell why
         effects.add(-signal.SIGABRT)
+    if not written and not within and all(failed.exitcode == ORPHANED for failed in error.failures.values()):
+        raise RankKilled(ORPHANS)
     killed = [failed for failed in error.failures.values() if failed.exitcode < 0 and failed.exitcode not in effects]
     if stalls := [failure.message for failure in written if failure.kind == "stall"]:
         raise RankStalled(stalls[0])

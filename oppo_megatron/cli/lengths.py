@@ -40,6 +40,29 @@ def add_length_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace-column", metavar="NAME", help="the column of --trace that has the lengths")
 
 
+def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
+    """How long prompts are, for commands that predict."""
+    parser.add_argument(
+        "--prompt-tokens",
+        type=count,
+        metavar="N",
+        help="of all prompts (default: as in a run that calibrates, else half of data.max_prompt_tokens)",
+    )
+
+
+def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
+    """As asked for, else as long as those of the run that calibrates, else half of the longest.  Raises ConfigError."""
+    from oppo_megatron.config.derived import usual_prompt_tokens
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.sim.runs.sources import run_prompt_tokens
+
+    longest, asked, run = config.data.max_prompt_tokens, args.prompt_tokens, getattr(args, "calibrate", None)
+    if asked is not None and asked > longest:
+        raise ConfigError(f"--prompt-tokens {asked}: prompts have 1 to data.max_prompt_tokens = {longest}")
+    measured = None if run is None else run_prompt_tokens(run)
+    return int(asked or min(longest, measured or usual_prompt_tokens(config)))
+
+
 def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
     """The settings under `debug` that --trace or --lognormal stands for.  Raises ConfigError."""
     from oppo_megatron.errors import ConfigError

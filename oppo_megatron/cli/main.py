@@ -23,6 +23,7 @@ from oppo_megatron import __version__
 from oppo_megatron.cli.interrupts import interrupts_behind_imports
 from oppo_megatron.cli.parser import Parser, add_debug_argument
 from oppo_megatron.errors import DISK_FULL, EXIT_INTERRUPTED, OppoError
+from oppo_megatron.processes import outlive_terminal
 
 EXIT_DEFECT = 1
 EXIT_WRONG_INPUT = 2
@@ -69,8 +70,10 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.  A rank that failed among its peers does not return."""
-    from oppo_megatron.cli.launch import is_among_peers, leave
+    from oppo_megatron.cli.launch import is_among_peers, leave, quiet_torch
 
+    outlive_terminal()
+    quiet_torch()
     try:
         with interrupts_behind_imports():
             code = _serve(parse_arguments(list(sys.argv[1:] if argv is None else argv)))

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.cli.signals import ending_by_signal
-from oppo_megatron.cores import usable_cores
+from oppo_megatron.cores import has_cuda, usable_cores
 from oppo_megatron.errors import ConfigError, PlacementError
+from oppo_megatron.nesting import read_json
 from oppo_megatron.processes import started
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str], None]
 START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "import json, sys; sys.path[:] = read_json(sys.argv.pop(1)); "
     "from oppo_megatron.cli.main import main; sys.exit(main())"
 )
 """`oppo` with the import path of this process: a reward function that is found here is found there."""
@@ -162,12 +163,29 @@ def this_machine(runtime: RuntimeConfig) -> Machine:
 
 def cuda_devices() -> int:
     """Counted without a CUDA context, which would take memory of the first device as long as this process lives."""
-    from oppo_megatron.cli.launch import quiet_torch
-
-    quiet_torch()
     import torch
 
     return torch.cuda.device_count()
+
+
+def check_devices(device: str, ranks: int, alone: str, on_cpu: str = "runtime.device=cpu") -> None:
+    """Raises ConfigError where this process would start more ranks than this host has CUDA devices, or `device` is cuda and
+    there is none.  `alone`: what puts all on one rank.  Other launchers may show each rank a device of its own.
+    """
+    from oppo_megatron.cli.launch import external_ranks
+
+    if device == "cpu" or (device == "auto" and not has_cuda()):
+        return
+    devices = cuda_devices()
+    if device == "cuda" and not devices:
+        raise ConfigError("runtime.device is 'cuda', but torch finds no CUDA device here; set runtime.device=cpu or auto")
+    if 0 < devices < ranks and external_ranks(os.environ) is None:
+        has = "one CUDA device" if devices == 1 else f"{devices} CUDA devices"
+        fewer = alone if devices == 1 else f"a placement of at most {devices} ranks (on one: {alone})"
+        raise ConfigError(
+            f"{ranks} ranks would be started, but this host has {has}, and NCCL wants one for each rank; set {fewer}, "
+            f"or {on_cpu} to compute without them"
+        )
 
 
 def refuse_given_ranks(what: str) -> None:
@@ -190,7 +208,7 @@ def read_choice(path: Path, key: str) -> Candidate | None:
     if not path.exists():
         return None
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path.read_text(encoding="utf-8"))
         return Candidate.of_record(record) if record["key"] == key else None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not what `oppo` wrote ({error}); remove it to measure anew") from error

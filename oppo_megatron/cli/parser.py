@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 CHOICE = re.compile(r"(?P<head>.*)invalid choice: '?(?P<given>.*?)'? \(choose from (?P<choices>.*)\)", re.DOTALL)
 UNKNOWN = re.compile(r"unrecognized arguments: (?P<given>.*)", re.DOTALL)
@@ -44,4 +45,16 @@ def add_debug_argument(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, **config: Any) -> None:
+    """Add CONFIG, with what argparse takes for it, and overrides."""
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", **config)
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="a.b=c",
+        help="settings that replace those of the file; a.b=null takes one out",
     )

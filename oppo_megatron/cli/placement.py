@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+from oppo_megatron.cli.parser import add_config_arguments
 
 AUTO = [
     "placement.mode=auto", "placement.actor={tp: 1, pp: 1, dp: 1}", "placement.scorer=null",
@@ -22,10 +23,7 @@ COLUMNS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="its placement is not looked at")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_config_arguments(parser, help="its placement is not looked at")
 
 
 def run(args: argparse.Namespace) -> int:

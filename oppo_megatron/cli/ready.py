@@ -9,9 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from oppo_megatron.errors import ConfigError
@@ -19,7 +18,8 @@ from oppo_megatron.errors import ConfigError
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 
-SERVICE_PACKAGES = ("fastapi", "uvicorn")
+SERVICE_PACKAGES = {"fastapi": ("fastapi:FastAPI",), "uvicorn": ("uvicorn:Server",)}
+"""With the names that a service uses."""
 LEAST_FREE = 2**20
 """Bytes that any run writes: its configuration, metrics, trace and tokenizers."""
 REACH_S = 2.0
@@ -28,6 +28,7 @@ REACH_S = 2.0
 def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfig | SupervisedConfig | None) -> None:
     """Raises ConfigError with all that this machine refuses of a run; `config` is None where its ranks are still to be chosen."""
     from oppo_megatron.cli.launch import check_world_size
+    from oppo_megatron.cli.measure import check_devices
     from oppo_megatron.cli.startable import require_startable
     from oppo_megatron.layout.holdings import written_bytes
     from oppo_megatron.layout.placements import world_size
@@ -47,7 +48,7 @@ def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfi
     collect(require_startable, config or settings, run)
     if config is not None:
         collect(check_world_size, world_size(config))
-    problems += _device_problems(settings.runtime.device)
+    collect(check_devices, settings.runtime.device, *((1, "") if config is None else (world_size(config), on_one_rank(config))))
     if not problems and config is not None:
         problems += _memory_problems(config)
         collect(run.require_space, LEAST_FREE + int(written_bytes(config)))
@@ -55,11 +56,30 @@ def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfi
         raise ConfigError(problems)
 
 
+def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:
+    """The overrides that put a run on one rank."""
+
+    def sizes(tree: Mapping[str, Any], path: str) -> Iterator[str]:
+        for key, value in tree.items():
+            if isinstance(value, Mapping):
+                yield from sizes(value, f"{path}{key}.")
+            elif key in ("tp", "pp", "dp", "vpp") and (value or 1) > 1:
+                yield f"{path}{key}=1"
+            elif key == "ranks" and isinstance(value, str):
+                yield f"{path}{key}=null"
+
+    tree = config.model_dump()
+    return " ".join([*(["placement.mode=single"] if "placement" in tree else []), *sizes(tree, "")])
+
+
 def require_service_packages(kind: str) -> None:
-    """Raises ConfigError where what a service listens with is not installed."""
-    if missing := [name for name in SERVICE_PACKAGES if find_spec(name) is None]:
+    """Raises ConfigError if the packages that a service listens with cannot be imported."""
+    from oppo_megatron.layout.kernels import import_fault
+
+    faults = [f"{name} {fault}" for name, used in SERVICE_PACKAGES.items() if (fault := import_fault(*used))]
+    if faults:
         raise ConfigError(
-            f"`oppo {kind}` needs {' and '.join(missing)}, which this Python lacks; install what services need: "
+            f"`oppo {kind}` needs fastapi and uvicorn, but {' and '.join(faults)}; install what services need: "
             "pip install 'oppo-megatron[serve]', or pip install '.[serve]' in a copy of the source"
         )
 
@@ -78,13 +98,6 @@ def unreached_services(settings: TrainSettings) -> Iterator[str]:
                 f"warning: rewards.{number}.url: {url.hostname}:{port} takes no connection now ({error.strerror or error}); "
                 "start the service before the run, or correct the address"
             )
-
-
-def _device_problems(device: str) -> Iterator[str]:
-    from oppo_megatron.cli.measure import cuda_devices
-
-    if device == "cuda" and not cuda_devices():
-        yield "runtime.device is 'cuda', but torch finds no CUDA device here; set runtime.device=cpu or auto"
 
 
 def _surely_on_cpu(device: str) -> bool:

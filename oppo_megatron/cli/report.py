@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 
@@ -28,7 +29,10 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.report.build import write_report
 
     out: Path = args.out or args.runs[0] / "report"
-    written = write_report(args.runs, out, args.step, pictures=not args.no_png)
+    def tell(line: str) -> None:
+        print(f"oppo report: {line}", file=sys.stderr, flush=True)
+
+    written = write_report(args.runs, out, args.step, pictures=not args.no_png, tell=tell)
     pictures = f" and {len(written) - 1} pictures" if len(written) > 1 else ""
     print(f"{written[0]}{pictures}")
     return 0

@@ -7,24 +7,19 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo_megatron.cli.kinds import require_kind
+from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.errors import EXIT_REQUEUE
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+    from oppo_megatron.rundir.directory import RunDirectory
 
 KINDS = ("train", "sft", "rm", "prm", "dpo", "kto")
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG and overrides."""
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +69,7 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     if config.checkpoint.resume and ended_here(config, run):
         print(f"oppo {kind}: {run.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)
         return 0
+    config = with_date(config, run, datetime.now())
     tell_of_start(kind, config)
     before = run.last_saved()
     code = _launch(kind, config, args.max_restarts, getattr(args, "agent", "auto"))
@@ -81,6 +77,16 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
         saved = "saved" if run.last_saved() != before else "not saved in time"
         print(f"oppo {kind}: {saved}; continue with: {_continuing(kind, args)}", file=sys.stderr, flush=True)
     return code
+
+
+def with_date(
+    config: TrainConfig | SupervisedConfig, run: RunDirectory, now: datetime
+) -> TrainConfig | SupervisedConfig:
+    """Give chat templates the date of the run's first start, so that all ranks and later attempts render the same prompts."""
+    if config.tokenizer.date is not None:
+        return config
+    tokenizer = config.tokenizer.model_copy(update={"date": run.first_date(now)})
+    return config.model_copy(update={"tokenizer": tokenizer})
 
 
 def tell_of_start(kind: str, config: TrainConfig | SupervisedConfig) -> None:
@@ -157,11 +163,12 @@ def resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | Supervised
 
 
 def load_settings(
-    kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True
+    kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True, models: bool = True
 ) -> TrainSettings | SupervisedConfig:
-    """The configuration of one of `KINDS` as it is written, every check made: `placement.mode` may be auto.
+    """Return the configuration of one of `KINDS` as it is written, every check made: `placement.mode` may be auto.
 
-    `inputs`: whether training's tokenizer and rows have to be there.  Raises ConfigError with all problems.
+    `inputs`, `models`: whether training's tokenizer and rows, and its models, have to be there.  Raises ConfigError with all
+    problems.
     """
     from oppo_megatron.config.describe import SUPERVISED
     from oppo_megatron.config.load import load_config
@@ -176,7 +183,7 @@ def load_settings(
             path,
             overrides,
             check=lambda config: [
-                *train_problems(config, inputs=inputs),
+                *train_problems(config, inputs=inputs, models=models),
                 *trace_problems(config.debug.lengths, config.rollout.max_response_tokens),
             ],
         )

@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oppo_megatron.cli.parser import add_config_arguments
+
 if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainConfig
     from oppo_megatron.schedule.actions import Schedule
@@ -24,10 +26,7 @@ TRANSPORTS = ("gloo", "nccl", "nccl-one-queue", "nccl-cold")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_config_arguments(parser)
     parser.add_argument("--round", type=int, default=2, metavar="N", help="round of the first step, from 1 (default 2)")
     parser.add_argument("--out", type=Path, metavar="GRID.png", help="draw the grid into this file, too")
     parser.add_argument("--text", action="store_true", help="print the schedule's text form")
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.schedule.weaving.costs_file import read_costs
 
     _check_out(args.out)
-    settings = load_settings("train", args.config, args.overrides)
+    settings = load_settings("train", args.config, args.overrides, inputs=False, models=False)
     config = cast("TrainConfig | None", placed(settings, measure=False))
     if config is None:
         print("\n".join([*unplaced(settings), "to draw one of them, add its placement, as in placement.mode=single"]))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo_megatron.cli.kinds import require_kind
+from oppo_megatron.cli.parser import add_config_arguments
 
 if TYPE_CHECKING:
     from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
@@ -21,10 +22,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser, *, path: str, setting
         "Listens on 127.0.0.1 unless `host` says otherwise, which needs `token_env`: the name of an environment variable "
         f"that holds a bearer token.  POST {path}, GET /health; {page} has the format."
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help=f"{settings}, and what {page} lists")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_config_arguments(parser, help=f"{settings}, and what {page} lists")
 
 
 def load_service(kind: str, path: Path, overrides: Sequence[str]) -> ServeRewardConfig | ServeScorerConfig:

@@ -17,8 +17,9 @@ import psutil
 
 from oppo_megatron.cluster.rank_processes import rank_processes
 from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTED
+from oppo_megatron.processes import ONCE, hears
 
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def child_pids() -> list[int]:
@@ -60,7 +61,7 @@ class SignalRelay:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._hear) for number in PASSED_ON}
+        before = {number: signal.signal(number, self._hear) for number in PASSED_ON if hears(number)}
         try:
             yield
         finally:
@@ -77,7 +78,7 @@ class SignalRelay:
             self._told_at = time.monotonic()
             if number == signal.SIGINT and self._saves:
                 print(INTERRUPTED, file=sys.stderr, flush=True)
-        self._terms += number != signal.SIGUSR1
+        self._terms += number not in ONCE
         if self._terms > 1 or not self._saves:
             _send(self._everyone(), signal.SIGKILL)
             os._exit(128 + number)
@@ -107,7 +108,7 @@ def ending_by_signal() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP) if hears(number)}
     try:
         yield
     finally:

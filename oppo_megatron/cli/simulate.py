@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from oppo_megatron.cli.lengths import add_length_arguments, forced_lengths
-from oppo_megatron.cli.run import add_config_arguments
+from oppo_megatron.cli.lengths import add_length_arguments, add_prompt_argument, forced_lengths, prompt_tokens
+from oppo_megatron.cli.parser import add_config_arguments
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainConfig
@@ -45,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--costs", type=Path, metavar="COSTS.json", help="seconds of the actions, as `oppo schedule` reads"
     )
     add_length_arguments(parser)
-    parser.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="of all prompts (default: as in RUN, else half of the longest)"
-    )
+    add_prompt_argument(parser)
     parser.add_argument(
         "--fidelity",
         choices=("laps", "actions"),
@@ -99,9 +97,8 @@ def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
     from oppo_megatron.sim.runs.variants import PADDED
 
     config = load_train(args.config, [*args.overrides, *forced_lengths(args), *variant.overrides], inputs=False)
-    longest, forced = config.data.max_prompt_tokens, config.debug.lengths
-    if args.prompt_tokens is not None and not 1 <= args.prompt_tokens <= longest:
-        raise ConfigError(f"--prompt-tokens {args.prompt_tokens}: prompts have 1 to data.max_prompt_tokens = {longest}")
+    prompt_tokens(args, config)
+    forced = config.debug.lengths
     if forced is None:
         raise ConfigError(
             "nothing says how long responses are: a simulation has no model to end them; give --lognormal MEDIAN,SIGMA, "
@@ -118,21 +115,12 @@ def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
     return switched(config, "sequential" if variant.mode == PADDED else variant.mode)
 
 
-def _prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
-    """As asked for, else as long as those of the run that calibrates, else half of the longest."""
-    from oppo_megatron.sim.runs.sources import run_prompt_tokens
-
-    longest = config.data.max_prompt_tokens
-    measured = None if args.calibrate is None else run_prompt_tokens(args.calibrate)
-    return int(args.prompt_tokens or min(longest, measured or max(1, longest // 2)))
-
-
 def _costs(args: argparse.Namespace, config: TrainConfig) -> StepCosts:
     from oppo_megatron.sim.clusters.reading import read_cluster
     from oppo_megatron.sim.pricing.prices import seen_by
     from oppo_megatron.sim.runs.sources import built_in_costs, cluster_costs, file_costs, run_costs
 
-    tokens = _prompt_tokens(args, config)
+    tokens = prompt_tokens(args, config)
     if args.cluster is not None:
         limits = _limits(config)
         lengths = [limits(seq_id) for seq_id in range(config.rollout.batch_size)]
@@ -164,7 +152,7 @@ def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, 
 
     endless = config.steps is None or args.steps > config.steps
     signals = None if args.calibrate is None else run_signals(args.calibrate)
-    tokens, traced = _prompt_tokens(args, config), TRACED_STEPS if args.out is not None else 0
+    tokens, traced = prompt_tokens(args, config), TRACED_STEPS if args.out is not None else 0
     padding = Padding(_limits(config), batch_rows(config)) if variant.mode == PADDED else None
     played = VirtualRun(
         config, costs, padding.padded if padding else _limits(config), args.fidelity,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.nesting import read_json
 
 RECORD = "stage.json"
 
@@ -42,7 +43,7 @@ class Stage:
         if not path.is_file():
             return None
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = read_json(path.read_text(encoding="utf-8"))
         except ValueError:
             return {}
         return record if isinstance(record, dict) else {}

@@ -68,8 +68,12 @@ def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> b
     then, now = run.settings(), plain_settings(config)
     if not (run.finished and then):
         return False
+    unimportant = [("checkpoint", "resume")]
+    if config.tokenizer.date is None:  # the run took that of its first start
+        unimportant.append(("tokenizer", "date"))
     for tree in (then, now):
-        if not isinstance(tree.get("checkpoint", {}), dict):
-            return False
-        tree.get("checkpoint", {}).pop("resume", None)
+        for section, name in unimportant:
+            if not isinstance(tree.get(section, {}), dict):
+                return False
+            tree.get(section, {}).pop(name, None)
     return bool(then == now)

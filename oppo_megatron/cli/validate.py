@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.cli.kinds import SERVICES, guess_kind
+from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.cli.rank_table import rank_table
 from oppo_megatron.cli.ready import require_ready, require_service_packages, unreached_services
 from oppo_megatron.cli.run import KINDS, load_settings, placed, unplaced
@@ -20,10 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_config_arguments(parser)
     parser.add_argument(
         "--kind", choices=(*KINDS, *SERVICES), help="the command it is for; default: told from its keys"
     )
@@ -84,14 +82,14 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     """Read all rows as the run would.  Raises DataError or RewardError; returns what became of them."""
     from oppo_megatron.config.derived import describe_batch, describe_settle
     from oppo_megatron.config.run import TrainSettings
-    from oppo_megatron.train.inputs import describe_first, describe_inputs, read_inputs
+    from oppo_megatron.train.inputs import describe_first, describe_inputs, read_inputs, try_answers
 
     if not isinstance(settings, TrainSettings):
         return _supervised_lines(settings)
     inputs = read_inputs(settings)
-    inputs.rewards.close()
+    refused = try_answers(inputs, settings)
     settings_told = [describe_batch(settings), *describe_settle(settings)]
-    return [*settings_told, *describe_inputs(inputs), *describe_first(inputs.quarantine), *unreached_services(settings)]
+    return [*settings_told, *describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings)]
 
 
 def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:

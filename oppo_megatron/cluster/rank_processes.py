@@ -13,18 +13,21 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
+from oppo_megatron.processes import end_with_parent
+
 StartMethod = Literal["forkserver", "spawn"]
-PRELOADED = ["oppo_megatron.train.entry"]
+PRELOADED = ["oppo_megatron.cluster.fork_server", "oppo_megatron.train.entry"]
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/dxg"), Path("/dev/kfd"))
 """There where a GPU may be: NVIDIA's driver, Windows' for its Linux, AMD's."""
 LONGEST_FOLDER = 108 - len("/pymp-12345678/listener-12345678") - 1
@@ -106,6 +109,19 @@ def _is_open(number: int) -> bool:
 def hear_signals() -> None:
     """Those that the process that ranks are forked from leaves to them."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)
+
+
+def end_with_launcher() -> None:
+    """Called first in a rank: it ends with the process that it was forked from, and with the launcher."""
+    end_with_parent()
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None, "another launcher's ranks end as that one has them end"
+    threading.Thread(target=_end_after, args=(launcher.sentinel,), name="launcher", daemon=True).start()
+
+
+def _end_after(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def rank_processes(launcher: psutil.Process) -> Iterator[psutil.Process]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,14 @@ class TokenizerConfig(Section):
     chat_template: str | None = Field(
         None, description="Jinja template for OpenAI-style `messages`; default: the tokenizer's own"
     )
+    template_arguments: dict[str, Any] = Field(
+        {},
+        description="variables for the chat template, such as `{enable_thinking: false}`; a row's column of that name goes first",
+    )
+    date: datetime | None = Field(
+        None,
+        description="the date that a chat template prints as today's; null: when the first run began in `run_dir`, kept there",
+    )
     add_bos: bool | None = Field(
         None,
         description="begin each prompt with BOS, unless its text or template already does; null: if the tokenizer itself does "
@@ -29,7 +38,10 @@ class TokenizerConfig(Section):
 
 
 class PromptColumnsConfig(Section):
-    """The columns of a row by their part.  A null part is found by the known names (GSM8K's, TRL's, OpenAI's)."""
+    """The columns of a row by their part; `a.b` is key `b` of the objects in column `a`.
+
+    A null part is found by the known names (GSM8K's, TRL's, OpenAI's).
+    """
 
     prompt: str | None = Field(None, description="the prompt: text, or a list of messages")
     chosen: str | None = Field(
@@ -118,7 +130,9 @@ class RewardPart(Section):
     weight: Annotated[float, Unit("factor")] = Field(1.0, description="factor of this part in the sum")
     name: RuleName | None = Field(None, description="the rule (verifier)")
     answer: str = Field(
-        "answer", description="column that holds the expected answer, for rule `code` the tests (verifier)"
+        "answer",
+        description="column that holds the expected answer, for rule `code` the tests; `a.b` is key `b` of the objects in column "
+        "`a` (verifier)",
     )
     lenient: bool = Field(
         False,
@@ -193,8 +207,8 @@ def compile_pattern(pattern: str) -> regex.Pattern[str]:
 
 
 KNOWN_NAMES: dict[str, tuple[str, ...]] = {
-    "prompt": ("prompt", "question", "instruction", "query", "messages", "conversations", "conversation"),
-    "completion": ("completion", "response", "answer", "output"),
+    "prompt": ("prompt", "question", "instruction", "problem", "query", "messages", "conversations", "conversation"),
+    "completion": ("completion", "response", "output", "solution", "answer"),
     "chosen": ("chosen",),
     "rejected": ("rejected",),
     "label": ("label",),

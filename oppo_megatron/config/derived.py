@@ -34,6 +34,17 @@ def max_context(config: TrainConfig) -> int:
     return max(each.max_prompt_tokens for each in data) + config.rollout.max_response_tokens
 
 
+def least_micro_batch(config: TrainConfig) -> int:
+    """The least `runtime.micro_batch_tokens`: those of the longest sequence that is trained, or of a pair of them."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return 2 * longest if config.algorithm.pairs else longest
+
+
+def usual_prompt_tokens(config: TrainSettings) -> int:
+    """Tokens of every prompt of a predicted run if nothing says how long prompts are: half of the most."""
+    return max(1, config.data.max_prompt_tokens // 2)
+
+
 READ_GREEDY = ("actor", "reward")
 """Roles that have anything to do with greedy responses, which are no more than a baseline."""
 

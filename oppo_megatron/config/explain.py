@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
@@ -41,16 +42,46 @@ def _sentence(kind: type[Section], path: Path, details: list[ErrorDetails]) -> s
     return f"`{name}` is {_shown(first['input'])}, but must be {rules}; {_remedy(details)}"
 
 
-def _rule(detail: ErrorDetails) -> str:
-    if detail["type"] == "too_short":
-        return f"a list of at least {detail['ctx']['min_length']}"
+RULES = {
+    "string_too_long": "a text of at most {max_length} characters",
+    "string_pattern_mismatch": "a text that matches the pattern `{pattern}`",
+    "string_unicode": "a text in UTF-8",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+    "invalid_key": "a section whose keys are texts",
+    "none_required": "null",
+    "int_from_float": "an integer, without a fraction",
+    "int_parsing_size": "an integer of fewer digits",
+    "model_type": "a section of keys",
+    "recursion_loop": "a value that does not hold itself",
+}
+"""Rules by the types of pydantic's errors whose messages are sentences of their own, or speak of Python."""
+
+
+def _rule(detail: Mapping[str, Any]) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "string_too_short":
+        least = context["min_length"]
+        return "a text that is not empty" if least == 1 else f"a text of at least {least} characters"
+    if kind in RULES:
+        return RULES[kind].format(**context)
+    if kind.startswith("date"):
+        return "a date, as 2026-11-26, or a date and a time, as 2026-11-26T14:30:00"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    message = message.removeprefix("Input should be ").removeprefix("Input is not ")
-    message = message.replace("a valid dictionary or instance of", "a section of keys:").replace(
-        "a valid integer", "an integer"
-    )
-    message = message.replace("a valid", "a").replace("a path for <class 'pathlib.Path'>", "a path")
-    return message.partition(", unable to")[0]
+    message, asks = re.subn(r"^Input (should be|is not) ", "", message)
+    if not asks and kind not in ("value_error", "assertion_error"):
+        return f"otherwise ({message})"
+    message = message.replace("a valid integer", "an integer").replace("a valid", "a")
+    return message.replace("a path for <class 'pathlib.Path'>", "a path").partition(", unable to")[0]
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first problem in `error`, without the value met, which may be one that must not be shown."""
+    detail = error.errors(include_url=False, include_input=False)[0]
+    name = f"`{dotted(detail['loc'])}`" if detail["loc"] else "the whole"
+    if detail["type"] == "extra_forbidden":
+        return f"{name} is not known"
+    return f"{name} is missing" if detail["type"] == "missing" else f"{name} must be {_rule(detail)}"
 
 
 def _remedy(details: list[ErrorDetails]) -> str:
@@ -93,12 +124,27 @@ def known_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
         yield from known_keys(section, inner_prefix)
 
 
+def takes_null(kind: type[Section], path: list[str]) -> bool | None:
+    """True if the setting at a path may be null; None if there is no such setting."""
+    section: type[Section] | None = kind
+    annotation: Any = None
+    for part in path:
+        if part.isdigit() and _has_list(annotation):
+            annotation = None
+            continue
+        if section is None or part not in section.model_fields:
+            return None
+        annotation = section.model_fields[part].annotation
+        section = section_in(annotation)
+    return annotation is Any or type(None) in get_args(annotation)
+
+
 def _data_path(kind: type[Section], detail: ErrorDetails) -> Path:
     """pydantic's location without the tags it adds for the members of a union."""
     path: list[str | int] = []
     section: type[Section] | None = kind
     in_list = False
-    for part in detail["loc"]:
+    for place, part in enumerate(detail["loc"], start=1):
         if in_list and isinstance(part, int):
             path.append(part)
             in_list = False
@@ -107,7 +153,7 @@ def _data_path(kind: type[Section], detail: ErrorDetails) -> Path:
             path.append(part)
             section = section_in(annotation)
             in_list = _has_list(annotation)
-        elif section is not None and detail["type"] == "extra_forbidden":
+        elif section is not None and detail["type"] == "extra_forbidden" and place == len(detail["loc"]):
             path.append(part)
     return tuple(path)
 

@@ -9,6 +9,8 @@ from pydantic import Field, PositiveFloat
 from oppo_megatron.config.base import Section, Unit
 
 Action = Literal["stop", "skip", "rollback"]
+APART = {"float32": 1e-4, "bfloat16": 0.25}
+"""Nats: as far apart may two computations of one token's log-prob be, of the same weights in this type, in another order."""
 
 
 class GuardConfig(Section):
@@ -39,7 +41,7 @@ class GapGuardConfig(GuardConfig):
         """`limit` for an actor of `dtype` that samples at `temperature`."""
         if self.limit != "auto":
             return self.limit
-        return (0.25 if dtype == "bfloat16" else 1e-4) / (min(temperature, 1.0) or 1.0)
+        return APART[dtype] / (min(temperature, 1.0) or 1.0)
 
 
 class GuardsConfig(Section):

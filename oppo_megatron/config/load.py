@@ -10,7 +10,9 @@ import codecs
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from datetime import date
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,13 +22,17 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from oppo_megatron.config.base import Section
-from oppo_megatron.config.explain import explain, wrong_paths
+from oppo_megatron.config.explain import explain, takes_null, wrong_paths
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.renamed import take_out_renamed
 from oppo_megatron.config.secrets import shown_secrets
-from oppo_megatron.errors import ConfigError
+from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.nesting import DEEPEST_YAML, check_yaml
 
-MOST_NODES = 100_000  # keys and values of one file, aliases written out
+MOST_REFERENCES = 50
+"""Different references of one file: each may lead to the next one."""
+DEEPEST_REFERENCE = 30
+"""Brackets within each other in a value with a reference."""
 
 REMEDIES = {
     "'\\t'": "YAML takes no tabs at the beginning of a line: put spaces there",
@@ -54,14 +60,14 @@ def load_config(
     overrides: Sequence[str] = (),
     check: Callable[[SectionT], Sequence[str]] | None = None,
 ) -> SectionT:
-    """Read `path`, lay `overrides` (`a.b=c`, `c` in YAML) over it and build a `kind`.
+    """Read `path`, lay `overrides` (`a.b=c`, `c` in YAML; null takes out a key that cannot be null) over it and build a `kind`.
 
     Raises `ConfigError` with every problem found: syntax (file, line, column), old keys with their new
     names, unknown keys with the nearest, missing keys, wrong types, values out of range, secrets of the environment, and
     what `check` (cross-checks) says of the result.  Where single keys are wrong, `check` still sees the rest, with defaults
     in their place.
     """
-    tree = _read_yaml(Path(path))
+    tree, overrides = _without_removed(kind, _read_yaml(Path(path)), overrides)
     problems = _apply_overrides(tree, overrides)
     try:
         data = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
@@ -134,19 +140,16 @@ def _require_file(path: Path) -> None:
 def _read_yaml(path: Path) -> DictConfig:
     _require_file(path)
     try:
-        _check_size(path)
+        if problem := _reference_problem(check_yaml(path.read_text(encoding="utf-8"))):
+            raise ConfigError(f"{path}: {problem}")
         tree = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
         what = ", ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{where}: not valid YAML ({what}); {yaml_remedy(what)}") from error
-    except RecursionError as error:
-        raise ConfigError(
-            f"{path} is nested too deeply; a configuration has sections within sections, no more"
-        ) from error
-    except ConfigError:
-        raise
+    except DataError as error:  # of the text's size or depth
+        raise ConfigError(f"{path}: {error}") from error
     except UnicodeError as error:
         raise ConfigError(f"{path}: its text is not UTF-8 ({error}); {encoding_remedy(path)}") from error
     except (yaml.YAMLError, ValueError, AttributeError, TypeError) as error:  # the latter of tags such as `!!int x`
@@ -167,28 +170,40 @@ def _read_yaml(path: Path) -> DictConfig:
     return tree
 
 
-def _check_size(path: Path) -> None:
-    """Raises ConfigError where aliases would make more of the file than it is, or make it hold itself."""
-    sizes: dict[int, int | None] = {}
-
-    def size_of(node: yaml.Node | None) -> int:
-        if not isinstance(node, yaml.CollectionNode):
-            return 1
-        if id(node) in sizes:
-            size = sizes[id(node)]
-            if size is None:
-                raise ConfigError(f"{path}: the alias of line {node.start_mark.line + 1} holds itself; write it out")
-            return size
-        sizes[id(node)] = None
-        parts = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
-        sizes[id(node)] = total = 1 + sum(size_of(part) for part in parts)
-        return total
-
-    total = size_of(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader))
-    if total > MOST_NODES:
-        raise ConfigError(
-            f"{path} stands for {total:.3g} settings by its aliases, more than {MOST_NODES}; write them out"
+def _reference_problem(values: Collection[str]) -> str | None:
+    """Why values with references `${...}` are not resolved: omegaconf calls itself for each within, or behind, another."""
+    if len(values) > MOST_REFERENCES:
+        return (
+            f"it has {len(values)} different references `${{...}}`, more than {MOST_REFERENCES}; write some of them out"
         )
+    steps = {bracket: 1 for bracket in "[{("} | {bracket: -1 for bracket in "]})"}
+    deepest = max((level for text in values for level in accumulate(steps.get(each, 0) for each in text)), default=0)
+    if deepest > DEEPEST_REFERENCE:
+        return f"a reference `${{...}}` is nested {deepest} brackets deep, more than {DEEPEST_REFERENCE}; write it out"
+    return None
+
+
+def _without_removed(kind: type[Section], tree: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """Take out each key that an override makes null though it cannot be; return what is left of the file and overrides."""
+    nulls = [override for override in overrides if re.fullmatch(r"[^=]+=\s*(null|~)\s*", override, re.IGNORECASE)]
+    removed, container = [], OmegaConf.to_container(tree)
+    for override in nulls:
+        *section, key = override.partition("=")[0].split(".")
+        place: Any = container
+        for part in section:
+            place = place.get(part) if isinstance(place, dict) else _item(place, part)
+        is_there = isinstance(place, dict) and key in place
+        if (known := takes_null(kind, [*section, key])) or (known is None and not is_there):
+            continue
+        removed.append(override)
+        if is_there:
+            del place[key]
+    assert isinstance(container, dict), "_read_yaml returns mappings only"
+    return OmegaConf.create(container), [override for override in overrides if override not in removed]
+
+
+def _item(place: Any, part: str) -> Any:
+    return place[int(part)] if isinstance(place, list) and part.isdigit() and int(part) < len(place) else None
 
 
 def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
@@ -202,9 +217,13 @@ def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
             )
             continue
         try:
+            if re.sub(r"[^.[]", "", key)[DEEPEST_YAML:]:
+                raise ValueError(f"more than {DEEPEST_YAML} sections within each other")
+            if problem := _reference_problem(check_yaml(text)):
+                raise ValueError(problem)
             container: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
             OmegaConf.update(tree, key, container["value"])
-        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError, AttributeError) as error:
             reason = str(error).partition("\n")[0]
             problems.append(
                 f"override `{override}` cannot be applied ({reason}); give an existing key and a YAML value"
@@ -238,7 +257,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, Path):
+    if isinstance(value, (Path, date)):
         value = str(value)
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 

@@ -105,3 +105,12 @@ class OverlapConfig(CarryConfig):
         if not (self.inter and self.backfill):
             return None
         return self.chunk.tokens if self.backfill is True else self.backfill
+
+    def carries(self, *, filtered: bool) -> bool:
+        """True if responses may be trained that were begun in an earlier step.
+
+        Backfill alone begins them for the next batch; with a filter a batch leaves none but delta behind.
+        """
+        if not self.inter:
+            return False
+        return max(self.delta.initial, self.delta.max) > 0 or (bool(self.backfill) and not filtered)

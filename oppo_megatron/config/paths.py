@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,14 @@ def irregular_path(what: str, path: Path, remedy: str = "write its content to a 
 def missing_path(what: str, path: Path) -> str:
     """One sentence: `path` does not exist, where the trail ends, and which sibling has the nearest name.
 
-    The message names anything that exists but is neither a file nor a folder.
+    The message names anything that exists but is of another kind than the caller needs.
     """
     if irregular := irregular_path(what, path):
         return irregular
+    if path.is_dir():
+        return f"{what} `{path}` is a folder, but must be a file; name the file"
+    if path.exists():
+        return f"{what} `{path}` is a file, but must be a folder; name the folder"
     existing = next((parent for parent in path.parents if parent.exists()), Path(path.anchor))
     wanted = path.relative_to(existing).parts[0]
     if not existing.is_dir():
@@ -38,6 +42,25 @@ def missing_path(what: str, path: Path) -> str:
     if near:
         return f"{what} `{path}` does not exist; did you mean `{existing / near[0]}`?"
     return f"{what} `{path}` does not exist: `{existing}` has no `{wanted}`; correct the path or create it first"
+
+
+def folders_with(names: Sequence[str], directory: Path) -> list[Path]:
+    """Return the folders within a directory, or a run's, that hold one of the files; a run's final weights come first."""
+    patterns = ("weights", "weights/*", "models/*", "best", "best/*", "*", "checkpoints/*/models/*")
+    found = (path for pattern in patterns for path in sorted(directory.glob(pattern), reverse="checkpoints" in pattern))
+    return list(dict.fromkeys(path for path in found if any((path / name).is_file() for name in names)))
+
+
+def missing_within(what: str, path: Path) -> str:
+    """Return `missing_path` of a file in a model's folder, with the folders within that have such a file."""
+    folder = path.parent
+    inner = folders_with([path.name, "adapter_config.json"], folder) if folder.is_dir() else []
+    if not inner:
+        is_run = (folder / "config.yaml").is_file()
+        without = f"`{folder}` is the directory of a run without such weights; name one that has them"
+        return f"{what} `{path}` does not exist: {without}" if is_run else missing_path(what, path)
+    named = " or ".join(f"`{each}`" for each in inner[:3])
+    return f"{what} `{path}` does not exist: `{folder}` is not the folder of a model, but holds some; name {named}"
 
 
 def check_exists(what: str, path: Path) -> list[str]:

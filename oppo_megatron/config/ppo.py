@@ -64,7 +64,8 @@ class KLConfig(Section):
     target: Annotated[float | None, Unit("nats a response")] = Field(
         None,
         gt=0,
-        description="KL per response that the coefficient follows (Ziegler et al. 2019); null: the coefficient stays",
+        description="KL per response that the coefficient follows: a step changes it by a tenth of the KL's relative error, by "
+        "at most 2 % (Ziegler et al. 2019); null: the coefficient stays",
     )
 
 
@@ -118,5 +119,7 @@ class PPOConfig(Section):
     staleness: Literal["behaviour", "decoupled"] = Field(
         "behaviour",
         description="ratio of tokens that an older policy sampled: against their log-probs at sampling (behaviour), or "
-        "against those at the step's start with an importance weight (decoupled)",
+        "against those at the step's start with an importance weight (decoupled); default: decoupled if `algorithm.ratio` is "
+        "that of a response, which leaves the clip range by itself if responses can be carried or the actor is in bfloat16; else "
+        "behaviour",
     )

@@ -20,11 +20,12 @@ A configuration is a YAML file. Settings on the command line, after the file's n
 
     oppo train ppo.yaml rollout.batch_size=64 overlap.delta.rule=fixed
 
-The right side is YAML too (`data.path=[a.jsonl,b.jsonl]`, `reference=null`). `${...}` in the file is resolved by
-OmegaConf: `${actor.init}` repeats another setting, `${oc.env:NAME,default}` reads the environment. An unknown key is an
-error that names the nearest known one. Relative paths start at the current directory. `oppo validate FILE` checks a
-file, `--dry-run` prints it with every default filled in, and each run keeps that as `config.yaml`. `oppo config --explain KEY`
-prints this page's entry for a key.
+The right side is YAML too (`data.path=[a.jsonl,b.jsonl]`, `reference=null`). `null` takes a key out that cannot be
+null, and it has its default again: `ppo.kl=null`. `${...}` in the file is resolved by OmegaConf: `${actor.init}`
+repeats another setting, `${oc.env:NAME,default}` reads the environment. An unknown key is an error that names the
+nearest known one. Relative paths start at the current directory. `oppo validate FILE` checks a file, `--dry-run` prints
+it with every default filled in, and each run keeps that as `config.yaml`. `oppo config --explain KEY` prints this
+page's entry for a key.
 
 The column *unit* gives the unit of a number; 1 marks a pure number. A MiB is 2^20 bytes.
 """

@@ -216,7 +216,7 @@ RENAMED: dict[str, Moved | Fixed] = {
     "ppo.staleness.weight_cap": Fixed("2", NOT_TUNED),
     "ppo.kl.adaptive": Moved("ppo.kl.target", "write the KL per response to keep (6 if none was given)", lambda now, value: now),
     "ppo.kl.adaptive.target": Moved("ppo.kl.target"),
-    "ppo.kl.adaptive.horizon": Fixed("10000 rollouts", NOT_TUNED),
+    "ppo.kl.adaptive.horizon": Fixed("10 steps", NOT_TUNED),
     "ppo.logprob_gap_limit": Moved("guards.logprob_gap.limit"),
     "guards.max_skips": Fixed("3", GUARDED),
     "guards.max_rollbacks": Fixed("2", GUARDED),

@@ -131,7 +131,7 @@ class RunConfig(Section):
     preempt_deadline_s: float = Field(
         120.0,
         ge=0,
-        description="on SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) the run saves after the chunk under way and ends with exit "
+        description="on SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C) the run saves after the chunk under way and ends with exit "
         "code 75; a run that cannot save within this time ends unsaved; 0: SIGTERM and Ctrl-C end the run at once",
     )
     stall_deadline_s: float = Field(
@@ -196,7 +196,7 @@ class TrainSettings(RunConfig):
             raise ValueError(f"critic is given, but algorithm.preset {preset} has none; remove the section")
         if self.algorithm.pairs != (self.dpo is not None):
             raise ValueError(
-                "dpo is null, but algorithm.preset online_dpo has a loss of pairs; remove it"
+                "dpo is null, but algorithm.preset online_dpo has a loss of pairs; remove it, or set dpo={}"
                 if self.dpo is None
                 else f"dpo is given, but algorithm.preset {preset} has no pairs; remove the section, or choose online_dpo"
             )
@@ -205,6 +205,15 @@ class TrainSettings(RunConfig):
                 f"reference is given, but ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set), and nothing "
                 "reads it; remove the section, or set ppo.kl.mode to penalty, score or loss"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _staleness_of_ratio(self) -> Self:
+        """A response's ratio to what sampled it leaves the clip range by stale tokens, and by bfloat16's rounding in decoding."""
+        apart = self.overlap.carries(filtered=self.filter is not None) or self.actor.dtype == "bfloat16"
+        whole = self.algorithm.ratio != "token" and not self.algorithm.pairs
+        if apart and whole and "staleness" not in self.ppo.model_fields_set:
+            self.ppo = self.ppo.model_copy(update={"staleness": "decoupled"})
         return self
 
     ALWAYS_MEASURED: ClassVar[str | None] = REWARD

@@ -29,7 +29,7 @@ from typing import Any
 
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.records import Decision, StepSignals
+from oppo_megatron.records import TIE, Decision, StepSignals
 
 
 class DeltaController(ABC):
@@ -155,7 +155,7 @@ class Eq4LiteralDelta(RewardDelta):
         if len(self._rewards) < window + 1:
             return self._wait(window + 1)
         oldest, newest = self._rewards[0], self._rewards[-1]
-        slope = (newest - oldest) / window
+        slope = change(newest, oldest, self._rewards) / window
         return self._follow(slope, f"reward {newest:.4g} against {oldest:.4g} {window} steps ago, slope {slope:+.4g}")
 
 
@@ -339,12 +339,18 @@ class MeasuredDelta(DeltaController):
         self._ceiling = None if state["ceiling"] is None else Ceiling(**state["ceiling"])
 
 
+def change(newer: float, older: float, rewards: Sequence[float]) -> float:
+    """newer - older; 0 within `TIE` of the largest of the `rewards`: the sign of a rounding would move delta, and the batches."""
+    difference = newer - older
+    return difference if abs(difference) > TIE * max(map(abs, rewards)) else 0.0
+
+
 def compare_windows(rewards: Sequence[float], window: int) -> tuple[float, str]:
     """Algorithm 1, line 22: mean of the last `window` rewards minus mean of the `window` before, and both as text."""
     # fsum rounds once, so that the order of equal rewards cannot make a flat curve look like a slope.
     last = math.fsum(rewards[-window:]) / window
     before = math.fsum(rewards[-2 * window : -window]) / window
-    difference = last - before
+    difference = change(last, before, rewards[-2 * window :])
     return difference, f"mean reward {last:.4g} over {window} steps against {before:.4g} before ({difference:+.4g})"
 
 

@@ -10,37 +10,35 @@ from oppo_megatron.config.ppo import KLConfig
 MAX_ERROR = 0.2
 """Bound of the relative error in one update (Ziegler et al. 2019, section 2.2)."""
 
-HORIZON = 10_000.0
-"""Rollouts over which the coefficient follows the target KL (Ziegler et al. 2019)."""
+GAIN = 0.1
+"""A step changes beta by so much of the bounded error: K_beta of Ziegler et al. 2019, section 2.2."""
 
 
 class KLController:
     """Coefficient of the KL to the reference policy.
 
-    Adaptive (Ziegler et al. 2019): e = clip((KL - target) / target, -0.2, 0.2) and
-    beta <- beta * (1 + e * rollouts / horizon).  One update counts for one horizon at most, so beta stays positive.
+    Adaptive (Ziegler et al. 2019): e = clip((KL - target) / target, -0.2, 0.2) and beta <- beta * (1 + 0.1 e) after every step,
+    whatever the size of its batch.
     """
 
-    def __init__(self, config: KLConfig, horizon: float = HORIZON):
-        self._target, self._horizon = config.target, horizon
-        self._value = config.coefficient
+    def __init__(self, config: KLConfig):
+        self._target, self._value = config.target, config.coefficient
 
     @property
     def value(self) -> float:
         """Coefficient for the coming step."""
         return self._value
 
-    def observe(self, kl_per_response: float, num_rollouts: int) -> float:
-        """Take the mean KL of a batch's responses (nats) and their number; return the coefficient that follows."""
+    def observe(self, kl_per_response: float) -> float:
+        """Take the mean KL of a batch's responses (nats); return the coefficient that follows."""
         assert math.isfinite(kl_per_response), f"KL per response {kl_per_response} should have been refused earlier"
         if self._target is not None:
             error = kl_per_response / self._target - 1
-            error = max(-MAX_ERROR, min(MAX_ERROR, error))
-            self._value *= 1 + error * min(1.0, num_rollouts / self._horizon)
+            self._value *= 1 + GAIN * max(-MAX_ERROR, min(MAX_ERROR, error))
         return self._value
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, in plain JSON types."""
+        """Return what a resumed run needs, in plain JSON types."""
         return {"value": self._value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

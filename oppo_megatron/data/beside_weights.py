@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.errors import CheckpointError
 from oppo_megatron.modeldir.eos import GENERATION_CONFIG, distinct
+from oppo_megatron.modeldir.megatron import read_mapping
+from oppo_megatron.nesting import read_json
 
 
 def special_ids(tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), *, scored: bool = False) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def _keep_class(path: Path, family: str) -> None:
     whatever class is named, unless the file says that it has a class of its own."""
     if family != "qwen2" or not path.is_file():
         return
-    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings = read_json(path.read_text(encoding="utf-8"))
     if not str(settings.get("tokenizer_class", "")).startswith("Qwen2") and "auto_map" not in settings:
         settings["auto_map"] = {"AutoTokenizer": ["", None]}
         path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -69,10 +70,4 @@ def _keep_class(path: Path, family: str) -> None:
 
 def _generation_config(path: Path) -> dict[str, Any]:
     """Of a directory; empty where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"`{path}` is not valid JSON ({error}); fetch or save it again") from error
-    return content if isinstance(content, dict) else {}
+    return read_mapping(path, "the generation settings") if path.is_file() else {}

@@ -1,30 +1,30 @@
 """The columns of a row by their part, and the forms of their values.
 
-Known names, in the order in which they are tried (GSM8K's, TRL's, OpenAI's, Alpaca's, ShareGPT's):
+Known names, in the order in which they are tried (GSM8K's, TRL's, OpenAI's, Alpaca's, ShareGPT's, NuminaMath's):
 
-    prompt      prompt, question, instruction, query, messages, conversations, conversation
-    completion  completion, response, answer, output
+    prompt      prompt, question, instruction, problem, query, messages, conversations, conversation
+    completion  completion, response, output, solution, answer
     chosen      chosen
     rejected    rejected
     label       label
     completions completions, steps
     labels      labels
 
-A value is text or a list of messages, `{"role": ..., "content": ...}` or `{"from": ..., "value": ...}`.  If there is no
-prompt column but chosen and rejected are whole dialogues, the prompt is their common beginning.
+A name `a.b` is key `b` of the objects in column `a`.  A value is text or a list of messages, `{"role": ..., "content": ...}` or
+`{"from": ..., "value": ...}`.  If there is no prompt column but chosen and rejected are whole dialogues, the prompt is their
+common beginning.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from oppo_megatron.config.data import KNOWN_NAMES, PromptColumnsConfig
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
+from oppo_megatron.records import field_at, field_names, nearest_field
 
 Message = dict[str, Any]
 Value = str | list[Message]
@@ -35,45 +35,66 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "a
 """Words for those who speak in ShareGPT's files, and the chat templates' own for them."""
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Whether a completion is wanted, by the text of a label's value in small letters."""
+INSTEAD_OF_TEXT = ("tool_calls", "function_call")
+"""Keys of a message that needs no text beside them."""
+SAMPLED = 2000
+LISTED = ("label", "completions", "labels")
+"""The parts that are not text."""
 KNOWN_ROLES = ("user", "assistant", "system", "tool")
 
 
-def find_column(part: str, columns: PromptColumnsConfig, rows: Sequence[Row]) -> str | None:
-    """The column that plays `part`: the configured one, else the known name that most rows have (ties: documented
-    order).
+def is_filled(value: Any) -> bool:
+    """True if a column has something in it: files with a schema have all columns in every row."""
+    return value is not None and value != [] and not (isinstance(value, str) and not value.strip())
 
-    None if no known name is there.  Raises `DataError` if the configured column is in no row.
+
+def sampled(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return up to twice SAMPLED rows, from all of the data: enough to tell what most rows have."""
+    return rows[:: len(rows) // SAMPLED or 1]
+
+
+def find_column(
+    part: str, columns: PromptColumnsConfig, rows: Sequence[Row], names: Sequence[str] | None = None
+) -> str | None:
+    """Return the column that plays `part`: the configured one, else the known name, or one of `names`, that is filled in most
+    rows (ties: documented order).
+
+    None if no such name is there.  Raises `DataError` if the configured column is in no row.
     """
-    counts = Counter(name for row in rows for name in row.values)
-    wanted: str | None = getattr(columns, part)
+    wanted: str | None = getattr(columns, part, None)
     if wanted is None:
-        known = [name for name in KNOWN_NAMES[part] if counts[name]]
-        return max(known, key=lambda name: counts[name], default=None)
-    if not counts[wanted]:
-        there_are = _there_are(counts, [wanted], part)
-        raise DataError(f"data.columns.{part}={wanted} is not a column of {rows[0].file}; {there_are}")
+        some = sampled(rows)
+        counts = {name: sum(is_filled(row.values.get(name)) for row in some) for name in names or KNOWN_NAMES[part]}
+        counts = counts if any(counts.values()) else {name: sum(name in row.values for row in some) for name in counts}
+        return max((name for name in counts if counts[name]), key=lambda name: counts[name], default=None)
+    if all(row.get(wanted) is None for row in rows):
+        raise DataError(f"data.columns.{part}={wanted} is not a column of {rows[0].file}; {_there_are(rows, [wanted], part)}")
     return wanted
 
 
 def require_column(part: str, columns: PromptColumnsConfig, rows: Sequence[Row]) -> str:
-    """`find_column`, where none is a `DataError` that names the columns there are and the setting to use."""
+    """`find_column`; if there is none, a `DataError` names the columns there are and the setting to use."""
     found = find_column(part, columns, rows)
     if found is None:
         names = KNOWN_NAMES[part]
-        counts = Counter(name for row in rows for name in row.values)
-        there_are = _there_are(counts, names, part)
-        wrapped = _wrapped(rows)
-        if wrapped is not None:
+        there_are = _there_are(rows, names, part)
+        if (wrapped := _wrapped(rows)) is not None:
             there_are = (
                 f"its only object has the rows in {wrapped!r}: write that list as the file, "
                 f"`jq .{wrapped} {rows[0].file} > rows.json`."
+            )
+        elif part in ("chosen", "rejected") and (pair := _two_answers(rows)):
+            there_are = (
+                f"it has {pair[0]!r} and {pair[1]!r}, which look like two answers: if the same one is the better in every row, "
+                "name them in data.columns.chosen and data.columns.rejected; if another column says which one is, write chosen "
+                "and rejected by it"
             )
         raise DataError(f"{rows[0].file} has no column for the {part} (looked for {', '.join(names)}); {there_are}")
     return found
 
 
 def _wrapped(rows: Sequence[Row]) -> str | None:
-    """The column that holds all rows, where the file is one object around them."""
+    """Return the column that holds all rows, if the file is one object around them."""
     lists = [name for name, value in rows[0].values.items() if isinstance(value, list) and len(value) > 1]
     return next(
         (name for name in lists if len(rows) == 1 and all(isinstance(item, dict) for item in rows[0].values[name])),
@@ -81,18 +102,35 @@ def _wrapped(rows: Sequence[Row]) -> str | None:
     )
 
 
-def _there_are(counts: Counter[str], wanted: Sequence[str], part: str) -> str:
-    near = [match for name in wanted for match in difflib.get_close_matches(name, counts, n=1)]
-    setting = f"data.columns.{part}"
-    remedy = f"The nearest is {near[0]!r}: set {setting}={near[0]}." if near else f"Set {setting} to one of them."
-    return f"it has: {', '.join(counts) or 'no column at all'}. {remedy}"
+def _two_answers(rows: Sequence[Row]) -> tuple[str, str] | None:
+    """Return two columns of text or messages whose names differ in their last character (`response_0`, `response_1`)."""
+    names = _usable(rows)
+    pairs = ((one, other) for one in names for other in names if one < other and one[:-1] == other[:-1])
+    return next(pairs, None)
+
+
+def _usable(rows: Sequence[Row]) -> list[str]:
+    """Return the names, those within objects too, that have text or messages in the first row that is not empty."""
+    first = next((row.values for row in rows if row.values), {})
+    values = {name: field_at(first, name) for name in field_names(first)}
+    return [name for name, value in values.items() if isinstance(value, str) or (value and _are_objects(value))]
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _there_are(rows: Sequence[Row], wanted: Sequence[str], part: str) -> str:
+    names = dict.fromkeys(name for row in rows for name in field_names(row.values))
+    usable = list(names) if part in LISTED else _usable(rows)
+    near, setting = nearest_field(wanted, usable), f"data.columns.{part}"
+    remedy = f"The nearest is {near!r}: set {setting}={near}." if near else f"Set {setting} to one of them."
+    return f"it has: {', '.join(names) or 'no column at all'}. {remedy}"
 
 
 def read_value(row: Row, column: str) -> Value:
     """The text or messages in `column`.  Raises `DataError` if missing, empty or of a wrong type."""
-    if column not in row.values:
-        raise DataError(f"column {column!r} is missing (the row has: {', '.join(row.values) or 'none'})")
-    value = row.values[column]
+    value = row.require(column)
     if isinstance(value, str):
         return _checked_text(value, f"column {column!r}")
     if isinstance(value, dict) and ("role" in value or "from" in value):
@@ -105,14 +143,12 @@ def read_value(row: Row, column: str) -> Value:
         ]
     if value == [] or value is None:
         raise DataError(f"column {column!r} is empty ({value!r})")
-    raise DataError(f"column {column!r} is neither text nor a list of messages, but {type(value).__name__}")
+    raise DataError(f"column {column!r} is neither text nor a list of messages, but {type(value).__name__}; write it as text")
 
 
 def read_label(row: Row, column: str) -> bool:
     """Whether the row's completion is wanted.  Raises `DataError` where the column does not say so plainly."""
-    if column not in row.values:
-        raise DataError(f"column {column!r} is missing (the row has: {', '.join(row.values) or 'none'})")
-    value = row.values[column]
+    value = row.require(column)
     said = LABELS.get(str(value).strip().lower())
     if said is None:
         raise DataError(
@@ -147,9 +183,7 @@ def read_labels(row: Row, column: str) -> list[float | None]:
 
 
 def _listed(row: Row, column: str) -> list[Any]:
-    if column not in row.values:
-        raise DataError(f"column {column!r} is missing (the row has: {', '.join(row.values) or 'none'})")
-    value = row.values[column]
+    value = row.require(column)
     if not isinstance(value, list) or not value:
         raise DataError(f"column {column!r} is no list with something in it, one item a step, but {value!r:.60}")
     return value
@@ -181,9 +215,11 @@ def _checked_message(message: Message, what: str) -> Message:
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise DataError(f"{what} has content that is not text")
         content = "".join(part["text"] for part in content)
+    others = {name: value for name, value in message.items() if name not in ("from", "value", "weight")}
+    if not content and any(others.get(name) for name in INSTEAD_OF_TEXT):
+        return {**others, "role": role, "content": ""}
     if not isinstance(content, str):
         raise DataError(f"{what} has no text content")
-    others = {name: value for name, value in message.items() if name not in ("from", "value", "weight")}
     return {**others, "role": role, "content": _checked_text(content, what)}
 
 
@@ -248,23 +284,42 @@ def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:
         return common[:end], chosen[end:], rejected[end:]
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError("no prompt column, and of chosen and rejected one is text and the other a list of messages")
+    shorter = min(chosen, rejected, key=len)
     differing = (i for i, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
     # A dialogue that the other one wholly begins with still ends in an answer: its last message.
-    num_common = next(differing, min(len(chosen), len(rejected)) - 1)
+    num_common = next(differing, len(shorter) - (shorter[-1]["role"] == "assistant"))
     if num_common == 0:
         raise DataError("no prompt column, and the messages of chosen and rejected have no beginning in common")
+    for answer in (chosen[num_common:], rejected[num_common:]):
+        if answer and answer[0]["role"] in ("user", "system"):
+            raise DataError(f"no prompt column, and chosen and rejected part at the {answer[0]['role']}'s turn {num_common + 1}")
     return chosen[:num_common], chosen[num_common:], rejected[num_common:]
 
 
 def align(prompt: Value, answers: Sequence[Value]) -> tuple[Value, list[Value]]:
-    """The same example in one form: all text, or all messages, with answers that do not repeat the prompt."""
+    """Return the same example in one form: all text, or all messages, with answers that do not repeat the prompt."""
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
         return prompt, list(answers)
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    aligned: list[Value] = []
-    for answer in answers:
-        messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        if messages[: len(turns)] == turns and len(messages) > len(turns):
-            messages = messages[len(turns) :]
-        aligned.append(messages)
-    return turns, aligned
+    return turns, [_continuing(turns, answer) for answer in answers]
+
+
+def _continuing(turns: list[Message], answer: Value) -> list[Message]:
+    """Return the answer's messages after those of the prompt; a system message is the prompt's own.  Raises DataError."""
+    messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    for start in (turns, [turn for turn in turns if turn["role"] != "system"]):
+        if len(messages) > len(start) and _same(messages[: len(start)], start):
+            messages = messages[len(start) :]
+            break
+    if messages[0]["role"] in ("user", "system"):
+        raise DataError(
+            f"an answer's messages begin with the {messages[0]['role']}'s turn {messages[0]['content']!r:.60}, and neither "
+            "repeat the prompt's nor continue them"
+        )
+    return messages
+
+
+def _same(messages: list[Message], others: list[Message]) -> bool:
+    """True if the same say the same, without regard to blanks around it."""
+    pairs = zip(messages, others, strict=True)
+    return all(one["role"] == two["role"] and one["content"].strip() == two["content"].strip() for one, two in pairs)

@@ -13,6 +13,7 @@ from oppo_megatron.data.columns import (
     Value,
     align,
     find_column,
+    is_filled,
     read_label,
     read_labels,
     read_texts,
@@ -23,6 +24,7 @@ from oppo_megatron.data.columns import (
     split_pair,
     split_turns,
 )
+from oppo_megatron.data.conversations import Conversations, TemplateMismatch
 from oppo_megatron.data.formats import Layout, Wanted, recognise
 from oppo_megatron.data.rows import Row, RowProblems, read_rows
 from oppo_megatron.data.tokenizer import Tokenizer
@@ -35,12 +37,16 @@ Extract = Callable[[Row], Sequence[Answered]]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row as text.  `answers` is empty, (completion,) or (chosen, rejected); `fields` are the other columns."""
+    """One row as text.  `answers` is empty, (completion,) or (chosen, rejected); `fields` are the other columns.
+
+    `chat`: the prompt is written by the chat template.
+    """
 
     row: Row
     prompt: str
     answers: tuple[str, ...]
     fields: dict[str, Any]
+    chat: bool
 
 
 def read_prompts(config: RowsConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
@@ -50,9 +56,8 @@ def read_prompts(config: RowsConfig, tokenizer: Tokenizer, problems: RowProblems
 
     def prompt_only(row: Row) -> Sequence[Answered]:
         if layout.prompt is None:
-            return [(split_pair(*_pair_columns(row, layout))[0], ())]
-        value = _prompt(row, layout)
-        return [(value if isinstance(value, str) else split_last_turn(value)[0], ())]
+            return [(_with_system(row, layout, split_pair(*_pair_columns(row, layout))[0]), ())]
+        return [(_prompt(row, layout), ())]
 
     return _render(rows, prompt_only, layout, "prompt", config, tokenizer, problems)
 
@@ -87,7 +92,7 @@ def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems)
         ]
     column = require_column("label", config.columns, rows)
     marked: list[tuple[Example, bool]] = []
-    for example in _completions(rows, config.model_copy(update={"turns": "last"}), tokenizer, problems):
+    for example in _completions(rows, config.model_copy(update={"turns": "last"}), tokenizer, problems, [column]):
         try:
             marked.append((example, read_label(example.row, column)))
         except DataError as refusal:
@@ -107,9 +112,9 @@ def is_unequal(
 
 
 def _completions(
-    rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, problems: RowProblems
+    rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, problems: RowProblems, used: Sequence[str] = ()
 ) -> list[Example]:
-    layout = recognise(config, rows, "completion")
+    layout = recognise(config, rows, "completion", used)
 
     def with_completion(row: Row) -> Sequence[Answered]:
         if layout.prompt is None or layout.completion is None:
@@ -137,7 +142,7 @@ def read_steps(
     """Prompts with one answer, whose steps are joined by the separator, and the steps' labels (None: it has none)."""
     rows = read_rows(config, problems, ["prompt", "completion"])
     steps, labels = (require_column(part, config.columns, rows) for part in ("completions", "labels"))
-    layout = recognise(config, rows, "steps")
+    layout = recognise(config, rows, "steps", [steps, labels])
     problems.quarantine.note(f"{rows[0].file}: steps from {steps!r}, their labels from {labels!r}")
 
     def joined(row: Row) -> Sequence[Answered]:
@@ -152,25 +157,38 @@ def read_steps(
 
 
 def _prompt(row: Row, layout: Layout) -> Value:
-    """The prompt: text with its addition, or messages with the system's in front."""
+    """Return the prompt: text with its addition, or messages without a final answer."""
+    value = _said(row, layout)
+    return value if isinstance(value, str) else split_last_turn(value)[0]
+
+
+def _said(row: Row, layout: Layout) -> Value:
+    """Return the text of the prompt's column with its addition, or all of its messages, with the system's in front."""
     assert layout.prompt is not None, "asked for where there is a column"
     value = read_value(row, layout.prompt)
-    added = row.values.get(layout.added or "")
     if isinstance(value, str):
+        added = row.get(layout.added)
         if added is not None and not isinstance(added, str):
             raise DataError(f"column {layout.added!r} is no text, but {type(added).__name__}")
-        return f"{value}\n\n{added}" if added and added.strip() else value
-    system = row.values.get(layout.system or "")
-    if isinstance(system, str) and system.strip() and value[0]["role"] != "system":
-        return [{"role": "system", "content": system}, *value]
-    return value
+        value = f"{value}\n\n{added}" if added and added.strip() else value
+        value = [{"role": "user", "content": value}] if layout.chat else value
+    return _with_system(row, layout, value)
+
+
+def _with_system(row: Row, layout: Layout, value: Value) -> Value:
+    system = row.get(layout.system)
+    if isinstance(value, str) or value[0]["role"] == "system" or not is_filled(system):
+        return value
+    if not isinstance(system, str):
+        raise DataError(f"column {layout.system!r} is no text, but {type(system).__name__}")
+    return [{"role": "system", "content": system}, *value]
 
 
 def _turns(row: Row, layout: Layout, turns: str) -> Sequence[Answered]:
     """Assistant's turns of a dialogue: the last, or all of them."""
     column = layout.prompt or layout.chosen
     assert column is not None, "rows without a prompt have dialogues"
-    value = _prompt(row, layout) if layout.prompt else read_value(row, column)
+    value = _said(row, layout) if layout.prompt else _with_system(row, layout, read_value(row, column))
     if isinstance(value, str) and layout.format != "hh":
         raise DataError(f"no completion: column {column!r} does not end with an assistant's turn")
     if isinstance(value, str):
@@ -197,9 +215,9 @@ def _pair(row: Row, layout: Layout) -> Answered:
         return _without_prompt(_prompt(row, layout), [chosen, rejected])
     common, chosen, rejected = split_pair(chosen, rejected)
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        if isinstance(answer, str) and not answer.strip():
+        if not answer or (isinstance(answer, str) and not answer.strip()):
             raise DataError(f"the {name} answer after the common dialogue is empty")
-    return common, [chosen, rejected]
+    return _with_system(row, layout, common), [chosen, rejected]
 
 
 def _without_prompt(prompt: Value, answers: list[Value]) -> Answered:
@@ -227,17 +245,21 @@ def _render(
     if isinstance(config, DataConfig):
         turns, answer_template = config.turns, config.completion_template
     problems.quarantine.note(f"{rows[0].file}: {layout.describe(wanted, turns)}")
+    used = (layout.prompt, layout.system, layout.completion, layout.chosen, layout.rejected)
+    conversations = Conversations(tokenizer.chat, used, problems.quarantine.note)
     for row in rows:
         try:
-            texts = [_texts(*align(*answered), tokenizer) for answered in extract(row)]
+            aligned = [align(*answered) for answered in extract(row)]
+            texts = [(*conversations.texts(row, prompt, answers), not isinstance(prompt, str)) for prompt, answers in aligned]
         except DataError as refusal:
-            problems.report(row.file, row.line, str(refusal), config.bad_rows, once=True)
+            sound = isinstance(refusal, TemplateMismatch)
+            problems.report(row.file, row.line, str(refusal), config.bad_rows, once=True, sound=sound)
             continue
         fields = {name: value for name, value in row.values.items() if name != layout.prompt}
-        for prompt, answers in texts:
+        for prompt, answers, chat in texts:
             prompt = config.prompt_template.replace("{prompt}", prompt)
             filled = tuple(answer_template.replace("{completion}", answer) for answer in answers)
-            examples.append(Example(row, prompt, filled, fields))
+            examples.append(Example(row, prompt, filled, fields, chat))
     if examples and not problems.quarantine.first:
         answered = ["prompt", "completion"]
         names = {
@@ -249,17 +271,3 @@ def _render(
         parts = (examples[0].prompt, *examples[0].answers)
         problems.quarantine.first = dict(zip(names[wanted], parts, strict=True))
     return examples
-
-
-def _texts(prompt: Value, answers: Sequence[Value], tokenizer: Tokenizer) -> tuple[str, list[str]]:
-    if isinstance(prompt, str):
-        return prompt, [answer for answer in answers if isinstance(answer, str)]
-    head = tokenizer.render_chat(prompt)
-    tails = []
-    for answer in answers:
-        assert isinstance(answer, list), "align gives prompt and answers one form"
-        whole = tokenizer.render_chat([*prompt, *answer], generation_prompt=False)
-        if not whole.startswith(head):
-            raise DataError("the chat template does not render the answer as a continuation of the prompt")
-        tails.append(whole[len(head) :])
-    return head, tails

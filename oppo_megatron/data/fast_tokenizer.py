@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from oppo_megatron.nesting import read_json
+
 SPACE_MARK = "\u2581"
 """Sentencepiece writes a space as this character, so text that holds the character itself needs care."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
@@ -52,14 +54,16 @@ def fast_files(model: bytes, chat_template: str | None, pad_id: int | None = Non
     if not _keeps_text(proto):
         return None
     text = _tokenizer(proto).to_str(pretty=True)
-    config = _config(proto, chat_template, pad_id) | {MADE_FROM: {"model": _digest(model), "tokenizer": _digest(text.encode())}}
+    config = _config(proto, chat_template, pad_id) | {
+        MADE_FROM: {"model": _digest(model), "tokenizer": _digest(text.encode())}
+    }
     return {TOKENIZER: text, CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
 
 
 def is_made_from(directory: Path, model: Path) -> bool:
     """Whether the files of the directory are what `fast_files` makes of the sentencepiece model beside them, unchanged since."""
     try:
-        made = json.loads((directory / CONFIG).read_text(encoding="utf-8"))[MADE_FROM]
+        made = read_json((directory / CONFIG).read_text(encoding="utf-8"))[MADE_FROM]
         files = {"model": model.read_bytes(), "tokenizer": (directory / TOKENIZER).read_bytes()}
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -68,7 +72,7 @@ def is_made_from(directory: Path, model: Path) -> bool:
 
 def chat_template_of(directory: Path) -> str | None:
     """That of files for which `is_made_from` holds, as it was given to `fast_files`."""
-    template = json.loads((directory / CONFIG).read_text(encoding="utf-8")).get("chat_template")
+    template = read_json((directory / CONFIG).read_text(encoding="utf-8")).get("chat_template")
     return None if template is None else str(template).removeprefix(WITHOUT_CONTROLS)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from oppo_megatron.config.paths import irregular_path
-from oppo_megatron.data.json_rows import BOM, Numbered, check_depth, check_texts, json_lines, json_values, spans_lines
+from oppo_megatron.data.json_rows import BOM, Numbered, json_lines, json_values, plain_row, spans_lines
 from oppo_megatron.data.tables import PYARROW, csv_rows, delimiter_of, parquet_rows
 from oppo_megatron.errors import DataError
 
@@ -196,12 +196,7 @@ def _saved_rows(path: Path) -> Iterator[Numbered]:
             )
         loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
     for line, row in enumerate(_readable(path, loaded), start=1):
-        try:
-            check_depth(row)
-            check_texts(row)
-            yield line, row
-        except DataError as refusal:
-            yield line, refusal
+        yield line, plain_row(row)
 
 
 def _readable(path: Path, loaded: Iterable[Any]) -> Iterator[dict[str, Any]]:

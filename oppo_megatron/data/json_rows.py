@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.nesting import DEEPEST, check_value, read_json, too_deep_at
 
 BOM = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"
-DEEPEST = 100
-"""Lists and objects within each other in a row; so that whoever writes the row again finds it within its own limits, too."""
 SPACES = " \t\r\n"
 
 Numbered = tuple[int, "dict[str, Any] | DataError"]
@@ -49,10 +52,10 @@ def spans_lines(first: bytes, second: bytes) -> bool:
 def _is_unfinished(text: bytes) -> bool:
     """Whether a JSON reader would go on behind the line's end."""
     try:
-        json.JSONDecoder().raw_decode(text.decode("utf-8", errors="replace"))
+        read_json(text.decode("utf-8", errors="replace"))
     except json.JSONDecodeError as error:
         return error.pos >= len(error.doc)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
     return False
 
@@ -61,13 +64,15 @@ def json_values(text: str, file: str) -> Iterator[Numbered]:
     """The objects of an array, or those that follow each other.  Raises DataError where the rest cannot be read."""
     decoder, place, line = json.JSONDecoder(), _skip(text, 0, SPACES + "\ufeff"), 1
     is_array, counted = text.startswith("[", place), 0
+    deep = too_deep_at(text, DEEPEST + is_array)
+    text = text[:deep]  # whatever is behind is met as the end of the text
     place = _skip(text, place + 1, SPACES) if is_array else place
     while place < len(text) and not (is_array and text.startswith("]", place)):
         line, counted = line + text.count("\n", counted, place), place
         try:
             _, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError) as error:
-            raise _beyond_reading(text, file, line, error, is_array) from error
+        except ValueError as error:
+            raise _beyond_reading(file, line, error, is_array, deep) from error
         try:
             yield line, parse(text[place:end].encode())
         except DataError as refusal:
@@ -83,11 +88,11 @@ def json_values(text: str, file: str) -> Iterator[Numbered]:
         raise DataError(f"{file}:{line}: there is more behind the array's ]; remove it, or write an object a line")
 
 
-def _beyond_reading(text: str, file: str, line: int, error: Exception, is_array: bool) -> DataError:
+def _beyond_reading(file: str, line: int, error: Exception, is_array: bool, deep: int | None) -> DataError:
+    reason = str(error)
     if isinstance(error, json.JSONDecodeError):
         reason = f"{error.msg} at line {error.lineno} column {error.colno}"
-    else:
-        reason = str(error)
+        reason = f"nested deeper than {DEEPEST} there" if error.pos == deep else reason
     what = "the array" if is_array else "the file, whose objects go over several lines,"
     return DataError(
         f"{file}:{line}: not JSON ({reason}); {what} cannot be read beyond this row: correct it, or write each object on "
@@ -97,8 +102,8 @@ def _beyond_reading(text: str, file: str, line: int, error: Exception, is_array:
 
 def _is_json(text: bytes, kind: type) -> bool:
     try:
-        return isinstance(json.loads(text), kind)
-    except (ValueError, RecursionError):
+        return isinstance(read_json(text), kind)
+    except ValueError:
         return False
 
 
@@ -112,18 +117,19 @@ def parse(raw: bytes) -> dict[str, Any]:
     """The object written in `raw`.  Raises DataError."""
     _check_bytes(raw)
     try:
-        value = json.loads(
+        value = read_json(
             raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_distinct
         )
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 (byte {error.start} of the line)") from error
     except json.JSONDecodeError as error:
         raise DataError(f"not JSON ({error.msg} at column {error.colno})") from error
-    except (ValueError, RecursionError) as error:
+    except DataError:
+        raise
+    except ValueError as error:
         raise DataError(f"not JSON ({error})") from error
     if not isinstance(value, dict):
         raise DataError(f'a JSON {type(value).__name__}, not an object; each row is written {{"column": value, ...}}')
-    check_depth(value)
     if b"\\u" in raw:  # only an escape can bring in non-text
         check_texts(value)
     return value
@@ -141,18 +147,52 @@ def _check_bytes(raw: bytes) -> None:
         raise DataError("a byte order mark, which only the first line of a file may begin with; remove it")
 
 
-def check_depth(row: dict[str, Any]) -> None:
-    """Raise DataError for columns that are nested beyond `DEEPEST`."""
-    level: list[Any] = [row]
-    for _ in range(DEEPEST + 1):
-        level = [part for item in level for part in (item.values() if isinstance(item, dict) else item) if _holds(part)]
-        if not level:
-            return
-    raise DataError(f"lists or objects are nested deeper than {DEEPEST}; leave them out, or flatten them")
+def plain_row(row: dict[str, Any]) -> dict[str, Any] | DataError:
+    """Return the row of a typed file in JSON's types, so that rewards, services and records can have all of it, or why not.
+
+    NaN, by which tables mean that there is no number, is null.
+    """
+    try:
+        check_value(row)
+        row = {column: _plain(value, column) for column, value in row.items()}
+        check_texts(row)
+    except DataError as refusal:
+        return refusal
+    return row
 
 
-def _holds(value: Any) -> bool:
-    return isinstance(value, (dict, list, tuple))
+def _plain(value: Any, column: str) -> Any:
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, dict):
+        return {str(name): _plain(part, column) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part, column) for part in value]
+    if isinstance(value, (float, Decimal)):
+        return _plain_number(value, column)
+    if isinstance(value, (date, time)):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, UUID):
+        return str(value)
+    with suppress(UnicodeDecodeError, AttributeError):
+        return value.decode("utf-8")
+    what = f"{type(value).__name__} that is neither text nor a number"
+    raise DataError(f"column {column!r:.60} has {what}; leave the column out")
+
+
+def _plain_number(value: float | Decimal, column: str) -> float | int | str | None:
+    """Return a number of that very value; text if only that has all of its digits."""
+    if math.isnan(value):
+        return None
+    if math.isinf(value):
+        raise DataError(f"column {column!r:.60} is infinite; correct it, or leave the column out")
+    if isinstance(value, float):
+        return value
+    if value == value.to_integral_value():
+        return int(value)
+    return float(value) if Decimal(repr(float(value))) == value else str(value)
 
 
 def check_texts(row: dict[str, Any]) -> None:

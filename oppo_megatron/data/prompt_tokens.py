@@ -1,7 +1,8 @@
-"""The tokens of a prompt: what a model reads first begins with BOS where its tokenizer says so."""
+"""The tokens of prompts and answers: those that their whole text has, which begins with BOS if its tokenizer says so."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +26,20 @@ def encode_prompt(tokenizer: Beginning, text: str) -> list[int]:
         return ids
     assert tokenizer.bos_id is not None, "`settle_bos` has asked for it"
     return [tokenizer.bos_id, *ids]
+
+
+def encode_answers(tokenizer: Beginning, prompt: str, answers: Sequence[str]) -> list[list[int]]:
+    """Token ids of a prompt and of each answer to it: prompt + answer are the tokens of the whole text.
+
+    Encoded alone, an answer may get a space in front (sentencepiece), or other tokens where the texts meet.  Tokens of the
+    prompt's end that an answer changes belong to the answers.  Only a prompt that would lose all tokens so is encoded apart.
+    """
+    alone = encode_prompt(tokenizer, prompt)
+    wholes = [encode_prompt(tokenizer, prompt + answer) for answer in answers]
+    shared = len(os.path.commonprefix([alone, *wholes]))
+    if not shared:
+        return [alone, *(tokenizer.encode(answer) for answer in answers)]
+    return [alone[:shared], *(whole[shared:] for whole in wholes)]
 
 
 def end_of_prompt(tokenizer: Beginning, ids: Sequence[int], most: int) -> list[int]:

@@ -21,13 +21,16 @@ from oppo_megatron.records import Prompt
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One usable row: `row` is its index in the data set (refused rows counted), `place` its file:line."""
+    """One usable row: `row` is its index in the data set (refused rows counted), `place` its file:line; `chat`: the chat
+    template wrote the text.
+    """
 
     row: int
     place: str
     text: str
     tokens: tuple[int, ...]
     fields: dict[str, Any]
+    chat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def load_prompts(
             text = tokenizer.decode(tokens)
             num_truncated += 1
         place = f"{example.row.file}:{example.row.line}"
-        rows.append(PromptRow(example.row.index, place, text, tuple(tokens), example.fields))
+        rows.append(PromptRow(example.row.index, place, text, tuple(tokens), example.fields, example.chat))
     require_some(len(rows), config, problems)
     if is_first:
         quarantine.first = {"prompt": rows[0].text}

@@ -18,6 +18,7 @@ from oppo_megatron.config.data import RowsConfig
 from oppo_megatron.data.files import data_files, file_rows
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.preflight.settings import check_data
+from oppo_megatron.records import field_at
 
 Policy = Literal["error", "quarantine"]
 NUM_SHOWN = 20
@@ -31,6 +32,21 @@ class Row:
     file: str
     line: int
     values: dict[str, Any]
+
+    def get(self, column: str | None) -> Any:
+        """Return the value in a column, or behind a dotted name; None if the row has none."""
+        try:
+            return None if column is None else field_at(self.values, column)
+        except KeyError:
+            return None
+
+    def require(self, column: str) -> Any:
+        """Return the value in a column, or behind a dotted name.  Raises DataError if the row has none."""
+        try:
+            return field_at(self.values, column)
+        except KeyError:
+            there = ", ".join(self.values) or "none"
+            raise DataError(f"column {column!r} is missing (the row has: {there})") from None
 
 
 @dataclass(slots=True)
@@ -75,7 +91,7 @@ class RowProblems:
     def __init__(self, quarantine: Quarantine, configured: bool = True):
         self.quarantine = quarantine
         self._configured = configured
-        self.num_errors = 0
+        self.num_errors = self._num_sound = 0
         self.num_quarantined = 0
         self._shown: dict[tuple[str, int], str] = {}
         self._same: dict[str, tuple[str, int]] = {}
@@ -84,12 +100,20 @@ class RowProblems:
         self._settings: list[str] = []
 
     def report(
-        self, file: str, line: int, reason: str, policy: Policy, setting: str = "data.bad_rows", *, once: bool | str = False
+        self,
+        file: str,
+        line: int,
+        reason: str,
+        policy: Policy,
+        setting: str = "data.bad_rows",
+        *,
+        once: bool | str = False,
+        sound: bool = False,
     ) -> None:
         """Note one refused row.  `setting`: the one to change so that such rows are set aside.
 
         `once`: a reason that several rows share, or that has this text in common, is shown for the first row, with the number
-        of the others.
+        of the others.  `sound`: the row is well, and another chat template would render it.
         """
         alike = once if isinstance(once, str) else reason
         if policy == "quarantine":
@@ -97,6 +121,7 @@ class RowProblems:
             self.quarantine.add(file, line, reason)
             return
         self.num_errors += 1
+        self._num_sound += sound
         if once and alike in self._same:
             self._more[self._same[alike]] += 1
             self._last[self._same[alike]] = f"{file}:{line}"
@@ -117,13 +142,17 @@ class RowProblems:
         num_told = len(self._shown) + self._more.total()
         shown = "" if self.num_errors == num_told else f", the first {NUM_SHOWN} are shown"
         remedy = " and ".join(f"{setting}=quarantine" for setting in self._settings)
+        correct = "Correct them"
+        if self._num_sound:
+            correct = "Set tokenizer.chat_template to a template that renders answers whole"
+            correct += ": the rows are sound" if self._num_sound == self.num_errors else ", and correct the other rows"
         raise DataError(
             f"{rows} cannot be used{shown}:\n"
             + "\n".join(self._line(place, reason) for place, reason in self._shown.items())
             + (
-                f"\nCorrect them, or set {remedy} to go on without such rows."
+                f"\n{correct}, or set {remedy} to go on without such rows."
                 if self._configured and any_left
-                else "\nCorrect them."
+                else f"\n{correct}."
             )
         )
 

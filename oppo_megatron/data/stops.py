@@ -10,6 +10,12 @@ from oppo_megatron.errors import ConfigError
 EITHER_SIDE = "a"
 
 
+def hidden_ids(text: str, tokenizer: Tokenizer) -> list[int] | None:
+    """The special tokens in a text that no response's text can have; None if one can."""
+    ids = tokenizer.encode(f"{EITHER_SIDE}{text}{EITHER_SIDE}")
+    return None if text in tokenizer.decode(ids) else [i for i in ids if not tokenizer.decode([i])]
+
+
 def require_stop_texts(texts: Sequence[str], tokenizer: Tokenizer, setting: str, ids_setting: str | None = None) -> None:
     """Raises ConfigError for a text that no response can contain: a special token has an id and no text.
 
@@ -17,10 +23,8 @@ def require_stop_texts(texts: Sequence[str], tokenizer: Tokenizer, setting: str,
     """
     problems = []
     for text in texts:
-        ids = tokenizer.encode(f"{EITHER_SIDE}{text}{EITHER_SIDE}")
-        if text in tokenizer.decode(ids):
+        if (special := hidden_ids(text, tokenizer)) is None:
             continue
-        special = [i for i in ids if not tokenizer.decode([i])]
         remedy = "; name another" if ids_setting is None else "; remove it"
         if special and ids_setting is not None:
             remedy = f"; give its id in {ids_setting}: {special}"

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.examples import Example, read_completions, read_pairs, read_steps
-from oppo_megatron.data.prompt_tokens import encode_prompt, end_of_prompt
+from oppo_megatron.data.prompt_tokens import encode_answers, encode_prompt, end_of_prompt
 from oppo_megatron.data.prompts import epoch_order
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
 from oppo_megatron.data.stops import require_stop_texts
@@ -100,7 +100,7 @@ def load_steps(
             continue
         prompt, completion = tokenized
         is_cut = completion[-1] not in tokenizer.eos_ids
-        ends = step_ends.of(tokenizer.encode(example.answers[0]) if is_cut else completion)
+        ends = step_ends.of(encode_answers(tokenizer, example.prompt, example.answers)[1] if is_cut else completion)
         kept = [(end, label) for end, label in zip(ends, labels, strict=False) if label is not None and end < len(completion)]
         if len(ends) != len(labels):
             reason = _miscounted(len(ends), len(labels), separator)
@@ -147,8 +147,13 @@ def _tokenize_one(
     problems: RowProblems,
 ) -> list[list[int]] | None:
     """Prompt and answers; None where the row is refused, which `problems` hears of."""
-    prompt = encode_prompt(tokenizer, example.prompt)
-    answers = [_ended(tokenizer.encode(answer), tokenizer) for answer in example.answers]
+    prompt, *answers = encode_answers(tokenizer, example.prompt, example.answers)
+    if prompt != encode_prompt(tokenizer, example.prompt):
+        problems.quarantine.note(
+            f"{example.row.file}: in some rows a token holds the end of the prompt and the beginning of the answer, so a policy "
+            "that is asked with the prompt alone reads other tokens; let answers begin with the white space that prompts end with"
+        )
+    answers = [_ended(answer, tokenizer) for answer in answers]
     num_tokens = len(prompt) + max(len(answer) for answer in answers)
     if not prompt:
         problems.report(example.row.file, example.row.line, "the prompt has no token", config.bad_rows)
@@ -168,12 +173,13 @@ def as_trained(texts: Mapping[str, str], row: Completion | Pair, tokenizer: Toke
     A row may have been cut, at its length or after its EOS, and `texts` may be of one that was set aside.
     """
 
-    def shown(part: str, ids: list[int]) -> str:
-        whole = tokenizer.encode(texts[part])
-        same = (whole, [*whole, tokenizer.eos_id], encode_prompt(tokenizer, texts[part]))
-        return texts[part] if ids in same else tokenizer.decode(ids)
-
-    return {part: shown(part, ids) for part, ids in row._asdict().items()}
+    parts = row._asdict()
+    prompt, *answers = encode_answers(tokenizer, texts["prompt"], [texts[part] for part in parts if part != "prompt"])
+    known = dict(zip(parts, [prompt, *answers], strict=True))
+    return {
+        part: texts[part] if ids in (known[part], [*known[part], tokenizer.eos_id]) else tokenizer.decode(ids)
+        for part, ids in parts.items()
+    }
 
 
 def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from oppo_megatron.data.json_rows import Numbered, check_depth, check_texts
+from oppo_megatron.data.json_rows import Numbered, check_texts, plain_row
 from oppo_megatron.errors import DataError
+from oppo_megatron.nesting import check_value, read_json
 
 DELIMITERS = ",;\t"
 LONGEST_CELL = 1 << 27
@@ -74,7 +74,7 @@ def _cells_as_row(header: list[str], cells: list[str], delimiter: str) -> dict[s
         if any("\udc80" <= character <= "\udcff" for character in cell):
             raise DataError(f"column {name!r:.60} is not UTF-8; save the file as UTF-8")
     row = {name: _messages(cell) for name, cell in zip(header, cells, strict=True)}
-    check_depth(row)
+    check_value(row)
     check_texts(row)
     return row
 
@@ -84,8 +84,8 @@ def _messages(cell: str) -> Any:
     if not cell.lstrip().startswith("[") or "{" not in cell:
         return cell
     try:
-        value = json.loads(cell)
-    except (ValueError, RecursionError):
+        value = read_json(cell)
+    except ValueError:
         return cell
     return value if isinstance(value, list) and all(isinstance(item, dict) for item in value) else cell
 
@@ -105,18 +105,9 @@ def parquet_rows(stream: BinaryIO, file: str) -> Iterator[Numbered]:
         for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
-                yield number, _checked(row)
+                yield number, plain_row(row)
     except (pyarrow.ArrowException, OSError) as error:
         first_line = str(error).splitlines()[0]
         raise DataError(
             f"{file}: a Parquet file that cannot be read beyond row {number} ({first_line}); write or fetch it again"
         ) from error
-
-
-def _checked(row: dict[str, Any]) -> dict[str, Any] | DataError:
-    try:
-        check_depth(row)
-        check_texts(row)
-    except DataError as refusal:
-        return refusal
-    return row

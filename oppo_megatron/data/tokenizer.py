@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.paths import irregular_path
+from oppo_megatron.config.paths import folders_with, irregular_path
+from oppo_megatron.data.chat_template import ChatTemplate, require_syntax
 from oppo_megatron.data.fast_tokenizer import SPACE_MARK, chat_template_of, disagreement, fast_files, is_made_from
 from oppo_megatron.data.prompt_tokens import settle_bos
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.modeldir.eos import distinct, model_eos_ids
+from oppo_megatron.nesting import check_json
 
 SENTENCEPIECE_NAME = "tokenizer.model"
 TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")
@@ -51,21 +53,16 @@ class Tokenizer(Protocol):
     pad_id: int | None
     other_ids: tuple[int, ...]  # of further special tokens, that of unknown text first
     vocab_size: int
+    chat: ChatTemplate
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; nothing is put before or after it."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens have none.  An id beyond the vocabulary (a model may have spare rows in its
-        embedding, and draw one) is U+FFFD.
-        """
-        ...
+        """The text of `ids` as they continue another text, so that a space in front is kept; special tokens have none.
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> str:
-        """Messages as text by the chat template; with `generation_prompt`, up to where the assistant speaks.
-
-        Raises `ConfigError` if there is no template, `DataError` if the template refuses the messages.
+        An id beyond the vocabulary (a model may have spare rows in its embedding, and draw one) is U+FFFD.
         """
         ...
 
@@ -97,58 +94,44 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
         if irregular := irregular_path("tokenizer.path:", file):
             raise ConfigError(irregular)
     if config.chat_template is not None:
-        _require_template(config.chat_template)
-    tokenizer = _open_tokenizer(path, config.chat_template)
+        require_syntax(config.chat_template)
+    tokenizer = _open_tokenizer(path, config)
     directories = [directory for directory in (path, model) if directory is not None and directory.is_dir()]
     named = [i for directory in directories for i in model_eos_ids(directory)]
     tokenizer.eos_ids = distinct([tokenizer.eos_id, *named])
     settle_bos(tokenizer, config.add_bos, path)
+    tokenizer.chat.require_arguments()
     return tokenizer
 
 
-def _require_template(template: str) -> None:
-    """Raises ConfigError where its syntax is wrong, once and before any row is rendered.
-
-    The renderer decides which filters and tags exist.
-    """
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    try:
-        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except jinja2.TemplateSyntaxError as error:
-        if "unknown tag" in str(error):
-            return
-        lines = template.splitlines()
-        text = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
-        raise ConfigError(
-            f"tokenizer.chat_template, line {error.lineno}: not a Jinja template ({error.message}); correct `{text}`"
-        ) from error
-
-
-def _open_tokenizer(path: Path, chat_template: str | None) -> Tokenizer:
+def _open_tokenizer(path: Path, config: TokenizerConfig) -> Tokenizer:
     if path.is_file():
-        return SentencePieceTokenizer(path, chat_template)
+        return SentencePieceTokenizer(path, config)
     if is_made_from(path, model := path / SENTENCEPIECE_NAME):
-        return SentencePieceTokenizer(model, chat_template or chat_template_of(path))
+        template = config.chat_template or chat_template_of(path)
+        return SentencePieceTokenizer(model, config.model_copy(update={"chat_template": template}))
     is_hugging_face = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if not is_hugging_face and (path / SENTENCEPIECE_NAME).is_file():
-        return SentencePieceTokenizer(path / SENTENCEPIECE_NAME, chat_template)
-    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in TOKENIZER_PATTERNS):
+        return SentencePieceTokenizer(path / SENTENCEPIECE_NAME, config)
+    if path.is_dir() and not any(file.is_file() for pattern in TOKENIZER_PATTERNS for file in path.glob(pattern)):
+        inner = folders_with(("tokenizer.json", "tokenizer_config.json", SENTENCEPIECE_NAME), path)
+        named = " or ".join(f"`{folder}`" for folder in inner[:3]) or "the folder or the .model file that does"
         raise ConfigError(
-            f"tokenizer.path={path} holds no tokenizer (tokenizer.json, tokenizer_config.json or {SENTENCEPIECE_NAME}); name the "
-            "folder or the .model file that does"
+            f"tokenizer.path={path} holds no tokenizer (tokenizer.json, tokenizer_config.json or {SENTENCEPIECE_NAME}); name "
+            f"{named}"
         )
-    return HuggingFaceTokenizer(path, chat_template)
+    return HuggingFaceTokenizer(path, config)
 
 
 class HuggingFaceTokenizer:
     """A local `transformers` tokenizer; code from the directory is never run."""
 
-    def __init__(self, directory: Path, chat_template: str | None):
+    def __init__(self, directory: Path, config: TokenizerConfig):
         from transformers import AutoTokenizer
 
         try:
+            for file in directory.glob("*.json"):
+                check_json(file.read_text(encoding="utf-8"))
             loaded: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         except Exception as error:
             raise ConfigError(
@@ -162,7 +145,8 @@ class HuggingFaceTokenizer:
             )
         self._loaded = loaded
         self._directory = directory
-        self._chat_template = chat_template
+        self._chat_template = config.chat_template
+        self.chat = ChatTemplate(config, self._choose_template, loaded.special_tokens_map)
         self.eos_id: int = loaded.eos_token_id
         self.eos_ids: tuple[int, ...] = (self.eos_id,)
         self.bos_id: int | None = loaded.bos_token_id
@@ -172,37 +156,34 @@ class HuggingFaceTokenizer:
         self.other_ids: tuple[int, ...] = distinct([*unknown, *loaded.all_special_ids])
         self.vocab_size: int = max(loaded.get_vocab().values()) + 1
 
+        def decode(ids: list[int]) -> str:
+            return str(loaded.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+        self._continued = _continued(self.encode, decode)
+
     def encode(self, text: str) -> list[int]:
         return list(self._loaded.encode(text, add_special_tokens=False, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        def known(ids: list[int]) -> str:
-            return str(self._loaded.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return _decode(ids, self.vocab_size, self._continued)
 
-        return _decode(ids, self.vocab_size, known)
-
-    def render_chat(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> str:
+    def _choose_template(self, with_tools: bool) -> str | None:
+        """Of several named templates, one by its name, else the one for tools or the default one."""
         if self._chat_template is None and not self._loaded.chat_template:
-            raise _no_chat_template(self._directory)
-        import jinja2
-
+            return None
         try:
-            rendered = self._loaded.apply_chat_template(
-                list(messages),
-                chat_template=self._chat_template,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-            )
-        except jinja2.TemplateSyntaxError as error:
-            raise _broken_template(error) from error
-        except Exception as error:  # a template may make any mistake of Python's
-            raise _refused_by_template(error) from error
-        return str(rendered)
+            return str(self._loaded.get_chat_template(self._chat_template, [{}] if with_tools else None))
+        except ValueError as error:
+            names = ", ".join(sorted(self._loaded.chat_template))
+            raise ConfigError(
+                f"tokenizer.path={self._directory} has several chat templates ({names}) and no default one; set "
+                "tokenizer.chat_template to one of these names"
+            ) from error
 
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
         copy = deepcopy(self._loaded)
         if self._chat_template is not None:
-            copy.chat_template = self._chat_template
+            copy.chat_template = self._choose_template(False)
         if pad_id is not None and pad_id != self.pad_id:
             copy.pad_token = copy.convert_ids_to_tokens(pad_id)
         copy.save_pretrained(str(directory))
@@ -215,7 +196,7 @@ class HuggingFaceTokenizer:
 class SentencePieceTokenizer:
     """A sentencepiece model.  Control symbols are never read from text, so text cannot forge an EOS."""
 
-    def __init__(self, path: Path, chat_template: str | None):
+    def __init__(self, path: Path, config: TokenizerConfig):
         import sentencepiece
 
         try:
@@ -229,7 +210,9 @@ class SentencePieceTokenizer:
                 f"tokenizer.path={path} has no EOS, and a response needs an end; train it with eos_id >= 0"
             )
         self._path = path
-        self._chat_template = chat_template
+        self._chat_template = config.chat_template
+        # Control symbols are never read from text: the template's have none.
+        self.chat = ChatTemplate(config, lambda with_tools: config.chat_template, {"bos_token": "", "eos_token": ""})
         self.eos_id: int = self._processor.eos_id()
         self.eos_ids: tuple[int, ...] = (self.eos_id,)
         self.bos_id, self.pad_id = (
@@ -239,6 +222,7 @@ class SentencePieceTokenizer:
         self.other_ids: tuple[int, ...] = (self._processor.unk_id(),)
         self.vocab_size: int = self._processor.get_piece_size()
         self._space_mark_ids = self._find_space_mark_ids()
+        self._continued = _continued(self.encode, lambda ids: str(self._processor.decode(ids)))
 
     def _find_space_mark_ids(self) -> list[int] | None:
         """Byte pieces of `SPACE_MARK`; None where the model lacks them, or puts a space before each text it encodes."""
@@ -256,30 +240,7 @@ class SentencePieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return _decode(ids, self.vocab_size, lambda known: str(self._processor.decode(known)))
-
-    def render_chat(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> str:
-        if self._chat_template is None:
-            raise _no_chat_template(self._path)
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def raise_exception(reason: str) -> None:
-            raise jinja2.TemplateError(reason)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = raise_exception
-        try:
-            template = environment.from_string(self._chat_template)
-        except jinja2.TemplateSyntaxError as error:
-            raise _broken_template(error) from error
-        try:
-            # Control symbols are never read from text: the template's have none.
-            return template.render(
-                messages=list(messages), add_generation_prompt=generation_prompt, bos_token="", eos_token=""
-            )
-        except Exception as error:  # a template may make any mistake of Python's
-            raise _refused_by_template(error) from error
+        return _decode(ids, self.vocab_size, self._continued)
 
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -295,31 +256,6 @@ class SentencePieceTokenizer:
         for name, text in files.items():
             (directory / name).write_text(text, encoding="utf-8")
         return None
-
-
-class NoChatTemplateError(ConfigError):
-    """Messages are to be rendered by a template that the tokenizer does not have."""
-
-
-def _broken_template(error: Any) -> ConfigError:
-    return ConfigError(
-        f"tokenizer.chat_template, or the tokenizer's own, is not a Jinja template (line {error.lineno}: {error.message}); "
-        "correct it, or set tokenizer.chat_template"
-    )
-
-
-def _refused_by_template(error: Exception) -> DataError:
-    import jinja2
-
-    what = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
-    return DataError(f"the chat template refuses the messages: {what}; correct them, or set tokenizer.chat_template")
-
-
-def _no_chat_template(path: Path) -> NoChatTemplateError:
-    return NoChatTemplateError(
-        f"the data holds chat messages, and the tokenizer at {path} has no chat template; set "
-        "tokenizer.chat_template to a Jinja template over `messages`, or name a text column in data.columns"
-    )
 
 
 def train_sentencepiece(
@@ -386,6 +322,15 @@ def _misfit(vocab_size: int, reason: str) -> ConfigError:
     if smallest:
         return ConfigError(f"vocab_size={vocab_size} is too small: bytes, specials and characters need {smallest[1]}")
     return ConfigError(f"vocab_size={vocab_size}: sentencepiece cannot train on these texts ({reason})")
+
+
+def _continued(encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
+    """`decode`, but of ids that continue a text: many tokenizers drop the space in front of the first."""
+    whole = encode("a b")
+    begun = list(os.path.commonprefix([encode("a"), whole]))
+    if not begun or decode(begun) + decode(whole[len(begun) :]) == decode(whole):
+        return decode
+    return lambda ids: decode([*begun, *ids])[len(decode(begun)) :]
 
 
 def _decode(ids: Sequence[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:

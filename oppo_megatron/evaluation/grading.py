@@ -48,21 +48,29 @@ class Grader:
         labels = [summand.label for summand in self._rewards.summands]
         return [*labels, SUM] if self._summed else labels
 
-    def check(self, rows: Mapping[int, Mapping[str, Any]], longest: int) -> None:
-        """Raises DataError for the first row, of its columns by number, that could not be scored.
+    def check(self, rows: Mapping[int, Mapping[str, Any]], longest: int, tell: Callable[[str], None]) -> dict[int, str]:
+        """Those of `rows`, the columns of rows by number, that cannot be scored, with the reason.
 
-        ConfigError where the reward model does not read `longest` tokens, those of a prompt and its response.
+        Raises DataError if that is so of all, and ConfigError if the reward model does not read `longest` tokens, those of a
+        prompt and its response.
         """
         if self._rewards.needs_model and longest > self._config.max_tokens:
             raise ConfigError(
                 f"prompts and responses have up to {longest} tokens, but the reward model reads {self._config.max_tokens}; lower "
                 "--max-tokens, or take a reward model of longer context"
             )
+        refused = dict[int, str]()
         for row, fields in rows.items():
             try:
                 self._rewards.check(fields)
             except RewardError as error:
-                raise DataError(f"row {row} of the data cannot be scored: {error}") from error
+                refused[row] = str(error)
+        left = [row for row in rows if row not in refused]
+        refused |= {left[place]: why for place, why in self._rewards.unusable([rows[row] for row in left], tell).items()}
+        if rows and len(refused) == len(rows):
+            row, why = next(iter(refused.items()))
+            raise DataError(f"row {row} of the data cannot be scored, nor can any other: {why}")
+        return refused
 
     @contextmanager
     def opened(self) -> Iterator[Grade]:
@@ -84,7 +92,7 @@ class Grader:
         items = []
         for number, each in enumerate(answers):
             end = [tokenizer.eos_id] if each.finish_reason == "eos" else []
-            tokens = [*encode_prompt(tokenizer, each.prompt), *tokenizer.encode(each.response), *end]
+            tokens = [*encode_prompt(tokenizer, each.prompt + each.response), *end]
             items.append(Item(id=number, prompt=each.prompt, response=each.response, tokens=tokens))
         return items
 

@@ -6,27 +6,45 @@ optimizer/clip_grads.py:20); layers and attention are this package's choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
-from importlib.util import find_spec
+from textwrap import shorten
 from typing import Literal
 
 from oppo_megatron.config.model import Layers
 
 LayerKind = Literal["torch", "transformer_engine"]
 TE, APEX, FLASH = "transformer-engine", "apex", "flash-attn"
+ABSENT, ON_CUDA_ONLY = "is not installed", "it computes on CUDA devices only"
+USED = {
+    TE: (
+        "transformer_engine.pytorch:Linear",
+        "transformer_engine.pytorch.fp8:FP8GlobalStateManager",
+        "transformer_engine.pytorch.optimizers:FusedAdam",
+    ),
+    APEX: ("apex.optimizers:FusedAdam", "amp_C:multi_tensor_l2norm"),
+    FLASH: ("flash_attn:flash_attn_varlen_func", "flash_attn:flash_attn_with_kvcache"),
+}
+"""The names that a run uses of each library, megatron-core's imports included.  flash-attn 4 has a module `flash_attn` without
+these functions, PyPI's `apex` is another package, and a build for another torch fails when it is imported."""
 
 
 @dataclass(frozen=True)
 class Available:
-    """Versions of the installed libraries (None: absent).  `apex` is NVIDIA's; `other_apex` is PyPI's package of that name."""
+    """Versions of the libraries that can be used (None: they cannot), and for these why not."""
 
     transformer_engine: str | None = None
     apex: str | None = None
     flash_attn: str | None = None
     cuda: bool = False
-    other_apex: bool = False
+    faults: Mapping[str, str] = field(default_factory=dict)
+
+    def fault(self, library: str) -> str:
+        return f"{library} {self.faults.get(library, ABSENT)}"
 
 
 @dataclass(frozen=True)
@@ -38,34 +56,55 @@ class Kernels:
     lacking: str | None = None
 
 
-def find_available(cuda: bool, has_module: Callable[[str], bool] | None = None) -> Available:
-    """What can be imported here.  Nothing is: a library that is broken shows when it is used."""
-    has = has_module or (lambda name: find_spec(name) is not None)
+@cache
+def import_fault(*names: str) -> str | None:
+    """Why one of these names, `module:name` or a module, cannot be imported here; None if all can."""
+    root = names[0].partition(".")[0].partition(":")[0]
+    for each in names:
+        module, _, name = each.partition(":")
+        try:
+            found = importlib.import_module(module)
+            if name and not hasattr(found, name):
+                raise ImportError(f"{module} is {getattr(found, '__file__', None) or [*found.__path__][0]}, without it")
+        except Exception as error:  # a compiled half that does not fit raises whatever its loader likes
+            if isinstance(error, ModuleNotFoundError) and error.name == root:
+                return ABSENT
+            told = shorten(str(error), 200, placeholder=" ...")
+            return f"cannot be used: importing `{each}` fails ({type(error).__name__}: {told})"
+    return None
 
-    def version(module: str, distribution: str) -> str | None:
-        if not has(module):
+
+def usable(library: str) -> bool:
+    """True if all that a run uses of a library can be imported.  Warn if it is installed, and cannot."""
+    fault = import_fault(*USED[library])
+    if fault not in (None, ABSENT):
+        warnings.warn(f"{library} {fault}; the run goes on without it", stacklevel=2)
+    return fault is None
+
+
+def find_available(cuda: bool, fault_of: Callable[..., str | None] = import_fault) -> Available:
+    """The libraries whose functions can be imported here.  Without a CUDA device none is used, and none is imported."""
+    if not cuda:
+        return Available()
+    faults = {library: fault for library, names in USED.items() if (fault := fault_of(*names)) is not None}
+
+    def version(library: str) -> str | None:
+        if library in faults:
             return None
         try:
-            return metadata.version(distribution)
+            return metadata.version(library)
         except metadata.PackageNotFoundError:
             return "of unknown version"
 
-    kernels = has("amp_C")  # built by NVIDIA's apex alone
-    return Available(
-        transformer_engine=version("transformer_engine", TE),
-        apex=version("apex", APEX) if kernels else None,
-        flash_attn=version("flash_attn", FLASH),
-        cuda=cuda,
-        other_apex=has("apex") and not kernels,
-    )
+    return Available(version(TE), version(APEX), version(FLASH), cuda, faults)
 
 
 def layer_problem(available: Available, *, adapters: bool) -> str | None:
     """Why layers cannot be transformer-engine's; None where they can."""
     if not available.cuda:
-        return "it computes on CUDA devices only"
+        return ON_CUDA_ONLY
     if available.transformer_engine is None:
-        return f"{TE} is not installed"
+        return available.fault(TE)
     return "adapters (lora) stand beside megatron-core's own layers only" if adapters else None
 
 
@@ -91,28 +130,25 @@ def kernel_table(available: Available) -> list[Kernels]:
     fused = te or apex
     layers = "megatron-core's own linear layers, torch's RMSNorm" if problem else f"{TE} {te}"
     library = f"{TE} {te}" if te else f"{APEX} {apex}"
-    absent = _absent(available)
+    absent = f"{available.fault(TE)}, and NVIDIA's {available.fault(APEX)}" if available.cuda else ON_CUDA_ONLY
     return [
         Kernels("layers and norms", layers, None if problem is None else f"{TE}'s: {problem}"),
         Kernels("Adam", f"fused, of {library if fused else 'torch'}"),
-        Kernels("gradient norm", f"fused, of {library}" if fused else "megatron-core's own", None if fused else absent),
+        Kernels(
+            "gradient norm",
+            f"fused, of {library}" if fused else "megatron-core's own",
+            None if fused else f"fused: {absent}",
+        ),
         _attention(available),
         Kernels("FP8", "off: log-probs of decoding would not be those of training"),
     ]
-
-
-def _absent(available: Available) -> str:
-    if available.other_apex:
-        return f"fused: {TE} is not installed, and the {APEX} that is has no kernels (PyPI's is not NVIDIA's)"
-    return f"fused: neither {TE} nor NVIDIA's {APEX} is installed"
 
 
 def _attention(available: Available) -> Kernels:
     if not available.cuda:
         return Kernels("attention", "torch's, over dense KV caches", "block tables: they need a CUDA device")
     if available.flash_attn is None:
-        lacking = f"{FLASH} with block tables: it is not installed (torch's own FA3, where activated, serves too)"
-        return Kernels("attention", "torch's", lacking)
+        return Kernels("attention", "torch's, over dense KV caches", f"block tables: {available.fault(FLASH)}")
     return Kernels(
         "attention", f"{FLASH} {available.flash_attn} with block tables in bfloat16 and float16, else torch's"
     )

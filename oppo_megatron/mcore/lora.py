@@ -33,9 +33,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.layout.lora_layout import PRODUCTS, pair_sizes
+from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.layers.spec import tag_parameter
-from oppo_megatron.mcore.model_shape import ModelShape
-from oppo_megatron.mcore.naming.lora_layout import PRODUCTS, pair_sizes
 
 Join = Callable[[Mapping[str, Tensor]], Tensor]
 

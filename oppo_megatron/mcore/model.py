@@ -32,6 +32,7 @@ from oppo_megatron.config.model import DecodePath, KVLayout, TrainingLayoutConfi
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.cpu_kernels import WHOLE_MULTIPLE
 from oppo_megatron.layout.kernels import LayerKind
+from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.cpu.prepacked import can_prepack, product
 from oppo_megatron.mcore.fused import FusedStage
@@ -44,7 +45,6 @@ from oppo_megatron.mcore.layers.attention import AttentionPlan, PackedPlan
 from oppo_megatron.mcore.layers.rope import rope_tables
 from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec
 from oppo_megatron.mcore.layers.windows import binding
-from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.vocab_shards import VocabShards
 
 Head = Literal["lm", "scalar"]

@@ -2,6 +2,7 @@
 
 - Its fusions are decorated by `torch.compile`, which loads torch's compiler (dynamo, inductor, sympy, networkx) when it
   decorates.  Here that waits for the first call.
+- It expects an ImportError of a transformer-engine or apex that cannot be used, but their loaders raise other errors too.
 - Its timers name the types of TensorBoard's and Weights & Biases' writers; `train/logs/trackers.py` loads these on request.
 """
 
@@ -16,6 +17,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+from oppo_megatron.layout.kernels import APEX, TE, usable
 
 UNUSED = ("wandb", "torch.utils.tensorboard")
 """Optional imports of megatron-core (each within `try: ... except ImportError`)."""
@@ -40,6 +43,9 @@ _COMPILE = torch.compile
 
 def import_megatron() -> None:
     """Import `megatron.core`; where it has been imported, nothing changes."""
+    for library, package in ((TE, "transformer_engine"), (APEX, "apex")):
+        if "megatron.core" not in sys.modules and not usable(library):
+            sys.modules[package] = None  # type: ignore[assignment]  # importing it raises ImportError from now on
     with mock.patch.object(torch, "compile", compiled_when_called), _absent(UNUSED):
         importlib.import_module("megatron.core")
 

@@ -9,11 +9,10 @@ import torch
 from oppo_megatron.config.model import DecodePath, Layers, LearningModelConfig, ModelConfig, TrainingLayoutConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.kernels import LayerKind, find_available, layer_kind, layers_refused
+from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.lora import attach_adapters
 from oppo_megatron.mcore.model import Head, RoleModel, build_chunks, build_model
-from oppo_megatron.mcore.model_shape import ModelShape
-from oppo_megatron.mcore.naming.lora_layout import adapter_parts
 from oppo_megatron.mcore.weights.hf_source import TensorSource, open_weights
 from oppo_megatron.mcore.weights.hf_weights import load_weights
 from oppo_megatron.mcore.weights.lora_weights import fill_adapters, open_adapters
@@ -88,7 +87,7 @@ def _open(config: ModelConfig, head: Head, vocab_multiple: int) -> tuple[ModelSh
     """Shape and weights of a role, and whether its adapters fit.  Reads headers only."""
     shape, source = open_weights(config, head)
     if isinstance(config, LearningModelConfig) and config.lora is not None and config.lora.adapter is not None:
-        open_adapters(config.lora.adapter, adapter_parts(shape, config.lora, head))
+        open_adapters(config.lora.adapter, shape, config.lora, head)
     return replace(shape, vocab_multiple=vocab_multiple), source
 
 

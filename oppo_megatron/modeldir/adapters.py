@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from oppo_megatron.config.explain import explain
 from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.paths import missing_path
+from oppo_megatron.config.paths import missing_within
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.modeldir.megatron import read_mapping
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -80,7 +81,7 @@ def lora_of(directory: Path) -> LoraConfig:
             rank=found.get("r"), alpha=found.get("lora_alpha"), targets=found.get("target_modules"), adapter=directory
         )
     except ValidationError as error:
-        told = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
+        told = "; ".join(explain(LoraConfig, error))
         raise CheckpointError(
             f"`{directory / ADAPTER_CONFIG}` describes adapters that are not computed here ({told})"
         ) from error
@@ -103,14 +104,11 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     path = directory / ADAPTER_CONFIG
     for file in (path, directory / ADAPTER_WEIGHTS):
         if not file.is_file():
-            raise CheckpointError(missing_path("the adapter's file (peft's, as safetensors)", file))
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"`{path}` is not valid JSON ({error}); save the adapter again") from error
-    kind = content.get("peft_type") if isinstance(content, dict) else None
+            raise CheckpointError(missing_within("the adapter's file (peft's, as safetensors)", file))
+    content = read_mapping(path, "the adapter's settings")
+    kind = content.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(
             f"`{path}`: peft_type is {kind!r:.40}, but LORA alone is computed; name an adapter of LoRA"
         )
-    return dict(content)
+    return content

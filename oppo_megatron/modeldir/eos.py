@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.modeldir.megatron import read_mapping
 
 GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
 FIELD = "eos_token_id"
@@ -30,11 +30,7 @@ def distinct(ids: Iterable[int]) -> tuple[int, ...]:
 
 
 def _eos_ids(path: Path) -> tuple[int, ...]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"`{path}` is not valid JSON ({error}); fetch or save it again") from error
-    value = content.get(FIELD) if isinstance(content, dict) else None
+    value = read_mapping(path, "the model's settings").get(FIELD)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(i) is int and i >= 0 for i in ids):
         raise CheckpointError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -13,9 +13,21 @@ from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS, adapter_problems, refuse_adapters
-from oppo_megatron.modeldir.megatron import find_megatron
+from oppo_megatron.modeldir.megatron import find_megatron, read_mapping
+from oppo_megatron.nesting import read_json
 
-INDEX_NAME = "model.safetensors.index.json"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+BLOCK_BYTES = 1 << 24
+
+
+class Stored(NamedTuple):
+    """A tensor of a safetensors file, by its header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    num_bytes: int
 
 
 def read_hf_config(model: ModelConfig) -> dict[str, Any]:
@@ -23,7 +35,7 @@ def read_hf_config(model: ModelConfig) -> dict[str, Any]:
     if isinstance(model.init, dict):
         return model.init
     if model.init is not None:
-        return _read_json(model.init, "the model configuration")
+        return read_mapping(model.init, "the model configuration")
     assert model.checkpoint is not None, "a role has a checkpoint or an init; checked before"
     if not model.checkpoint.exists():
         raise CheckpointError(missing_path("the checkpoint", model.checkpoint))
@@ -35,7 +47,7 @@ def read_hf_config(model: ModelConfig) -> dict[str, Any]:
     refuse_adapters(model.checkpoint)
     megatron = find_megatron(model.checkpoint)
     path = model.checkpoint / "config.json" if megatron is None else megatron.shape
-    return _read_json(path, "the checkpoint's configuration")
+    return read_mapping(path, "the checkpoint's configuration")
 
 
 def check_weights(name: str, directory: Path) -> list[str]:
@@ -67,25 +79,69 @@ def check_adapter(name: str, lora: LoraConfig) -> list[str]:
     return []
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, by its index where it has one."""
-    index = directory / INDEX_NAME
-    if index.exists():
-        weight_map = _read_json(index, "the checkpoint's index").get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"`{index}` has no `weight_map`; fetch the checkpoint again")
-        strange = [file for file in weight_map.values() if not is_inside(file)]
-        if strange:
+def weight_files(directory: Path) -> dict[Path, list[str] | None]:
+    """The safetensors files of a checkpoint with the tensors that its index finds in them (None: all that are there)."""
+    if (directory / SINGLE_FILE).is_file():
+        return {directory / SINGLE_FILE: None}
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        raise CheckpointError(_no_weights(directory))
+    weight_map = read_mapping(index, "the checkpoint's index").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"`{index}` has no `weight_map`; fetch the checkpoint again")
+    files: dict[Path, list[str] | None] = {}
+    for name, file in weight_map.items():
+        if not is_inside(file):
             raise CheckpointError(
-                f"`{index}` maps a tensor to {strange[0]!r:.60}, which is no file of its folder; fetch the checkpoint again"
+                f"`{index}` maps a tensor to {file!r:.60}, which is no file of its folder; fetch the checkpoint again"
             )
-        return [directory / file for file in sorted(set(weight_map.values()))]
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        other = sorted(entry.name for pattern in ("*.bin", "*.pt") for entry in directory.glob(pattern))
-        hint = f" (it has {', '.join(other[:3])}: save the model again with safe_serialization=True)" if other else ""
-        raise CheckpointError(f"`{directory}` has no *.safetensors file{hint}; weights are read from safetensors only")
+        named = files.setdefault(directory / file, [])
+        assert named is not None
+        named.append(name)
     return files
+
+
+def _no_weights(directory: Path) -> str:
+    if pickles := sorted(entry.name for pattern in ("*.bin", "*.pt") for entry in directory.glob(pattern)):
+        return (
+            f"`{directory}` has only pickled weights ({pickles[0]}), which can run code when loaded and are not read; load the "
+            "model with transformers, and save it with save_pretrained (safe_serialization=True in version 4)"
+        )
+    found = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
+    return f"`{directory}` has neither {SINGLE_FILE} nor {INDEX_FILE} (it holds {found}); fetch them or correct the path"
+
+
+def stored_tensors(files: Mapping[Path, Collection[str] | None]) -> dict[str, Stored]:
+    """The tensors of safetensors files, by name; of a file with a list of names those alone.  Raises CheckpointError."""
+    found = {}
+    for file, names in files.items():
+        check_file(file)
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = read_json(stream.read(size))
+        header.pop("__metadata__", None)
+        if absent := sorted(set(names or ()) - header.keys()):
+            raise CheckpointError(
+                f"`{file}`: {INDEX_FILE} says it holds {absent[0]}, which it does not; fetch the checkpoint again"
+            )
+        for name in names or header:
+            start, stop = header[name]["data_offsets"]
+            found[name] = Stored(header[name]["dtype"], tuple(header[name]["shape"]), file, 8 + size + start, stop - start)
+    return found
+
+
+def same_content(one: Stored, other: Stored) -> bool:
+    """True if both hold the same bytes."""
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        left = one.num_bytes if one.num_bytes == other.num_bytes else -1
+        while left > 0:
+            size = min(left, BLOCK_BYTES)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return left == 0
 
 
 def is_inside(file: object) -> bool:
@@ -110,7 +166,7 @@ def check_file(file: Path) -> None:
             reason = str(error).removeprefix("Error while deserializing header: ")
             raise CheckpointError(
                 f"`{file}` is truncated or damaged: its {file.stat().st_size} bytes are no whole safetensors file "
-                f"({reason}); fetch or save it again"
+                f"({reason}); fetch or save it again (a git-lfs pointer: `git lfs pull`)"
             ) from error
 
 
@@ -122,7 +178,7 @@ def tokenizer_vocab_size(path: Path) -> int | None:
     if path.is_file():
         return _sentencepiece_size(path)
     if (path / "tokenizer.json").is_file():
-        tokenizer = _read_json(path / "tokenizer.json", "the tokenizer")
+        tokenizer = read_mapping(path / "tokenizer.json", "the tokenizer")
         try:
             vocab = (tokenizer.get("model") or {}).get("vocab") or {}
             ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
@@ -147,17 +203,3 @@ def _sentencepiece_size(path: Path) -> int:
         raise CheckpointError(
             f"`{path}` is not a sentencepiece model; name a `.model` file or a Hugging Face tokenizer folder"
         ) from error
-
-
-def _read_json(path: Path, what: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(missing_path(what, path))
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"`{path}` is not valid JSON ({error}); fetch or save it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"`{path}` holds a {type(content).__name__}, but must be a JSON object; fetch or save it again"
-        )
-    return content

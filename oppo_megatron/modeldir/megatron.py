@@ -10,12 +10,13 @@ and `*.distcp` files.  A path may name it directly, or the folders that its writ
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oppo_megatron.config.paths import missing_within
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.nesting import read_json
 
 TORCH_INDEX, BACKENDS = ".metadata", "metadata.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -139,10 +140,14 @@ def _shape(directory: Path, weights: Path) -> Path:
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """A JSON object from a file.  Raises CheckpointError."""
+    if not path.is_file():
+        raise CheckpointError(missing_within(what, path))
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"`{path}` ({what}) is not valid JSON ({error}); copy or save it again") from error
+        content = read_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"`{path}` ({what}) is not valid JSON ({error}); fetch or save it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"`{path}` ({what}) holds a {type(content).__name__}, but must be a JSON object")
+        raise CheckpointError(
+            f"`{path}` ({what}) holds a {type(content).__name__}, but must be a JSON object; fetch or save it again"
+        )
     return content

@@ -25,7 +25,7 @@ from typing import Any
 
 from oppo_megatron.errors import SamplingError
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Rollout
+from oppo_megatron.records import TIE, Rollout
 
 Scores = Sequence[float]
 """Of one response, by the parts that a verdict is made from."""
@@ -186,13 +186,15 @@ class GroupFilter:
         return all(rollout.seq_id in self.scores or rollout.seq_id in self.foreseen for rollout in group)
 
     def _differ(self, group: Sequence[Rollout]) -> bool:
-        """Whether two known scores differ, told by comparing them, never by a deviation, which may be a rounding.
+        """True if two known scores differ by more than `TIE`, as in `algorithms/baselines.py`.
 
-        A score that is no number differs from all: the guards are to see it.
+        A score that is not a number differs from all: the guards are to see it.
         """
         found = [self.scores.get(r.seq_id, self.foreseen.get(r.seq_id)) for r in group]
         values = [self.rule.metric(scores) for scores in found if scores is not None]
-        return any(value != values[0] for value in values)
+        if not values or any(map(math.isnan, values)):
+            return bool(values)
+        return max(values) - min(values) > TIE * max(map(abs, values))
 
     def _require_groups(self) -> None:
         counts = self.counts

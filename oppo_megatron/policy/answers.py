@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.nesting import read_json
 from oppo_megatron.policy.asked import OutputFile
 from oppo_megatron.records import Prompt, Rollout
 
@@ -70,6 +72,15 @@ def require_output(to: OutputFile) -> bool:
         )
     _require_same(partial, to.settings)
     return True
+
+
+def first_date(path: Path) -> datetime | None:
+    """The date that an interrupted call for this output gave to chat templates."""
+    partial = partial_path(path)
+    try:
+        return datetime.fromisoformat(_read(partial)[0]["date"]) if partial.is_file() else None
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _require_same(partial: Path, settings: Mapping[str, Any]) -> None:
@@ -146,7 +157,7 @@ def _read(partial: Path) -> list[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 break
             try:
-                content = json.loads(line)
+                content = read_json(line)
             except ValueError as error:
                 raise DataError(
                     f"{partial}, line {number}: not JSON ({error}); remove the file, and begin anew"

@@ -53,7 +53,7 @@ class Request:
     """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
 
     `max_length`: tokens of the longest prompt and its response.  `num_slots`: sequences that a replica decodes at once.
-    `left_out`: the message about prompts that were too long; empty: there were none.
+    `told_of_prompts`: lines about the rows of a file, and those left out; empty: there are none.
     """
 
     policy: Policy
@@ -65,7 +65,7 @@ class Request:
     num_slots: int
     max_length: int
     to: Terminal | OutputFile | Conversation
-    left_out: str = ""
+    told_of_prompts: str = ""
 
 
 def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any]:
@@ -74,5 +74,6 @@ def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any
         "policy": str(policy.model.checkpoint or policy.directory),
         "dtype": policy.model.dtype,
         "samples": samples,
+        "date": str(policy.tokenizer.date),
         **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(drawing).items()},
     }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.config.explain import first_problem
 from oppo_megatron.config.load import read_tree
 from oppo_megatron.config.model import Dtype, ModelConfig, ParallelConfig, TrainedRoleConfig
 from oppo_megatron.config.paths import missing_path
@@ -41,6 +44,8 @@ class Choice:
     chat_template: str | None = None
     base: Path | None = None
     dtype: Dtype | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    date: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -110,10 +115,8 @@ def read_run(directory: Path) -> RunConfig:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(
-            f"`{directory / RUN_CONFIG}` is not the configuration of a run of this version (`{key}`: {first['msg']}); copy the "
+            f"`{directory / RUN_CONFIG}` is not the configuration of a run of this version ({first_problem(error)}); copy the "
             "folder of its weights away from it, and name that"
         ) from error
 
@@ -243,8 +246,12 @@ def _tokenizer(found: _Weights, run: RunConfig | None, choice: Choice) -> Tokeni
             f"{found.told}: no tokenizer lies with the weights{theirs}; name one with --tokenizer (a Hugging Face directory or a "
             "sentencepiece .model file)"
         )
-    add_bos = None if run is None else run.tokenizer.add_bos
-    return TokenizerConfig(path=path, chat_template=template, add_bos=add_bos)
+    began = TokenizerConfig(path=path) if run is None else run.tokenizer
+    arguments = {**began.template_arguments, **choice.template_arguments}
+    now = choice.date or began.date or datetime.now()
+    return began.model_copy(
+        update={"path": path, "chat_template": template, "template_arguments": arguments, "date": now.replace(microsecond=0)}
+    )
 
 
 def _has_tokenizer(directory: Path) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from oppo_megatron.config.data import PromptColumnsConfig, PromptDataConfig
+from oppo_megatron.data.chat_template import NoChatTemplateError
+from oppo_megatron.data.conversations import Conversations
 from oppo_megatron.data.prompt_tokens import encode_prompt
-from oppo_megatron.data.prompts import load_prompts
+from oppo_megatron.data.prompts import PromptRow, load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.tokenizer import NoChatTemplateError, Tokenizer
+from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.records import Prompt
 
@@ -51,13 +53,16 @@ def prompts_of_texts(texts: Iterable[str], wording: Wording, tokenizer: Tokenize
 
 
 def prompts_of_file(
-    path: Path, column: str | None, wording: Wording, tokenizer: Tokenizer, most: int | None = None
+    path: Path,
+    column: str | None,
+    wording: Wording,
+    tokenizer: Tokenizer,
+    most: int | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> list[Asked]:
-    """A prompt a line of a `.txt` file; of another, rows with a prompt or messages, as `oppo train` reads them.
+    """Return a prompt for each line of a `.txt` file, else for each row, as `oppo train` reads them; `most`: the first ones.
 
-    The first `most` of them, where it is given.
-
-    Raises DataError or ConfigError for rows that cannot be used.
+    `note` gets a line for each thing that was understood of the rows.  Raises DataError or ConfigError for unusable rows.
     """
     if path.suffix == ".txt":
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)
@@ -68,9 +73,24 @@ def prompts_of_file(
         max_prompt_tokens=WITHOUT_LIMIT,
         max_rows=most,
     )
-    rows = load_prompts(config, tokenizer, quarantine=Quarantine()).rows
-    as_chat = Wording(as_chat=wording.as_chat, system=wording.system)
-    return [Asked(row.row, _worded(row.text, as_chat, tokenizer), row.fields) for row in rows]
+    quarantine = Quarantine()
+    rows = load_prompts(config, tokenizer, quarantine=quarantine).rows
+    if wording.system is not None and any(row.chat for row in rows):
+        raise ConfigError(
+            f"--system is given, but rows of {path} hold messages, which are rendered as they are; write a system message into "
+            "them, and drop --system"
+        )
+    conversations = Conversations(tokenizer.chat, (), quarantine.note)
+
+    def worded(row: PromptRow) -> str:
+        if row.chat or not wording.as_chat:
+            return row.text
+        return _worded(row.text, wording, tokenizer, lambda: conversations.variables(row.fields, str(path)))
+
+    asked = [Asked(row.row, worded(row), row.fields) for row in rows]
+    for line in quarantine.notes:
+        note(line)
+    return asked
 
 
 def within(asked: Sequence[Asked], most_tokens: int | None, tokenizer: Tokenizer) -> list[Asked]:
@@ -126,10 +146,12 @@ def _lines(path: Path) -> list[str]:
     return found
 
 
-def _worded(text: str, wording: Wording, tokenizer: Tokenizer) -> str:
+def _worded(
+    text: str, wording: Wording, tokenizer: Tokenizer, variables: Callable[[], Mapping[str, Any]] = dict
+) -> str:
     if wording.as_chat:
         try:
-            return tokenizer.render_chat(user_turn(text, wording.system))
+            return tokenizer.chat.render(user_turn(text, wording.system), variables=variables())
         except NoChatTemplateError as error:
             raise ConfigError(
                 "--chat and --as-chat put turns into a chat template, and the policy's tokenizer has none; give one with "

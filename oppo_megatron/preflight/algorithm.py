@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from oppo_megatron.config.algorithm import PRESETS
-from oppo_megatron.config.ppo import KLConfig, PPOConfig
+from oppo_megatron.config.derived import least_micro_batch
+from oppo_megatron.config.ppo import KLConfig, PPOConfig, RolloutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.preflight.preferences import check_smoothing
 
 OF_POLICIES = ("clip", "clip_high", "dual_clip", "entropy_coefficient", "staleness")
 """Settings of `ppo` about ratios of policies, and its entropy."""
+AND_NOTHING = "so that nothing is learned"
 
 
 def check_algorithm(config: TrainConfig) -> list[str]:
@@ -55,15 +57,31 @@ def _check_groups(config: TrainConfig) -> Iterator[str]:
         yield f"ppo.minibatches {minibatches} does not divide {unit}; choose from {fitting}"
 
 
+def greedily(rollout: RolloutConfig) -> str | None:
+    """The setting under which every draw is the likeliest token; None if there is none."""
+    for name, most in (("temperature", 1e-3), ("top_k", 1), ("top_p", 1e-6)):
+        value = getattr(rollout, name)
+        if value <= most and (name != "top_k" or value):
+            return f"rollout.{name} is {value:g}"
+    return None
+
+
 def _check_greedy(config: TrainConfig) -> Iterator[str]:
     """What is sampled must be able to differ from what it is compared with."""
-    rollout = config.rollout
-    for name, value in (("temperature", 0), ("top_k", 1)):
-        if config.algorithm.greedy and getattr(rollout, name) == value:
-            yield (
-                f"rollout.{name} is {value}, so that every response is the greedy one that algorithm.baseline greedy compares it "
-                f"with, and nothing is learned; choose another rollout.{name}, or another baseline"
-            )
+    setting, algorithm = greedily(config.rollout), config.algorithm
+    if setting is None:
+        return
+    if algorithm.greedy:
+        why = f"every response is the greedy one that algorithm.baseline greedy compares it with, {AND_NOTHING}"
+    elif algorithm.pairs:
+        why = "greedy responses to a prompt are all the same, and no pair"
+    elif algorithm.needs_group:
+        why = f"the responses to a prompt are all the same, and compared with each other every advantage is 0, {AND_NOTHING}"
+    elif config.filter is not None:
+        why = "the responses to a prompt are all the same, and the filter would drop every group"
+    else:
+        return
+    yield f"{setting}, at which {why}; sample (rollout.temperature 1, top_k 0 and top_p 1 are usual)"
 
 
 def _check_unread(config: TrainConfig) -> Iterator[str]:
@@ -80,14 +98,26 @@ def _check_unread(config: TrainConfig) -> Iterator[str]:
         unread["a pair is compared by the policy and the reference alone, whoever drew it"] = OF_POLICIES
         unread["of a pair only which response is the better one counts"] = ("gamma", "reward_normalization")
     elif algorithm.objective == "plain":
-        unread["algorithm.objective is plain, which has no ratio"] = ("clip_high", "dual_clip")
+        unread["algorithm.objective is plain, which has no ratio"] = ("clip", "clip_high", "dual_clip")
     elif algorithm.objective == "cispo":
-        unread["algorithm.objective is cispo, whose bound is ppo.clip_high"] = ("dual_clip",)
-    usual = PPOConfig()
+        unread["algorithm.objective is cispo, whose bound is ppo.clip_high"] = ("clip", "dual_clip")
+    if _scales_again(config):
+        why = f"algorithm.scale {algorithm.scale} divides by the deviation of the scores again, whatever it is"
+        unread[why] = ("reward_normalization",)
+    usual, of_preset = PPOConfig(), PRESETS[algorithm.preset].ppo  # what a preset brings is not the user's to remove
     for why, names in unread.items():
         for name in names:
-            if getattr(ppo, name) != getattr(usual, name):
+            if getattr(ppo, name) not in (getattr(usual, name), of_preset.get(name, getattr(usual, name))):
                 yield f"ppo.{name} is {getattr(ppo, name)}, but {why}, and nothing reads it; remove it"
+
+
+def _scales_again(config: TrainConfig) -> bool:
+    """True if advantages are the same whatever scores are multiplied by, and nothing is added to scores after their scaling."""
+    algorithm, ppo = config.algorithm, config.ppo
+    added = ppo.truncated_score is not None or ppo.missing_eos_penalty or config.overlong.buffer is not None
+    if added or algorithm.critic or algorithm.greedy or ppo.kl.mode in ("penalty", "score"):
+        return False
+    return algorithm.scale in ("group_std", "batch_std", "advantage_std", "whiten") and algorithm.baseline != "none"
 
 
 def _check_unread_kl(config: TrainConfig) -> Iterator[str]:
@@ -125,7 +155,7 @@ def _check_objective(config: TrainConfig) -> Iterator[str]:
 
 def _check_pairs(config: TrainConfig) -> Iterator[str]:
     """What pairs of responses need, and what they have no place for."""
-    mode, rollout, tokens = config.ppo.kl.mode, config.rollout, config.runtime.micro_batch_tokens
+    mode, tokens = config.ppo.kl.mode, config.runtime.micro_batch_tokens
     if not config.algorithm.pairs or config.dpo is None:
         if mode == "margin":
             yield (
@@ -139,10 +169,6 @@ def _check_pairs(config: TrainConfig) -> Iterator[str]:
         yield (
             f"ppo.kl.mode is {mode}, but algorithm.preset online_dpo measures its pairs against the reference, {why}; remove it"
         )
-    if rollout.temperature == 0:
-        yield (
-            "rollout.temperature is 0, but greedy responses to a prompt are all the same, and no pair; raise it (1 is usual)"
-        )
     if config.overlong.mask:
         yield (
             "overlong.mask is true, but a pair needs both of its responses; remove it, or make cut responses the worse ones "
@@ -153,7 +179,7 @@ def _check_pairs(config: TrainConfig) -> Iterator[str]:
             f"guards.ratio_max.limit is {config.guards.ratio_max.limit:g}, but algorithm.preset online_dpo has no ratio; "
             "remove it"
         )
-    longest = 2 * (config.data.max_prompt_tokens + rollout.max_response_tokens)
+    longest = least_micro_batch(config)
     if longest // 2 <= tokens < longest:
         yield (
             f"runtime.micro_batch_tokens is {tokens}, but a pair may have {longest} tokens (twice data.max_prompt_tokens + "
@@ -167,6 +193,11 @@ def _check_kl(ppo: PPOConfig) -> Iterator[str]:
         yield (
             "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation, so that nothing would hold the "
             "policy to the reference; set ppo.kl.estimator to k2, which has the KL's gradient, or to k3"
+        )
+    if ppo.kl.target is not None and ppo.kl.coefficient == 0 and ppo.kl.mode not in ("none", "margin"):
+        yield (
+            f"ppo.kl.target is {ppo.kl.target:g}, but ppo.kl.coefficient is 0, and a coefficient that is multiplied to follow "
+            "the target stays 0; raise the coefficient, or remove the target"
         )
     if ppo.kl.mode != "loss" and ppo.kl.gradient == "reverse":
         yield f"ppo.kl.gradient is reverse, but ppo.kl.mode {ppo.kl.mode} has no gradient; remove it, or set ppo.kl.mode to loss"

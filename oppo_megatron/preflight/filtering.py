@@ -40,6 +40,14 @@ def _check_filter(config: TrainConfig, asked: FilterConfig) -> Iterator[str]:
             f"filter.lag is {asked.lag}, but filter.metric {asked.metric} needs the reward model, which reads the end of a "
             f"response a period later; set filter.lag to {least} or more, leave it out, or judge by a part that needs no model"
         )
+    period = config.overlap.admission_period
+    most = least_lag(config, REWARD) + -(-rollout.max_response_tokens // period) if period else 0
+    if period and (asked.lag or 0) > most:
+        yield (
+            f"filter.lag is {asked.lag} periods of {period} decode steps, but rollout.max_response_tokens is "
+            f"{rollout.max_response_tokens}: nothing would be left to decode long before a verdict, and every step would wait "
+            f"for it; set filter.lag to {most} or less, or leave it out"
+        )
     groups = rollout.batch_size // rollout.group_size
     if asked.max_groups is not None and asked.max_groups < groups:
         yield (

@@ -27,18 +27,21 @@ from oppo_megatron.preflight.reward_parts import check_part, check_waits
 from oppo_megatron.preflight.settling import check_settle
 
 
-def check_train(config: TrainConfig, *, inputs: bool = True) -> list[str]:
-    """Every broken rule of `oppo train`'s settings, a sentence each.  `inputs`: whether tokenizer and rows have to be there."""
+def check_train(config: TrainConfig, *, inputs: bool = True, models: bool = True) -> list[str]:
+    """Return every broken rule of `oppo train`'s settings, a sentence each.
+
+    `inputs`, `models`: whether tokenizer and rows, and the models' folders, have to be there.
+    """
     return [
         *_check_run_dir(config),
         *_check_batch(config),
         *check_overlap(config.overlap, config.rollout.batch_size, config.rollout.group_size),
         *check_forced_lengths(config.debug),
         *check_stops(config.rollout, forced=config.debug.forced_lengths is not None),
-        *_check_sources(config),
+        *_check_sources(config, models),
         *check_rewards(config.rewards, has_reward_model=config.reward is not None),
         *check_waits(config.rewards, config.runtime.timeout_s, config.stall_deadline_s),
-        *_check_guards(config.guards),
+        *_check_guards(config.guards, has_kl=_has_kl(config)),
         *_check_rollback(config),
         *(check_exists("tokenizer.path", config.tokenizer.path) if inputs else []),
         *(problem for name, data in _data_of(config) for problem in check_data(name, data, ("prompt",), files=inputs)),
@@ -84,17 +87,30 @@ def _check_warmup(config: TrainConfig) -> list[str]:
 
 def check_layers(runtime: RuntimeConfig, *, adapters: bool) -> list[str]:
     """Layers that are asked for by name must be there."""
+    if runtime.layers != "transformer_engine":
+        return []
     problem = layers_refused(runtime.layers, find_available(cuda=runtime.device != "cpu"), adapters=adapters)
     return [] if problem is None else [problem]
 
 
-def _check_guards(guards: GuardsConfig) -> list[str]:
+def _has_kl(config: TrainConfig) -> bool:
+    """True if `kl_mean` is known: with pairs only if the draws are of the temperature of the loss."""
+    mode = config.ppo.kl.mode
+    return mode != "none" and (mode != "margin" or config.rollout.temperature == 1)
+
+
+def _check_guards(guards: GuardsConfig, *, has_kl: bool) -> list[str]:
     """Limits that no figure, or every figure, is beyond."""
     problems = []
     if guards.ratio_max.limit is not None and guards.ratio_max.limit <= 1:
         problems.append(f"guards.ratio_max.limit is {guards.ratio_max.limit:g}, but must be greater than 1; raise it")
     if guards.ess.limit is not None and guards.ess.limit >= 1:
         problems.append(f"guards.ess.limit is {guards.ess.limit:g}, but must be less than 1; lower it")
+    if guards.kl_mean.limit is not None and not has_kl:
+        problems.append(
+            f"guards.kl_mean.limit is {guards.kl_mean.limit:g}, but there is no KL to a reference (ppo.kl.mode), and nothing is "
+            "held against it; remove it, or set ppo.kl.mode to penalty, score or loss"
+        )
     return problems
 
 
@@ -200,13 +216,15 @@ def check_stop_ids(rollout: RolloutConfig, vocab_size: int) -> list[str]:
     ]
 
 
-def check_source(name: str, model: ModelConfig) -> list[str]:
-    """Exactly one of checkpoint and init, and the one given exists."""
+def check_source(name: str, model: ModelConfig, *, files: bool = True) -> list[str]:
+    """Exactly one of checkpoint and init, and the one given exists, unless `files` is false."""
     if (model.checkpoint is None) == (model.init is None):
         given = "neither" if model.checkpoint is None else "both"
         return [
             f"{name} has {given} of checkpoint and init, but needs exactly one; give the folder of weights or a shape"
         ]
+    if not files:
+        return []
     if model.checkpoint is not None:
         return check_exists(f"{name}.checkpoint", model.checkpoint)
     return [] if model.init is None or isinstance(model.init, dict) else check_exists(f"{name}.init", model.init)
@@ -215,6 +233,10 @@ def check_source(name: str, model: ModelConfig) -> list[str]:
 def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> list[str]:
     """Each part has what its kind needs and nothing else; the reward model is there if and only if it is used."""
     problems = [problem for index, part in enumerate(parts) for problem in check_part(f"rewards.{index}", part)]
+    if all(part.weight == 0 for part in parts):
+        problems.append(
+            "every part of rewards has weight 0, so that every reward is 0 and nothing is learned; give one another weight"
+        )
     num_models = sum(part.reads_model for part in parts)
     if num_models > 1:
         problems.append(f"rewards names the reward model {num_models} times, but once is allowed; add their weights up")
@@ -270,9 +292,9 @@ def _check_micro_batch(micro_batch_tokens: int, longest: int, what: str) -> list
     ]
 
 
-def _check_sources(config: TrainConfig) -> list[str]:
+def _check_sources(config: TrainConfig, files: bool) -> list[str]:
     roles: list[tuple[str, ModelConfig]] = [("actor", config.actor), *scorers(config)]
-    problems = [problem for name, role in roles for problem in check_source(name, role)]
+    problems = [problem for name, role in roles for problem in check_source(name, role, files=files)]
     for name, role in roles:
         if role.fresh_head and name in ("actor", "reference"):
             problems.append(f"{name}.fresh_head is true, but only reward and critic have a scalar head; remove it")
@@ -280,7 +302,12 @@ def _check_sources(config: TrainConfig) -> list[str]:
 
 
 def _check_optimizer(name: str, optimizer: OptimizerConfig, key: str | None = None) -> list[str]:
-    if optimizer.min_lr <= optimizer.rate:
-        return []
     where = key or f"{name}.optimizer"
-    return [f"{where}.min_lr is {optimizer.min_lr}, but must not exceed lr {optimizer.rate}; lower it"]
+    if optimizer.min_lr > optimizer.rate:
+        return [f"{where}.min_lr is {optimizer.min_lr}, but must not exceed lr {optimizer.rate}; lower it"]
+    if optimizer.min_lr and optimizer.decay == "constant":
+        return [
+            f"{where}.min_lr is {optimizer.min_lr}, but {where}.decay is constant, and nothing reads it; set it to 0, or decay "
+            "to linear or cosine"
+        ]
+    return []

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.derived import settle_period
 from oppo_megatron.config.evaluation import part_labels
-from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.settling import SettleConfig
 
@@ -29,8 +29,20 @@ def check_settle(config: TrainConfig) -> list[str]:
             for name, value in given.items()
             if value != getattr(usual, name)
         ]
-    problems = list(_never_settled(config))
+    problems = [*_never_asked(config), *_never_settled(config)]
     return problems if settle.mode == "predicted" else [*problems, *_biased(config)]
+
+
+def _never_asked(config: TrainConfig) -> Iterator[str]:
+    """Rewards are asked so seldom that responses have ended before."""
+    period, longest = settle_period(config), config.rollout.max_response_tokens
+    if period is not None and period >= longest:
+        what = "settle.every is" if config.settle.every else "settle.every is null, and rewards are asked once in"
+        yield (
+            f"{what} {period} decode steps, but rollout.max_response_tokens is {longest}, so that responses end before "
+            f"a reward is asked whether they are settled; set settle.every below {longest} (to a quarter of it, say), or set "
+            "settle.mode to off"
+        )
 
 
 def _never_settled(config: TrainConfig) -> Iterator[str]:
@@ -112,20 +124,10 @@ def _other_policies(config: TrainConfig) -> Refused:
         if (value := getattr(ppo, name)) != 1:
             why = "later updates of a batch have ratios and clips of the tokens that are cut off"
             yield f"ppo.{name} is {value}", why, "set it to 1"
-    if carries(config.overlap, filtered=config.filter is not None):
+    if config.overlap.carries(filtered=config.filter is not None):
         why = "tokens of older policies weigh by their ratios, and responses that end soon are trained first"
         remedy = "set overlap.inter to false (with a filter: overlap.delta.initial and overlap.delta.max to 0)"
         yield "overlap.inter is true and carries responses to the next step", why, remedy
-
-
-def carries(overlap: OverlapConfig, *, filtered: bool) -> bool:
-    """Whether responses may be trained that were begun in an earlier step.
-
-    Backfill alone begins them for the next batch; with a filter a batch leaves none but delta behind.
-    """
-    if not overlap.inter:
-        return False
-    return max(overlap.delta.initial, overlap.delta.max) > 0 or (bool(overlap.backfill) and not filtered)
 
 
 def _other_distributions(config: TrainConfig) -> Refused:

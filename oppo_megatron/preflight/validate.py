@@ -14,13 +14,28 @@ from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSetting
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
+from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head
+from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.layout.shape import check_head, check_model, check_use
-from oppo_megatron.modeldir.headers import check_weights, read_hf_config, tokenizer_vocab_size
+from oppo_megatron.layout.stored_weights import FLOATS, Tensor, adapter_problems, weight_problems
+from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS
+from oppo_megatron.modeldir.headers import (
+    Stored,
+    check_weights,
+    read_hf_config,
+    same_content,
+    stored_tensors,
+    tokenizer_vocab_size,
+    weight_files,
+)
 from oppo_megatron.modeldir.megatron import find_megatron
 from oppo_megatron.modeldir.vocabularies import compare_tokenizers
 from oppo_megatron.preflight.services import check_serve, check_serve_scorer
 from oppo_megatron.preflight.settings import check_source, check_stop_ids, check_supervised, check_train
+
+SHOWN = 3
+"""Tensors that do not fit, of each role."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +47,15 @@ class Role:
     scalar: bool
 
 
-def train_problems(settings: TrainSettings, *, inputs: bool = True) -> list[str]:
-    """Every problem of a PPO configuration, a sentence each.  What `auto` can be placed on is not asked here.
+def train_problems(settings: TrainSettings, *, inputs: bool = True, models: bool = True) -> list[str]:
+    """Return every problem of a PPO configuration, a sentence each.  What `auto` can be placed on is not asked here.
 
-    `inputs`: whether tokenizer and rows have to be there.
+    `inputs`, `models`: whether tokenizer and rows, and the models' folders, have to be there.
     """
     settled = settings.settled()
     # Until the layouts, no check looks at the placement.
     config = settled or settings.with_placement(PlacementConfig(mode="single"))
-    problems = check_train(config, inputs=inputs)
+    problems = check_train(config, inputs=inputs, models=models)
     vocab_size = _vocab_size(config.tokenizer, problems)
     shapes: dict[str, Mapping[str, Any]] = {}
     for role in train_roles(config):
@@ -147,11 +162,40 @@ def _check_role(role: Role, context: int, vocab_size: int | None, problems: list
         problems.append(f"{role.name}: {error}")
         return None
     problems += check_use(role.name, hf_config, context, vocab_size)
+    known = len(problems)
     if role.model.checkpoint is not None:
         if find_megatron(role.model.checkpoint) is None:  # of Megatron's the tensors alone say what the head is
             problems += check_head(role.name, hf_config, scalar=role.scalar, fresh_head=role.model.fresh_head)
         problems += check_weights(role.name, role.model.checkpoint)
-    return None if check_model(role.name, hf_config) else hf_config
+    if check_model(role.name, hf_config):
+        return None
+    if len(problems) == known:
+        problems += _check_tensors(role, ModelShape.from_hf(hf_config))
+    return hf_config
+
+
+def _check_tensors(role: Role, shape: ModelShape) -> list[str]:
+    """Problems of the tensors in the files of a role that has none of its settings; of Megatron's, the loading finds them."""
+    head: Head = "scalar" if role.scalar else "lm"
+    checkpoint, problems = role.model.checkpoint, []
+    if checkpoint is not None and find_megatron(checkpoint) is None:
+        stored = stored_tensors(weight_files(checkpoint))
+        tensors = _tensors(stored)
+        if role.scalar and role.model.fresh_head:
+            tensors = {SCALAR_HEAD: Tensor((1, shape.hidden_size), True)} | tensors
+        problems = weight_problems(shape, head, tensors, lambda one, other: same_content(stored[one], stored[other]))
+    where, lora = checkpoint, role.model.lora if isinstance(role.model, LearningModelConfig) else None
+    if not problems and lora is not None and lora.adapter is not None:
+        where, stored = lora.adapter, stored_tensors({lora.adapter / ADAPTER_WEIGHTS: None})
+        problems = adapter_problems(shape, lora, head, _tensors(stored))
+    if not problems:
+        return []
+    more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
+    return [f"{role.name}: the weights in `{where}` do not fit its model: {' '.join(problems[:SHOWN])}{more}"]
+
+
+def _tensors(stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    return {name: Tensor(each.shape, each.dtype in FLOATS) for name, each in stored.items()}
 
 
 def _vocab_size(tokenizer: TokenizerConfig, problems: list[str]) -> int | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from oppo_megatron.clock import ByTime
 from oppo_megatron.errors import DataError
 from oppo_megatron.report.learning import heldout_section, learning_section
 from oppo_megatron.report.machine import memory_section, step_section, utilization_section
@@ -30,18 +31,26 @@ PAGE = "index.html"
 
 
 def write_report(
-    paths: Sequence[str | os.PathLike[str]], out: Path, steps: Sequence[int] = (), *, pictures: bool = True
+    paths: Sequence[str | os.PathLike[str]],
+    out: Path,
+    steps: Sequence[int] = (),
+    *,
+    pictures: bool = True,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:
-    """Write `index.html` and a PNG of each chart into `out`; what was written, the page first.
+    """Write `index.html` and a PNG of each chart into `out`; what was written, the page first.  `tell` hears what is next.
 
     `steps` are those whose timeline is to be kept whole, however long the runs are.  Raises DataError.
     """
     _require_no_other(out / PAGE)
+    tell(f"reading {len(paths)} run{'s' * (len(paths) > 1)}")
     records = read_runs(paths)
     _check_steps(records, steps)
+    tell("making the charts")
     sections = make_sections(records)
     page = Page([record.name for record in records], sections)
     for record in records:
+        tell(f"timeline and responses of {record.name}")
         _add_timeline(page, record, SPANS_OF_PAGE // len(records), steps)
         rows, why = sample_responses(record)
         if rows:
@@ -50,7 +59,7 @@ def write_report(
             page.no_samples.append(f"{record.name}: no responses ({why}).")
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / PAGE, render(page))
-    return [out / PAGE, *(_draw(records, sections, out, steps) if pictures else [])]
+    return [out / PAGE, *(_draw(records, sections, out, steps, tell) if pictures else [])]
 
 
 def make_sections(records: Sequence[RunRecord]) -> list[Section]:
@@ -100,9 +109,17 @@ def _add_timeline(page: Page, record: RunRecord, budget: int, steps: Sequence[in
     page.timelines.append(made)
 
 
-def _draw(records: Sequence[RunRecord], sections: Sequence[Section], out: Path, steps: Sequence[int]) -> list[Path]:
-    written = []
-    for chart in (chart for section in sections for chart in section.charts):
+def _draw(
+    records: Sequence[RunRecord],
+    sections: Sequence[Section],
+    out: Path,
+    steps: Sequence[int],
+    tell: Callable[[str], None],
+) -> list[Path]:
+    written, charts = [], [chart for section in sections for chart in section.charts]
+    by_time = ByTime(tell)
+    for number, chart in enumerate(charts):
+        by_time(f"drawing picture {number + 1} of {len(charts)}")
         written.append(out / f"{chart.name}.png")
         draw(chart, written[-1])
     windows = {}

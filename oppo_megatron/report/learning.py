@@ -51,8 +51,14 @@ POLICY = (
     ),
     Curve(
         "clip-fraction", "Clipped tokens", "share of tokens", {"clip_fraction": ""},
-        "Healthy: 0.02 to 0.2. Above 0.3 the updates go too far: lower the actor's learning rate, or make fewer `ppo.epochs`. "
+        "Healthy: 0.01 to 0.1. Above 0.2 the updates go too far: lower the actor's learning rate, or make fewer `ppo.epochs`. "
         "Always 0: the policy hardly moves, and the learning rate may be raised.", from_zero=True,
+    ),
+    Curve(
+        "lost-gradient", "Gradient lost to clipping", "share, by advantage",
+        {"lost_gradient_fresh": "fresh responses", "lost_gradient_stale": "with tokens of older policies"},
+        "Healthy: both alike. If much more is lost of responses with tokens of older policies, which are the long ones, training "
+        "is biased towards short responses: set `ppo.staleness: decoupled`.", from_zero=True,
     ),
     Curve(
         "approx-kl", "Change of the policy in an update", "KL(old, new), nats a token", {"approx_kl": ""},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.nesting import read_json
 from oppo_megatron.report.downtime import without_downtime
 from oppo_megatron.report.run_records import RunRecord, read_run
 from oppo_megatron.rundir.directory import RunDirectory
@@ -81,7 +81,7 @@ def last_objects(path: Path, num_bytes: int) -> list[dict[str, Any]]:
     found = []
     for line in lines[size > num_bytes : -1]:  # the last one is empty, or half written
         try:
-            value = json.loads(line)
+            value = read_json(line)
         except ValueError:
             continue
         if isinstance(value, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.nesting import read_json, read_yaml
 from oppo_megatron.report.downtime import without_downtime
 from oppo_megatron.rundir.directory import RUN_FORMAT, RunDirectory
 from oppo_megatron.rundir.metrics_log import read_metrics
@@ -135,7 +135,7 @@ def _read_summary(run: RunDirectory) -> dict[str, Any] | None:
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty where the file is not there or is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -143,7 +143,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_config(run: RunDirectory) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        value = read_yaml(run.config.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -6,7 +6,7 @@ import inspect
 import math
 import numbers
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -193,6 +193,15 @@ class RewardSum:
                     check_fields(fields)
             except RewardError as error:
                 raise RewardError(f"reward part {summand.label!r}: {error}") from error
+
+    def unusable(self, rows: Sequence[Mapping[str, Any]], tell: Callable[[str], None] = print) -> dict[int, str]:
+        """By place those of `rows`, which `check` has accepted, that a rule cannot score within its limits, with the reason."""
+        found = dict[int, str]()
+        for summand in self.summands:
+            if isinstance(summand.function, IsolatedRule):
+                for place, reason in summand.function.unusable(rows, tell).items():
+                    found.setdefault(place, f"reward part {summand.label!r}: {reason}")
+        return found
 
     def never_settle(self) -> dict[str, str]:
         """The parts that no prefix ever settles, by label, with the reason."""

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
 import numbers
 import os
 import resource
-import signal
 import sys
 from typing import Any
 
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.processes import allow_processor_time, end_with_parent, limit_resource
 from oppo_megatron.rewards.entry_point import load_entry_point
 from oppo_megatron.rewards.user_code import said_of
 
 MAX_ANSWER_BYTES = 1 << 16
 SHOWN_CHARACTERS = 1000
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(reads: int, writes: int) -> None:
@@ -27,9 +25,9 @@ def main(reads: int, writes: int) -> None:
         os.set_inheritable(descriptor, False)
     with os.fdopen(reads, "rb") as calls, os.fdopen(writes, "wb") as answers:
         task, own = json.loads(calls.readline()), os.getpid()
-        _end_with(task["parent"])
-        _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_AS, task["memory_bytes"])
+        end_with_parent(task["parent"])  # nobody else would end a function that never returns
+        limit_resource(resource.RLIMIT_CORE, 0)
+        limit_resource(resource.RLIMIT_AS, task["memory_bytes"])
         try:
             function = load_entry_point(task["entry_point"], task["options"])
         except ConfigError as error:
@@ -37,7 +35,7 @@ def main(reads: int, writes: int) -> None:
             return
         _answer(answers, task, {"ready": True, "settles": hasattr(function, "settled")})
         for line in calls:
-            _allow_processor_time(task["cpu_s"])
+            allow_processor_time(task["cpu_s"])
             call = json.loads(line)
             answer = _call(function, call, task["options"])
             if os.getpid() != own:  # a copy of this process, which the function has made and let return
@@ -61,31 +59,6 @@ def _call(function: Any, call: dict[str, Any], options: dict[str, Any]) -> dict[
 def _answer(answers: io.BufferedWriter, call: dict[str, Any], answer: dict[str, Any]) -> None:
     answers.write(json.dumps({**answer, "call": call["call"]}).encode() + b"\n")
     answers.flush()
-
-
-def _end_with(parent: int) -> None:
-    """Where the run's process is killed, nobody is left who would end a function that never returns.
-
-    The signal comes when the thread ends that started this process, hence one thread (`isolation.IsolatedFunction`).
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
-def _limit(what: int, most: int) -> None:
-    """Set the soft and the hard limit, but never above a hard limit that is there."""
-    _, hard = resource.getrlimit(what)
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(what, (most, most))
-
-
-def _allow_processor_time(seconds: int) -> None:
-    """So much more than has been used.  The soft limit only: it is moved on with each call, and its signal kills."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 if __name__ == "__main__":

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import math
 import queue
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
-from oppo_megatron.errors import RewardError
+from oppo_megatron.clock import ByTime
 from oppo_megatron.rewards.isolation import IsolatedFunction, Unanswered
 from oppo_megatron.rewards.protocol import ScoreItem
 
+SHOWN = 5
+
 Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 """What the function needs of a row's columns.  Raises RewardError where the row lacks it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How to find out whether a row's expected answer can be compared: the score of any response to it is asked for.
+
+    `needed` tells of what `read` gives whether it has to be tried at all.  NaN: it can be compared as text only.
+    """
+
+    response: str
+    needed: Callable[[Mapping[str, Any]], bool]
 
 
 class IsolatedRule:
@@ -25,11 +40,18 @@ class IsolatedRule:
     """
 
     def __init__(
-        self, make: Callable[[], IsolatedFunction], read: Read, processes: int, about: Callable[[], str] = str
+        self,
+        make: Callable[[], IsolatedFunction],
+        read: Read,
+        processes: int,
+        about: Callable[[], str] = str,
+        trial: Trial | None = None,
     ):
         """`about` says in a line what a user should know before the run; nothing, if it is empty."""
         self._functions = [make() for _ in range(processes)]
-        self._read, self.about = read, about
+        self._read, self.about, self._trial = read, about, trial
+        self._tried: dict[str, str | None] = {}
+        """By expected answer why it cannot be compared; None: it can."""
         self._scores: dict[int, Future[float]] = {}
         self._waiting: queue.SimpleQueue[tuple[ScoreItem, Future[float]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -38,6 +60,27 @@ class IsolatedRule:
     def check(self, fields: Mapping[str, Any]) -> None:
         """Raise `RewardError` if a response to this row could not be scored."""
         self._read(fields)
+
+    def unusable(self, rows: Sequence[Mapping[str, Any]], tell: Callable[[str], None] = print) -> dict[int, str]:
+        """By place those of `rows` whose expected answers cannot be compared within the limits, with the reason.
+
+        Each has its columns as `check` has accepted them.  Tries different answers once, tells of its progress by time.
+        """
+        if self._trial is None:
+            return {}
+        read = [self._read(fields) for fields in rows]
+        tried = {str(fields): row for row, fields in zip(rows, read, strict=True) if self._trial.needed(fields)}
+        self.request([ScoreItem(-1 - i, "", self._trial.response, row) for i, row in enumerate(tried.values())])
+        tell_by_time, texts = ByTime(tell), list[str]()
+        for number, answer in enumerate(tried):
+            if math.isnan(self.result(-1 - number)):
+                texts.append(answer)
+            tell_by_time(f"trying expected answers: {number + 1} of {len(tried)}")
+        if texts:
+            shown = ", ".join(f"{answer:.100}" for answer in texts[:SHOWN])
+            tell(f"{len(texts)} expected answers are no mathematics that is understood, and are compared as text: {shown}")
+        reasons = (self._tried.get(str(fields)) for fields in read)
+        return {place: reason for place, reason in enumerate(reasons) if reason is not None}
 
     def requested(self, seq_id: int) -> bool:
         """Whether the score of this sequence has been asked for and not yet taken."""
@@ -85,10 +128,26 @@ class IsolatedRule:
 
     def _score(self, function: IsolatedFunction, item: ScoreItem) -> float:
         fields = self._read(item.fields)
-        try:
-            score = function(item.prompt, item.response, fields)
-        except Unanswered:
+        if self._tried.get(str(fields)) is not None:
             return 0.0
-        if math.isnan(score):
-            raise RewardError(f"the expected answer {str(fields)[:200]} cannot be read; correct the row")
-        return score
+        try:
+            return function(item.prompt, item.response, fields)
+        except Unanswered as error:
+            if self._trial is not None and str(fields) not in self._tried:
+                self._try(function, fields, item.response, error)
+            return 0.0
+
+    def _try(self, function: IsolatedFunction, fields: dict[str, Any], response: str, error: Unanswered) -> None:
+        """Find out whether the row or the `response`, over which `error` came, is at fault; a row is named and left at 0.0."""
+        assert self._trial is not None
+        self._tried[str(fields)] = None
+        try:
+            if response != self._trial.response:
+                function("", self._trial.response, fields)
+                return
+        except Unanswered as again:
+            error = again
+        reason = f"the expected answer {str(next(iter(fields.values()))):.200} cannot be compared: {error}"
+        self._tried[str(fields)] = reason
+        if response != self._trial.response:
+            print(f"{reason}; its row is set aside: every response to it scores 0", file=sys.stderr, flush=True)

@@ -27,12 +27,15 @@ import psutil
 
 from oppo_megatron.config.remote import START_S, IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.nesting import read_json
 from oppo_megatron.rewards.isolated_child import MAX_ANSWER_BYTES
 
 CHILD = "oppo_megatron.rewards.isolated_child"
 MARK = "OPPO_ISOLATED"
 """Environment variable of the process and of all that it starts: by its value they are found when they are to end."""
 END_S = 2.0
+SHOWN_BYTES = 1 << 16
+"""The first of what a process prints goes to the run's own output; a function may print for each of a million responses."""
 NO_SETTLED = "the function has no `settled`"
 
 
@@ -64,6 +67,7 @@ class IsolatedFunction:
         self._settles = False
         self._mark = ""
         self._thread = self._to_child = self._from_child = -1
+        self._shows: threading.Thread | None = None
 
     def check(self) -> None:
         """Start a process and end it again.  Raises ConfigError if the function cannot be had in it."""
@@ -115,6 +119,8 @@ class IsolatedFunction:
         _end_marked(f"{MARK}={self._mark}".encode())
         os.close(self._to_child)
         os.close(self._from_child)
+        if self._shows is not None:
+            self._shows.join(END_S)  # what it printed comes before what is said of its end
         self._process = None
 
     def _start(self) -> None:
@@ -122,17 +128,21 @@ class IsolatedFunction:
         self._thread, self._mark = threading.get_ident(), secrets.token_hex(8)
         child_reads, self._to_child = os.pipe()
         self._from_child, child_writes = os.pipe()
+        printed, child_prints = os.pipe()
         self._process = subprocess.Popen(  # noqa: S603  (this package's own module, and no shell)
             [sys.executable, "-m", CHILD, str(child_reads), str(child_writes)],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what the function prints is no answer
+            stdout=child_prints,  # what the function prints is no answer
+            stderr=child_prints,
             pass_fds=(child_reads, child_writes),
             env=self._environment
             | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), MARK: self._mark},
             start_new_session=True,
         )
-        os.close(child_reads)
-        os.close(child_writes)
+        for descriptor in (child_reads, child_writes, child_prints):
+            os.close(descriptor)
+        self._shows = threading.Thread(target=_show, args=(printed, self.entry_point), name="isolated output", daemon=True)
+        self._shows.start()
         os.set_blocking(self._to_child, False)
         task = {
             "entry_point": self.entry_point,
@@ -156,8 +166,8 @@ class IsolatedFunction:
         self._write(json.dumps({**message, "call": name}, allow_nan=False).encode() + b"\n", deadline, late)
         line = self._read_line(deadline, late)
         try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError):
+            answer = read_json(line)
+        except ValueError:
             answer = None
         if not isinstance(answer, dict) or answer.pop("call", None) != name:
             self.close()
@@ -201,6 +211,18 @@ class IsolatedFunction:
     def _end(self, reason: str) -> NoReturn:
         self.close()
         raise Unanswered(reason)
+
+
+def _show(source: int, entry_point: str) -> None:
+    """Print the first SHOWN_BYTES of what comes from a pipe, and read the rest, so that whoever writes is not held up."""
+    left = SHOWN_BYTES
+    with os.fdopen(source, "rb", buffering=0) as stream:
+        while piece := stream.read(1 << 16):
+            shown, left = piece[: max(0, left)], left - len(piece)
+            if shown and left < 0:
+                shown += f"\n{entry_point} has printed {SHOWN_BYTES} bytes; its process's further output is dropped\n".encode()
+            with suppress(OSError):
+                os.write(2, shown)
 
 
 def _end_marked(mark: bytes) -> None:

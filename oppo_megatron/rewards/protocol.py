@@ -15,7 +15,9 @@ from typing import Annotated, Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StrictFloat, StrictInt, StrictStr, ValidationError
 
+from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.nesting import read_json
 
 MIN_TOKEN_CHARACTERS = 16
 
@@ -78,7 +80,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     """Raise `RewardError` if a row's other columns cannot be sent to a service."""
     try:
         json.dumps(dict(fields), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise RewardError(
             f"the row's columns cannot be sent to a reward service ({error}); leave only text, finite numbers, lists and "
             "mappings of these"
@@ -93,7 +95,7 @@ def read_answer(
         answer = Answer.model_validate(parse_json(body))
     except ValidationError as error:
         raise RewardError(f"the answer is not of the form of a score list: {first_problem(error)}") from None
-    except (ValueError, RecursionError, OverflowError) as error:
+    except (ValueError, OverflowError) as error:
         raise RewardError(f"the answer is not JSON ({str(error)[:100]})") from None
     scores = {row.id: row.score for row in answer.scores}
     if len(scores) != len(answer.scores):
@@ -109,8 +111,8 @@ def read_answer(
 
 
 def parse_json(body: bytes) -> Any:
-    """As json.loads, but for what parsers read differently.  Raises ValueError or RecursionError."""
-    return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    """As json.loads, but for what parsers read differently.  Raises ValueError."""
+    return read_json(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
 
 
 def read_token(variable: str, environment: Mapping[str, str]) -> SecretStr:
@@ -137,12 +139,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
-
-
-def first_problem(error: ValidationError) -> str:
-    """Where and what, without the value met: an answer may repeat what must not be shown."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"[:200]
 
 
 def _difference(found: Collection[int], asked: Sequence[int]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,13 +11,16 @@ from typing import Any
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.remote import IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.rewards.isolated_rule import IsolatedRule
+from oppo_megatron.records import field_at, field_names, nearest_field
+from oppo_megatron.rewards.isolated_rule import IsolatedRule, Trial
 from oppo_megatron.rewards.isolation import IsolatedFunction
 from oppo_megatron.rewards.rules import choices, code_tests, math_answers
 from oppo_megatron.rewards.rules.formats import FormatRule
 from oppo_megatron.rewards.rules.lengths import LengthRule
 from oppo_megatron.rewards.verifiers import expected_answer, first_settled, verify
 
+VERLS_ANSWER = "reward_model.ground_truth"
+"""The expected answer in rows of verl's layout, if they have no column `answer`."""
 END_S = 10.0
 """What the process of rule `code` has beyond the time of the tests, to start them and to end them."""
 OWN_MB = 2048
@@ -71,16 +74,17 @@ Rule = VerifierReward | FormatReward | LengthRule | IsolatedRule
 
 
 def column(fields: Mapping[str, Any], answer: str) -> Any:
-    """The row's column `answer`.  Raises `RewardError` where it is not there."""
-    if answer not in fields:
-        there = ", ".join(fields) or "none"
-        near = difflib.get_close_matches(answer, fields, n=1)
-        named = f", the nearest is `answer: {near[0]}`" if near else ""
-        raise RewardError(
-            f"the row has no column {answer!r} with the expected answer (it has: {there}); name the column "
-            f"as `answer` beside the verifier{named}"
-        )
-    return fields[answer]
+    """Return the row's column `answer`, or verl's in its place.  Raises `RewardError` if it is not there."""
+    for name in (answer, *([VERLS_ANSWER] if answer == "answer" else [])):
+        with suppress(KeyError):
+            return field_at(fields, name)
+    names = list(field_names(fields))
+    near = nearest_field([answer, "ground_truth"], names)
+    named = f", the nearest is `answer: {near}`" if near else ""
+    raise RewardError(
+        f"the row has no column {answer!r} with the expected answer (it has: {', '.join(names) or 'none'}); name the column "
+        f"as `answer` beside the verifier{named}"
+    )
 
 
 def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_tokens: int | None) -> Rule:
@@ -128,7 +132,8 @@ def _isolated_rule(part: RewardPart, limits: IsolationConfig, environment: Mappi
         def expected(fields: Mapping[str, Any]) -> dict[str, Any]:
             return {math_answers.ANSWER: math_answers.expected_text(column(fields, part.answer))}
 
-        return IsolatedRule(ask_math, expected, part.processes)
+        trial = Trial(math_answers.PROBE, math_answers.needs_library)
+        return IsolatedRule(ask_math, expected, part.processes, trial=trial)
 
     options = {"wall_s": limits.wall_s, "memory_mb": limits.memory_mb, "partial_credit": part.lenient}
     outer = IsolationConfig(wall_s=limits.wall_s + END_S, memory_mb=max(limits.memory_mb, OWN_MB))

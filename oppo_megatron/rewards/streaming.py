@@ -210,7 +210,7 @@ def _read_rows(answer: httpx.Response, request: Mapping[str, Any]) -> list[dict[
                 raise ValueError(f"{score!r:.20} is no score of sequence {row['id']}")
         if asked:
             raise ValueError(f"no answer for sequence {min(asked)}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise RewardError(
             f"the scorer's answer is not of the form ({error}); is the address `oppo serve-scorer`'s?"
         ) from error

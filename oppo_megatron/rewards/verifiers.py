@@ -13,75 +13,44 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 from oppo_megatron.errors import RewardError
+from oppo_megatron.rewards.rules.final_answer import shown, texts
+from oppo_megatron.rewards.rules.numbers import MAX_CHARACTERS, parse_number
 
-_NUMBER = re.compile(
-    r"""\s*(?P<sign>[-+]?)\s*[$€£]?\s*(?P<inner>-?)
-        (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))
-        (?P<decimals>\.[0-9]+)?
-        (?:\s*/\s*(?P<denominator>[0-9]+))?""",
-    re.VERBOSE,
-)
-# After the number: nothing, or punctuation and words.  Another digit, an operator or a scale word would make it
-# another number.
-_AFTER = re.compile(
-    r"(?!.*\b(?:hundred|thousand|million|billion|trillion)\b)(?:[^\w+*/=^][^0-9+*/=^]*)?", re.IGNORECASE
-)
-_MAX_CHARACTERS = 500  # a longer number is a runaway response; Python itself refuses to read very long ones
 _MARK = re.compile(r"####(.*)")
-_LAST_LINE = re.compile(r"\s*A:(.*)")
-
-
-def parse_number(text: str) -> Fraction | None:
-    """The number that `text` begins with; None if there is none, or more follows (`3+4`, `1 million`)."""
-    found = _NUMBER.match(text.replace("\u2212", "-"))
-    if found is None or not _AFTER.fullmatch(text[found.end() :].strip("\r\n")):
-        return None
-    if len(found[0]) > _MAX_CHARACTERS or (found["sign"] and found["inner"]):
-        return None
-    denominator = int(found["denominator"] or 1)
-    if denominator == 0:
-        return None
-    value = Fraction((found["whole"].replace(",", "") or "0") + (found["decimals"] or "")) / denominator
-    return -value if "-" in (found["sign"], found["inner"]) else value
+_DIGITS = re.compile(
+    r"[-+]?\s*[$€£]?\s*-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]*\.?[0-9]+)(?:\s*/\s*[0-9]+)?"
+)
 
 
 def gsm8k_answer(text: str) -> Fraction | None:
     """The final answer of a GSM8K solution; None if it states none.  The last mark counts, number or not."""
-    lines = text.strip().splitlines()
-    last_line = _LAST_LINE.fullmatch(lines[-1]) if lines else None
-    if last_line:
-        return parse_number(last_line[1])
-    marks = _MARK.findall(text)
-    return parse_number(marks[-1].rpartition("####")[2]) if marks else None
+    return _read(text, ["hashed"])
 
 
 def arithmetic_answer(text: str) -> Fraction | None:
     """The final answer of an arithmetic solution: marked as in GSM8K, else the last line's number after `=`."""
-    lines = text.strip().splitlines()
-    if not lines or "####" in text or _LAST_LINE.fullmatch(lines[-1]):
-        return gsm8k_answer(text)
-    return parse_number(lines[-1].rpartition("=")[2])
+    return _read(text, ["hashed", "last line"])
 
 
 def flexible_answer(text: str) -> Fraction | None:
-    """The final answer marked as in GSM8K; where nothing is marked, the last number in the text."""
-    lines = text.strip().splitlines()
-    if lines and ("####" in text or _LAST_LINE.fullmatch(lines[-1])):
-        return gsm8k_answer(text)
-    found = None
-    for found in _NUMBER.finditer(text):  # noqa: B007  (the last one is wanted)
+    """The final answer, marked or stated in any form; if it is nowhere, the last number in the text."""
+    form, found = texts(text, ["hashed", "marked", "stated"])
+    number = parse_number(found[-1]) if found else None
+    if number is not None or form == "hashed":
+        return number
+    text, last = shown(text), None
+    for last in _DIGITS.finditer(text):  # noqa: B007  (the last one is wanted)
         pass
-    if found is None:
+    if last is None or len(last[0]) > MAX_CHARACTERS:
         return None
-    number = found[0].lstrip()
-    before = text[: found.end() - len(number)]
-    joined = before[-1:].isalnum() or (before.rstrip()[-1:].isdigit() and number[1:2].isspace())
-    return parse_number(number.lstrip("+-") if joined else number)  # `7-5`, `7 - 5` and `GPT-4` have no sign
+    number_text, before = last[0].lstrip(), text[: last.end() - len(last[0].lstrip())]
+    joined = before[-1:].isalnum() or (before.rstrip()[-1:].isdigit() and number_text[1:2].isspace())
+    return parse_number(number_text.lstrip("+-") if joined else number_text)  # `7-5`, `7 - 5` and `GPT-4` have no sign
 
 
 def first_answer(text: str) -> Fraction | None:
@@ -94,6 +63,11 @@ def first_settled(prefix: str, expected: Any) -> float | None:
     """The score by `first_answer` once the line of the first mark has ended; None before.  Raises as `expected_answer`."""
     mark = _MARK.search(prefix)
     return verify("gsm8k_first", prefix, expected) if mark and mark.end() < len(prefix) else None
+
+
+def _read(text: str, forms: Sequence[str]) -> Fraction | None:
+    form, found = texts(text, forms)
+    return parse_number(found[-1].rpartition("=")[2] if form == "last line" else found[-1]) if found else None
 
 
 ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {
@@ -111,7 +85,9 @@ def expected_answer(value: Any) -> Fraction:
 
     Raises `RewardError` if there is none: such a row can be scored neither right nor wrong.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Fraction(value)
+    if isinstance(value, float) and math.isfinite(value):
         return Fraction(str(value))
     if isinstance(value, str):
         number = gsm8k_answer(value)
@@ -119,7 +95,7 @@ def expected_answer(value: Any) -> Fraction:
         if number is not None:
             return number
     raise RewardError(
-        f"the expected answer {value!r} has no number; give a number, or a solution that ends in `#### n` or `A: n`"
+        f"the expected answer {value!r:.200} has no number; give a number, or a solution that ends in `#### n` or `A: n`"
     )
 
 

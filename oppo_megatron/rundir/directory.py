@@ -4,6 +4,7 @@ config.yaml       resolved configuration          summary.json      figures of t
 checkpoints/      what `--resume` continues from
 metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
 trace.json        each rank's work over time      weights/          final weights
+date.txt          the date that chat templates print, of the first start here, for all ranks and attempts
 hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.trace: actions`)
 rejected/           batches that a guard rejected, for `oppo replay`
 rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
@@ -11,19 +12,20 @@ stacks/           stacks of each rank's threads when the run stood still
 ended-step-<n>/   summary, weights and trace of the run that had ended there, before it was given more steps
 memory_limits.json  limits of work at once, after memory ran out among ranks
 reference.safetensors  log-probs of the reference (`oppo dpo`, `oppo kto`); later attempts reuse them
+holder.json       the process at work here, removed at its end; the lock is on the directory itself
 placement.json    measurements of `placement.mode: auto`, from the runs under placement/; later attempts reuse it
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import datetime
 from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import Any, TextIO
@@ -33,14 +35,13 @@ import yaml
 from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.nesting import read_json, read_yaml
 from oppo_megatron.rundir.checkpoints import CheckpointStore
+from oppo_megatron.rundir.holding import HELD_WAIT_S, held
 from oppo_megatron.rundir.space import free_bytes, megabytes
 
 RUN_FORMAT = 1
 """The format of the files of a run directory, recorded in `hosts.json`.  It is raised when earlier files would be misread."""
-
-HELD_WAIT_S = 20.0
-"""Ranks that were killed a moment ago may still be ending."""
 
 PRODUCTS = (
     "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
@@ -62,6 +63,7 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self.config = self.path / "config.yaml"
+        self.date = self.path / "date.txt"
         self.hosts = self.path / "hosts.json"
         self.metrics = self.path / "metrics.jsonl"
         self.rollouts = self.path / "rollouts.jsonl"
@@ -82,6 +84,7 @@ class RunDirectory:
         self.placement_runs = self.path / "placement"
         self.checkpoints = self.path / "checkpoints"
         self.stacks = self.path / "stacks"
+        self.holder = self.path / "holder.json"
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -144,8 +147,8 @@ class RunDirectory:
     def settings(self) -> dict[str, Any]:
         """What the run's `config.yaml` says, unchecked, by this version's names; nothing where none can be read."""
         try:
-            tree = yaml.safe_load(self.config.read_bytes()) if self.config.is_file() else None
-        except (yaml.YAMLError, RecursionError, ValueError):
+            tree = read_yaml(self.config.read_bytes()) if self.config.is_file() else None
+        except (yaml.YAMLError, ValueError):
             return {}
         return with_new_names(tree) if isinstance(tree, dict) else {}
 
@@ -204,30 +207,9 @@ class RunDirectory:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         return self
 
-    @contextmanager
-    def held(self, wait_s: float = HELD_WAIT_S) -> Iterator[None]:
-        """For one process at a time, until the block or the process ends; where the file system has no locks, for any.
-
-        Raises ConfigError where another has it: two would cut off, and remove, what the other writes.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path, os.O_RDONLY)
-        except OSError:  # `prepare` reports its fault
-            yield
-            return
-        try:
-            until = time.monotonic() + wait_s
-            while not _locked(handle):
-                if time.monotonic() > until:
-                    raise ConfigError(
-                        f"run_dir: another run is at work in {self.path}, and has been for {wait_s:g} s; wait for its end, end "
-                        "it, or choose another run_dir"
-                    )
-                time.sleep(0.1)
-            yield
-        finally:
-            os.close(handle)
+    def held(self, wait_s: float = HELD_WAIT_S) -> AbstractContextManager[None]:
+        """For one process at a time: two would cut off, and remove, what the other writes.  Raises ConfigError."""
+        return held(self.path, self.holder, wait_s)
 
     def take_up(self, state: Mapping[str, Any] | None, *, resume: bool) -> None:
         """Go on from a checkpoint's state, or begin (None); `resume`: whether the run was asked to go on."""
@@ -253,14 +235,26 @@ class RunDirectory:
         for path in self.rank_traces():
             _keep_lines(path, lambda span: span["end"] <= saved_at)
 
+    def first_date(self, now: datetime) -> datetime:
+        """The time of the first start in this directory: `now`, unless another process, or an earlier run, has written one."""
+        with suppress(OSError):  # it is there, or `prepare` reports the fault
+            self.path.mkdir(parents=True, exist_ok=True)
+            with self.date.open("x", encoding="utf-8") as file:
+                file.write(now.isoformat(timespec="seconds") + "\n")
+        for _ in range(20):  # the process that made the file is about to write the line
+            with suppress(OSError, ValueError):
+                return datetime.fromisoformat(self.date.read_text(encoding="utf-8").rstrip("\n"))
+            time.sleep(0.05)
+        return now
+
     @property
     def ended_after(self) -> int | None:
         """Steps of the finished run that is here; None where there is none, or its summary does not say."""
         if not self.finished:
             return None
         try:
-            steps = json.loads(self.summary.read_text(encoding="utf-8"))["steps"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            steps = read_json(self.summary.read_text(encoding="utf-8"))["steps"]
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         return steps if isinstance(steps, int) else None
 
@@ -289,16 +283,6 @@ class RunDirectory:
         return attempt
 
 
-def _locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks, or without those of folders
-        pass
-    return True
-
-
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite a JSONL file with the lines that are wanted; one that a crash cut short is none."""
     if not path.exists():
@@ -308,9 +292,9 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
             if not line.endswith(b"\n"):
                 continue
             try:
-                if wanted(json.loads(line)):
+                if wanted(read_json(line)):
                     file.write(line.decode("utf-8"))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
                     f"{path}, line {number}: not a line that a run writes ({type(error).__name__}: {error}); only the last "
                     "one may be cut short; remove or repair it, then continue with --resume"

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.nesting import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -74,7 +75,7 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
     """
     path = folder / MANIFEST
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path.read_text(encoding="utf-8"))
         if type(tree["format"]) is not int:
             raise TypeError(f"format is {tree['format']!r:.20}")
         if tree["format"] != FORMAT:
@@ -82,7 +83,7 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
                 f"{path}: format {tree['format']}, this program reads format {FORMAT}; resume with the version that wrote it"
             )
         return {name: _entry(name, entry) for name, entry in tree["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(

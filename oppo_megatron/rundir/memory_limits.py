@@ -6,10 +6,10 @@ in another a rank has another share of the models.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from oppo_megatron.nesting import read_json
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 
 
@@ -19,7 +19,7 @@ def read_memory_limits(run: RunDirectory, layout: Mapping[str, Any]) -> dict[str
     A damaged file counts as none: they are found again.
     """
     try:
-        found = json.loads(run.memory_limits.read_text(encoding="utf-8"))
+        found = read_json(run.memory_limits.read_text(encoding="utf-8"))
         limits = found["limits"] if found["layout"] == layout else {}
         return {name: most for name, most in limits.items() if isinstance(most, int) and most > 0}
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from types import TracebackType
 from typing import Any, final
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.nesting import read_json
 from oppo_megatron.rundir.directory import encode_json
 
 MAX_PENDING = 8
@@ -98,8 +98,8 @@ def iter_json_lines(
             if not line.strip() or (wanted is not None and not wanted(line)):
                 continue
             try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                value = read_json(line)
+            except ValueError as error:
                 if not file.read(1):
                     return
                 raise DataError(

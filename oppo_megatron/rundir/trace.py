@@ -12,6 +12,7 @@ from typing import Any
 
 from oppo_megatron.clock import SteadyClock
 from oppo_megatron.errors import DataError
+from oppo_megatron.nesting import read_json
 from oppo_megatron.rundir.directory import RunDirectory, atomic_writer
 from oppo_megatron.rundir.metrics_log import iter_json_lines
 
@@ -120,7 +121,7 @@ def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
 def read_trace(path: str | os.PathLike[str]) -> list[Span]:
     """The spans of a `trace.json` that `merge_traces` wrote, in seconds from the run's start.  Raises DataError."""
     try:
-        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        events = read_json(Path(path).read_text(encoding="utf-8"))["traceEvents"]
         return [_span(event) for event in events if event["ph"] == "X"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(

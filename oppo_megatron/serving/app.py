@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, SecretStr, ValidationError
 
+from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import RewardError
 from oppo_megatron.rewards import protocol
 from oppo_megatron.serving.bodies import LIMITS, Bodies, Refusal, RequestLimits
@@ -79,8 +80,8 @@ def read_message(kind: type[Message], body: bytes, what: str) -> Message:
     try:
         return kind.model_validate(protocol.parse_json(body))
     except ValidationError as error:
-        raise Refusal(422, f"not a request for {what}: {protocol.first_problem(error)}") from None
-    except (ValueError, RecursionError) as error:
+        raise Refusal(422, f"not a request for {what}: {first_problem(error)}") from None
+    except ValueError as error:
         raise Refusal(422, f"not JSON: {str(error)[:100]}") from None
 
 

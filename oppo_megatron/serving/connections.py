@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -42,6 +43,8 @@ class ConnectionLimits:
 
 
 CONNECTION_LIMITS = ConnectionLimits()
+REST_BYTES = 64 << 20
+"""Bytes of a refused body that are taken and dropped after the answer."""
 AT_ONCE, QUEUED = 32, 2048
 """Connections taken before those that are there are read again, and those that the system keeps until they are taken."""
 
@@ -82,11 +85,30 @@ class WaitingRoom:
             del self._peers[connection.peer]
 
 
+class _Transport:
+    """A transport that `linger` may keep from being closed: it says no more then, and takes what still comes."""
+
+    def __init__(self, transport: Any, linger: Callable[[Any], bool]):
+        self._transport, self._linger, self._lingers = transport, linger, False
+
+    def close(self) -> None:
+        self._lingers = not self.is_closing() and self._linger(self._transport)
+        if not self._lingers:
+            self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._lingers or bool(self._transport.is_closing())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class GuardedProtocol(H11Protocol):
     """uvicorn's, with a deadline for the headers of each request and for the reading of answers.
 
     Bodies have their own (`Gate`): whose request is refused, or wants none, is answered before its body has come, and waits
-    again.
+    again, or is closed.  Clients send a body before they read the answer, and the system resets a connection that is closed with
+    bytes unread: so the rest of the body is taken and dropped, up to `REST_BYTES`, until the peer closes or the deadline passes.
     """
 
     limits: ConnectionLimits
@@ -97,13 +119,30 @@ class GuardedProtocol(H11Protocol):
     _room: WaitingRoom | None = None
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
+    _rest_bytes: int | None = None  # taken of a body since its request was refused
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        super().connection_made(_Transport(transport, self._linger))  # type: ignore[arg-type]
         self.peer = network_of(self.client[0]) if self.client else ""
         self._look()
 
+    def _linger(self, transport: Any) -> bool:
+        """Whether the rest of a request is taken from now on, after its answer."""
+        if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR) or not transport.can_write_eof():
+            return False
+        self._rest_bytes = 0
+        transport.write_eof()
+        transport.resume_reading()
+        self._end_wait()
+        self._wait_in(2)
+        return True
+
     def data_received(self, data: bytes) -> None:
+        if self._rest_bytes is not None:
+            self._rest_bytes += len(data)
+            if self._rest_bytes > REST_BYTES:
+                self.cut()
+            return
         super().data_received(data)
         self._look()
 
@@ -143,12 +182,17 @@ class GuardedProtocol(H11Protocol):
 
     def _look(self) -> None:
         """Whether the connection waits now; so does one that is being closed, until the peer has taken the answer."""
+        if self._rest_bytes is not None:
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             self._end_wait()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(self.limits.header_s, self._late)
-            self._room = self.rooms[2 if self.transport.is_closing() else self.cycle is None]
-            self._room.enter(self)
+            self._wait_in(2 if self.transport.is_closing() else self.cycle is None)
+
+    def _wait_in(self, room: int) -> None:
+        self._deadline = self.loop.call_later(self.limits.header_s, self._late)
+        self._room = self.rooms[room]
+        self._room.enter(self)
 
     def _end_wait(self) -> None:
         if self._deadline is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import ParallelConfig, RoleConfig, RuntimeConfig
 from oppo_megatron.config.serve import ServeRewardConfig
@@ -40,6 +41,7 @@ def open_reward_model(
     if problems := check_shape("reward", shape, ParallelConfig(), max_tokens, vocab_size or shape["vocab_size"]):
         raise ConfigError(problems)
     with open_world(runtime, {}) as world:
+        show_hosts(world.hosts)
         groups = build_groups(range(1), 1, 1, "reward")
         assert groups is not None
         model = load_role(reward, groups, head="scalar", max_length=max_tokens, device=world.device)
@@ -70,8 +72,7 @@ class ModelScorer:
         """The ids that were sent; else those of prompt and response, and the end of a whole response."""
         tokens = item.tokens
         if tokens is None:
-            prompt, response = encode_prompt(self.tokenizer, item.prompt), self.tokenizer.encode(item.response)
-            tokens = [*prompt, *response, self.tokenizer.eos_id]
+            tokens = [*encode_prompt(self.tokenizer, item.prompt + item.response), self.tokenizer.eos_id]
         if not 1 <= len(tokens) <= self.max_tokens:
             raise RewardError(
                 f"sequence {item.id} has {len(tokens)} tokens, but must have 1 to max_tokens {self.max_tokens}"

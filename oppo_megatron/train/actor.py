@@ -96,14 +96,10 @@ class Actor:
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
             logp, entropy = token_logprobs(output, micro.targets_R, self._vocab, self._compared_at)
-            targets = ActorTargets(
-                micro.extra["old_logp"],
-                micro.extra["advantages"],
-                micro.extra.get("reference_logp"),
-                micro.extra.get("weight"),
-                micro.extra.get("share"),
-                on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None,
-            )
+            old_T, advantages_T, stale_T = (micro.extra[name] for name in ("old_logp", "advantages", "stale"))
+            reference_T, weight_T, share_T = (micro.extra.get(name) for name in ("reference_logp", "weight", "share"))
+            lengths_R = on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None
+            targets = ActorTargets(old_T, advantages_T, reference_T, weight_T, share_T, lengths_R, stale_T)
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output.detach()) if first else {})
 
@@ -166,6 +162,7 @@ class Actor:
             "behaviour_logp": experience.old_logp_T,
             "advantages": experience.advantages_T,
             "fresh": fresh_tokens(batch, settings),
+            "stale": stale_rows(batch, settings),
         }
         optional = {"reference_logp": experience.reference_logp_T, "weight": weight_T}
         return inputs | {name: x_T for name, x_T in optional.items() if x_T is not None}
@@ -237,4 +234,10 @@ class Actor:
 def fresh_tokens(batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor:
     """[T]: 1 where decoding saw the very weights that the update starts from, cache included."""
     flags = [float(version == settings.version) for rollout in batch for version in rollout.versions]
+    return on_device(flags, settings.device, torch.float32)
+
+
+def stale_rows(batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor:
+    """[T]: 1 in responses with tokens that an older policy than that of the update's start sampled, or over its cache."""
+    flags = [float(any(v != settings.version for v in rollout.versions)) for rollout in batch for _ in rollout.versions]
     return on_device(flags, settings.device, torch.float32)

@@ -80,7 +80,7 @@ class Adaptation:
             )
             facts.delta_reason = self.scheduler.end_step(facts.step, signals).reason
             if experience.stats.kl_mean is not None:
-                self.kl.observe(experience.stats.kl_mean, len(batch))
+                self.kl.observe(experience.stats.kl_mean)
 
     def learn_times(self, facts: StepFacts, cost: StepCost) -> None:
         """The chunk size, by what the step cost."""

@@ -10,11 +10,12 @@ from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.heldout_split import describe_seen
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.prompts import PromptSet, load_prompts
-from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.stops import require_stop_texts
+from oppo_megatron.data.rows import Quarantine, RowProblems
+from oppo_megatron.data.stops import hidden_ids, require_stop_texts
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
+from oppo_megatron.rewards.rules.formats import literals
 
 if TYPE_CHECKING:
     from oppo_megatron.engine.stopping import Quantile
@@ -34,6 +35,7 @@ class Inputs:
     judges: RewardSum | None  # of held-out responses
     quarantine: Quarantine
     lengths: Quantile | None  # of a length trace
+    warnings: list[str]  # of rewards that no response can earn
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Rows of each set by what became of them."""
@@ -66,7 +68,53 @@ def read_inputs(config: TrainSettings) -> Inputs:
     if config.evaluation is not None:
         judges = build_reward_functions(config.evaluation.judges, max_response_tokens=longest)
         heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judges.check)
-    return Inputs(tokenizer, rewards, prompts, heldout, judges, quarantine, lengths)
+    warnings = unearned_formats(config, tokenizer, prompts.rows[0].text)
+    return Inputs(tokenizer, rewards, prompts, heldout, judges, quarantine, lengths, warnings)
+
+
+def unearned_formats(config: TrainSettings, tokenizer: Tokenizer, prompt: str) -> list[str]:
+    """A warning for each pattern of rule `format` that asks for a text which a response to the first prompt cannot have."""
+    found = []
+    for part in [*config.rewards, *(config.evaluation.metrics if config.evaluation else ())]:
+        if part.name != "format" or part.pattern is None:
+            continue
+        texts = literals(part.pattern)
+        for place, text in enumerate(texts, start=1):
+            if (special := hidden_ids(text, tokenizer)) is not None:
+                reason = f"special tokens ({special}) have no text in a response; use words that are no special tokens"
+            elif prompt.rstrip().endswith(text):
+                reason = "the first prompt ends with it, so responses begin after it; leave it out of the pattern or the prompt"
+            elif any(stop in text and (texts[place:] or not text.endswith(stop)) for stop in config.rollout.stop_texts):
+                reason = "rollout.stop ends a response there, before the rest of the pattern; remove that stop"
+            else:
+                continue
+            found.append(f"WARNING: pattern {part.pattern!r} of rule format may never match: it asks for {text!r}, but {reason}")
+            break
+    return found
+
+
+def try_answers(inputs: Inputs, settings: TrainSettings) -> list[str]:
+    """Try the expected answers that only a process can compare, which a run meets as it draws their rows.
+
+    Adds those that cannot be compared to the quarantine, and returns a line about them, or raises DataError with all of them,
+    as `bad_rows` says.  Closes the rewards.
+    """
+    found = 0
+    sets = [(inputs.rewards, inputs.prompts, settings.data)]
+    if settings.evaluation is not None and inputs.heldout is not None and inputs.judges is not None:
+        sets.append((inputs.judges, inputs.heldout, settings.evaluation.data))
+    for rewards, prompts, data in sets:
+        problems = RowProblems(inputs.quarantine)
+        try:
+            refused = rewards.unusable([row.fields for row in prompts.rows])
+        finally:
+            rewards.close()
+        for place, why in refused.items():
+            file, _, line = prompts.rows[place].place.rpartition(":")
+            problems.report(file, int(line), why, data.bad_rows)
+        problems.raise_errors(any_left=len(refused) < len(prompts))
+        found += len(refused)
+    return [f"{found} rows more are set aside as they are drawn, because their answers cannot be compared"] if found else []
 
 
 def require_trained_actor(config: TrainSettings, prompts: PromptSet) -> None:
@@ -112,7 +160,7 @@ def describe_inputs(inputs: Inputs) -> list[str]:
     ]
     if inputs.heldout is not None:
         lines += describe_seen((row.tokens for row in inputs.heldout.rows), (row.tokens for row in inputs.prompts.rows))
-    return [*lines, *describe_quarantine(inputs.quarantine), *inputs.rewards.describe()]
+    return [*lines, *describe_quarantine(inputs.quarantine), *inputs.rewards.describe(), *inputs.warnings]
 
 
 def describe_quarantine(quarantine: Quarantine) -> list[str]:

@@ -59,7 +59,7 @@ class ProcessRewardModelling:
         num_labels = sum(len(row.labels) for row in rows)
 
         def share(batch: MicroBatch, logits_R: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return step_loss(logits_R.float(), batch.extra["labels"], num_labels)
+            return step_loss(logits_R, batch.extra["labels"], num_labels)
 
         return share
 
@@ -67,7 +67,7 @@ class ProcessRewardModelling:
         """For each row: its labels, the sum of their losses, and how many are of the likelier class."""
 
         def table(batch: MicroBatch, logits_R: Tensor) -> Tensor:
-            columns_R3 = step_table(logits_R.float(), batch.extra["labels"]).double()
+            columns_R3 = step_table(logits_R, batch.extra["labels"]).double()
             pieces = columns_R3.split([len(rows[i].labels) for i in batch.index])
             return torch.stack([piece.sum(0) for piece in pieces])
 

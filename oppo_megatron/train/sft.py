@@ -16,7 +16,7 @@ from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Completion, load_completions
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses
-from oppo_megatron.mcore.layers.vocab_parallel import are_likeliest, token_logprobs
+from oppo_megatron.mcore.layers.vocab_parallel import likeliest_share, token_logprobs
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss
 from oppo_megatron.mcore.vocab_shards import VocabShards
@@ -58,8 +58,8 @@ class FineTuning:
 
         def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
             logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
-            right_R = are_likeliest(logits_RV, batch.targets_R, vocab)
-            columns_R3 = torch.stack([torch.ones_like(logp_R), -logp_R, right_R.to(logp_R.dtype)], -1).double()
+            right_R = likeliest_share(logits_RV, batch.targets_R, vocab)
+            columns_R3 = torch.stack([torch.ones_like(logp_R), -logp_R, right_R], -1).double()
             pieces = columns_R3.split([len(rows[i].completion) for i in batch.index])
             return torch.stack([piece.sum(0) for piece in pieces])
 

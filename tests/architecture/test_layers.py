@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "oppo_megatron"
-SHARED = {"errors", "chunks", "records", "columns", "cores", "clock", "processes", "token_text", "uniforms"}
+SHARED = {"errors", "nesting", "chunks", "records", "columns", "cores", "clock", "processes", "token_text", "uniforms"}
 """Files of the package itself, which every room may use."""
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "policy": {"config", "modeldir", "rundir", "layout", "schedule", "data", "cluster", "mcore", "engine"},
     "serving": {"config", "modeldir", "layout", "rewards", "data", "cluster", "mcore"},
     "evaluation": {"config", "control", "rewards", "data", "serving"},
-    "integrations": {"config", "modeldir", "rundir", "control", "rewards", "mcore"},
+    "integrations": {"config", "modeldir", "rundir", "layout", "control", "rewards", "mcore"},
     "report": {"rundir"},
     "sim": {"config", "modeldir", "rundir", "layout", "overcommit", "control", "schedule"},
     "bench": {"config", "modeldir", "rundir", "layout", "preflight", "control", "schedule", "data"}

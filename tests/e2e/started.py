@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
 import yaml
 
 from oppo_megatron.cli.launch import launch
+from oppo_megatron.cluster import world
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.executor import Executor
 from oppo_megatron.errors import OppoError
@@ -94,6 +94,7 @@ def struck(config: dict[str, Any], at: str, rank: int, how: str) -> tuple[str, f
 
 
 PLACES: dict[str, tuple[Any, str, int]] = {
+    "meeting": (world, "meet", 1),
     "start": (entry, "build_loop", 1),
     "round": (Executor, "run", 8),
     "scoring": (ScoreExchange, "gather", 2),
@@ -121,7 +122,7 @@ def run_rank(kind: str, config: TrainConfig) -> int:
         if fault["how"] == "slow" and path.with_name("slow").exists():
             path.with_name("saving").touch()
             time.sleep(600)
-        if calls == number and dist.get_rank() == fault["rank"]:
+        if calls == number and int(os.environ["RANK"]) == fault["rank"]:
             path.unlink()
             if fault["how"] == "hangs":
                 time.sleep(600)

@@ -19,13 +19,16 @@ SIZES = {name: value for name, value in SHAPE.items() if name != "model_type"} |
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two policies, a reward model, and held-out rows."""
+    """Two policies, a reward model, also as a run has it, and held-out rows."""
     folder = tmp_path_factory.mktemp("judged")
     for name, head, seed in (("before", "lm", 1), ("after", "lm", 2), ("reward", "scalar", 3)):
         save_tiny(folder / name, "qwen2", head, seed=seed, **SIZES)
         save_byte_level(folder / name, TEXTS, 320)
     rows = [{"prompt": text.split("the")[0], "answer": str(number)} for number, text in enumerate(TEXTS[:12])]
     rows[3]["prompt"] += "\u2028"  # which ends a line to `str.splitlines`, and none of a file of JSON
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text("run_dir: run\n")
+    (folder / "run" / "weights").symlink_to(folder / "reward")
     (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -45,7 +48,7 @@ def judge(work: Path, *words: object) -> int:
 
 
 def test_two_policies_by_every_judge(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    judges = ("--verifier", "gsm8k", "--function", f"{__name__}:length_of", "--reward-model", work / "reward")
+    judges = ("--verifier", "gsm8k", "--function", f"{__name__}:length_of", "--reward-model", work / "run")
     out = tmp_path / "out"
     assert judge(work, work / "before", work / "after", *judges, "--out", out) == 0, capsys.readouterr().err
     table = capsys.readouterr().out
@@ -75,6 +78,22 @@ def by_transformers(work: Path, lines: list[dict[str, str]]) -> list[float]:
         hidden = model.model(torch.tensor([ids])).last_hidden_state
         scores.append(model.score(hidden)[0, -1, 0].item())
     return scores
+
+
+def test_rows_that_cannot_be_scored_are_named_and_the_others_judged(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = ["1", "many", "$3", None, "4"]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"Q: {n}?", "answer": answer}) + "\n" for n, answer in enumerate(answers)))
+    words = ["eval", str(work / "before"), "--data", str(data), "--max-tokens", "4", "--samples", "2", "--temperature", "1"]
+    assert main([*words, "--verifier", "gsm8k", "--json"]) == 0, capsys.readouterr().err
+    told = capsys.readouterr()
+    (policy,) = json.loads(told.out)["policies"]
+    assert policy["prompts"] == 3 and policy["responses"] == 6
+    for row, value in ((1, "'many'"), (3, "None")):
+        assert f"row {row} of the data is set aside, because it cannot be scored: reward part 'gsm8k': " in told.err
+        assert f"the expected answer {value} has no number" in told.err
 
 
 def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

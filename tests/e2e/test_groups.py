@@ -16,6 +16,7 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import named_roles, role_placements, world_size
+from oppo_megatron.train.logs.journal import lost_gradient
 from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
@@ -146,6 +147,28 @@ def test_a_preset_trains_with_carried_groups(workspace: Workspace, preset: str) 
     assert ("reference" in named_roles(TrainConfig(**config))) == has_reference
     assert all((line["kl_mean"] is None) == (not has_reference) for line in run.metrics)
     assert all(line["grad_norm"] > 0 for line in run.metrics)
+
+
+def test_ratios_of_responses_keep_the_gradient_of_carried_rows(workspace: Workspace) -> None:
+    """Against the policies that sampled them, most ratios of carried responses leave GSPO's range before an update."""
+    common = CARRIED | {"steps": 3, "ppo.minibatches": 1}
+    decoupled, behaviour = (
+        run_ppo_ranks(grouped(workspace, f"gspo-{name}", "gspo", 4, **common, **changes)).metrics
+        for name, changes in (("decoupled", {}), ("behaviour", {"ppo.staleness": "behaviour"}))
+    )
+    assert sum(line["stale_token_fraction"] for line in decoupled) > 0, "some responses should be carried"
+    assert not any(line["lost_gradient_stale"] or line["clip_fraction"] for line in decoupled)
+    assert max(line["lost_gradient_stale"] for line in behaviour) > 0.2
+    assert not any(line["lost_gradient_fresh"] for line in behaviour)
+    assert "set ppo.staleness to decoupled" in str([lost_gradient(line, "behaviour") for line in behaviour])
+    assert not any(lost_gradient(line, "decoupled") for line in decoupled)
+
+
+def test_rounding_takes_no_gradient_from_ratios_of_responses(workspace: Workspace) -> None:
+    """GSPO's range is narrower than what bfloat16 rounds between decoding and training; nothing is clipped at a ratio of 1."""
+    config = grouped(workspace, "gspo-bfloat16", "gspo", 4, **{"runtime.dtype": "bfloat16", "ppo.minibatches": 1, "steps": 1})
+    (line,) = run_ppo_ranks(config).metrics
+    assert line["logprob_gap"] > 4e-4 and line["clip_fraction"] == line["lost_gradient_fresh"] == 0
 
 
 def test_a_rule_without_a_reference_leaves_no_scorer(workspace: Workspace) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from oppo_megatron.cli.main import main
+from oppo_megatron.clock import ByTime
 from oppo_megatron.errors import CapacityError, CheckpointError, DataError
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.train import supervised
@@ -352,6 +355,7 @@ def test_a_pass_that_is_killed_goes_on_where_it_was(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reference_pass, "BLOCK", 10)
+    monkeypatch.setattr(reference_pass, "ByTime", partial(ByTime, every_s=0.0))
     sums, calls = reference_pass.answer_sums, []
 
     def killed(*given: Any) -> list[float]:
@@ -365,7 +369,9 @@ def test_a_pass_that_is_killed_goes_on_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         run("dpo", chosen)
     run("dpo", chosen)
-    assert "20 answers found" in capfd.readouterr().out and len(calls) == 3 + 3, "blocks of 10, 10 and 8 were left"
+    told = capfd.readouterr().out
+    assert "20 answers found" in told and len(calls) == 3 + 3, "blocks of 10, 10 and 8 were left"
+    assert re.search(r"reference log-probs: about \d+ of \d+ answers computed, \d+s", told), "within a block"
     monkeypatch.undo()
     expected = run("dpo", preferring(inputs, "dpo", tmp_path / "whole"))
     assert [line["loss"] for line in metrics(tmp_path / "run")] == pytest.approx([line["loss"] for line in expected])

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 import torch
 import yaml
 
+from oppo_megatron.cli.main import main
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.errors import EXIT_REQUEUE, CheckpointError
+from oppo_megatron.policy.finding import find_policy
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from tests.e2e.test_supervised import inputs, metrics, run, settings, tensors_of
 from tests.support.ranks import run_ranks
@@ -27,6 +30,7 @@ SCHEDULE = {
     "optimizer": {"lr": 5e-3, "eps": 1e-4, "decay": "linear", "warmup_steps": 2}, "epochs": 3, "batch_size": 10,
 }  # fmt: skip
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
+DATED = "{{ strftime_now('%d %b %Y') }}: {% for message in messages %}{{ message.content + '=' }}{% endfor %}"
 MEMORY_LIMIT = 100_000
 """Tokens of a micro-batch: more than there are, so that it is known of without a change."""
 
@@ -113,6 +117,36 @@ def test_a_finished_run_is_given_more_steps(inputs: Path, tmp_path: Path) -> Non
     assert (tmp_path / "more" / "ended-step-000004" / "weights").is_dir()
     kept = [position.step for position in CheckpointStore(tmp_path / "more" / "checkpoints").positions()]
     assert kept == [6, 7], "checkpoint.keep is 2, and the last step is saved"
+
+
+def test_a_run_goes_on_the_next_day_under_a_template_that_prints_the_date(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompts keep the date of the first start, and so does the policy when it is asked."""
+    rows, config, today = tmp_path / "chats.jsonl", tmp_path / "sft.yaml", datetime(2026, 5, 4, 23, 59)
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    rows.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
+    tokenizer = {"path": inputs / "tokenizer.model", "chat_template": DATED}
+    chosen = settings(
+        inputs, "sft", tmp_path / "run", data={"path": rows}, tokenizer=tokenizer, batch_size=4, epochs=4
+    )
+    config.write_text(yaml.safe_dump(json.loads(json.dumps(chosen, default=str))))
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return today
+
+    monkeypatch.setattr("oppo_megatron.cli.run.datetime", Clock)
+    assert main(["sft", str(config), "steps=1"]) == 0
+    today = datetime(2026, 5, 5, 0, 1)
+    assert main(["sft", str(config), "steps=2", "--resume"]) == 0
+    assert main(["sft", str(config), "steps=2", "--resume"]) == 0, "nothing to do"
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
+    assert find_policy(tmp_path / "run").tokenizer.date == datetime(2026, 5, 4, 23, 59)
+    with pytest.raises(CheckpointError, match="resume with the same data, tokenizer"):
+        other = {"tokenizer": {**tokenizer, "date": today}, "checkpoint": {"resume": True}}
+        run("sft", {**chosen, "steps": 3, **other})
 
 
 def test_an_epoch_that_ended_with_a_short_batch_is_followed_by_another(inputs: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import yaml
 
 from tests.support.ports import free_port
 from tests.support.ppo import Workspace, read_outcome, weight_distance
+from tests.support.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|SLURM_|TORCHELASTIC|GLOO_SOCKET")
@@ -34,7 +35,7 @@ START_S = 60.0  # for the imports of all processes on a busy machine
 
 def start(command: Sequence[str | Path], inside: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not LAUNCHERS.search(name)}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
+    environment |= {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
     return subprocess.Popen(
         [*inside, *map(str, command)],
         env=environment,
@@ -238,7 +239,7 @@ if __name__ == "__main__":
 def test_the_other_host_is_told_when_one_fails(tmp_path: Path, port: str, kind: str, agents: bool, reason: str) -> None:
     """Also over a group of its own, to which torch would have given half an hour."""
     (tmp_path / "job_of_hosts.py").write_text(JOB)
-    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    path = {"PYTHONPATH": python_path(tmp_path, ROOT)}
     limit_s = "3" if kind == "withheld" else "5"  # gloo may knock five times at the door of one that is killed so early
     if agents:
         hosts = [agent(node, port, "job_of_hosts", kind, limit_s, **path) for node in (0, 1)]

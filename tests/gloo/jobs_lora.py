@@ -9,8 +9,8 @@ import torch
 
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore.lora import is_adapter
-from oppo_megatron.mcore.naming.hf_layout import Head
 from oppo_megatron.mcore.roles import as_it_began, load_role, load_training
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.weights.lora_weights import export_adapters

@@ -17,8 +17,8 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.lora import TARGETS, LoraConfig
 from oppo_megatron.config.model import TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.mcore.model_shape import ModelShape
-from oppo_megatron.mcore.naming.lora_layout import adapter_parts
+from oppo_megatron.layout.lora_layout import adapter_parts
+from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.weights.lora_weights import FreshAdapters, open_adapters
 from oppo_megatron.modeldir.adapters import adapter_problems
 from oppo_megatron.modeldir.headers import check_adapter
@@ -203,9 +203,8 @@ def test_what_is_not_computed_is_refused(
 
 def test_an_adapter_of_another_model_is_refused(adapters: dict[str, Path]) -> None:
     shape = ModelShape.from_hf({"model_type": "qwen2", **SIZES, "hidden_size": 64, "rms_norm_eps": 1e-6})
-    parts = adapter_parts(shape, LoraConfig(**LORA["qwen2"]), "lm")
     with pytest.raises(CheckpointError, match="the model and its rank ask for"):
-        open_adapters(adapters["qwen2"], parts)
+        open_adapters(adapters["qwen2"], shape, LoraConfig(**LORA["qwen2"]), "lm")
 
 
 def test_fresh_adapters_change_nothing_and_are_pefts_in_spread(models: dict[str, str]) -> None:

@@ -292,7 +292,7 @@ def check_paged_kernel(device: str) -> None:
     place, dtype = torch.device(device), torch.bfloat16
     kernel = find_kernel(place, dtype)
     if kernel is None:
-        pytest.skip("no kernel for paged attention: install flash-attn, or activate FA3 in torch")
+        pytest.skip("no kernel for paged attention: install flash-attn 2")
     generator = torch.Generator(place).manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.processes import python_path
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".gpulibs"
 FETCHED = "`make test-gpulibs` fetches it and runs this"
@@ -31,7 +33,7 @@ def needed(library: str) -> Path:
 
 def run(module: str, *arguments: object, library: Path | None = None) -> None:
     """A job in a process of its own, where the library is found before any other."""
-    path = os.pathsep.join(str(part) for part in (library, ROOT) if part is not None)
+    path = python_path(*(part for part in (library, ROOT) if part is not None))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"tests.gpulibs.{module}", *map(str, arguments)],
         cwd=ROOT,

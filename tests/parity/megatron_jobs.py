@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.naming.hf_layout import Head
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from tests.parity.weight_jobs import build
 

@@ -59,7 +59,7 @@ def trained(workspace: Workspace, kind: str) -> dict[str, Any]:
 def prompts_of(kind: str, tokenizer: Tokenizer) -> list[str]:
     if "chat" not in kind:
         return TEXTS
-    return [tokenizer.render_chat([{"role": "user", "content": text}]) for text in TEXTS]
+    return [tokenizer.chat.render([{"role": "user", "content": text}]) for text in TEXTS]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
 
 
 def test_merged_adapters_keep_the_tokenizer_that_they_were_trained_with(workspace: Workspace, tmp_path: Path) -> None:
-    import peft
+    peft = pytest.importorskip("peft", reason="peft is not installed: it is of the test extra")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base, adapter, merged = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"

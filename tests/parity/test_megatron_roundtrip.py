@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.integrations.huggingface import Conversion, compare_weights
+from oppo_megatron.mcore.weights.checkpoint_index import read_plain_index, reason_of
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from tests.parity.test_hf_roundtrip import assert_same_tensors
 from tests.support.checkpoint_mutations import Evil
@@ -75,6 +77,32 @@ def test_check_sees_another_tensor(tmp_path: Path) -> None:
     assert run(tmp_path / "b", tmp_path / "dist", "--to", "megatron") == 0
     assert compare_weights(tmp_path / "b", tmp_path / "dist", Conversion("lm"))[1] == 0
     assert compare_weights(tmp_path / "a", tmp_path / "dist", Conversion("lm"))[1] == pytest.approx(0.5)
+
+
+def test_a_piece_that_would_run_code_is_refused_without_torchs_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's own message says how to run it: set `weights_only` to False."""
+    save_tiny(tmp_path / "hf", "llama", "lm")
+    assert run(tmp_path / "hf", tmp_path / "dist", "--to", "megatron") == 0
+    for info in read_plain_index(tmp_path / "dist" / ".metadata").storage_data.values():
+        with (tmp_path / "dist" / info.relative_path).open("r+b") as file:
+            file.seek(info.offset)
+            file.write(f"cposix\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode())
+    capsys.readouterr()
+    assert run(tmp_path / "dist", tmp_path / "back") == 2
+    said = capsys.readouterr().err
+    assert "it names posix.system" in said and "do not load it with weights_only=False" in said
+    assert "Re-running" not in said and not (tmp_path / "ran").exists()
+
+
+def test_reasons_of_torchs_readers() -> None:
+    for content in (b"\x80\x02garbage", b"cposix\nsystem\n(S'true'\ntR.", b""):
+        with pytest.raises(Exception) as caught:
+            torch.load(io.BytesIO(content), weights_only=True)
+        reason = reason_of(caught.value)
+        assert reason and "\n" not in reason and "set to" not in reason and "likely succeed" not in reason
+        assert ("do not load it" in reason) == (content != b"")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
-"""What a CPU build of torch lacks to index, or differentiate, tensors that say they are on a CUDA device: a guard and hooks.
+"""What torch lacks without a CUDA device to index, or differentiate, tensors that say they are on one: a guard and hooks.
 
-Compiled once a version of torch; loaded before torch is imported, which asks for the hooks once.
+Compiled once a version of torch; loaded before torch is imported, which asks for the hooks once.  They take the place of those
+that a CUDA build of torch has, which would ask the driver.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import shutil
 import subprocess
 import sys
@@ -34,9 +36,10 @@ struct Hooks final : CUDAHooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
   void setCurrentDevice(DeviceIndex) const override {}
 };
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
-static c10::impl::DeviceGuardImplRegistrar guard(
-    c10::DeviceType::CUDA, new c10::impl::FakeGuardImpl<c10::DeviceType::CUDA>());
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, Hooks)
+extern "C" void take_guard() {
+  c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, new c10::impl::FakeGuardImpl<c10::DeviceType::CUDA>());
+}
 """
 
 
@@ -53,7 +56,7 @@ def write_python(path: Path) -> Path:
 
 
 def load() -> None:
-    """Into this process, which has not imported torch."""
+    """Into this process, which has not imported torch; then import it."""
     spec = find_spec("torch")
     assert spec is not None and spec.submodule_search_locations is not None
     torch = Path(spec.submodule_search_locations[0])
@@ -62,7 +65,9 @@ def load() -> None:
     if not library.exists():
         _compile(torch, library)
     for each in (torch / "lib" / "libc10.so", torch / "lib" / "libtorch_cpu.so", library):
-        ctypes.CDLL(str(each), mode=ctypes.RTLD_GLOBAL)
+        stub = ctypes.CDLL(str(each), mode=ctypes.RTLD_GLOBAL)
+    importlib.import_module("torch")  # which, built for CUDA, registers its own guard
+    stub.take_guard()
 
 
 def _compile(torch: Path, library: Path) -> None:

@@ -16,7 +16,8 @@ QUICK: dict[str, Any] = {"steps": 1, "checkpoint.every_steps": 0}
 
 @dataclass(frozen=True)
 class Defect:
-    """`told` is part of an error, a fault or a wait ("phase: kind in place") of a rehearsal of `case`, quickly done."""
+    """`told` is part of an error, a fault or a wait ("phase: kind in place") of a rehearsal of `case`, quickly done;
+    alternatives stand between bars."""
 
     case: str
     told: str
@@ -276,8 +277,9 @@ def objects_in_a_round() -> None:
 
 
 MANY_MICRO_BATCHES = QUICK | {"runtime.micro_batch_tokens": 64, "rollout.batch_size": 8}
+DEVICES_DIFFER = "on the same device | two different devices"  # torch 2.13 and 2.11
 DEFECTS = {
-    "a tensor of the host": Defect("single", "on the same device", tensor_of_the_host),
+    "a tensor of the host": Defect("single", DEVICES_DIFFER, tensor_of_the_host),
     "a read in the decode loop": Defect("single", "decode step: read in defects.py drawn", read_in_the_decode_loop),
     "a read in a captured step": Defect("single", "waits (read) in a step that is captured", read_in_the_decode_loop),
     "a read of each figure": Defect("single", "update: read in defects.py", read_of_each_figure),
@@ -298,7 +300,7 @@ DEFECTS = {
         "updated as pp 2, interleaved", "is made in the run's work", neighbours_that_have_not_met
     ),
     "a weight left on the host": Defect(
-        "dp 2, updated as tp 2", "on the same device", weight_left_on_the_host, {"checkpoint.every_steps": 0}
+        "dp 2, updated as tp 2", DEVICES_DIFFER, weight_left_on_the_host, {"checkpoint.every_steps": 0}
     ),
     "a receive without a wait": Defect(
         "colocated pp 2", "another stream has written, without a wait", receive_without_a_wait

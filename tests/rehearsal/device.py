@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.rehearsal.streams import Clock, merge
@@ -177,6 +178,7 @@ def install(watch: Watch) -> None:
         FusedNorm.apply(x, weight) if x.device.type == "cuda" else plain_norm(x, shape, weight, eps)
     )
     torch.nn.Module.to = moved
+    fake_tensor.init_gpu_context = lambda *_: None  # which a CUDA build would make a tensor on the device for
     _tensors(watch)
 
 
@@ -190,7 +192,7 @@ def _state(watch: Watch) -> dict[str, Any]:
         "get_device_capability": lambda *_: (9, 0), "get_device_name": lambda *_: properties.name,
         "get_device_properties": lambda *_: properties, "empty_cache": lambda: None,
         "memory_reserved": lambda *_: 1 << 30, "max_memory_reserved": lambda *_: 2 << 30, "memory_allocated": lambda *_: 0,
-        "max_memory_allocated": lambda *_: 0,
+        "max_memory_allocated": lambda *_: 0, "is_current_stream_capturing": lambda: watch.capturing,
     }  # fmt: skip
 
 

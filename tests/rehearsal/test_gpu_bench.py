@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.rehearsal.cuda_stub import FAULT, compiler, write_python
+from tests.support.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_command_measures_all_parts_unattended(tmp_path: Path) -> None:
     """Its processes, orders and logs are those of a machine with a GPU; kernels take no time there, and copies none."""
     out = tmp_path / "out"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [
         write_python(tmp_path / "python"),
         "-m",

@@ -31,7 +31,7 @@ from tests.replay.formulas import (
 )
 from tests.replay.recipe import PRESETS, Recipe
 
-HORIZON, MAX_ERROR = 10_000, 0.2
+GAIN, MAX_ERROR = 0.1, 0.2
 Row = Mapping[str, Any]
 
 
@@ -229,7 +229,7 @@ class Replay:
             for old, reference in zip(batch.old, batch.reference, strict=True)
         ]
         error = sum(kl) / len(kl) / self.recipe.kl_target - 1
-        self.coefficient *= 1 + min(max(error, -MAX_ERROR), MAX_ERROR) * min(1.0, len(kl) / HORIZON)
+        self.coefficient *= 1 + GAIN * min(max(error, -MAX_ERROR), MAX_ERROR)
 
     @torch.no_grad()
     def _furthest(self, rows: Sequence[Row]) -> float:

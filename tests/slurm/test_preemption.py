@@ -21,6 +21,7 @@ import yaml
 from tests.slurm.cluster import Cluster, missing, running_cluster
 from tests.support.layouts import deep
 from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
@@ -29,7 +30,7 @@ OPPO_COMMAND=({python} -m oppo_megatron)
 MASTER_ADDR=127.0.0.1 # the nodes' names are known to Slurm alone
 OPPO_LOG_DIR={root}/logs
 setup_rank() {{
-    export PYTHONPATH={repository} OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
+    export PYTHONPATH={repository}${{PYTHONPATH:+:$PYTHONPATH}} OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 }}
 """
 
@@ -178,7 +179,7 @@ def test_a_heterogeneous_job_is_told_to_stop_then_loses_a_rank_and_finishes_as_i
     subprocess.run(
         [sys.executable, "-m", "oppo_megatron", "launch", "slurm", config, "--hetero", "--time=10",
          "--job-name=parted", "--signal-s=200", f"--cluster-env={workspace.root / 'cluster.env'}", f"--out={script}"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=workspace.root, check=True,
+        env=os.environ | {"PYTHONPATH": python_path(ROOT)}, cwd=workspace.root, check=True,
     )  # fmt: skip
     job = Job(cluster, workspace, "parted", script)
     job.wait_for_steps(2)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH for a process: these folders, then those of this process."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def runs(pid: int) -> bool:
@@ -14,6 +22,16 @@ def runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that have not ended and have `mark`, as NAME=value, in the environment that they were started with."""
+    found = []
+    for pid in psutil.pids():
+        with suppress(OSError):
+            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and runs(pid):
+                found.append(pid)
+    return found
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from oppo_megatron.errors import DataError
 
 
+class MarkedTurns:
+    """A chat template of code: `<role>` before each turn, EOS and a line break after it."""
+
+    def reads(self, with_tools: bool = False) -> frozenset[str]:
+        return frozenset()
+
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> str:
+        if any(message["role"] == "tool" for message in messages):
+            raise DataError("no tools here")
+        turns = "".join(f"<{message['role']}>{message['content']}\3\n" for message in messages)
+        return turns + ("<assistant>" if generation_prompt else "")
+
+
 class CharacterTokenizer:
+    chat: Any = MarkedTurns()
     eos_id = 3
     eos_ids = (3,)
     bos_id = None
@@ -23,12 +39,6 @@ class CharacterTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) for i in ids if i != self.eos_id)
-
-    def render_chat(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> str:
-        if any(message["role"] == "tool" for message in messages):
-            raise DataError("no tools here")
-        turns = "".join(f"<{message['role']}>{message['content']}\3\n" for message in messages)
-        return turns + ("<assistant>" if generation_prompt else "")
 
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
         raise NotImplementedError("tests do not save it")

@@ -10,9 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, actor_loss, policy_loss, value_loss
+from oppo_megatron.algorithms.losses import (
+    POLICY_FIGURES,
+    ActorTargets,
+    Surrogate,
+    actor_loss,
+    policy_figures,
+    policy_loss,
+    value_loss,
+)
 from oppo_megatron.algorithms.staleness import ratio_base
 from oppo_megatron.algorithms.stats import TokenStats
+from oppo_megatron.config.algorithm import Objective
 from oppo_megatron.config.ppo import PPOConfig
 
 DOUBLE = torch.float64
@@ -32,27 +41,28 @@ def against(
 def plain_policy_loss(
     logp: list[float], old: list[float], advantages: list[float], clip: float, num_tokens: int, weights: list[float]
 ) -> tuple[float, int]:
-    loss, outside = 0.0, 0
+    """The loss, and the tokens without a gradient: beyond the range on the side to which their advantage pushes."""
+    loss, lost = 0.0, 0
     for new, before, advantage, weight in zip(logp, old, advantages, weights, strict=True):
         ratio = math.exp(new - before)
         held = min(max(ratio, 1 - clip), 1 + clip)
-        outside += held != ratio
+        lost += ratio > 1 + clip if advantage > 0 else ratio < 1 - clip
         loss -= weight * min(ratio * advantage, held * advantage)
-    return loss / num_tokens, outside
+    return loss / num_tokens, lost
 
 
 def plain_value_loss(
     values: list[float], old: list[float], returns: list[float], clip: float, num_tokens: int
 ) -> tuple[float, int]:
-    loss, outside = 0.0, 0
+    loss, lost = 0.0, 0
     for value, before, target in zip(values, old, returns, strict=True):
         errors = [(value - target) ** 2]
         if clip > 0:
             held = min(max(value, before - clip), before + clip)
-            outside += held != value
             errors.append((held - target) ** 2)
+            lost += held != value and errors[1] > errors[0]
         loss += 0.5 * max(errors)
-    return loss / num_tokens, outside
+    return loss / num_tokens, lost
 
 
 def finite_differences(function, x_T: torch.Tensor, step: float = 1e-6) -> list[float]:
@@ -72,9 +82,9 @@ def test_policy_loss_equals_a_plain_loop(n: int, clip: float, weighted: bool, se
     old_T, weight_T = logp_T + 0.5 * noise_T, weight_T.exp()
     weights = weight_T.tolist() if weighted else [1.0] * n
     loss, stats = policy_loss(logp_T, against(old_T, advantages_T, weight_T if weighted else None), Surrogate(clip), 7 * n)
-    expected, outside = plain_policy_loss(logp_T.tolist(), old_T.tolist(), advantages_T.tolist(), clip, 7 * n, weights)
+    expected, lost = plain_policy_loss(logp_T.tolist(), old_T.tolist(), advantages_T.tolist(), clip, 7 * n, weights)
     assert float(loss) == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    assert float(stats.clipped) == outside
+    assert float(stats.clipped) == lost
     ratios = [math.exp(a - b) for a, b in zip(logp_T.tolist(), old_T.tolist(), strict=True)]
     assert float(stats.num_tokens) == n
     assert float(stats.loss) == pytest.approx(expected * 7 * n, rel=1e-9, abs=1e-12)
@@ -100,6 +110,37 @@ def test_policy_gradient_by_finite_differences_in_every_region() -> None:
     assert logp_T.grad.tolist() == pytest.approx(finite_differences(loss_of, logp_T.detach()), abs=1e-8)
     assert [g == 0 for g in logp_T.grad.tolist()] == [False, True, False, False, True, False]
     assert torch.autograd.gradcheck(loss_of, (logp_T,))
+
+
+@pytest.mark.parametrize("objective", ["clip", "cispo", "plain"])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_lost_gradient_is_what_autograd_finds_missing(objective: Objective, dual_clip: float | None) -> None:
+    """By tokens of responses with stale tokens and without: |advantage| by weight and share, where the bounds leave less."""
+    n = 60
+    logp_T, noise_T, advantages_T, weight_T, share_T = randn(5, n, seed=3)
+    old_T, weight_T, share_T = logp_T - noise_T, weight_T.exp(), share_T.exp()
+    advantages_T[:4], stale_T = 0.0, torch.arange(n) % 3 == 0
+    targets = ActorTargets(old_T, advantages_T, weight_T=weight_T, share_T=share_T, stale_T=stale_T)
+    logp_T = logp_T.requires_grad_()
+    loss, stats = policy_loss(logp_T, targets, Surrogate(0.2, None, dual_clip, 1.5, objective=objective), 1)
+    (gradient_T,) = torch.autograd.grad(loss, logp_T)
+    size_T = advantages_T.abs() * weight_T * share_T
+    unbounded_T = size_T * (1.0 if objective == "plain" else noise_T.exp())
+    missing_T = torch.where(unbounded_T > 0, 1 - gradient_T.abs() / unbounded_T, 0.0)
+    assert float(stats.clipped) == int((missing_T > 1e-9).sum()) and (objective == "plain") == (float(stats.clipped) == 0)
+    for name, of_T in (("fresh", ~stale_T), ("stale", stale_T)):
+        assert float(getattr(stats, f"{name}_gradient")) == pytest.approx(float(size_T[of_T].sum()))
+        assert float(getattr(stats, f"{name}_lost")) == pytest.approx(float((size_T * missing_T)[of_T].sum()), abs=1e-9)
+    figures = policy_figures([{name: float(value) for name, value in vars(stats).items()}] * 2)
+    assert figures["lost_gradient_stale"] == pytest.approx(float(stats.stale_lost) / float(stats.stale_gradient))
+    assert figures["clip_fraction"] == pytest.approx(float(stats.clipped) / n) and tuple(figures) == POLICY_FIGURES
+
+
+def test_without_stale_responses_none_of_their_gradient_is_lost() -> None:
+    old_T, advantages_T = randn(2, 9, seed=1)
+    _, stats = policy_loss(old_T + 5, against(old_T, advantages_T.abs()), Surrogate(0.2), 9)
+    figures = policy_figures([{name: float(value) for name, value in vars(stats).items()}])
+    assert (figures["lost_gradient_fresh"], figures["lost_gradient_stale"]) == (1.0, 0.0)
 
 
 def test_gradient_on_policy_is_the_plain_policy_gradient() -> None:

@@ -178,12 +178,26 @@ def test_figures_are_means_over_pairs(parts: int) -> None:
     ratios = [float(x.sum()) for x in case.rows(case.logp_T - case.reference_T)]
     margins = [ratios[better] - ratios[worse] for better, worse in pairs]
     assert figures["pair_margin"] == pytest.approx(0.5 * sum(margins) / len(pairs))
+    assert min(map(abs, margins)) > 1e-3, "a margin of rounding would count half"
     assert figures["pair_accuracy"] == sum(margin > 0 for margin in margins) / len(pairs)
     assert figures["implicit_reward_chosen"] == pytest.approx(0.5 * sum(ratios[i] for i, _ in pairs) / len(pairs))
     assert figures["implicit_reward_rejected"] == pytest.approx(0.5 * sum(ratios[i] for _, i in pairs) / len(pairs))
     assert figures["actor_loss"] == pytest.approx(sum(math.log1p(math.exp(-0.5 * m)) for m in margins) / len(pairs))
     assert figures["entropy"] == pytest.approx(1.0)
     assert tuple(figures) == made.figure_names
+
+
+@pytest.mark.parametrize("rounded", [1e-7, -1e-7])
+def test_what_only_rounding_makes_counts_for_nothing(rounded: float) -> None:
+    """A policy that equals its reference prefers neither response; scores that are apart by rounding tie, or share a place."""
+    case, made = Case(11, 3, 2), algorithm(3)
+    case.logp_T = case.reference_T + rounded * torch.randn(len(case.logp_T), generator=torch.Generator().manual_seed(0))
+    case.scores = torch.tensor([0.7, 0.7 + rounded, 0.7 - rounded, 2.0 + 2 * rounded, 1.0, 2.0 - 2 * rounded])
+    experience = case.experience(made)
+    assert (experience.stats.pairs, experience.stats.ties, experience.stats.equal_groups) == (1, 1, 0.5)
+    assert experience.counted_B is not None and experience.counted_B.tolist() == [False] * 3 + [True, True, False]
+    _, sums, _ = case.shares(made, experience, 1)
+    assert pair_figures([{name: float(value) for name, value in each.items()} for each in sums])["pair_accuracy"] == 0.5
 
 
 def test_where_all_groups_tie_nothing_is_learned_and_figures_are_zero() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.preference_losses import (
     margin_losses,
     mean_loss,
@@ -94,7 +95,21 @@ def test_pairs_and_their_figures() -> None:
     assert columns["margin"].tolist() == [1.0, -1.0] and columns["accuracy"].tolist() == [1.0, 0.0]
     assert columns["reward_chosen"].tolist() == [0.5, 0.5] and columns["reward_rejected"].tolist() == [-0.5, 1.5]
     tie = pair_columns(double(-1.0, -2.0), double(-1.0, -2.0), double(1.0, 1.0), DPOLossConfig())
-    assert float(tie["loss"]) == pytest.approx(math.log(2)) and float(tie["accuracy"]) == 0.0
+    assert float(tie["loss"]) == pytest.approx(math.log(2)) and float(tie["accuracy"]) == 0.5
+
+
+@pytest.mark.parametrize(("dtype", "noise"), [("float32", 3e-6), ("bfloat16", 0.04)])
+@pytest.mark.parametrize("average", [False, True])
+def test_a_difference_that_rounding_could_make_has_no_side(dtype: str, noise: float, average: bool) -> None:
+    """Policy equal to reference but for rounding: half, whatever the signs; ten times as much has a side."""
+    signs_S = double(1, -1, -1, 1, 1, 1, -1, -1)
+    rule, counts_S, reference_S = DPOLossConfig(average=average), COUNTS.repeat(2), REFERENCE.repeat(2)
+    for factor, expected in ((1.0, [0.5, 0.5, 0.5, 0.5]), (10.0, [1.0, 0.0])):
+        logp_S = reference_S + factor * noise * counts_S.sqrt() * signs_S
+        pairs = pair_columns(logp_S, reference_S, counts_S, rule, token_noise(dtype))
+        assert pairs["accuracy"].tolist()[: len(expected)] == expected
+        rows = row_columns(logp_S, reference_S, counts_S, signs_S, KTOLossConfig(), 0.0, token_noise(dtype))
+        assert rows["accuracy"].tolist() == [expected[0]] * 8
 
 
 def test_average_divides_by_each_answers_tokens() -> None:
@@ -116,7 +131,7 @@ def test_the_second_term_is_the_chosen_answers_mean() -> None:
 @given(st.floats(-30, 30), st.floats(0, 20), st.booleans(), BETAS)
 def test_kto_against_its_equation(ratio: float, point: float, wanted: bool, beta: float) -> None:
     logp_S, rule = double(ratio - 7.0, grad=True), KTOLossConfig(beta=beta, wanted=1.25, unwanted=0.75)
-    columns = row_columns(logp_S, double(-7.0), double(1.0 if wanted else -1.0), rule, point)
+    columns = row_columns(logp_S, double(-7.0), double(4.0), double(1.0 if wanted else -1.0), rule, point)
     x = beta * (ratio - point if wanted else point - ratio)
     weight = 1.25 if wanted else 0.75
     assert float(columns["loss"]) == pytest.approx(weight * (1 - sigmoid(x)), abs=1e-12)
@@ -124,7 +139,7 @@ def test_kto_against_its_equation(ratio: float, point: float, wanted: bool, beta
     sign = 1.0 if wanted else -1.0
     assert float(slope) == pytest.approx(-weight * sign * beta * sigmoid(x) * sigmoid(-x), abs=1e-12)
     assert float(columns["margin"]) == pytest.approx(x, abs=1e-12)
-    assert float(columns["accuracy"]) == (x > 0) or abs(x) < 1e-12
+    assert float(columns["accuracy"]) == (0.5 if abs(x) <= beta * 2.5e-5 * 2 else x > 0)
     assert float(columns["reward"]) == pytest.approx(beta * ratio, abs=1e-12)
     assert float(columns["reference_point"]) == point
 
@@ -168,7 +183,7 @@ def test_losses_stay_on_the_models_device_and_wait_for_no_value() -> None:
         others = [torch.empty(4, dtype=torch.float64, device=cuda) for _ in range(2)]
         for columns in (
             pair_columns(logp_S, others[0], others[1], DPOLossConfig(average=True, nll=0.1)),
-            row_columns(logp_S, others[0], others[1], KTOLossConfig(), 0.5),
+            row_columns(logp_S, *others, others[0], KTOLossConfig(), 0.5),
         ):
             loss, stats = mean_loss(columns, 4)
             table = table_of(columns, DPOConfig.METRICS)

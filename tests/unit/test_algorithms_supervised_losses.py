@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.algorithms.supervised_losses import means, next_token_loss, preference_loss
+from oppo_megatron.algorithms.supervised_losses import means, next_token_loss, preference_loss, preference_table
 
+EPS = 2.0**-52
 SCORES = st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=12)
 
 
@@ -26,10 +27,17 @@ def test_next_token_shares_of_unequal_micro_batches_add_up_to_the_mean() -> None
     assert float(sum(shares)) == pytest.approx(float(-logp_R.mean()))
 
 
-def test_preference_loss_of_equal_scores_is_log_2_and_a_tie_is_a_miss() -> None:
+def test_preference_loss_of_equal_scores_is_log_2_and_a_tie_counts_half() -> None:
     loss, stats = preference_loss(torch.zeros(3, 2, dtype=torch.float64), 3)
     assert float(loss) == pytest.approx(math.log(2.0))
-    assert means(stats) == pytest.approx({"loss": math.log(2.0), "accuracy": 0.0, "margin": 0.0})
+    assert means(stats) == pytest.approx({"loss": math.log(2.0), "accuracy": 0.5, "margin": 0.0})
+
+
+@pytest.mark.parametrize(("far", "share"), [(2e-7, 0.5), (-2e-7, 0.5), (1e-5, 1.0), (-1e-5, 0.0)])
+def test_scores_that_rounding_parts_are_a_tie(far: float, share: float) -> None:
+    scores_P2 = torch.tensor([[3.0 + 3 * far, 3.0], [-0.1 + 0.1 * far, -0.1]])
+    assert preference_table(scores_P2)[:, 2].tolist() == [share, share]
+    assert preference_table(torch.tensor([[1.01, 1.0], [1.1, 1.0]]).bfloat16())[:, 2].tolist() == [0.5, 1.0]
 
 
 @given(SCORES)
@@ -40,7 +48,8 @@ def test_preference_loss_against_plain_arithmetic(scores: list[tuple[float, floa
     assert means(stats) == pytest.approx(
         {
             "loss": float(loss),
-            "accuracy": sum(c > r for c, r in scores) / len(scores),
+            "accuracy": sum(0.5 if abs(c - r) <= 4 * EPS * max(abs(c), abs(r)) else c > r for c, r in scores)
+            / len(scores),
             "margin": sum(c - r for c, r in scores) / len(scores),
         },
         abs=1e-12,

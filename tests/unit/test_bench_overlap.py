@@ -13,11 +13,12 @@ import pytest
 from oppo_megatron.bench.figures import figures, format_table, steady
 from oppo_megatron.bench.overlap import compare, placed, remarks
 from oppo_megatron.bench.suite import Run, bare
+from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.modes import MODES, switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
-from oppo_megatron.data.tokenizer import SentencePieceTokenizer
+from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import DataError
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.report.utilization import kind_of, utilization
@@ -197,7 +198,7 @@ def test_a_figure_that_is_not_there_is_a_dash() -> None:
 @pytest.mark.parametrize("length", [1, 64])
 def test_random_prompts_have_the_length_asked_for(tmp_path: Path, length: int) -> None:
     path, rows = write_random_prompts(tmp_path, length)
-    tokenizer = SentencePieceTokenizer(path, None)
+    tokenizer = load_tokenizer(TokenizerConfig(path=path))
     prompts = [json.loads(row)["prompt"] for row in rows.read_text().splitlines()]
     assert len(set(map(len, prompts))) == 1 and len(prompts) > 500
     assert all(len(tokenizer.encode(prompt)) == length for prompt in prompts[:50])

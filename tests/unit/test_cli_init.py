@@ -26,8 +26,7 @@ ROW = {
     "prompt": "1+1=", "question": "1+1=", "answer": "2 #### 2", "completion": "2", "chosen": "2", "rejected": "3",
     "completions": ["1+1=2", "2"], "labels": [True, True],
 }  # fmt: skip
-TEST_SET, HELDOUT = ["gsm8k_test.jsonl"], ["heldout.jsonl"]
-HELD_OUT = dict.fromkeys(("gsm8k", "grpo", "dapo"), TEST_SET) | dict.fromkeys(("hh", "hh-dpo", "hh-kto"), HELDOUT)
+HH = "\n\nHuman: what is {0}+1?\n\nAssistant:"
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +75,7 @@ def test_only_files_are_missing_and_they_are_named(case: str, capsys: pytest.Cap
     assert problems and all("does not exist" in problem for problem in problems)
     missing = {problem.split("`")[1] for problem in problems}
     supply = set(section(told, "yet to supply:")) if "yet to supply:" in told else set()
-    assert {line.partition("  (")[0] for line in supply} == {*CASES[case].paths.values(), *HELD_OUT.get(case, [])}
+    assert {line.partition("  (")[0] for line in supply} == set(CASES[case].paths.values())
     assert missing == {line.partition("  (")[0] for line in supply} | set(CASES[case].made)
 
 
@@ -101,7 +100,7 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
 
     texts = [f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)]
     train_sentencepiece(texts, folder / "t.model", 300)
-    for name in {*CASES[case].paths.values(), *HELD_OUT.get(case, [])}:
+    for name in CASES[case].paths.values():
         Path(name).parent.mkdir(exist_ok=True)
         if name.endswith(".jsonl"):
             rows = [ROW | {"prompt": f"{n}+1=", "question": f"{n}+1="} for n in range(30)]
@@ -122,6 +121,27 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
         shape, none = ([each for each in given if each.partition(".")[0] in named] for given in (shape, none))
     assert main(["validate", config, *shape, *none, "tokenizer.path=t.model"]) == 0, capsys.readouterr().err
     assert f"valid configuration for `oppo {CASES[case].kind}`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", ["hh", "hh-dpo", "hh-kto"])
+def test_rows_as_hh_has_them_are_valid_in_every_stage(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from oppo_megatron.data.tokenizer import train_sentencepiece
+
+    train_sentencepiece([f"Human Assistant what is {n} {n}+1? it" for n in range(60)], folder / "t.model", 300)
+    whole = [{"chosen": f"{HH.format(n)} {n}", "rejected": f"{HH.format(n)} it is {n}"} for n in range(30)]
+    empty = {"chosen": f"{HH.format(1)}{HH.format(2)} 3", "rejected": f"{HH.format(1)}"}
+    same = {"chosen": f"{HH.format(1)} 2", "rejected": f"{HH.format(1)} 2"}
+    unanswered = {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}
+    for name in ("a.jsonl", "b.jsonl"):
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in [*whole, empty, same, unanswered]))
+    told = written(capsys, case, "--data", "a.jsonl", "--heldout", "b.jsonl")
+    model = json.dumps(SHAPE)
+    for config in [told[0].partition(":")[0], *(name for name in ("sft.yaml", "rm.yaml") if Path(name).exists())]:
+        tree = yaml.safe_load(Path(config).read_text())
+        roles = [role for role in ("model", "actor", "critic", "reward") if role in tree]
+        starts = [f"{role}.{key}" for role in roles for key in (f"init={model}", "checkpoint=null")]
+        assert main(["validate", config, *starts, "tokenizer.path=t.model"]) == 0, capsys.readouterr().err
+        assert "1 row" in (out := capsys.readouterr().out) or "rows set aside" in out
 
 
 def test_nothing_is_overwritten_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +165,9 @@ def test_what_is_named_stands_in_the_file(capsys: pytest.CaptureFixture[str]) ->
     assert tree["reward"]["checkpoint"] == "r" and tree["data"]["path"] == "x/{y}.jsonl"
     assert tree["run_dir"] == "n/runs/rlhf"
     assert "oppo train n/p.yml" in section(told, "next:")
+    written(capsys, "hh-dpo", "--heldout", "test.jsonl.gz", "--out", "h/dpo.yaml")
+    for name in ("sft", "dpo"):
+        assert yaml.safe_load(Path(f"h/{name}.yaml").read_text())["evaluation"]["data"]["path"] == "test.jsonl.gz"
     supply = section(written(capsys, "reward-model", "--out=n/q.yml"), "yet to supply:")
     assert "n/models/reward  (critic.checkpoint, reward.checkpoint)" in supply
     written(capsys, "gsm8k", "--data", "in ${HOME}.jsonl")
@@ -156,7 +179,7 @@ def test_wrong_words_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean `gsm8k`?" in refused(capsys, "gsm")
     assert "choose one of gsm8k, grpo, dapo, reward-model" in refused(capsys, "zzzz")
     assert "no case was given" in refused(capsys)
-    assert "--reward: case `gsm8k` has no place for it; it takes --actor, --data" in refused(
+    assert "--reward: case `gsm8k` has no place for it; it takes --actor, --data, --heldout" in refused(
         capsys, "gsm8k", "--reward=r"
     )
     assert "`out.json`, but a configuration ends in .yaml" in refused(capsys, "gsm8k", "--out", "out.json")
@@ -191,3 +214,14 @@ def test_the_reward_function_is_one(folder: Path, capsys: pytest.CaptureFixture[
     assert module.score("q", "it is 42", {"answer": 42}) == 1.0 and module.score("q", "no", {"answer": 42}) == 0.0
     with pytest.raises(KeyError, match="column `answer`, and this row has .*'solution'.*write in my_reward.py"):
         module.score("q", "word " * 50, {"solution": 42})
+
+
+def test_the_type_of_weights_follows_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that reads as automatic is: bfloat16 is for a GPU, and the same file runs on a CPU in float32."""
+    for case in CASES:
+        written(capsys, case)
+        for path in Path().iterdir():
+            if path.suffix == ".yaml":
+                assert yaml.safe_load(path.read_text()).get("runtime", {}).get("dtype") is None, path
+            if path.is_file():
+                path.unlink()

@@ -7,17 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from oppo_megatron.cli.launch import check_world_size, external_ranks, launch, speaks_for_all
+from oppo_megatron.cli.launch import check_world_size, external_ranks, launch, quiet_torch, speaks_for_all
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, ConfigError
 from tests.e2e.started import still_there
 from tests.support.configs import least_config
 from tests.support.ports import free_port
-from tests.support.processes import wait_for
+from tests.support.processes import marked, python_path, wait_for
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
@@ -77,6 +79,21 @@ def test_world_size_must_match(monkeypatch: pytest.MonkeyPatch) -> None:
     check_world_size(4)
     with pytest.raises(ConfigError, match="started 4 ranks, but the configuration places its roles on 2"):
         check_world_size(2)
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_wait_asleep_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    quiet_torch()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
 ENTRY = """
@@ -178,7 +195,7 @@ def started(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{root}", **variables}
+    environment |= {"PYTHONPATH": python_path(folder, root), **variables}
     pipe = subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, *arguments], cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment
@@ -256,6 +273,29 @@ def test_ranks_that_would_save_nothing_end_with_the_first_signal(two_ranks: Path
     _, errors = parent.communicate(timeout=240)
     assert parent.returncode == 128 + number and "saves what" not in errors, errors
     wait_for(lambda: not still_there(pids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["launcher", "fork server"])
+def test_nothing_outlives_a_launcher_or_a_fork_server_that_is_killed(two_ranks: Path, victim: str) -> None:
+    """Not even a rank that is stopped; that the launcher stands still is not its end."""
+    parent = started(two_ranks, "parent.py", "", "long", OPPO_TEST=str(two_ranks / victim))
+    mark = f"OPPO_TEST={two_ranks / victim}"
+    assert parent.stdout is not None
+    pids = [int(parent.stdout.readline()) for _ in range(2)]
+    parent.send_signal(signal.SIGSTOP)
+    os.kill(pids[0], signal.SIGSTOP)
+    time.sleep(0.5)
+    assert {*pids, parent.pid} <= {*marked(mark)}
+    if victim == "launcher":
+        parent.kill()
+    else:
+        os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
+        parent.send_signal(signal.SIGCONT)
+    _, errors = parent.communicate(timeout=60)
+    wait_for(lambda: not marked(mark), 15)
+    if victim == "fork server":
+        assert parent.returncode == 2 and "was killed, and they end with it" in errors, errors
 
 
 @pytest.mark.slow

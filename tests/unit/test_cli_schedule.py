@@ -21,6 +21,10 @@ from oppo_megatron.schedule.weaving import generators
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.costs_file import costs_tree, read_costs
 
+ROOT = Path(__file__).parents[2]
+EXAMPLES = [
+    str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("examples/*/*.yaml")) if "rollout:" in path.read_text()
+]
 CONFIG = """
 run_dir: run
 steps: 3
@@ -45,8 +49,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "COLUMNS", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tok").mkdir()
-    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     path = tmp_path / "c.yaml"
     path.write_text(CONFIG)
     return path
@@ -332,6 +334,21 @@ def test_wrong_input_ends_with_2(
 ) -> None:
     assert main(["schedule", str(config), *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_shipped_examples_are_drawn_without_their_files(
+    config: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert "OK: the checker finds no fault" in shown(capsys, name)
+
+
+def test_a_mode_that_needs_the_models_says_so(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    roles = ("actor", "critic", "reward")
+    without = [f"{role}.{start}" for role in roles for start in ("init=null", "checkpoint=nowhere")]
+    assert "nowhere" in shown(capsys, str(config), *without, "runtime.kv_cache_mb=0.3", code=2)
+    assert "OK: the checker" in shown(capsys, str(config), *without)
 
 
 def test_a_small_cache_bounds_what_runs_at_once(config: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from oppo_megatron.cluster import rank_processes
 from oppo_megatron.cluster.rank_processes import LONGEST_FOLDER, start_method
+from tests.support.processes import python_path
 
 ENTRY = """
 import os, signal, sys, time
@@ -108,7 +109,7 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    environment["PYTHONPATH"] = f"{folder}{os.pathsep}{root}"
+    environment["PYTHONPATH"] = python_path(folder, root)
     command = [sys.executable, "parent.py", *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(

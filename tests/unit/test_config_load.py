@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from oppo_megatron.config.base import Section
+from oppo_megatron.config.explain import explain, first_problem
 from oppo_megatron.config.load import dump_config, load_config, plain_settings
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
 from oppo_megatron.config.run import SFTConfig, TrainConfig
@@ -17,6 +22,7 @@ from oppo_megatron.cores import has_cuda
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.preflight.settings import check_forced_lengths, check_source
+from oppo_megatron.sim.clusters.schema import ClusterConfig
 
 GOOD = """
 run_dir: runs/a
@@ -61,6 +67,35 @@ def test_overrides_reach_sections_lists_and_null_sections(good: Path) -> None:
     assert config.data.path == Path("rows.jsonl")  # relative to the current directory, not to the file
 
 
+@pytest.mark.parametrize(
+    ("added", "overrides", "key", "value"),
+    [
+        ("ppo: {kl: {coefficient: 0.2, estimator: k3}}", ["ppo.kl=null"], "ppo.kl.coefficient", 0.05),
+        ("ppo: {kl: {coefficient: 0.2}}", ["ppo.kl.coefficient=~"], "ppo.kl.coefficient", 0.05),
+        ("ppo: {kl: {coefficient: 0.2}}", ["ppo.kl=null", "ppo.kl.coefficient=0.3"], "ppo.kl.coefficient", 0.3),
+        ("seed: 7", ["seed=null", "ppo.kl=null"], "seed", 1),
+        ("overlap: {chunk: {tokens: 8}}", ["overlap=Null"], "overlap.chunk.tokens", 32),
+        ("ppo: {clip_high: 0.3}", ["ppo.clip_high=null"], "ppo.clip_high", None),
+        ("ppo: {kl_coefficient: 0.2, odd: 1}", ["ppo.odd=null", "ppo.kl_coefficient=null"], "ppo.kl.coefficient", 0.05),
+    ],
+)  # fmt: skip
+def test_an_override_of_null_removes_what_cannot_be_null(
+    good: Path, added: str, overrides: list[str], key: str, value: object
+) -> None:
+    good.write_text(GOOD + added + "\n")
+    found: object = load_config(TrainConfig, good, overrides)
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+def test_a_removed_key_of_a_list_and_what_cannot_be_removed(good: Path) -> None:
+    good.write_text(GOOD.replace("name: gsm8k", "name: gsm8k, weight: 0.5"))
+    assert load_config(TrainConfig, good, ["rewards.0.weight=null"]).rewards[0].weight == 1.0
+    assert problems_of(good, "run_dir=null")[0].startswith("`run_dir` is missing")
+    assert "`sead` is not a setting" in problems_of(good, "sead=null")[0]
+
+
 def test_override_with_equals_sign_in_its_value(good: Path) -> None:
     assert load_config(TrainConfig, good, ["data.prompt_template='a={prompt}'"]).data.prompt_template == "a={prompt}"
 
@@ -82,7 +117,7 @@ def test_interpolation_sees_overrides(good: Path) -> None:
         ("tokenizer.zzz=3", "`tokenizer.zzz` is not a setting; the settings here are: path, chat_template"),
         ("rollout.batch_size=0", "`rollout.batch_size` is 0, but must be greater than or equal to 1; give a value"),
         ("rollout.top_p=1.5", "`rollout.top_p` is 1.5, but must be less than or equal to 1"),
-        ("rollout.batch_size=2.5", "`rollout.batch_size` is 2.5, but must be an integer"),
+        ("rollout.batch_size=2.5", "`rollout.batch_size` is 2.5, but must be an integer, without a fraction; correct"),
         ("rollout.batch_size=many", "`rollout.batch_size` is 'many', but must be an integer"),
         ("rollout.batch_size=true", "`rollout.batch_size` is True, but must be a number, not a boolean"),
         ("rollout.temperature=.nan", "`rollout.temperature` is nan, but must be a finite number"),
@@ -95,7 +130,7 @@ def test_interpolation_sees_overrides(good: Path) -> None:
         ("actor.init=5", "`actor.init` is 5, but must be a dictionary or a path"),
         ("data.path=5", "`data.path` is 5, but must be a path"),
         ("data.columns=3", "`data.columns` is 3, but must be a section of keys"),
-        ("rollout=null", "`rollout` is None, but must be a section of keys"),
+        ("rollout=null", "`rollout` is missing; add it"),
         ("seed", "override `seed` is not of the form a.b=c"),
         ("=3", "override `=3` is not of the form a.b=c"),
         ("a..b=3", "override `a..b=3` is not of the form a.b=c"),
@@ -294,3 +329,37 @@ def test_a_supervised_model_takes_the_runtimes_type(tmp_path: Path) -> None:
     )
     assert load_config(SFTConfig, path).model.dtype == "bfloat16"
     assert load_config(SFTConfig, path, ["model.dtype=float32"]).model.dtype == "float32"
+
+
+WRONG = (
+    None, "", "x", -1, 0, 1.5, 1e308, float("nan"), [], [None], ["a", "a"], {}, {"a": 1}, "9" * 5000, True, 10**30, b"\xff",
+    date(2020, 1, 1), "2020-13-01", [{}], {1: 2}, [[]],
+)  # fmt: skip
+
+
+def every_section(kind: type[Section] = Section) -> set[type[Section]]:
+    return {kind}.union(*(every_section(inner) for inner in kind.__subclasses__()))
+
+
+def test_no_words_of_pydantic_reach_the_user() -> None:
+    """For every field of every section and every kind of wrong value, the words after "must be" continue the sentence."""
+    seen = set()
+    for kind in every_section():
+        for field in kind.model_fields:
+            for value in WRONG:
+                try:
+                    kind.model_validate({field: value})
+                except ValidationError as error:
+                    for problem in (*explain(kind, error), first_problem(error)):
+                        seen.add(problem.partition("must be ")[2])
+    assert len(seen) > 60
+    leaks = re.compile(r"\b(Input|String|List|Keys|Unable|should|instance|valid)\b|must be None|Config\b|Section\b")
+    assert [rule for rule in seen if leaks.search(rule) or rule[:1].isupper()] == []
+
+
+def test_a_section_with_an_unknown_key_where_a_word_may_stand(tmp_path: Path) -> None:
+    """Of a union, pydantic names the member that failed in the place of a key."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text("nodes: 1\ngpus_per_node: 8\ngpu: {tflops: 1, gb_per_s: 1, memory_gb: 1, memory: 3}\n")
+    with pytest.raises(ConfigError, match="`gpu.memory` is not a setting; did you mean `gpu.memory_gb`"):
+        load_config(ClusterConfig, path)

@@ -168,3 +168,12 @@ def test_reasons_name_the_figures() -> None:
 def test_a_reward_that_is_not_finite_is_our_own_bug() -> None:
     with pytest.raises(AssertionError, match="step 3: mean reward nan"):
         make_delta_controller(DeltaConfig()).observe(3, rewarded(float("nan")))
+
+
+@pytest.mark.parametrize("rule", ["eq4", "algorithm1", "eq4_literal"])
+@pytest.mark.parametrize("level", [0.7, -300.0])
+def test_rewards_that_rounding_parts_are_equal(rule: Rule, level: float) -> None:
+    """Another processor or layout gives rewards that are apart by a rounding of float32, and delta must be the same."""
+    config = DeltaConfig(rule=rule, initial=8, min=0, max=20, window=2)
+    flat, rounded = [level] * 12, [level * (1 + (-1) ** (step // 2) * 1e-7) for step in range(12)]
+    assert values(make_delta_controller(config), rounded) == values(make_delta_controller(config), flat)

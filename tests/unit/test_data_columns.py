@@ -17,6 +17,7 @@ from tests.support.tokenizers import CharacterTokenizer
 
 USER = {"role": "user", "content": "hi"}
 HELLO = {"role": "assistant", "content": "hello"}
+SO = {"role": "user", "content": "so?"}
 BYE = {"role": "assistant", "content": "bye"}
 CHAT_HEAD = "<user>hi\3\n<assistant>"
 
@@ -127,6 +128,22 @@ def test_a_dialogue_that_begins_the_other_still_has_an_answer(tmp_path: Path) ->
     ((prompt, chosen, rejected),) = read(read_pairs, tmp_path, row)[0]
     assert (prompt, chosen) == (CHAT_HEAD, "hello\3\n")
     assert rejected.startswith(chosen) and rejected.endswith("bye\3\n")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "prompt"),
+    [
+        ({"chosen": [USER, HELLO], "rejected": [USER]}, "the rejected answer after the common dialogue is empty", CHAT_HEAD),
+        ({"chosen": [USER, HELLO, USER, BYE], "rejected": [USER, HELLO, SO, BYE]}, "part at the user's turn 3", None),
+    ],
+)
+def test_dialogues_that_part_where_nothing_is_answered(
+    tmp_path: Path, row: dict[str, Any], reason: str, prompt: str | None
+) -> None:
+    texts, problems = read(read_pairs, tmp_path, row)
+    with pytest.raises(DataError, match=reason):
+        problems.raise_errors()
+    assert texts == [] and read(read_prompts, tmp_path, row)[0] == [(prompt,)] * (prompt is not None)
 
 
 def test_text_pairs_with_and_without_a_prompt(tmp_path: Path) -> None:

@@ -9,17 +9,19 @@ import json
 import lzma
 import sys
 from collections.abc import Callable
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.rows import Quarantine, Row, RowProblems, read_rows
 from oppo_megatron.errors import ConfigError, DataError
 
+pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: it is of the extras `parquet` and `test`")
+pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed with Parquet")
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1+1=", "answer": "2"},
     {"prompt": 'two\nlines, "quoted"', "answer": "é"},
@@ -207,3 +209,32 @@ def test_of_a_folder_with_splits_train_is_read(tmp_path: Path) -> None:
 def test_a_name_of_the_hub_is_told_how_to_be_fetched() -> None:
     with pytest.raises(ConfigError, match=r"`datasets.load_dataset\('Org/set'\).save_to_disk\('set'\)`"):
         read(Path("Org/set"))
+
+
+def test_typed_values_are_read_as_json_has_them(tmp_path: Path) -> None:
+    row: dict[str, Any] = {
+        "prompt": b"caf\xc3\xa9", "day": date(2026, 11, 26), "at": datetime(2026, 11, 26, 1, 2, 3, tzinfo=timezone.utc),
+        "clock": time(1, 2), "took": timedelta(seconds=1.5), "whole": Decimal("42.000"), "part": Decimal("0.1"),
+        "long": Decimal("12345678901234567890.123"), "none": float("nan"), "nested": {"of": [float("nan"), 7.0]},
+    }  # fmt: skip
+    path = tmp_path / "rows.parquet"
+    columns = {name: pyarrow.array([value]) for name, value in row.items()} | {
+        "map": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    (read_row,), _ = read(path)
+    assert json.loads(json.dumps(read_row.values, allow_nan=False)) == read_row.values
+    assert read_row.values == {
+        "prompt": "café", "day": "2026-11-26", "at": "2026-11-26T01:02:03+00:00", "clock": "01:02:00", "took": 1.5, "whole": 42,
+        "part": 0.1, "long": "12345678901234567890.123", "none": None, "nested": {"of": [None, 7.0]}, "map": [["a", 1]],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "says"), [(b"\x89PNG\xff", "'image' has bytes that"), (float("inf"), "'image' is infinite")])
+def test_a_typed_value_that_is_no_json_is_a_bad_row(tmp_path: Path, value: Any, says: str) -> None:
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "image": [value, None]}), path)
+    with pytest.raises(DataError, match=f":1: column {says}"):
+        read(path)
+    rows, quarantine = read(path, bad_rows="quarantine")
+    assert [row.index for row in rows] == [1] and len(quarantine) == 1

@@ -102,7 +102,7 @@ def test_ultrafeedback_has_text_and_messages(tmp_path: Path) -> None:
     head = "<user>hi\3\n<assistant>"
     assert read(read_pairs, tmp_path, row)[0] == [(head, "chosen\3\n", "rejected\3\n")]
     assert read(read_completions, tmp_path, row)[0] == [(head, "chosen\3\n")]
-    assert read(read_prompts, tmp_path, row)[0] == [("hi",)]
+    assert read(read_prompts, tmp_path, row)[0] == [(head,)]
 
 
 def test_raw_dialogues(tmp_path: Path) -> None:

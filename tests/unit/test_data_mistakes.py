@@ -69,7 +69,7 @@ MISTAKES: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "two lines in a step": (
         "prm", [{"prompt": "a", "completions": ["b\nc", "d"], "labels": [1, 0]}], {},
         "the text has 3 steps by the separator '.n', but the row has 2: .* bad_rows=quarantine|Correct them"),
-    "hh, but Alpaca": ("sft", [{"instruction": "a", "output": "b"}], {"format": "hh"}, "no column for the|no HH dialogues"),
+    "hh, but Alpaca": ("sft", [{"instruction": "a", "output": "b"}], {"format": "hh"}, "no column for the|not HH dialogues"),
     "sharegpt, but messages": ("sft", [{"messages": [USER, REPLY]}], {"format": "sharegpt"}, "ShareGPT|no column for the"),
     "a template without its place": ("sft", [{"prompt": "a", "completion": "b"}], {"prompt_template": "Q"}, "must contain"),
     "a long prompt": ("train", [{"prompt": "a" * 9}], {"max_prompt_tokens": 5}, "9 tokens, more than data.max_prompt_tokens=5"),

@@ -127,14 +127,14 @@ def test_sentencepiece_chat(tmp_path: Path) -> None:
     train_sentencepiece(TEXTS, path, 300)
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(ConfigError, match="tokenizer.chat_template"):
-        load_tokenizer(TokenizerConfig(path=path)).render_chat(messages)
+        load_tokenizer(TokenizerConfig(path=path)).chat.render(messages)
     chat = load_tokenizer(TokenizerConfig(path=path, chat_template=TEMPLATE))
-    assert chat.render_chat(messages) == "[user]hi\n[assistant]"
-    assert chat.render_chat(messages, generation_prompt=False) == "[user]hi\n"
+    assert chat.chat.render(messages) == "[user]hi\n[assistant]"
+    assert chat.chat.render(messages, generation_prompt=False) == "[user]hi\n"
     with pytest.raises(DataError, match="no tools"):
-        chat.render_chat([{"role": "tool", "content": "x"}])
+        chat.chat.render([{"role": "tool", "content": "x"}])
     with pytest.raises(ConfigError, match="not a Jinja template"):
-        load_tokenizer(TokenizerConfig(path=path, chat_template="{% if")).render_chat(messages)
+        load_tokenizer(TokenizerConfig(path=path, chat_template="{% if")).chat.render(messages)
 
 
 def test_paths_that_are_no_tokenizer(tmp_path: Path) -> None:
@@ -164,9 +164,9 @@ def test_hugging_face_directory(hugging_face_directory: Path, tmp_path: Path) ->
     assert len(ids) == len(text.encode()) and tokenizer.decode([*ids, tokenizer.eos_id]) == text
     assert tokenizer.vocab_size == 258, "256 bytes, EOS and the added token"
     assert tokenizer.encode("<|end|>") == [tokenizer.eos_id] and tokenizer.bos_id is None
-    assert tokenizer.render_chat([{"role": "user", "content": "x"}]) == "[user]x\n[assistant]"
+    assert tokenizer.chat.render([{"role": "user", "content": "x"}]) == "[user]x\n[assistant]"
     with pytest.raises(DataError, match="no tools"):
-        tokenizer.render_chat([{"role": "tool", "content": "x"}])
+        tokenizer.chat.render([{"role": "tool", "content": "x"}])
     tokenizer.save(tmp_path / "again")
     assert load_tokenizer(TokenizerConfig(path=tmp_path / "again")).encode(text) == ids
 
@@ -174,7 +174,7 @@ def test_hugging_face_directory(hugging_face_directory: Path, tmp_path: Path) ->
 def test_hugging_face_without_template_or_eos(hugging_face_directory: Path) -> None:
     tokenizer = load_tokenizer(TokenizerConfig(path=hugging_face_directory))
     with pytest.raises(ConfigError, match="no chat template"):
-        tokenizer.render_chat([{"role": "user", "content": "x"}])
+        tokenizer.chat.render([{"role": "user", "content": "x"}])
     settings_file = hugging_face_directory / "tokenizer_config.json"
     values = json.loads(settings_file.read_text())
     settings_file.write_text(json.dumps({name: value for name, value in values.items() if name != "eos_token"}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,16 @@ import yaml
 
 from oppo_megatron.cli import validate
 from oppo_megatron.cli.main import main
+from oppo_megatron.cli.measure import check_devices
+from oppo_megatron.cli.ready import on_one_rank
+from oppo_megatron.config.load import load_config
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.checks import check_layouts
+from oppo_megatron.layout.placements import world_size
 
+ROOT = Path(__file__).parents[2]
 SHAPE = {
     "model_type": "qwen2", "vocab_size": 304, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 2,
@@ -97,6 +105,48 @@ def test_no_cuda_device(folder: Path, capsys: pytest.CaptureFixture[str], monkey
     )
 
 
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oppo_megatron.cli.measure.has_cuda", lambda: True)
+    monkeypatch.setattr("oppo_megatron.cli.measure.cuda_devices", lambda: 1)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_more_ranks_than_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before a process is started; what the message says to set is then taken."""
+    asked = ["runtime.device=auto", "placement.mode=colocated", "placement.actor.dp=2"]
+    said = both_refuse(capsys, "train.yaml", *asked)
+    assert "2 ranks would be started, but this host has one CUDA device" in said and "starting" not in said
+    remedy = re.findall(r"[\w.]+=\w+", said.partition("; set ")[2])
+    assert remedy == ["placement.mode=single", "placement.actor.dp=1", "runtime.device=cpu"]
+    assert main(["validate", "train.yaml", *asked, *remedy[:-1]]) == 0
+    assert main(["validate", "train.yaml", *asked, remedy[-1]]) == 0
+    said = refused(capsys, "validate", "sft.yaml", "runtime.device=auto", "parallel.dp=2", "batch_size=8")
+    assert "set parallel.dp=1, or runtime.device=cpu" in said
+    assert main(["validate", "sft.yaml", "runtime.device=auto"]) == 0
+
+
+def test_more_ranks_than_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oppo_megatron.cli.measure.has_cuda", lambda: True)
+    monkeypatch.setattr("oppo_megatron.cli.measure.cuda_devices", lambda: 2)
+    check_devices("auto", 2, "")
+    check_devices("cpu", 9, "")
+    with pytest.raises(ConfigError, match="3 ranks .* has 2 CUDA devices, .* a placement of at most 2 ranks .on one: a=1"):
+        check_devices("auto", 3, "a=1")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check_devices("cuda", 4, "")  # a launcher may show each rank a device of its own
+
+
+@pytest.mark.parametrize("file", sorted(path for path in ROOT.glob("examples/*/*.yaml") if "placement:" in path.read_text()))
+def test_examples_run_on_one_device(file: Path) -> None:
+    """By the words of the refusal, and the file says so itself."""
+    config = load_config(TrainConfig, file)
+    alone = load_config(TrainConfig, file, on_one_rank(config).split(), check=lambda found: check_layouts(found, {}))
+    assert world_size(alone) == 1
+    assert f"# one GPU: {on_one_rank(config)}\n" in file.read_text()
+
+
 def test_a_package_that_is_not_installed(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,11 +164,12 @@ def test_a_package_that_is_not_installed(
 def test_a_service_without_its_packages(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("oppo_megatron.cli.ready.SERVICE_PACKAGES", ("no_such_package",))
+    monkeypatch.setattr("oppo_megatron.cli.ready.SERVICE_PACKAGES", {"no-such-package": ("no_such_package:Server",)})
     monkeypatch.setattr(validate, "load_service", lambda *_: SimpleNamespace(host="h", port=1, token_env=None))
     monkeypatch.setattr("oppo_megatron.cli.serving.load_service", lambda *_: None)
     (folder / "s.yaml").write_text("port: 1\n")
     for said in (refused(capsys, "validate", "s.yaml", "--kind", kind), refused(capsys, kind, "s.yaml")):
+        assert "but no-such-package is not installed;" in said
         assert "pip install 'oppo-megatron[serve]'" in said and "pip install '.[serve]'" in said
 
 

@@ -18,7 +18,7 @@ from oppo_megatron.config.run import RewardModelConfig, SFTConfig
 from oppo_megatron.control.estimates import moments_of, ratios
 from oppo_megatron.data.heldout_split import describe_seen, split_rows
 from oppo_megatron.errors import DataError
-from oppo_megatron.mcore.layers.vocab_parallel import are_likeliest
+from oppo_megatron.mcore.layers.vocab_parallel import likeliest_share
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.preflight.measuring import check_heldout
 from oppo_megatron.rundir.checkpoints import Position
@@ -156,13 +156,22 @@ def test_every_command_says_which_metrics_it_has() -> None:
     assert config(RewardModelConfig, evaluation=HALF).measured == []
 
 
+def test_equally_likely_tokens_share_a_hit() -> None:
+    """All alike give chance; two that rounding parts half each, in whichever order it puts them."""
+    close = 2.0 * (1 + 2**-22)
+    rows = [0.0, 0.0, 0.0], [2.0, close, 1.0], [close, 2.0, 1.0], [2.0, 1.9, 1.0], [2.0, 1.9, 1.0]
+    logits_RV = torch.tensor(rows)
+    share_R = likeliest_share(logits_RV, torch.tensor([2, 0, 0, 0, 1]), VocabShards())
+    assert share_R.tolist() == pytest.approx([1 / 3, 0.5, 0.5, 1.0, 0.0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_measured_stays_on_the_models_device(dtype: torch.dtype) -> None:
     """On tensors of a GPU that is not there: devices and types fit, and nothing waits for a value."""
     with FakeTensorMode(), torch.no_grad():
         cuda = torch.device("cuda")
         targets_R = torch.empty(5, dtype=torch.int64, device=cuda)
-        right_R = are_likeliest(torch.empty(5, 16, device=cuda, dtype=dtype), targets_R, VocabShards())
-        assert (right_R.device.type, right_R.dtype, tuple(right_R.shape)) == ("cuda", torch.bool, (5,))
+        right_R = likeliest_share(torch.empty(5, 16, device=cuda, dtype=dtype), targets_R, VocabShards())
+        assert (right_R.device.type, right_R.dtype, tuple(right_R.shape)) == ("cuda", torch.float32, (5,))
         table = preference_table(torch.empty(4, 2, device=cuda, dtype=dtype))
         assert (table.device.type, table.dtype, tuple(table.shape)) == ("cuda", dtype, (4, 4))

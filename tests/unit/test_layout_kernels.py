@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from oppo_megatron.config.model import RuntimeConfig
-from oppo_megatron.layout.kernels import Available, find_available, kernel_table, layer_kind, layer_problem
+from oppo_megatron.layout.kernels import (
+    Available,
+    find_available,
+    import_fault,
+    kernel_table,
+    layer_kind,
+    layer_problem,
+    usable,
+)
 from oppo_megatron.preflight.settings import check_layers
 
 NGC = Available(transformer_engine="2.12.0", apex="0.1", flash_attn="2.8.3", cuda=True)
@@ -35,7 +46,11 @@ def test_nothing_installed_names_what_is_missing() -> None:
     found = table(Available())
     assert found["Adam"] == ("fused, of torch", None)
     assert "CUDA devices only" in str(found["layers and norms"][1])
-    assert "PyPI's is not NVIDIA's" in str(table(Available(other_apex=True))["gradient norm"][1])
+    assert found["gradient norm"][1] == "fused: it computes on CUDA devices only"
+    on_gpu = table(Available(cuda=True))
+    absent = "fused: transformer-engine is not installed, and NVIDIA's apex is not installed"
+    assert on_gpu["gradient norm"][1] == absent
+    assert on_gpu["attention"] == ("torch's, over dense KV caches", "block tables: flash-attn is not installed")
 
 
 @pytest.mark.parametrize("te,cuda,adapters", list(product([None, "2.0"], [True, False], [True, False])))
@@ -55,8 +70,57 @@ def test_asked_for_by_name_it_must_be_there() -> None:
     assert check_layers(RuntimeConfig(), adapters=True) == []
 
 
-def test_what_is_importable_is_found_and_pypis_apex_is_told_from_nvidias() -> None:
-    assert find_available(False, lambda name: False) == Available()
-    assert find_available(True, lambda name: name == "apex").other_apex
-    nvidias = find_available(True, lambda name: name in ("apex", "amp_C", "transformer_engine"))
-    assert not nvidias.other_apex and nvidias.apex and nvidias.transformer_engine
+BROKEN = {
+    "flash-attn 4": (
+        "flash_attn",
+        {"flash_attn/cute/__init__.py": ""},
+        "flash_attn is {folder}/flash_attn, without it",
+    ),
+    "built for another torch": (
+        "flash_attn",
+        {"flash_attn/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"},
+        "ImportError: undefined symbol",
+    ),
+    "PyPI's apex": ("apex", {"apex/__init__.py": ""}, "No module named 'apex.optimizers'"),
+    "apex without kernels": ("apex", {"apex/optimizers.py": "class FusedAdam: pass"}, "No module named 'amp_C'"),
+    "transformer-engine without its compiled half": (
+        "transformer_engine",
+        {"transformer_engine/__init__.py": "raise RuntimeError('Found empty meta package')"},
+        "RuntimeError: Found empty",
+    ),
+}
+"""Packages that are found, with the files that they have, and what is said of them."""
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_package_without_the_functions_that_are_used_is_left_aside_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    package, files, said = BROKEN[case]
+    library = package.replace("_", "-")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] in (package, "amp_C")]:
+        monkeypatch.delitem(sys.modules, name)
+    import_fault.cache_clear()
+    try:
+        assert find_spec(package) is not None
+        with pytest.warns(UserWarning, match=f"{library} cannot be used: .*; the run goes on without it"):
+            assert not usable(library)
+        available = find_available(True)
+        assert getattr(available, package) is None and said.format(folder=tmp_path) in available.fault(library)
+        assert any(available.fault(library) in str(kernels.lacking) for kernels in kernel_table(available))
+        assert find_available(False) == Available(), "without a CUDA device nothing is asked"
+    finally:
+        import_fault.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
+
+
+def test_what_can_be_imported_is_found() -> None:
+    available = find_available(True, lambda *names: None)
+    assert available.transformer_engine and available.apex and available.flash_attn and not available.faults
+    assert import_fault("json:loads") is None and import_fault("json") is None
+    assert import_fault("no_such_package.at:all") == "is not installed"

@@ -9,14 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from transformers import AutoConfig
 
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.layout.hf_layout import hf_tensors
+from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.layout.shape import check_head, check_shape, kv_bytes_per_token, max_positions, num_kv_heads, windows
-from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.modeldir.headers import check_file, check_weights, tokenizer_vocab_size
 from oppo_megatron.preflight.validate import check_shared_vocabulary, supervised_problems, train_problems
 
@@ -180,7 +183,11 @@ def write_safetensors(path: Path, payload: int, declared: int | None = None) -> 
 def checkpoint(directory: Path, **change: Any) -> Path:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps({**QWEN, **change}))
-    write_safetensors(directory / "model.safetensors", 40)
+    head = "scalar" if "ForSequence" in change.get("architectures", [""])[0] else "lm"
+    tensors = hf_tensors(ModelShape.from_hf({**QWEN, **change}), head)
+    save_file(
+        {name: np.zeros(size, np.float16) for name, size in tensors.items()}, directory / "model.safetensors"
+    )
     return directory
 
 
@@ -221,7 +228,7 @@ def test_weights_that_are_no_safetensors(tmp_path: Path) -> None:
 
 
 def test_absent_weights(tmp_path: Path) -> None:
-    assert "has no *.safetensors file" in check_weights("actor", tmp_path)[0]
+    assert "has neither model.safetensors nor" in check_weights("actor", tmp_path)[0]
     (tmp_path / "pytorch_model.bin").touch()
     assert "safe_serialization" in check_weights("actor", tmp_path)[0]
 

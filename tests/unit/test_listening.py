@@ -16,6 +16,7 @@ import pytest
 from oppo_megatron.cluster.loopback import is_loopback, loopback_store
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import RuntimeConfig
+from tests.support.processes import python_path
 
 ENTRY = """
 import os
@@ -54,7 +55,7 @@ def listeners(pid: int) -> set[tuple[str, int]]:
 def test_ranks_that_oppo_starts(tmp_path: Path) -> None:
     """The agent and its two ranks: the store, and gloo's pairs."""
     (tmp_path / "entry_of_test.py").write_text(ENTRY)
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])
+    path = python_path(tmp_path, Path(__file__).resolve().parents[2])
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
     environment = {k: v for k, v in os.environ.items() if k not in names} | {"PYTHONPATH": path}
     found = subprocess.run(

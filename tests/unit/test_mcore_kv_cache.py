@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oppo_megatron.errors import CapacityError, CheckpointError
@@ -21,7 +20,7 @@ from oppo_megatron.layout.memory import BLOCK_TOKENS, slot_tokens
 from oppo_megatron.mcore.kv import cached_plan
 from oppo_megatron.mcore.kv.dense import KVCache
 from oppo_megatron.mcore.kv.paged import PagedKVCache
-from oppo_megatron.mcore.kv.paged_kernels import PagedCall, torch_varlen
+from oppo_megatron.mcore.kv.paged_kernels import PagedCall
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
 HEADS, GROUPS, DIM, LENGTH, LAYERS = 4, 2, 4, 12, 2
@@ -349,21 +348,6 @@ def test_a_paged_slot_takes_whole_blocks_of_the_budget() -> None:
         assert sum(x.nbytes for x in (*cache.k, *cache.v)) == 3 * positions * token_bytes
         with pytest.raises(CapacityError, match=f"takes {positions * token_bytes:,} bytes"):
             new_paged(5, positions * token_bytes - 1, **sizes)
-
-
-def test_torchs_kernel_takes_what_it_is_given() -> None:
-    """By shapes and types alone, for it computes on a GPU only."""
-    pytest.importorskip("torch.nn.attention.varlen")
-    with FakeTensorMode():
-
-        def on_gpu(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="cuda")
-
-        call = PagedCall(on_gpu(2, 3), on_gpu(2), on_gpu(2), most_new=3, longest=300)
-        pool = on_gpu(6, 256, 2, 64, dtype=torch.bfloat16)
-        out = torch_varlen(on_gpu(5, 4, 64, dtype=torch.bfloat16), pool, pool, call, 0.1)
-        assert torch_varlen(on_gpu(5, 4, 64, dtype=torch.bfloat16), pool, pool, call, 0.1, 128).shape == out.shape
-    assert out.shape == (5, 4, 64) and call.new_ends.shape == (3,) and call.new_ends.dtype == torch.int32
 
 
 def test_a_planned_step_that_is_not_committed_leaves_the_books_alone() -> None:

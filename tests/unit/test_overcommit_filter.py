@@ -387,6 +387,13 @@ def test_scores_that_are_no_numbers_are_never_dropped() -> None:
         assert [r.seq_id for batch in simulation.play(7).batches for r in batch] == [0, 1]
 
 
+@pytest.mark.parametrize(("far", "kept"), [(1e-7, 0), (1e-5, 2)])
+def test_scores_that_rounding_parts_are_equal(far: float, kept: int) -> None:
+    simulation = Simulation(plain_run(lengths=[3, 3, 4, 4], scores=[0.7, 0.7 + far, 0.0, 1.0], batch_size=2))
+    first = simulation.play(7).batches[0]
+    assert [r.seq_id for r in first] == ([0, 1] if kept else [2, 3])
+
+
 def test_scores_of_other_parts_are_judged_anew() -> None:
     simulation = Simulation(plain_run(lengths=[3, 30] * 20, deltas=[0]))
     simulation.play(4, rounds=1)

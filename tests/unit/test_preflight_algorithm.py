@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from oppo_megatron.config.algorithm import CHOICES, PRESETS, AlgorithmConfig
 from oppo_megatron.config.derived import batch_rows, describe_batch, minibatch_parts, most_sequences, share_of_sequences
+from oppo_megatron.config.load import load_config
 from oppo_megatron.config.ppo import KLConfig, PPOConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.preflight.settings import check_train
@@ -35,10 +39,36 @@ def test_a_preset_fills_in_what_its_row_says(settings: dict[str, Any], name: str
     config, preset = TrainConfig.model_validate(settings), PRESETS[name]
     assert check_train(config) == []
     assert {choice: getattr(config.algorithm, choice) for choice in CHOICES} == preset.choices
-    assert config.ppo == PPOConfig(**preset.ppo, kl=KLConfig(**preset.kl))
+    staleness = "decoupled" if preset.ratio.startswith("sequence") else "behaviour"
+    assert config.ppo == PPOConfig(**preset.ppo, kl=KLConfig(**preset.kl), staleness=staleness)
     assert config.rollout.group_size == preset.group_size
     assert ("reference" in named_roles(config)) == (preset.kl["mode"] != "none")
     assert TrainConfig.model_validate(config.model_dump()) == config, "a resolved file is read as it is"
+
+
+@pytest.mark.parametrize(
+    ("changes", "staleness"),
+    [
+        ({}, "decoupled"),
+        ({"ppo.staleness": "behaviour"}, "behaviour"),
+        ({"overlap.inter": False}, "behaviour"),
+        ({"overlap.inter": False, "actor.dtype": "bfloat16"}, "decoupled"),
+        ({"algorithm": {"preset": "grpo"}, "actor.dtype": "bfloat16"}, "behaviour"),
+        ({"overlap.delta": {"initial": 0, "min": 0, "max": 0}}, "behaviour"),
+        ({"overlap.delta": {"initial": 0, "min": 0, "max": 0}, "overlap.backfill": True}, "decoupled"),
+        ({"algorithm.ratio": "token"}, "behaviour"),
+        ({"algorithm": {"preset": "cispo", "ratio": "sequence_token"}}, "decoupled"),
+    ],
+    ids=str,
+)
+def test_ratios_of_responses_that_may_be_carried_are_decoupled(
+    settings: dict[str, Any], changes: dict[str, Any], staleness: str
+) -> None:
+    put(settings, "algorithm.preset", "gspo")
+    for key, value in changes.items():
+        put(settings, key, value)
+    config = TrainConfig.model_validate(settings)
+    assert config.ppo.staleness == staleness and check_train(config) == []
 
 
 def test_a_preset_without_its_kl_brings_nothing_of_it(settings: dict[str, Any]) -> None:
@@ -127,9 +157,32 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"algorithm": {"preset": "remax"}, "rollout.temperature": 0.0},
-        "rollout.temperature is 0, so that every response is the greedy one",
+        "rollout.temperature is 0, at which every response is the greedy one",
     ),
-    ({"algorithm": {"preset": "remax"}, "rollout.top_k": 1}, "rollout.top_k is 1, so that every response is the greedy one"),
+    ({"algorithm": {"preset": "remax"}, "rollout.top_k": 1}, "rollout.top_k is 1, at which every response is the greedy one"),
+    *(
+        ({"algorithm": {"preset": preset}, **greedy}, "the responses to a prompt are all the same, and compared with each other")
+        for preset in ("grpo", "dapo", "rloo", "gspo", "reinforce_pp_baseline")
+        for greedy in ({"rollout.temperature": 0.0}, {"rollout.temperature": 1e-4}, {"rollout.top_k": 1}, {"rollout.top_p": 1e-7})
+    ),
+    (
+        {
+            "algorithm": {"preset": "reinforce_pp"}, "rollout.group_size": 2, "filter": {}, "overlap.backfill": True,
+            "rollout.top_k": 1,
+        },
+        "rollout.top_k is 1, at which the responses to a prompt are all the same, and the filter would drop every group",
+    ),
+    ({"algorithm": {"preset": "cispo"}, "ppo.clip": 0.1}, "ppo.clip is 0.1, but algorithm.objective is cispo"),
+    ({"algorithm": {"preset": "grpo", "objective": "plain"}, "ppo.clip": 0.1}, "ppo.clip is 0.1, but algorithm.objective"),
+    ({"ppo.reward_normalization": "batch"}, "ppo.reward_normalization is batch, but algorithm.scale group_std divides by"),
+    (
+        {"algorithm": {"preset": "reinforce_pp_baseline"}, "ppo.reward_normalization": "running"},
+        "ppo.reward_normalization is running, but algorithm.scale whiten divides by",
+    ),
+    ({"ppo.kl": {"target": 6.0, "coefficient": 0.0}}, "ppo.kl.target is 6, but ppo.kl.coefficient is 0"),
+    ({"algorithm": {"preset": "dapo"}, "guards.kl_mean.limit": 3.0}, "guards.kl_mean.limit is 3, but there is no KL"),
+    ({"rewards": [{"kind": "verifier", "name": "gsm8k", "weight": 0.0}]}, "every part of rewards has weight 0"),
+    ({"actor.optimizer": {"lr": 1e-5, "min_lr": 1e-6}}, "actor.optimizer.min_lr is 1e-06, but actor.optimizer.decay is constant"),
     ({"ppo.kl": {"mode": "score", "gradient": "reverse"}}, "ppo.kl.gradient is reverse, but ppo.kl.mode score has no gradient"),
 ]  # fmt: skip
 
@@ -151,9 +204,13 @@ BROKEN += [({"algorithm": {"preset": "online_dpo"}, **changes}, message) for cha
     ({"ppo.gae_lambda": 0.9}, "ppo.gae_lambda is 0.9, but algorithm.preset online_dpo has no critic"),
     ({"algorithm.ratio": "sequence"}, "algorithm.ratio is sequence, but algorithm.objective dpo has no ratio"),
     ({"algorithm.scale": "group_std"}, "algorithm.scale is group_std, but a pair has no advantage to be scaled"),
-    ({"rollout.temperature": 0.0}, "rollout.temperature is 0, but greedy responses to a prompt are all the same, and no pair"),
+    ({"rollout.temperature": 0.0}, "at which greedy responses to a prompt are all the same, and no pair"),
     ({"overlong": {"mask": True}}, "overlong.mask is true, but a pair needs both of its responses"),
     ({"guards.ratio_max.limit": 9.0}, "guards.ratio_max.limit is 9, but algorithm.preset online_dpo has no ratio"),
+    (
+        {"rollout.temperature": 0.9, "guards.kl_mean.limit": 3.0},
+        "guards.kl_mean.limit is 3, but there is no KL to a reference",
+    ),
     ({"dpo": {"loss": "robust"}}, "dpo.loss is robust, but dpo.label_smoothing is 0"),
     ({"dpo": {"loss": "ipo", "label_smoothing": 0.1}}, "dpo.label_smoothing is 0.1, but dpo.loss ipo has none"),
     (
@@ -162,6 +219,24 @@ BROKEN += [({"algorithm": {"preset": "online_dpo"}, **changes}, message) for cha
         "rollout.max_response_tokens) and must fit, for it cannot be divided; raise it to 400",
     ),
 )]  # fmt: skip
+ALLOWED: list[dict[str, Any]] = [
+    {"algorithm": {"preset": "reinforce_pp"}, "rollout.temperature": 0.0},
+    {"ppo.reward_normalization": "batch", "ppo.missing_eos_penalty": 0.5},
+    {"algorithm.scale": "none", "ppo.reward_normalization": "batch"},
+    {"algorithm": {"preset": "remax"}, "ppo.reward_normalization": "running"},
+    {"rewards": [{"kind": "verifier", "name": n, "weight": w} for n, w in (("gsm8k", 1.0), ("arithmetic", 0.0))]},
+    {"guards.kl_mean.limit": 3.0},
+    {"algorithm": {"preset": "online_dpo"}, "guards.kl_mean.limit": 3.0},
+]
+
+
+@pytest.mark.parametrize("changes", ALLOWED, ids=str)
+def test_what_does_something_is_allowed(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        put(settings, key, value)
+    assert check_train(TrainConfig.model_validate(settings)) == []
+
+
 BROKEN.append(({"ppo.kl": {"mode": "margin", "coefficient": 0.0, "estimator": "k1"}}, "algorithm.preset grpo has no pairs"))
 
 
@@ -241,3 +316,40 @@ def test_ranks_for_scorers_that_there_are_not_are_refused(settings: dict[str, An
     settings["placement"] = {"mode": "disaggregated", "reference": "actor"}
     (problem,) = check_layouts(TrainConfig.model_validate(settings), {})
     assert "placement.reference is actor, but ppo.kl.mode is none" in problem
+
+
+@pytest.mark.parametrize(
+    ("preset", "wrong"),
+    [
+        ("dapo", {"ppo.kl.coefficient": 0.2}),
+        ("dapo", {"algorithm.baseline": "critic"}),
+        ("dapo", {"dpo": {}}),
+        ("dapo", {"critic": {"init": {}}}),
+        ("dapo", {"reference": {"init": {}}}),
+        ("grpo", {"ppo.gae_lambda": 0.9}),
+        ("grpo", {"ppo.value_clip": 0.3, "ppo.critic_warmup_steps": 3}),
+        ("grpo", {"ppo.kl.mode": "penalty", "ppo.kl.gradient": "reverse"}),
+        ("online_dpo", {"algorithm.scale": "whiten"}),
+        ("online_dpo", {"algorithm.objective": "clip"}),
+        ("online_dpo", {"algorithm.ratio": "sequence"}),
+        ("online_dpo", {"ppo.kl.mode": "penalty"}),
+        ("online_dpo", {"ppo.kl.target": 3.0}),
+        ("online_dpo", {"ppo.clip": 0.1}),
+        ("online_dpo", {"overlong.mask": True}),
+        ("online_dpo", {"guards.ratio_max.limit": 3.0}),
+        ("grpo", {"settle.every": 3}),
+        ("grpo", {"rewards.0.entry_point": "a:b"}),
+        ("grpo", {"rewards.0.pattern": "a"}),
+    ],
+)  # fmt: skip
+def test_what_is_to_be_removed_can_be_by_an_override(
+    settings: dict[str, Any], tmp_path: Path, preset: str, wrong: dict[str, Any]
+) -> None:
+    put(settings, "algorithm.preset", preset)
+    for key, value in wrong.items():
+        put(settings, key, value)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(settings, default=str))))
+    with pytest.raises(ConfigError, match="remove (it|them|the section)"):
+        load_config(TrainConfig, path, check=check_train)
+    load_config(TrainConfig, path, [f"{key}=null" for key in wrong], check=check_train)

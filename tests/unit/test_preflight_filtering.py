@@ -79,6 +79,12 @@ def test_dapo_brings_the_backfill_that_its_filter_needs(settings: dict[str, Any]
             "filter.lag is 0, but filter.metric reward needs the reward model, which reads the end of a response a period later; "
             "set filter.lag to 1 or more",
         ),
+        (
+            {"filter": {"lag": 9999}},
+            "filter.lag is 9999 periods of 32 decode steps, but rollout.max_response_tokens is 100: nothing would be left to "
+            "decode long before a verdict, and every step would wait for it; set filter.lag to 4 or less",
+        ),
+        ({"filter": {"lag": 5}}, "filter.lag is 5 periods of 32 decode steps"),
         ({"filter": {"max_groups": 1}}, "filter.max_groups is 1, but a batch alone has 2 groups; raise it"),
         ({"overlong.penalty": 0.5}, "overlong.penalty is 0.5, but overlong.buffer is null, and nothing reads it"),
         ({"overlong.buffer": 101}, "overlong.buffer is 101, but rollout.max_response_tokens is 100"),
@@ -92,6 +98,6 @@ def test_broken_rule_is_the_one_problem(settings: dict[str, Any], changes: dict[
 
 
 def test_unusual_but_right(settings: dict[str, Any]) -> None:
-    for key, value in {"overlong": {"buffer": 100, "penalty": 0.5, "mask": True}, "filter": {"max_groups": 2}}.items():
+    for key, value in {"overlong": {"buffer": 100, "penalty": 0.5, "mask": True}, "filter": {"max_groups": 2, "lag": 4}}.items():
         put(settings, key, value)
     assert check_train(TrainConfig.model_validate(settings)) == []

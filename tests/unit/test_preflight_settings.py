@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
+from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.derived import longest_chunk, max_context, minibatch_rows, most_sequences
+from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.run import SFTConfig, TrainConfig
+from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.errors import CheckpointError, ConfigError
+from oppo_megatron.modeldir.adapters import read_adapter_config
+from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.preflight.settings import check_stop_ids, check_supervised, check_train
 
 
@@ -39,7 +45,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 def put(settings: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     for section in sections:
-        settings = settings.setdefault(section, {})
+        settings = settings[int(section)] if isinstance(settings, list) else settings.setdefault(section, {})
     settings[last] = value
 
 
@@ -247,3 +253,33 @@ def test_a_run_directory_that_cannot_be_written(settings: dict[str, Any], monkey
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     (problem,) = check_train(TrainConfig.model_validate(settings))
     assert f"nothing can be written in `{settings['run_dir'].parent}`" in problem
+
+
+@pytest.mark.parametrize(
+    ("weights", "named"),
+    [
+        (["weights"], "name `run/weights`"),
+        (["weights/critic", "weights/actor"], "name `run/weights/actor` or `run/weights/critic`"),
+        (["checkpoints/step-000002/models/model"], "name `run/checkpoints/step-000002/models/model`"),
+        ([], "`run` is the directory of a run without such weights"),
+    ],
+)
+def test_a_run_in_the_place_of_a_model_is_answered_with_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[str], named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in weights:
+        Path("run", folder).mkdir(parents=True)
+        for name in ("config.json", "tokenizer.json"):
+            Path("run", folder, name).write_text("{}")
+        Path("run", folder, "adapter_config.json").write_text("{}")
+        Path("run", folder, "adapter_model.safetensors").write_text("")
+    Path("run/tokenizer").mkdir(parents=True)  # by its name alone no file of a tokenizer
+    Path("run/config.yaml").write_text("{}")
+    for read in (lambda: read_hf_config(ModelConfig(checkpoint=Path("run"))), lambda: read_adapter_config(Path("run"))):
+        with pytest.raises(CheckpointError) as caught:
+            read()
+        assert named in str(caught.value)
+    with pytest.raises(ConfigError, match="holds no tokenizer") as refused:
+        load_tokenizer(TokenizerConfig(path=Path("run")))
+    assert not weights or named in str(refused.value)

@@ -97,3 +97,16 @@ def test_a_reward_model_settles_nothing(settings: dict[str, Any], tmp_path: Path
 def test_settings_that_nothing_reads_are_refused(settings: dict[str, Any], name: str, value: int) -> None:
     (problem,) = check_train(config_of(settings, settle={"mode": "off", name: value}))
     assert problem.startswith(f"settle.{name} is {value}, but settle.mode is off, and nothing reads it")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"settle.every": 100}, "settle.every is 100 decode steps, but rollout.max_response_tokens is 100, so that"),
+        ({"overlap.chunk.tokens": 128}, "settle.every is null, and rewards are asked once in 128 decode steps"),
+    ],
+)
+def test_rewards_are_asked_before_responses_end(settings: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+    (problem,) = check_train(config_of(settings, **changes))
+    assert problem.startswith(said)
+    assert check_train(config_of(settings, **(changes | {"settle.every": 99}))) == []

@@ -15,8 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from oppo_megatron.cli.signals import ending_by_signal
-from oppo_megatron.processes import signals_held, started
+from oppo_megatron.cli.signals import SignalRelay, ending_by_signal
+from oppo_megatron.errors import EXIT_REQUEUE
+from oppo_megatron.processes import hears, signals_held, started
+from tests.support.processes import runs, wait_for
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -94,6 +96,55 @@ def test_a_signal_that_is_ignored_is_ignored_in_the_process(tmp_path: Path) -> N
             assert process.wait() == 0
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     assert (tmp_path / "log").read_text().split() == ["SIG_IGN", "SIG_DFL"]
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    """As `nohup` has it; SIGTERM is heard all the same."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_by_signal(), SignalRelay(list, list).listening():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not hears(signal.SIGHUP)
+            assert callable(signal.getsignal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_hangs_up_twice_and_is_written_to_in_vain(tmp_path: Path) -> None:
+    """Shell and kernel each send SIGHUP, which is one request to save; a line for the terminal is no error."""
+    script = (
+        "import sys, time; from oppo_megatron.cli.signals import SignalRelay\n"
+        "from oppo_megatron.processes import outlive_terminal\n"
+        "outlive_terminal(); relay = SignalRelay(list, list)\n"
+        "with relay.listening():\n"
+        "    print('ready', flush=True)\n"
+        "    while relay.told_s() is None: time.sleep(0.01)\n"
+        "time.sleep(0.1); print('saved', flush=True); print('saved', file=sys.stderr)\n"
+        f"open({str(tmp_path / 'code')!r}, 'w').write(str(relay.code))"
+    )
+    ours, theirs = os.openpty()
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    assert os.read(ours, 5) == b"ready"
+    os.close(ours)
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
+    assert (tmp_path / "code").read_text() == str(EXIT_REQUEUE)
+
+
+def test_what_is_started_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time; from pathlib import Path; from oppo_megatron.processes import started\n"
+        f"with started({SLEEP!r}, Path({str(tmp_path / 'log')!r}), own_session=True) as process:\n"
+        "    print(process.pid, flush=True); time.sleep(60)"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    pid = int(starter.stdout.readline())
+    assert runs(pid)
+    starter.kill()
+    starter.communicate()
+    wait_for(lambda: not runs(pid), 15)
 
 
 def test_another_thread_can_start_one(tmp_path: Path) -> None:

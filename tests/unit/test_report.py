@@ -289,7 +289,9 @@ def test_command_writes_the_page_and_the_pictures(tmp_path: Path, capsys: pytest
     run = write_run(tmp_path / "run")
     assert main(["report", str(run.path)]) == 0
     out = run.path / "report"
-    assert str(out / "index.html") in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert str(out / "index.html") in told.out
+    assert "oppo report: reading " in told.err and "oppo report: timeline and responses of " in told.err
     pictures = {path.stem for path in out.glob("*.png")}
     assert pictures == {
         "reward-steps", "reward-seconds", "steps-mean", "steps-0", "timeline", "utilization", "deferrals", "delta", "chunk",

@@ -17,7 +17,7 @@ from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.remote import IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
-from oppo_megatron.rewards.isolation import IsolatedFunction, Unanswered
+from oppo_megatron.rewards.isolation import SHOWN_BYTES, IsolatedFunction, Unanswered
 from tests.support.processes import runs, wait_for
 
 MODULE = '''
@@ -28,6 +28,10 @@ def behave(prompt, response, fields, factor=1.0):
     if response == "echo":
         print("not an answer"); sys.stdout.flush()
         return factor * fields["value"]
+    if response == "chatty":
+        for number in range(3000):
+            print("line", number, "x" * 100)
+            print("y" * 100, file=sys.stderr)
     if response == "raise":
         raise KeyError("nothing here")
     if response == "text":
@@ -117,6 +121,16 @@ def test_one_process_serves_all_calls_and_gets_the_whole_call(function: Isolated
     assert function("", "limits", {}) == 1.0
     with ThreadPoolExecutor(1) as other, pytest.raises(AssertionError, match="from the thread that started it"):
         other.submit(function, "", "who", {}).result()
+
+
+def test_what_it_prints_is_shown_up_to_a_bound(module: str, capfd: pytest.CaptureFixture[str]) -> None:
+    isolated = IsolatedFunction(f"{module}:behave", {}, IsolationConfig(wall_s=30), os.environ)
+    for _ in range(3):
+        isolated("", "chatty", {})
+    isolated.close()
+    shown = capfd.readouterr().err
+    assert "line 0 x" in shown and len(shown) < SHOWN_BYTES + 1000
+    assert shown.count("further output is dropped") == 1
 
 
 @pytest.mark.parametrize(

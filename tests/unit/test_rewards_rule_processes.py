@@ -9,7 +9,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,11 +19,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oppo_megatron.clock import ByTime
 from oppo_megatron.config.data import RewardPart
-from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
+from oppo_megatron.data.prompts import PromptRow, PromptSet
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.errors import ConfigError, DataError, RewardError
+from oppo_megatron.rewards import isolated_rule
+from oppo_megatron.rewards.functions import RewardSum, Summand, build_reward_functions
+from oppo_megatron.rewards.isolated_rule import IsolatedRule, Trial
+from oppo_megatron.rewards.isolation import Unanswered
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.rewards.rules.code_tests import program_of, read_tests
+from oppo_megatron.train.inputs import try_answers
 from tests.support.processes import runs, wait_for
 
 ASSERTS = ["assert double(1) == 2", "assert double(2) == 4", "assert double(-3) == -6", "assert double('a') == 'aa'"]
@@ -80,6 +89,8 @@ def scored(rewards: RewardSum, program: str, tests: Any) -> float:
         ("The answer is 12.", 12, 1.0),
         ("The answer is 13.", 12.0, 0.0),
         (r"\boxed{\text{east}}", r"So he goes \boxed{\text{east}}.", 1.0),
+        ("The answer is $3.", r"\$3", 1.0),
+        (r"\boxed{10^{30}}", 10**30, 1.0),
         ("", "1", 0.0),
         ("no answer", "1", 0.0),
         (r"\boxed{", "1", 0.0),
@@ -98,7 +109,122 @@ def test_a_hanging_comparison_costs_a_row_its_time_and_not_the_run() -> None:
     impatient.close()
 
 
-@pytest.mark.parametrize("value", [None, "", " ?", [1], True])
+class Stuck:
+    """As an `IsolatedFunction` that is stuck over expected answers and responses that have `^^`."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    def __call__(self, prompt: str, response: str, fields: dict[str, Any]) -> float:
+        self.asked.append((response, fields["answer"]))
+        if "^^" in response + fields["answer"]:
+            raise Unanswered("no score within 5 s")
+        return float(response == fields["answer"])
+
+    def close(self) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+
+def stuck_rule() -> tuple[Stuck, IsolatedRule]:
+    function = Stuck()
+    trial = Trial("probe", lambda fields: not fields["answer"].isdigit())
+    return function, IsolatedRule(lambda: function, lambda fields: {"answer": fields["answer"]}, 1, trial=trial)  # type: ignore[arg-type, return-value]
+
+
+def ask(rule: IsolatedRule, response: str, answer: str) -> float:
+    rule.request([ScoreItem(1, "", response, {"answer": answer})])
+    return rule.result(1)
+
+
+def test_every_answer_that_cannot_be_compared_is_found_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated_rule, "ByTime", partial(ByTime, every_s=0.0))
+    (function, rule), told = stuck_rule(), list[str]()
+    rows = [{"answer": answer} for answer in ("1", "x", "2^^9", "x", "2^^9", "3")]
+    found = rule.unusable(rows, told.append)
+    assert sorted(found) == [2, 4] and "the expected answer 2^^9 cannot be compared: no score within 5 s" in found[2]
+    assert function.asked == [("probe", "x"), ("probe", "2^^9")], "numbers need no trial"
+    assert told == ["trying expected answers: 1 of 2, 0s", "trying expected answers: 2 of 2, 0s"]
+    assert ask(rule, "7", "2^^9") == 0.0 and len(function.asked) == 2, "and costs no more time"
+    rule.close()
+
+
+def test_a_long_phase_tells_by_time_and_not_by_count() -> None:
+    now, told = [0.0], list[str]()
+    by_time = ByTime(told.append, every_s=5.0, clock=lambda: now[0])
+    for number in range(1000):
+        now[0] = number * 0.1 if number < 500 else 49.9
+        by_time(f"{number} of 1000")
+    assert told == [f"{number} of 1000, {number // 10}s" for number in range(50, 500, 50)]
+
+
+def test_at_run_time_a_row_that_cannot_be_compared_is_named_once_and_scores_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    function, rule = stuck_rule()
+    assert ask(rule, "5^^5", "x") == 0.0 == ask(rule, "6^^6", "x") and ask(rule, "x", "x") == 1.0
+    assert capfd.readouterr().err == "", "the responses are wrong, not the row"
+    assert [ask(rule, text, "2^^9") for text in ("7", "8", "7")] == [0.0, 0.0, 0.0]
+    assert function.asked[-2:] == [("7", "2^^9"), ("probe", "2^^9")]
+    assert capfd.readouterr().err.count("2^^9 cannot be compared: no score within 5 s; its row is set aside") == 1
+    assert ask(rule, "3", "3") == 1.0
+    rule.close()
+
+
+@pytest.mark.parametrize("bad_rows", ["error", "quarantine"])
+def test_validate_names_every_row_that_cannot_be_compared(bad_rows: str) -> None:
+    answers = ["2^^9", "1", "2^^9", "x"]
+    rows = [PromptRow(i, f"rows.jsonl:{i + 1}", "?", (1,), {"answer": answer}) for i, answer in enumerate(answers)]
+    rewards, quarantine = RewardSum([Summand("math", 1.0, stuck_rule()[1])]), Quarantine()
+    inputs = SimpleNamespace(
+        rewards=rewards, prompts=PromptSet(rows, 0, 0, 0), heldout=None, judges=None, quarantine=quarantine
+    )
+    settings = SimpleNamespace(data=SimpleNamespace(bad_rows=bad_rows), evaluation=None)
+    if bad_rows == "error":
+        with pytest.raises(DataError, match=r"2 rows cannot be used.*\n  rows.jsonl:1: reward part 'math': .*2\^\^9.*\n.*:3: "):
+            try_answers(inputs, settings)  # type: ignore[arg-type]
+        return
+    (told,) = try_answers(inputs, settings)  # type: ignore[arg-type]
+    assert told.startswith("2 rows more are set aside")
+    assert [entry["line"] for entry in quarantine.entries] == [1, 3]
+
+
+@pytest.mark.long
+def test_a_hostile_answer_is_found_in_bounded_time() -> None:
+    rewards, began = mathematics(wall_s=10.0), time.monotonic()
+    rows = [
+        {"answer": answer}
+        for answer in (r"\$3", r"x^{10^{10^{10}}}+10^{10^{10}}", r"\frac{1}{2}", "Monday", r"\frac{1}{", "10^9")
+    ]
+    told = list[str]()
+    assert list(rewards.unusable(rows, told.append)) == [1]
+    assert told[-1].startswith("1 expected answers are no mathematics") and r"\frac{1}{" in told[-1].replace("\\\\", "\\")
+    assert time.monotonic() - began < 60.0
+    assert rewards.score("", r"\boxed{0.5}", rows[2], None, 0) == 1.0
+    rewards.close()
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "{" * 30_000 + "}" * 30_000,
+        r"\boxed{" + "(" * 3000,
+        r"\boxed{" + "(" * 900 + "1" + ")" * 900 + "}",
+        r"\boxed{" + r"\frac{1}{" * 300 + "2" + "}" * 301,
+    ],
+)
+def test_no_nesting_ends_a_rule(math: RewardSum, response: str) -> None:
+    assert math.score("", response, {"answer": "x+1"}, None, 0) == 0.0
+    for name, answer in (("gsm8k", "1"), ("multiple_choice", "B"), ("arithmetic", "1")):
+        assert (
+            build_reward_functions([RewardPart(kind="verifier", name=name)]).score(
+                "", response, {"answer": answer}, None, 0
+            )
+            == 0.0
+        )
+
+
+@pytest.mark.parametrize("value", [None, "", " ?", [1], True, "x" * 3000, float("inf")])
 def test_an_expected_answer_without_mathematics_is_refused_before_the_run(math: RewardSum, value: Any) -> None:
     with pytest.raises(RewardError, match="'math': the expected answer .* is no mathematics; give a number"):
         math.check({"answer": value})
@@ -116,7 +242,7 @@ def test_a_row_without_the_column_is_refused_before_the_run(math: RewardSum, sha
 def test_without_the_extra_the_command_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not Path(path, "math_verify").is_dir()])
     monkeypatch.delitem(sys.modules, "math_verify", raising=False)
-    with pytest.raises(ConfigError, match=r"math-verify, which is not installed; pip install 'oppo-megatron\[math\]'"):
+    with pytest.raises(ConfigError, match=r"math-verify, which cannot be imported here .*; pip install 'oppo-megatron\[math\]'"):
         build_reward_functions([RewardPart(kind="verifier", name="math")])
 
 

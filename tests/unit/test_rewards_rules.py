@@ -37,6 +37,15 @@ def rule(name: str, **settings: Any) -> RewardPart:
         ("B", "B"), ("(B)", "B"), ("B.", "B"), ("We see.\n\n  **B**  ", "B"), ("B) Paris", "B"), ("(b) Paris", "B"),
         ("[A]", "A"),
         ("C: the third", "C"), ("thinking (A), (B)\nB", "B"),
+        ("<answer>B</answer>", "B"), ("<answer>(B) Paris</answer>", "B"), ("<answer> b.\n</answer>", "B"),
+        ("hm <answer>B", "B"),
+        ('The answer is "B".', "B"), ("Answer：B", "B"),
+        ("答案：Ｂ", "B"), ("答案是 B。", "B"),
+        ("Answer:B", "B"), ("The answer is `B`", "B"),
+        (r"The answer is $\boxed{B}$", "B"), (r"\boxed{B) Paris}", "B"),
+        ("**Final Answer**\n\nB", "B"), ("Answer: B) Paris", "B"),
+        (r"<think>\boxed{A}? \boxed{C}</think> \boxed{B}", "B"), ("<think>The answer is A</think>\nThe answer is B", "B"),
+        ("The answer is A</think>B", "B"), ("<think>The answer is B</think>\n", "B"), ("'B'", "B"),
     ],
 )  # fmt: skip
 def test_a_choice_is_read(response: str, letter: str) -> None:
@@ -51,6 +60,9 @@ def test_a_choice_is_read(response: str, letter: str) -> None:
         "The answer is A or B", "The answer is (A) and (B)", "The answer is A, B", "The answer is A. No, the answer is B.",
         "Answer: A\nAnswer: B", r"\boxed{A} or \boxed{B}", r"\boxed{A, B}", r"\boxed{AB}", r"\boxed{x^2} and \boxed{B}",
         r"\boxed{K}", r"\boxed{B", "(A) is wrong, (B) is right", "The answer is not (B)", "(A) or (B)", "K", "b", "AB",
+        "<answer>Paris</answer>", "<answer>A</answer> <answer>B</answer>",
+        r"\boxed{A} <answer>B</answer>", "<answer>A or B</answer>",
+        "<answer>K</answer>", 'The answer is "A" or "B".', "答案：A或B\n答案：B",
     ],
 )  # fmt: skip
 def test_none_or_several_choices_are_none(response: str) -> None:
@@ -74,6 +86,11 @@ pieces = st.lists(
         [
             r"\boxed{A}",
             r"\boxed{B}",
+            "<think>",
+            "</think>",
+            "<thi",
+            "<answer>",
+            "</answer>",
             r"\boxed{",
             "}",
             "{",
@@ -96,19 +113,22 @@ pieces = st.lists(
 
 
 @given(prefix=pieces, rest=pieces, expected=st.sampled_from(choices.LETTERS))
-@example(prefix=r"\boxed{A}\boxed{B}", rest="", expected="A")
-@example(prefix=r"\boxed{1} ", rest=r"\boxed{A}", expected="A")
+@example(prefix=r"</think>\boxed{A}\boxed{B}", rest="", expected="A")
+@example(prefix=r"</think>\boxed{1} ", rest=r"\boxed{A}", expected="A")
+@example(prefix=r"\boxed{A}\boxed{B}", rest=r"</think>\boxed{A}", expected="A")
+@example(prefix=r"</think><answer>\boxed{1}", rest="A</answer>", expected="A")
 def test_a_settled_choice_stays_what_it_is(prefix: str, rest: str, expected: str) -> None:
     settled = choices.settled(prefix)
     assert settled is None or choices.verify(prefix + rest, expected) == settled
 
 
-def test_choices_settle_at_the_second_box() -> None:
-    assert choices.settled(r"\boxed{A} \boxed{A} \boxed{B") is None
-    assert choices.settled(r"\boxed{A} \boxed{A} \boxed{B}") == 0.0 == choices.settled(r"\boxed{x}")
+def test_choices_settle_at_the_second_box_behind_the_thoughts() -> None:
+    assert choices.settled(r"</think>\boxed{A} \boxed{A} \boxed{B") is None is choices.settled(r"\boxed{A} \boxed{B}")
+    assert choices.settled(r"</think>\boxed{A} \boxed{A} \boxed{B}") == 0.0 == choices.settled(r"x</think><answer>1</answer>")
 
 
-@pytest.mark.parametrize("text", ["*" * 100_000, "answer " * 20_000, "answer:" + "*" * 50_000, r"\boxed{" * 20_000])
+@pytest.mark.parametrize("text", ["*" * 100_000, "answer " * 20_000, "answer:" + "*" * 9999,
+                                   r"\boxed{" * 20_000, "<answer>" * 20_000])
 def test_a_long_response_is_read_at_once(text: str) -> None:
     began = time.thread_time()
     assert choices.choice(text) is None

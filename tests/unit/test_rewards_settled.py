@@ -116,7 +116,7 @@ def test_every_part_says_for_itself_what_is_settled() -> None:
         assert settled(rewards, "", fields) == {} == settled(rewards, "<a", fields)
         assert settled(rewards, "so", fields) == {"format": 0.0}
         assert settled(rewards, "<a> so far", fields) == {counting: 3.0, isolated: 0.0}
-        all_told = settled(rewards, r"\boxed{A} \boxed{B} no", fields)
+        all_told = settled(rewards, r"</think> \boxed{A} \boxed{B} no", fields)
         assert all_told == {"format": 0.0, "multiple_choice": 0.0, shape: 0.0, counting: 3.0, isolated: 0.0}
         assert rewards.never_settle() == {
             "model": "it is known at the end of a response only",

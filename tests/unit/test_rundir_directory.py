@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.errors import ConfigError, DataError
-from oppo_megatron.rundir import directory
+from oppo_megatron.rundir import holding
 from oppo_megatron.rundir.directory import RunDirectory, atomic_writer, encode_json, write_json, write_text
 
 
@@ -80,10 +82,14 @@ def test_rank_traces_are_in_numeric_order(tmp_path: Path) -> None:
 def test_one_process_at_a_time_is_at_work_in_it(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with run.held():
-        with pytest.raises(ConfigError, match="another run is at work in"), RunDirectory(run.path).held(wait_s=0.0):
+        told = f"another run is at work in {run.path} .process {os.getpid()} on {socket.gethostname()}., and has been for 0 s"
+        with pytest.raises(ConfigError, match=told), RunDirectory(run.path).held(wait_s=0.0):
             pytest.fail("both have it")
+        assert run.holder.exists()
+    assert list(run.path.iterdir()) == []
+    run.holder.write_text('{"pid": 1, "host": "of a run that was killed"}')
     with run.held(wait_s=0.0):
-        assert list(run.path.iterdir()) == []
+        assert json.loads(run.holder.read_text())["pid"] == os.getpid()
     (tmp_path / "file").touch()
     with RunDirectory(tmp_path / "file" / "run").held():  # which `prepare` refuses
         pass
@@ -112,7 +118,7 @@ def test_a_second_start_waits_for_the_first_to_end(
     with ExitStack() as first:
         first.enter_context(RunDirectory(tmp_path).held())
         clock = Clock(ends_s, first.close)
-        monkeypatch.setattr(directory, "time", clock)
+        monkeypatch.setattr(holding, "time", clock)
         refused = nullcontext() if begins else pytest.raises(ConfigError, match="has been for 20 s; wait for its end")
         with refused, RunDirectory(tmp_path).held():
             assert begins

@@ -75,6 +75,24 @@ def test_the_second_ctrl_c_ends_a_rank_but_not_the_echo_of_the_first(
     assert capfd.readouterr().err.count("interrupted: the run saves what it has trained") == 1
 
 
+def test_hang_ups_ask_once_and_are_left_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed terminal's come twice, from the shell and from the kernel; `nohup` ignores them."""
+    codes: list[int] = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    preemption, threads = Preemption(), threading.enumerate()
+    with preemption.listening():
+        (ear,) = set(threading.enumerate()).difference(threads)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGHUP)
+    ear.join(60)
+    preemption.saved()
+    assert preemption.asked and not codes
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Preemption().listening():
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 def test_without_a_deadline_signals_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     before = {number: signal.getsignal(number) for number in HEARD}

@@ -17,10 +17,13 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from fastapi import FastAPI
-from fastapi.responses import Response
 from pydantic import SecretStr
 from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("fastapi", reason="fastapi is not installed: it is of the extras `serve` and `test`")
+
+from fastapi import FastAPI
+from fastapi.responses import Response
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.aligner import StreamConfig

@@ -16,9 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import SecretStr
+
+pytest.importorskip("fastapi", reason="fastapi is not installed: it is of the extras `serve` and `test`")
+
 from fastapi import FastAPI
 from fastapi.responses import Response
-from pydantic import SecretStr
 
 from oppo_megatron.serving.app import build_app
 from oppo_megatron.serving.bodies import RequestLimits

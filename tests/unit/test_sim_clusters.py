@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,8 +74,8 @@ def test_a_measured_file_replaces_constants(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("gpu: h10\n", ["`gpu`", "'h10'", "h100"]),
-        ("gpu: {memory_gb: 80, tflops: 989, gb_per_s: 0}\n", ["`gpu.gb_per_s`", "0", "greater than 0"]),
-        ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 0}\n", ["`between.gb_per_s`", "greater than 0"]),
+        ("gpu: {memory_gb: 80, tflops: 989, gb_per_s: 0}\n", ["`gpu.gb_per_s`", "0", "greater than or equal to 0.001"]),
+        ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 0}\n", ["`between.gb_per_s`", "greater than or equal to 0.001"]),
         ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 50, nics: 0}\n", ["`between.nics`", "greater than 0"]),
         ("gpu: h100\nnodes: 0\n", ["`nodes`", "0", "greater than or equal to 1"]),
         ("gpu: h100\nnodes: 2\n", ["nodes is 2", "add `between"]),
@@ -84,6 +85,8 @@ def test_a_measured_file_replaces_constants(tmp_path: Path) -> None:
         ("gpu: h100\ngpus: 8\n", ["`gpus` is not a setting", "gpu"]),
         ("gpu: {memory_gb: -1, tflops: 989, gb_per_s: 3000}\ngpus_per_node: 1\n", ["`gpu.memory_gb`", "-1"]),
         ("gpu: h100\ninside: {gb_per_s: .inf}\n", ["`inside.gb_per_s`", "finite"]),
+        ("gpu: h100\nnodes: 60000\nbetween: {gb_per_s: 50}\n", ["480000 ranks", "at most 65536"]),
+        ("gpu: h100\nmeasured: .\n", ["is a folder, but must be a file"]),
     ],
 )
 def test_mistakes_are_told_with_value_rule_and_remedy(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -92,7 +95,52 @@ def test_mistakes_are_told_with_value_rule_and_remedy(tmp_path: Path, text: str,
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"source": "x", "efficiencies": {"compute": 0}}', '{"source": ""}'])
+RATES = ["between.gb_per_s", "inside.gb_per_s", "gpu.memory_gb", "gpu.tflops", "gpu.gb_per_s"]
+ABSURD = ["0", "-1", ".nan", ".inf", "1e-300", "5e-324", "1e300", "true", "fast", "[]"]
+
+
+@pytest.mark.parametrize("key", [*RATES, "between.alpha_us", "between.nics", "nodes", "gpus_per_node"])
+def test_absurd_numbers_are_refused(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TWO.replace("h100", NUMBERS.partition("\n")[0].removeprefix("gpu: ")) + NUMBERS.splitlines()[1] + "\n")
+    assert read_cluster(path).num_ranks == 16
+    for value in ABSURD if key != "between.alpha_us" else sorted({*ABSURD} - {"0", "1e-300", "5e-324"}):
+        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+            read_cluster(path, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("efficiencies.compute", [0, -1, 1e-300, 3, True, "x"]),
+        ("efficiencies.power", [0, 1e300]),
+        ("send.bytes_per_s", [0, 1e-300, 1e300, "x"]),
+        ("send.alpha_s", [-1, 1e300, True]),
+        ("engine.decode", [-1, 1e300, float("nan"), True]),
+        ("threads.2", [0, 1e-300, 1e300, True]),
+        ("threads.0", [1.0]),
+        ("collective.1", [{"alpha_s": 1e-5, "bytes_per_s": 1e11}]),
+        ("collective", [[], 3]),
+    ],
+)
+def test_absurd_measured_numbers_are_refused(tmp_path: Path, key: str, values: list[object]) -> None:
+    tree: dict[str, Any] = {
+        "source": "here", "send": {"alpha_s": 1e-5, "bytes_per_s": 1e11}, "threads": {"2": 1.9}, "collective": {},
+        "efficiencies": {"compute": 0.5, "memory": 0.5, "fixed_s": 0.0, "power": 2.0, "elementwise": 0.5,
+                         "elementwise_fixed_s": 0.0, "plain": 0.5},
+        "engine": {"launch_s": 1e-4, "replay_s": 1e-4, "decode": 1.0, "read": 1.0, "update": 1.0},
+    }  # fmt: skip
+    (tmp_path / "mine.json").write_text(json.dumps(tree))
+    cluster_of(tmp_path, TWO + "measured: mine.json\n")
+    section, _, name = key.partition(".")
+    for value in values:
+        wrong = tree | {section: tree[section] | {name: value} if name else value}
+        (tmp_path / "mine.json").write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match=r"mine\.json: "):
+            cluster_of(tmp_path, TWO + "measured: mine.json\n")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", "3", '"x"', '{"source": "x", "send": {"alpha_s": 0}}', '{"source": ""}'])
 def test_a_broken_measured_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.json").write_text(text)
     with pytest.raises(ConfigError, match=r"mine\.json: "):

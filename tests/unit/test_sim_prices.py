@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.gpus import GPUS
 from oppo_megatron.sim.clusters.links import INSIDE, Between
 from oppo_megatron.sim.clusters.sources import published
-from oppo_megatron.sim.pricing.decoding import Decoding, decode_costs, decode_s, line_through
+from oppo_megatron.sim.pricing.decoding import Decoding, Turns, decode_costs, decode_s, line_through
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 from oppo_megatron.sim.pricing.phases import Batch, Update, Weights, inference_s, reallocation_s, update_s
 from oppo_megatron.sim.published.tables import SHAPES
@@ -37,6 +38,8 @@ def laid(tp: int, pp: int, dp: int, *, cluster: Cluster = CLUSTER, model: str = 
     return LaidModel(cluster, SHAPES[model], False, RolePlacement(ranks, tp, pp, dp))
 
 
+FREE = Turns(10**6)
+"""Caches that hold all sequences."""
 LAYOUTS = st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2])).filter(
     lambda sizes: sizes[0] * sizes[1] * sizes[2] <= 32
 )
@@ -50,7 +53,7 @@ def test_a_better_cluster_is_never_slower(layout: tuple[int, int, int], better: 
     assert inference_s(fast, batch) <= inference_s(slow, batch)
     assert update_s(fast, Update(batch, 4, train)) <= update_s(slow, Update(batch, 4, train))
     decoding = Decoding(512, [17 * i + 1 for i in range(sequences)])
-    assert decode_s(fast, decoding) <= decode_s(slow, decoding) * (1 + 1e-9)
+    assert decode_s(fast, decoding, FREE) <= decode_s(slow, decoding, FREE) * (1 + 1e-9)
 
 
 @settings(max_examples=20)
@@ -59,7 +62,7 @@ def test_a_larger_batch_is_never_shorter(layout: tuple[int, int, int], sequences
     model, lengths = laid(*layout), [100 + 31 * i for i in range(sequences)]
     once, twice = Batch(1000.0 * sequences, 1000.0, 8192), Batch(2000.0 * sequences, 1000.0, 8192)
     assert inference_s(model, once) <= inference_s(model, twice)
-    assert decode_s(model, Decoding(256, lengths)) <= decode_s(model, Decoding(256, lengths * 2)) * (1 + 1e-9)
+    assert decode_s(model, Decoding(256, lengths), FREE) <= decode_s(model, Decoding(256, lengths * 2), FREE) * (1 + 1e-9)
 
 
 def test_training_costs_what_its_passes_do() -> None:
@@ -97,12 +100,28 @@ def test_decode_steps_sum_over_the_lengths() -> None:
     step = model.step_s(0, Tokens.step(count, count * (512 + 500)), captured=True)
     costs = decode_costs(model, count, 512 + 500, captured=True)
     assert costs.decode_at(0)(count) == pytest.approx(step)
-    whole = decode_s(model, Decoding(512, [1000] * count))
+    whole = decode_s(model, Decoding(512, [1000] * count), FREE)
     assert whole == pytest.approx(1000 * (step + costs.sample(count)), rel=0.01)
-    ragged = decode_s(model, Decoding(512, [500] * 32 + [1000] * 32))
-    assert decode_s(model, Decoding(512, [500] * count)) < ragged < whole
-    launched = decode_s(model, Decoding(512, [1000] * count, captured=False))
+    ragged = decode_s(model, Decoding(512, [500] * 32 + [1000] * 32), FREE)
+    assert decode_s(model, Decoding(512, [500] * count), FREE) < ragged < whole
+    launched = decode_s(model, Decoding(512, [1000] * count, captured=False), FREE)
     assert launched - whole == pytest.approx(1000 * 32 * 0.5e-3, rel=0.01)
+
+
+def test_sequences_without_a_slot_wait_for_the_next_round() -> None:
+    """Twice as many as there are slots take twice as long; each starts when a round begins after a slot is free."""
+    assert Turns(2, 8).starts(np.array([5, 17, 3, 8, 1])).tolist() == [0, 0, 8, 16, 24]
+    assert Turns(9, 8).starts(np.array([5, 17, 3])).tolist() == [0, 0, 0]
+    model, decoding = laid(8, 1, 1), Decoding(512, [1000] * 64)
+    assert decode_s(model, decoding, Turns(32, 100)) == pytest.approx(2 * decode_s(model, Decoding(512, [1000] * 32), FREE))
+    assert decode_s(model, decoding, Turns(32, 700)) > 1.19 * decode_s(model, decoding, Turns(32, 100))
+
+
+def test_decode_micro_batches_that_are_asked_for_are_priced() -> None:
+    """Each of them launches all layers."""
+    model, decoding = laid(8, 1, 1), Decoding(512, [1000] * 64)
+    one, four = (decode_s(model, decoding, Turns(64, 1, count)) for count in (1, 4))
+    assert four == pytest.approx(4 * decode_s(model, Decoding(512, [1000] * 16), FREE), rel=0.02) and four > 2 * one
 
 
 @given(st.floats(1, 100), st.floats(0, 1), st.floats(1, 100), st.floats(0, 1))

@@ -28,7 +28,7 @@ from oppo_megatron.sim.clusters.gpus import GPUS
 from oppo_megatron.sim.clusters.links import INSIDE, Between
 from oppo_megatron.sim.clusters.sources import assumed, published
 from oppo_megatron.sim.pricing.decoding import Decoding
-from oppo_megatron.sim.pricing.prices import Prices
+from oppo_megatron.sim.pricing.prices import Prices, total_s
 from oppo_megatron.sim.published.tables import PLANS, SHAPES, PublishedPlan
 from oppo_megatron.sim.search.calibration import scales_of_run
 from oppo_megatron.sim.search.exact import never
@@ -145,6 +145,12 @@ def test_overlapped_steps_are_never_slower() -> None:
     assert streamed <= sequential
 
 
+def decode_micro_batches(plan: PublishedPlan) -> int:
+    """The printed number, times the stages where there are several."""
+    call = plan.call("ActorGen")
+    return call.micro_batches * call.pp
+
+
 def published_tree(plan: PublishedPlan, **runtime: Any) -> dict[str, Any]:
     """A plan of ReaL whose calls are all on the same ranks, as a configuration."""
 
@@ -165,7 +171,7 @@ def published_tree(plan: PublishedPlan, **runtime: Any) -> dict[str, Any]:
         rollout={"batch_size": plan.batch, "max_response_tokens": 1024},
         data={"path": "rows.jsonl", "max_prompt_tokens": 1024},
         ppo={"minibatches": 8},
-        overlap={"intra": False, "inter": False},
+        overlap={"intra": False, "inter": False, "weave": [decode_micro_batches(plan), "auto"]},
         runtime={"device": "cpu", "dtype": "bfloat16", "micro_batch_tokens": 8192, **runtime},
     )
 
@@ -182,6 +188,20 @@ def test_published_plans_load_as_configurations(plan: PublishedPlan) -> None:
     for role, call in (("actor", "ActorGen"), ("actor, trained", "ActorTrain"), ("critic, trained", "CriticTrain")):
         found = plan.call(call)
         assert layouts[role][1:] == [found.tp, found.pp, found.dp]
+
+
+@pytest.mark.parametrize("plan", TOGETHER, ids=lambda plan: plan.name)
+def test_generation_of_published_plans_is_priced(plan: PublishedPlan) -> None:
+    """Nothing is fitted but the host's time for a layer; each of a step's micro-batches costs it."""
+    nodes, network = len(plan.call("ActorGen").nodes), Between(19e-6, 25e9, 1, published("a test"))
+    cluster = Cluster(nodes, 8, GPUS["h100"], INSIDE["h100"], network)
+    loaded = TrainConfig.model_validate(published_tree(plan))
+    told = {True: (plan.call("ActorGen").seconds, plan.wall_s), False: (plan.no_graph_s, plan.no_graph_wall_s)}
+    for captured, (seconds, wall_s) in told.items():
+        rows = list(Prices(loaded, cluster, Decoding(1024, [1024] * plan.batch, captured)).rows())
+        generation = sum(row.seconds for row in rows if row.phase in ("prompts", "decode"))
+        assert generation == pytest.approx(seconds, rel=0.09)
+        assert 0.8 < total_s(rows) / wall_s < 1.0
 
 
 @pytest.fixture
@@ -338,14 +358,14 @@ def test_a_run_twice_as_slow_as_the_laws_doubles_them(mode: str) -> None:
         "train_s": 2 * laws["actor", "update"], "critic_update_s": 2 * laws["critic", "update"],
         "decode_s": 2 * (laws["actor", "prompts"] + laws["actor", "decode"]) + scoring * (mode == "colocated"),
     }  # fmt: skip
-    scales = scales_of_run(given, [{**line, "step_s": 9.0, "train_s": 99.0}, line, line], CLUSTER, "a run")
+    scales = scales_of_run(given, [{**line, "step_s": 9.0, "train_s": 99.0}, line, line], CLUSTER, 256, "a run")
     assert scales.serving == pytest.approx(dict.fromkeys(("actor", "reference", "critic", "reward"), 2.0))
     assert scales.update == pytest.approx({"actor": 2.0, "critic": 2.0}) and "2 steps" in scales.source
     task = Task(given, CLUSTER, [length] * count)
     plain, scaled = (make_plan(each, "exact", 1, 1, never, never) for each in (task, replace(task, scales=scales)))
     assert scaled.found.plans[0].step_ns == pytest.approx(2 * plain.found.plans[0].step_ns, rel=0.01)
     with pytest.raises(ConfigError, match="no finished step"):
-        scales_of_run(given, [], CLUSTER, "a run")
+        scales_of_run(given, [], CLUSTER, 256, "a run")
 
 
 def test_what_lies_beyond_the_fits_is_said() -> None:

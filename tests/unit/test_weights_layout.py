@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.mcore.model_shape import ModelShape
-from oppo_megatron.mcore.naming.hf_layout import (
+from oppo_megatron.layout.hf_layout import (
     EMBEDDING,
     LM_HEAD,
     hf_tensors,
@@ -19,6 +18,7 @@ from oppo_megatron.mcore.naming.hf_layout import (
     param_shapes,
     stage_parts,
 )
+from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.weights.hf_source import RandomSource, SafetensorsSource, read_shape
 from oppo_megatron.mcore.weights.hf_weights import load_weights, put_part, take_part
 from tests.support.hf import save_tiny, tiny_config

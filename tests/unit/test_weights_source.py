@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.run import SFTConfig
+from oppo_megatron.config.serve import ServeScorerConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.mcore.naming.hf_layout import Head, hf_tensors
+from oppo_megatron.layout.hf_layout import Head, hf_tensors
+from oppo_megatron.layout.lora_layout import adapter_parts
 from oppo_megatron.mcore.weights.hf_source import (
     RandomSource,
     SafetensorsSource,
@@ -20,6 +27,8 @@ from oppo_megatron.mcore.weights.hf_source import (
     open_weights,
     read_shape,
 )
+from oppo_megatron.mcore.weights.lora_weights import open_adapters, peft_config
+from oppo_megatron.preflight.validate import service_problems, supervised_problems
 from tests.support.hf import save_tiny, tiny_config
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -88,7 +97,7 @@ def test_no_config(checkpoints: Path) -> None:
 @pytest.mark.parametrize("text", ["{broken", "[1, 2]"])
 def test_config_that_is_no_mapping(checkpoints: Path, text: str) -> None:
     (checkpoints / "lm" / "config.json").write_text(text)
-    assert "Download it again" in refusal(checkpoints / "lm")
+    assert "fetch or save it again" in refusal(checkpoints / "lm")
 
 
 def test_pickled_weights_are_not_loaded(checkpoints: Path) -> None:
@@ -133,7 +142,7 @@ def test_truncated_file(checkpoints: Path, which: str, keep: int) -> None:
     path = sorted((checkpoints / which).glob("*.safetensors"))[-1]
     path.write_bytes(path.read_bytes()[:keep])
     message = refusal(checkpoints / which)
-    assert path.name in message and "truncated" in message and "download it again" in message
+    assert path.name in message and "truncated" in message and "fetch or save it again" in message
 
 
 def test_git_lfs_pointer(checkpoints: Path) -> None:
@@ -217,6 +226,111 @@ def test_a_classifier_of_several_labels_is_no_reward_model(checkpoints: Path) ->
     rewrite(checkpoints / "scalar", lambda tensors: tensors.update({"score.weight": torch.ones(2, 32)}))
     message = refusal(checkpoints / "scalar", "scalar")
     assert "[2, 32]" in message and "num_labels 1" in message
+
+
+def both_refuse(directory: Path, head: Head, **config: object) -> str:
+    """What the loading says; `oppo validate` and what starts a run must have said it before, from the headers."""
+    model = {"checkpoint": directory, **config}
+    early = "\n".join(
+        service_problems(ServeScorerConfig.model_validate({"reward": model}))
+        if head == "scalar"
+        else supervised_problems(
+            SFTConfig.model_validate(
+                {"run_dir": "run", "model": model, "max_tokens": 8, "data": {"path": "."}, "tokenizer": {"path": "."}}
+            )
+        )
+    )
+    late = refusal(directory, head, **config)
+    assert "do not fit" in early
+    for sentence in re.findall(r"  - (.*)", late)[:3]:
+        assert sentence in early
+    return late
+
+
+def tensor(name: str, size: int = 32, dtype: torch.dtype = torch.float32) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({name: torch.ones(size).to(dtype)})
+
+
+DROPPED = {
+    "an extra layer": (tensor("model.layers.9.input_layernorm.weight"), "config.json that belongs"),
+    "a bias of the MLP": (tensor("model.layers.0.mlp.up_proj.bias"), "no bias is computed"),
+    "a bias of the output": (tensor("model.layers.0.self_attn.o_proj.bias"), "no bias is computed"),
+    "a bias of the head": (tensor("lm_head.bias"), "no bias is computed"),
+    "norms of queries": (tensor("model.layers.0.self_attn.q_norm.weight"), "config.json that belongs"),
+    "a value head": (tensor("v_head.summary.weight"), "value head"),
+    "adapters": (tensor("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"), "merge_and_unload"),
+    "adapters beside": (tensor("model.layers.0.self_attn.q_proj.lora_B.default.weight"), "merge_and_unload"),
+    "scales of FP8": (tensor("model.layers.0.mlp.up_proj.weight_scale_inv"), "quantised"),
+    "scales of GPTQ": (tensor("model.layers.0.mlp.up_proj.scales"), "quantised"),
+    "scales of bitsandbytes": (tensor("model.layers.0.mlp.up_proj.weight.absmax"), "quantised"),
+    "layers of prediction": (tensor("mtp.layers.0.weight"), "has no place"),
+    "another vocabulary": (lambda tensors: tensors.update({"lm_head.weight": torch.ones(63, 32)}), "asks for [64, 32]"),
+    "another type": (tensor(NORM, dtype=torch.float8_e4m3fn), "not stored as one of"),
+    "a tensor less": (lambda tensors: tensors.pop(NORM), "is missing"),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_no_tensor_is_dropped_unnoticed(checkpoints: Path, name: str) -> None:
+    change, says = DROPPED[name]
+    rewrite(checkpoints / "lm", change)
+    assert says in both_refuse(checkpoints / "lm", "lm")
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": 64}, {"num_hidden_layers": 3}, {"num_hidden_layers": 5}, {"vocab_size": 65}]
+)
+def test_another_config_is_found_from_the_headers(checkpoints: Path, change: dict[str, int]) -> None:
+    for folder, head in (("lm", "lm"), ("sharded", "lm"), ("scalar", "scalar")):
+        path = checkpoints / folder / "config.json"
+        content = json.loads(path.read_text()) | change
+        content["layer_types"] = ["full_attention"] * content["num_hidden_layers"]
+        path.write_text(json.dumps(content))
+        both_refuse(checkpoints / folder, head)
+
+
+def test_a_score_bias_is_not_dropped(checkpoints: Path) -> None:
+    rewrite(checkpoints / "scalar", tensor("score.bias", 1))
+    assert "no bias is computed" in both_refuse(checkpoints / "scalar", "scalar")
+
+
+@pytest.mark.parametrize("extra", ["rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"])
+def test_tensors_that_follow_from_others_are_ignored(checkpoints: Path, extra: str) -> None:
+    rewrite(checkpoints / "lm", tensor(f"model.layers.0.self_attn.{extra}", 2))
+    open_weights(ModelConfig(checkpoint=checkpoints / "lm"), "lm")
+    rewrite(checkpoints / "scalar", lambda tensors: tensors.update({"lm_head.weight": torch.ones(64, 32)}))
+    open_weights(ModelConfig(checkpoint=checkpoints / "scalar"), "scalar")
+
+
+def test_a_head_beside_tied_embeddings(checkpoints: Path) -> None:
+    """As transformers: one that equals them is the same; another one is used by it, and so must not be dropped."""
+    folder, tokens = checkpoints / "tied", torch.arange(6)[None]
+    logits = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    shape, _ = open_weights(ModelConfig(checkpoint=folder), "lm")
+    assert shape.tied_embeddings and torch.equal(AutoModelForCausalLM.from_pretrained(folder)(tokens).logits, logits)
+    rewrite(folder, lambda tensors: tensors["lm_head.weight"][-1].add_(1.0))
+    assert not torch.equal(AutoModelForCausalLM.from_pretrained(folder)(tokens).logits, logits)
+    assert "set tie_word_embeddings to false" in both_refuse(folder, "lm")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
+    shape, source = open_weights(ModelConfig(checkpoint=folder), "lm")
+    assert not shape.tied_embeddings and "lm_head.weight" in source.names()
+
+
+def test_adapters_are_found_unfit_from_the_headers(checkpoints: Path, tmp_path: Path) -> None:
+    shape, _ = open_weights(ModelConfig(checkpoint=checkpoints / "lm"), "lm")
+    lora = LoraConfig(rank=2, adapter=tmp_path)
+    parts = adapter_parts(shape, lora, "lm")
+    tensors = {part.hf_name: torch.ones(part.hf_shape) for part in parts}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(peft_config(lora, "lm", None)))
+    for change in ({parts[0].hf_name: torch.ones(3, 32)}, {parts[0].hf_name + ".more": torch.ones(1)}):
+        save_file(tensors | change, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(CheckpointError, match="the adapters do not fit"):
+            open_adapters(tmp_path, shape, lora, "lm")
+        config = {"run_dir": "run", "max_tokens": 8, "data": {"path": "."}, "tokenizer": {"path": "."}}
+        config["model"] = {"checkpoint": checkpoints / "lm", "lora": {"rank": 2, "adapter": tmp_path}}
+        assert any("do not fit" in each for each in supervised_problems(SFTConfig.model_validate(config)))
 
 
 def test_random_start_from_a_mapping_and_from_a_file(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from oppo_megatron.cli.lengths import add_length_arguments, count, counts, forced_lengths
+from oppo_megatron.cli.parser import add_config_arguments
 
 if TYPE_CHECKING:
     from oppo_megatron.bench.suite import Suite
@@ -26,10 +27,7 @@ def add_run_arguments(
 
     `prompts`: lengths of prompts, where several are compared.
     """
-    parser.add_argument("config", type=Path, nargs=config, metavar="CONFIG.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_config_arguments(parser, nargs=config)
     parser.add_argument("--steps", type=count, metavar="N", help="PPO steps a run; default: the configuration's")
     parser.add_argument(
         "--repeats", type=count, default=1, metavar="N", help="runs of each, in turn (A B C A B C); default 1"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.cli.bench.machine_runs import fit_runs
+from oppo_megatron.cli.parser import add_config_arguments
 
 if TYPE_CHECKING:
     from oppo_megatron.bench.machine import Core
@@ -25,10 +26,7 @@ MEASURED = "measured.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_config_arguments(parser)
     parser.add_argument(
         "--steps", type=int, default=4, metavar="N", help="of each run; 0: no runs (default: %(default)s)"
     )

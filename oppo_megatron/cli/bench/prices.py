@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from oppo_megatron.cli.bench.common import refuse_figures
-from oppo_megatron.cli.lengths import add_length_arguments, forced_lengths
+from oppo_megatron.cli.lengths import add_length_arguments, add_prompt_argument, forced_lengths, prompt_tokens
+from oppo_megatron.cli.parser import add_config_arguments
 
 HELP = "seconds of each role and phase of a configuration on a cluster, by the cost laws"
 ABOUT = """Predicts a step of a configuration on the cluster that a cluster.yaml describes: seconds of each role and phase, one
@@ -16,10 +17,7 @@ COLUMNS = {"role": "role", "phase": "phase", "layout": "layout", "seconds": "sec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_config_arguments(parser)
     parser.add_argument(
         "--cluster", type=Path, required=True, metavar="cluster.yaml", help="docs/planner.md has an example"
     )
@@ -27,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--costs", type=Path, metavar="FILE.json", help="write the cost lines of decoding and prefill there"
     )
     add_length_arguments(parser)
+    add_prompt_argument(parser)
     parser.set_defaults(measure=_prices)
 
 
@@ -44,12 +43,12 @@ def _prices(args: argparse.Namespace) -> int:
         refuse_figures(args.costs)
     config = load_train(args.config, [*args.overrides, *forced_lengths(args)], inputs=False)
     cluster, lengths = seen_by(config, read_cluster(args.cluster)), even_lengths(config)
-    prices = Prices(config, cluster, Decoding(config.data.max_prompt_tokens, lengths))
+    prices = Prices(config, cluster, Decoding(prompt_tokens(args, config), lengths))
     rows = list(prices.rows())
     total = total_s(rows)
     print(format_table(COLUMNS, [{**vars(row), "percent": 100 * row.seconds / total} for row in rows]))
     print(f"a step without any overlap: {total:.3g} s, of {len(lengths)} responses, {sum(lengths) / len(lengths):.0f} tokens on "
-          f"average, {max(lengths)} at most, to prompts of {config.data.max_prompt_tokens}")  # fmt: skip
+          f"average, {max(lengths)} at most, to prompts of {prices.decoding.prompt_tokens}")  # fmt: skip
     room = cluster.gpu.memory_bytes / 1e9
     print(f"the fullest rank holds {prices.fullest_gb():.1f} of {room:g} GB")
     for constant, source in cluster.sources():

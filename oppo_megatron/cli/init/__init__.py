@@ -17,6 +17,7 @@ OPTIONS = {
     "actor": "Hugging Face directory of the model to train",
     "reward": "Hugging Face directory of the reward model",
     "data": "JSONL file of rows",
+    "heldout": "JSONL file of rows that are not trained on",
 }
 SUFFIXES = (".yaml", ".yml")
 PROBLEMS = {"sft": 14400, "pairs": 2000, "prompts": 4000, "heldout": 200}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-_PLACE = re.compile(r"@(?:path:(?P<path>[^@]+)|(?P<name>actor|reward|data))@")
+_PLACE = re.compile(r"@(?:path:(?P<path>[^@]+)|(?P<name>actor|reward|data|heldout))@")
 _LINE_WITH_PLACE = re.compile(r"^(.*?@[a-z].*?)(?: +(#.*))?$", re.MULTILINE)
 _PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./~+-]*")
 
@@ -74,6 +74,8 @@ def _scalar(path: str) -> str:
 
 
 _ACTOR = {"actor": "models/actor"}
+_GSM8K = {"data": "gsm8k_train.jsonl", "heldout": "gsm8k_test.jsonl"}
+_HH = {"data": "train.jsonl", "heldout": "heldout.jsonl"}
 _TRAIN = ("oppo validate {config}", "oppo train {config} --dry-run", "oppo train {config}")
 _HH_TOKENIZER = "oppo tokenizer {data} --out {here}tokenizer.model --vocab-size 2048"
 CASES = {
@@ -81,15 +83,15 @@ CASES = {
     for case in (
         Case(
             "gsm8k", "PPO of a Hugging Face actor on GSM8K, rewarded by a verifier", "train", "gsm8k.yaml",
-            {**_ACTOR, "data": "gsm8k_train.jsonl"}, _TRAIN, {},
+            {**_ACTOR, **_GSM8K}, _TRAIN, {},
         ),
         Case(
             "grpo", "GRPO of a Hugging Face actor on GSM8K, rewarded by a verifier", "train", "grpo.yaml",
-            {**_ACTOR, "data": "gsm8k_train.jsonl"}, _TRAIN, {}, preset="grpo",
+            {**_ACTOR, **_GSM8K}, _TRAIN, {}, preset="grpo",
         ),
         Case(
             "dapo", "DAPO of a Hugging Face actor on GSM8K, rewarded by a verifier", "train", "dapo.yaml",
-            {**_ACTOR, "data": "gsm8k_train.jsonl"}, _TRAIN, {}, preset="dapo",
+            {**_ACTOR, **_GSM8K}, _TRAIN, {}, preset="dapo",
         ),
         Case(
             "reward-model", "PPO of a Hugging Face actor against a reward model", "train", "reward-model.yaml",
@@ -130,7 +132,7 @@ CASES = {
         ),
         Case(
             "hh", "from HH's pairs to SFT, a reward model and PPO against it, on two CPU cores", "train", "hh.yaml",
-            {"data": "train.jsonl"},
+            _HH,
             (
                 _HH_TOKENIZER,
                 "oppo sft {here}sft.yaml", "oppo rm {here}rm.yaml", *_TRAIN,
@@ -139,12 +141,12 @@ CASES = {
             made=("runs/sft/weights", "runs/rm/weights"),
         ),
         Case(
-            "hh-dpo", "from HH's pairs to SFT and DPO, on two CPU cores", "dpo", "hh-dpo.yaml", {"data": "train.jsonl"},
+            "hh-dpo", "from HH's pairs to SFT and DPO, on two CPU cores", "dpo", "hh-dpo.yaml", _HH,
             (_HH_TOKENIZER, "oppo sft {here}sft.yaml", "oppo validate {config}", "oppo dpo {config}"),
             {"sft.yaml": "hh-sft.yaml"}, made=("runs/sft/weights",),
         ),
         Case(
-            "hh-kto", "from HH's pairs to SFT and KTO, on two CPU cores", "kto", "hh-kto.yaml", {"data": "train.jsonl"},
+            "hh-kto", "from HH's pairs to SFT and KTO, on two CPU cores", "kto", "hh-kto.yaml", _HH,
             (_HH_TOKENIZER, "oppo sft {here}sft.yaml", "oppo validate {config}", "oppo kto {config}"),
             {"sft.yaml": "hh-sft.yaml"}, made=("runs/sft/weights",),
         ),

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oppo_megatron.cli.lengths import add_length_arguments, count
+from oppo_megatron.cli.lengths import add_length_arguments, add_prompt_argument, count
+from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.cli.plan.loading import MARGIN
 
 if TYPE_CHECKING:
@@ -19,14 +20,10 @@ PATIENCE = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="its ranks and layouts are not looked at"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_config_arguments(parser, nargs="?", help="its ranks and layouts are not looked at")
     parser.add_argument("--cluster", type=Path, metavar="cluster.yaml", help="docs/planner.md has an example")
     add_length_arguments(parser)
+    add_prompt_argument(parser)
     measured = parser.add_mutually_exclusive_group()
     measured.add_argument(
         "--costs", type=Path, metavar="costs.json", help="cost lines that a run of CONFIG as it is has measured"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oppo_megatron.cli.lengths import forced_lengths
+from oppo_megatron.cli.lengths import forced_lengths, prompt_tokens
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainConfig
@@ -24,6 +25,7 @@ ROLES = ("actor", "critic", "reference", "reward")
 def load_task(args: argparse.Namespace) -> Task:
     """The configuration without its ranks and layouts, and what they are to be chosen by.  Raises ConfigError."""
     task = task_of(args.config, args.cluster, given_settings(args), margin=args.margin)
+    task = replace(task, prompt=prompt_tokens(args, task.config))
     return replace(task, scales=_scales(args, task))
 
 
@@ -37,13 +39,15 @@ def task_of(
 ) -> Task:
     """A configuration and a cluster by file, with overrides of both.  Raises ConfigError."""
     from oppo_megatron.cli.lengths import even_lengths
+    from oppo_megatron.preflight.validate import train_problems
     from oppo_megatron.sim.clusters.reading import read_cluster
     from oppo_megatron.sim.search.planning import Task
 
     cluster = read_cluster(cluster_path, cluster_given)
     config = _without_layouts(path, given, cluster)
     _check_lengths(config)
-    return Task(config, cluster, even_lengths(config), margin, limits=_limits(config))
+    check = partial(train_problems, inputs=False)
+    return Task(config, cluster, even_lengths(config), margin, limits=_limits(config), check=check)
 
 
 def _limits(config: TrainConfig) -> Callable[[int], int] | None:
@@ -129,9 +133,9 @@ def _scales(args: argparse.Namespace, task: Task) -> Scales:
     from oppo_megatron.sim.search.scales import Scales
 
     if args.costs is not None:
-        return scales_of_costs(args.costs, _as_it_is(args), task.cluster, task.lengths)
+        return scales_of_costs(args.costs, _as_it_is(args), task.cluster, task.decoding)
     if args.calibrate is not None:
-        return scales_of_run(*_measured_run(args.calibrate), task.cluster, str(args.calibrate))
+        return scales_of_run(*_measured_run(args.calibrate), task.cluster, task.prompt_tokens, str(args.calibrate))
     return Scales()
 
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from oppo_megatron.errors import CheckpointError, OppoError
 from oppo_megatron.integrations.nemo_aligner.pool import Row
+from oppo_megatron.nesting import read_json
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.manifest import list_files, require_whole, seal, write_manifest
 
@@ -203,7 +204,7 @@ def _require_replicas(folder: Path, replicas: int) -> None:
 def _read_files(stem: Path) -> Kept:
     try:
         lines = stem.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()
-        header, *rows = (json.loads(line) for line in lines)
+        header, *rows = (read_json(line) for line in lines)
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {header['format']!r:.20}, this program reads {FORMAT}")
         tokens: list[int] = load_file(stem.with_suffix(".safetensors"))["tokens"].tolist()

@@ -1,21 +1,21 @@
-"""Attention over a paged cache in one kernel, where this machine has one.
+"""Attention over a paged cache in one kernel, flash-attn's, if it can be used here.
 
 Legend: T packed tokens of a call, S sequences of the call, N query heads, G key/value heads, D head dimension, P blocks,
 K positions of a block, W blocks of a table.
 
-None of the kernels runs on a CPU.  What they have to compute is held by the tests against `PagedKVCache` without one.
+The kernel does not run on a CPU.  What it has to compute is held by the tests against `PagedKVCache` without one.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+from oppo_megatron.layout.kernels import FLASH, usable
 
 LEAST_CAPABILITY = (8, 0)
 """The compute capability that FlashAttention-2 needs."""
@@ -49,14 +49,12 @@ PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None], T
 
 
 def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
-    """The first that this machine has: flash-attn's, then torch's own with an implementation that knows tables."""
+    """flash-attn's.  The kernels built into torch know no tables."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
-    if find_spec("flash_attn") is not None:
-        return flash_attn
-    return torch_varlen if _varlen_knows_tables() else None
+    return flash_attn if usable(FLASH) else None
 
 
 def flash_attn(
@@ -92,43 +90,9 @@ def flash_attn(
     )
 
 
-def torch_varlen(
-    q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None
-) -> Tensor:
-    """torch's own.  The kernels built into torch know no tables: FA3 or FA4 must have been activated."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    out = varlen_attn(
-        q_TND,
-        k_PKGD,
-        v_PKGD,
-        call.new_ends,
-        None,
-        call.most_new,
-        call.longest,
-        scale=scale,
-        window_size=_beside(window),
-        enable_gqa=True,
-        seqused_k=call.length_S,
-        block_table=call.table_SW,
-    )
-    assert isinstance(out, Tensor)  # it gives more only where it is asked for
-    return out
-
-
 def _beside(window: int | None) -> tuple[int, int]:
     """Positions before and behind its own that a token attends to; -1: all."""
     return (-1 if window is None else window - 1, 0)
-
-
-def _varlen_knows_tables() -> bool:
-    if find_spec("torch.nn.attention.varlen") is None:
-        return False
-    from torch.nn import attention
-    from torch.nn.attention.varlen import varlen_attn
-
-    active = getattr(attention, "current_flash_attention_impl", lambda: None)()
-    return active is not None and "block_table" in inspect.signature(varlen_attn).parameters
 
 
 def _ends(counts_S: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from oppo_megatron.mcore.model_shape import ModelShape
+from oppo_megatron.layout.model_shape import ModelShape
 
 
 def rope_tables(shape: ModelShape, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

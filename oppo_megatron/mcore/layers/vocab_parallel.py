@@ -97,8 +97,12 @@ def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
     return largest_R
 
 
-def are_likeliest(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
-    """Whether no token of the whole vocabulary is likelier than the target, [R], equal on every rank of the shards."""
+def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
+    """1 / n if the target is one of the n likeliest tokens of the vocabulary, else 0 [R]; equal on every rank of the shards.
+
+    Logits that rounding could part (by four roundings of the largest) are equally likely: which one is the largest would depend
+    on the processor and the layout.
+    """
     local_R = targets_R - shards.first
     here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])
     target_R = logits_RV.gather(-1, local_R.clamp(0, logits_RV.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
@@ -106,4 +110,8 @@ def are_likeliest(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> 
     if shards.size > 1:
         for over_all_R in (top_R, target_R):
             dist.all_reduce(over_all_R, op=dist.ReduceOp.MAX, group=shards.group)
-    return top_R == target_R
+    least_R = top_R - 4 * torch.finfo(logits_RV.dtype).eps * top_R.abs()
+    count_R = (logits_RV >= least_R.unsqueeze(-1)).sum(-1, dtype=torch.float32)
+    if shards.size > 1:
+        dist.all_reduce(count_R, group=shards.group)
+    return (target_R >= least_R) / count_R

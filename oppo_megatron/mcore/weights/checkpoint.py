@@ -39,7 +39,7 @@ from oppo_megatron.cluster.peers import is_lost_peer
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import TrainedModel
-from oppo_megatron.mcore.weights.checkpoint_index import INDEX, read_plain_index
+from oppo_megatron.mcore.weights.checkpoint_index import INDEX, read_plain_index, reason_of
 from oppo_megatron.mcore.weights.hf_writer import hf_config
 from oppo_megatron.modeldir.megatron import SHAPE
 
@@ -274,7 +274,7 @@ def _reason(error: BaseException) -> str:
     """What torch tells of the ranks' errors at length, in a line."""
     failures = getattr(error, "failures", None) or {}
     first = next((wrapped[0] for wrapped in failures.values()), error)
-    return next(iter(str(first).splitlines()), type(first).__name__)
+    return reason_of(first)
 
 
 def _parts(piece: _Piece) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -46,6 +47,16 @@ def read_plain_index(path: Path) -> Any:
                 f"{path}: names {name!r:.100}, which is no file beside it; use another checkpoint, or copy this one whole"
             )
     return index
+
+
+def reason_of(error: BaseException) -> str:
+    """The error of torch's readers in a line, without torch's advice to read a refused pickle in the way that runs it."""
+    text = str(error)
+    if "weights_only" not in text:
+        return next(iter(text.splitlines()), type(error).__name__)
+    named = re.search(r"GLOBAL (\S+)", text)
+    what = f"it names {named[1]}" if named else "it does not hold tensors alone"
+    return f"{what}: it is damaged, or made to run code; do not load it with weights_only=False"
 
 
 class _PlainUnpickler(pickle.Unpickler):

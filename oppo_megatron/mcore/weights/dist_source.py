@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.mcore.model_shape import ModelShape
+from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Part, param_shapes, stage_parts
+from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.naming.dist_layout import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, is_weight, saved_names
-from oppo_megatron.mcore.naming.hf_layout import LM_HEAD, SCALAR_HEAD, Part, param_shapes, stage_parts
-from oppo_megatron.mcore.weights.checkpoint_index import read_plain_index
+from oppo_megatron.mcore.weights.checkpoint_index import read_plain_index, reason_of
 from oppo_megatron.modeldir.megatron import TORCH_INDEX, MegatronFolder
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
@@ -182,8 +182,8 @@ class DistSource:
             tensor: Any = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:  # whatever damaged bytes lead torch's readers to
             raise CheckpointError(
-                f"{path}: the piece of {name} at {list(offsets)} cannot be read ({type(error).__name__}: {str(error):.100}); "
-                "copy the file again"
+                f"{path}: the piece of {name} at {list(offsets)} cannot be read ({type(error).__name__}: {reason_of(error)}); "
+                "copy the file again from where it was saved"
             ) from error
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
             raise CheckpointError(

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from oppo_megatron.mcore.model_shape import ModelShape
+from oppo_megatron.layout.hf_layout import Head, Part, param_shapes, stage_parts
+from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.naming.dist_layout import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, saved_names
-from oppo_megatron.mcore.naming.hf_layout import Head, Part, param_shapes, stage_parts
 from oppo_megatron.mcore.weights.hf_source import TensorSource
 from oppo_megatron.mcore.weights.hf_weights import put_part
 from oppo_megatron.mcore.weights.hf_writer import aside, require_empty

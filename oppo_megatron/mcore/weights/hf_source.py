@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.mcore.model_shape import ModelShape
-from oppo_megatron.mcore.naming.hf_layout import LM_HEAD, SCALAR_HEAD, Head, hf_tensors
+from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Head, hf_tensors
+from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.stored_weights import FLOATS, Tensor, nearest, summary, weight_problems
 from oppo_megatron.mcore.weights.dist_source import DistSource
 from oppo_megatron.modeldir.adapters import refuse_adapters
-from oppo_megatron.modeldir.headers import is_inside
-from oppo_megatron.modeldir.megatron import find_megatron
+from oppo_megatron.modeldir.headers import Stored, stored_tensors, weight_files
+from oppo_megatron.modeldir.megatron import find_megatron, read_mapping
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16), strict=True))
 SIDE_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
-_SHOWN_PROBLEMS = 8
+
+BLOCK_ROWS = 1 << 13
 
 
 class TensorSource(Protocol):
@@ -59,34 +56,30 @@ class SafetensorsSource:
         """`file`: the only one, by another name than `model.safetensors`."""
         self.directory = Path(directory)
         _require_directory(self.directory)
-        self._file_of = {}
-        files = _files(self.directory) if file is None else {self.directory / file: None}
-        for path, names in files.items():
-            opened = _open(path)
-            held = set(opened.keys())
-            if absent := sorted(set(names or ()) - held):
-                raise CheckpointError(
-                    f"{path}: {INDEX_FILE} says it holds {absent[0]}, which it does not. Download the checkpoint again."
-                )
-            self._file_of.update(dict.fromkeys(names or held, opened))
+        self._stored = stored_tensors(
+            weight_files(self.directory) if file is None else {self.directory / file: None}
+        )
+        self._opened = {
+            path: safe_open(path, framework="pt") for path in {stored.file for stored in self._stored.values()}
+        }
 
     def names(self) -> Collection[str]:
-        return self._file_of.keys()
+        return self._stored.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return self._find(name).shape
 
     def dtype(self, name: str) -> torch.dtype | None:
-        return DTYPES.get(self._slice(name).get_dtype())
+        return DTYPES.get(self._find(name).dtype)
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        tensor: torch.Tensor = self._slice(name)[region]
+        tensor: torch.Tensor = self._opened[self._find(name).file].get_slice(name)[region]
         return tensor
 
-    def _slice(self, name: str) -> Any:
-        if name not in self._file_of:
-            raise CheckpointError(f"{self.directory}: no tensor {name}.{_nearest(name, self.names())}")
-        return self._file_of[name].get_slice(name)
+    def _find(self, name: str) -> Stored:
+        if name not in self._stored:
+            raise CheckpointError(f"{self.directory}: no tensor {name}.{nearest(name, self.names())}")
+        return self._stored[name]
 
 
 class DrawnSource(ABC):
@@ -166,7 +159,7 @@ def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None)
         if head == "scalar" and model.fresh_head and SCALAR_HEAD not in source.names():
             source = FreshHead(source, shape, model.init_seed)
     elif model.init is not None:
-        hf = read_json(model.init) if isinstance(model.init, Path) else model.init
+        hf = read_mapping(model.init, "the model configuration") if isinstance(model.init, Path) else model.init
         shape = ModelShape.from_hf(hf, str(model.init) if isinstance(model.init, Path) else "init")
         source = RandomSource(shape, model.init_seed, head)
     else:
@@ -184,92 +177,42 @@ def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[Mod
     megatron = find_megatron(directory, shape_file)
     if megatron is None:
         return read_shape(directory), SafetensorsSource(directory)
-    shape = ModelShape.from_hf(read_json(megatron.shape), str(megatron.shape))
+    shape = ModelShape.from_hf(read_mapping(megatron.shape, "the checkpoint's configuration"), str(megatron.shape))
     return shape, DistSource(megatron, shape)
 
 
 def check_source(shape: ModelShape, source: TensorSource, head: Head) -> list[str]:
-    """One sentence for each tensor that is missing, of the wrong shape, or has no place in the model.  Headers only."""
-    names, expected = set(source.names()), hf_tensors(shape, head)
-    if head == "lm" and SCALAR_HEAD in names:
-        return [f"{SCALAR_HEAD} makes this a *ForSequenceClassification. An actor or reference needs a *ForCausalLM."]
-    problems = []
-    for name, size in expected.items():
-        if name not in names:
-            problems.append(_missing(name, names))
-        elif source.shape(name) != size:
-            remedy = _ONE_LABEL if name == SCALAR_HEAD else "Use the config.json that belongs to these weights."
-            problems.append(f"{name} has shape {list(source.shape(name))}, config.json asks for {list(size)}. {remedy}")
-        elif source.dtype(name) is None:
-            problems.append(
-                f"{name} is not stored as one of {sorted(DTYPES)}. Use the checkpoint that is not quantised."
-            )
-    for name in sorted(names - expected.keys()):
-        # Older Llama checkpoints store the rotary frequencies, which follow from config.json.
-        if name.startswith("model.") and not name.endswith("rotary_emb.inv_freq"):
-            problems.append(
-                f"{name} has no place in the model of config.json. Use the config.json that belongs to these weights."
-            )
-    return problems
+    """One sentence for each tensor that is missing, of the wrong shape, or has no place in the model."""
+
+    def equal(one: str, other: str) -> bool:
+        rows = source.shape(one)[0]
+        blocks = ((slice(start, start + BLOCK_ROWS),) for start in range(0, rows, BLOCK_ROWS))
+        return all(torch.equal(source.read(one, block), source.read(other, block)) for block in blocks)
+
+    return weight_problems(shape, head, stored_of(source), equal)
+
+
+def stored_of(source: TensorSource) -> dict[str, Tensor]:
+    """Shapes and types of a source's tensors."""
+    return {name: Tensor(source.shape(name), source.dtype(name) is not None) for name in source.names()}
 
 
 def require_source(shape: ModelShape, source: TensorSource, head: Head, where: str) -> None:
     """Raise CheckpointError with what `check_source` finds."""
-    problems = check_source(shape, source, head)
-    if problems:
-        more = [f"... and {len(problems) - _SHOWN_PROBLEMS} more"] if len(problems) > _SHOWN_PROBLEMS else []
-        lines = "\n".join(f"  - {p}" for p in problems[:_SHOWN_PROBLEMS] + more)
-        raise CheckpointError(f"{where}: the weights do not fit the model:\n{lines}")
+    if problems := check_source(shape, source, head):
+        raise CheckpointError(f"{where}: the weights do not fit the model:\n{summary(problems)}")
 
 
 def read_shape(directory: Path | str) -> ModelShape:
     """The shape in a Hugging Face directory's `config.json`."""
     _require_directory(Path(directory))
     path = Path(directory) / "config.json"
-    return ModelShape.from_hf(read_json(path), str(path))
+    return ModelShape.from_hf(read_mapping(path, "the checkpoint's configuration"), str(path))
 
 
 def side_files(directory: Path) -> list[Path]:
     """The files of tokenizer and generation settings in a Hugging Face directory, which go where the weights go."""
     return [directory / name for name in SIDE_FILES if (directory / name).is_file()]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON mapping from a file, or CheckpointError."""
-    if irregular := irregular_path("the model's file", path, "fetch or save it again"):
-        raise CheckpointError(irregular)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}). A Hugging Face directory must hold it."
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}). Download it again.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds a {type(content).__name__}, must be a mapping. Download it again.")
-    return content
-
-
-_ONE_LABEL = "A reward or value head has one label: train or export the checkpoint with num_labels 1."
-
-
-def _missing(name: str, names: Collection[str]) -> str:
-    if name == SCALAR_HEAD:
-        return (
-            f"{SCALAR_HEAD} is missing: this is not a *ForSequenceClassification. Give one, or set fresh_head: true "
-            "(`oppo convert`: --fresh-head-seed N) to start a new scalar head on this causal LM."
-        )
-    return f"{name} is missing.{_nearest(name, names)}"
-
-
-def _nearest(name: str, names: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=3)
-    return (
-        f" Nearest names: {', '.join(near)}."
-        if near
-        else " Use a checkpoint that this model family's transformers class saved."
-    )
 
 
 def _require_directory(directory: Path) -> None:
@@ -278,45 +221,3 @@ def _require_directory(directory: Path) -> None:
         raise CheckpointError(
             f"{directory} {what}: a checkpoint is a directory with config.json and safetensors. Correct the path."
         )
-
-
-def _files(directory: Path) -> Mapping[Path, Sequence[str] | None]:
-    """Each file of the checkpoint with the tensors it is to hold (None: all it has)."""
-    if (directory / SINGLE_FILE).is_file():
-        return {directory / SINGLE_FILE: None}
-    index = directory / INDEX_FILE
-    if not index.is_file():
-        raise CheckpointError(_no_safetensors(directory))
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(map(is_inside, weight_map.values())):
-        raise CheckpointError(
-            f"{index}: no weight_map. An index maps each tensor to a file of its directory; download it again."
-        )
-    files: dict[Path, list[str]] = {}
-    for name, file in weight_map.items():
-        files.setdefault(directory / file, []).append(name)
-    if missing := sorted(path.name for path in files if not path.is_file()):
-        raise CheckpointError(
-            f"{directory}: {missing} named by {INDEX_FILE} missing, of {len(files)} files. Download them."
-        )
-    return files
-
-
-def _no_safetensors(directory: Path) -> str:
-    if pickles := sorted(path.name for path in directory.glob("*.bin")):
-        return (
-            f"{directory}: only pickled weights ({pickles[0]}), which can run code when loaded and are refused. "
-            "Convert them: load the directory with transformers and save_pretrained it again."
-        )
-    found = sorted(path.name for path in directory.iterdir())[:_SHOWN_PROBLEMS]
-    return f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}; it holds {found}. Download them or correct the path."
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path}: {path.stat().st_size} bytes that are no whole safetensors file ({error}). It is truncated or "
-            "damaged (or a git-lfs pointer): download it again."
-        ) from error

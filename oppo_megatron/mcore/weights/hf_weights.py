@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.mcore.model_shape import ModelShape
-from oppo_megatron.mcore.naming.hf_layout import Head, Part, hf_tensors, param_shapes, stage_parts
+from oppo_megatron.layout.hf_layout import Head, Part, hf_tensors, param_shapes, stage_parts
+from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.weights.hf_source import TensorSource, require_source
 from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, HfWriter, hf_config
 

@@ -19,9 +19,10 @@ from typing import IO, Any
 import torch
 
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.mcore.model_shape import ModelShape
-from oppo_megatron.mcore.naming.hf_layout import Head
-from oppo_megatron.mcore.weights.hf_source import DTYPES, INDEX_FILE, SINGLE_FILE
+from oppo_megatron.layout.hf_layout import Head
+from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.mcore.weights.hf_source import DTYPES
+from oppo_megatron.modeldir.headers import INDEX_FILE, SINGLE_FILE
 from oppo_megatron.rundir.manifest import sync_folder
 
 MAX_SHARD_BYTES = 2 << 30

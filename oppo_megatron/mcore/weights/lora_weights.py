@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.mcore.model_shape import ModelShape
-from oppo_megatron.mcore.naming.hf_layout import SCALAR_HEAD, Head, Part
-from oppo_megatron.mcore.naming.lora_layout import PEFT, adapter_parts
-from oppo_megatron.mcore.weights.hf_source import DrawnSource, SafetensorsSource, TensorSource
+from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Part
+from oppo_megatron.layout.lora_layout import PEFT, adapter_parts
+from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.stored_weights import adapter_problems, summary
+from oppo_megatron.mcore.weights.hf_source import DrawnSource, SafetensorsSource, TensorSource, stored_of
 from oppo_megatron.mcore.weights.hf_weights import gather_parts, matching_params, put_part
 from oppo_megatron.mcore.weights.hf_writer import FileNames, HfWriter
 from oppo_megatron.modeldir.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 ADAPTER_FILES = FileNames(ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
-_SHOWN = 4
 
 
 class FreshAdapters(DrawnSource):
@@ -38,25 +38,11 @@ class FreshAdapters(DrawnSource):
             tensor.uniform_(-bound, bound, generator=generator)
 
 
-def open_adapters(directory: Path, parts: Collection[Part]) -> TensorSource:
-    """The tensors of a peft directory.  Raises CheckpointError unless they match `parts`; a scalar head may be missing."""
+def open_adapters(directory: Path, shape: ModelShape, lora: LoraConfig, head: Head) -> TensorSource:
+    """The tensors of a peft directory.  Raises CheckpointError unless they fit the model; a scalar head may be missing."""
     source = SafetensorsSource(directory, ADAPTER_WEIGHTS)
-    due = {part.hf_name: part.hf_shape for part in parts}
-    optional = {f"{PEFT}{SCALAR_HEAD}"}
-    problems = [f"{name} is missing" for name in sorted(due.keys() - set(source.names()) - optional)]
-    problems += [f"{name} is not one of the adapters' tensors" for name in sorted(set(source.names()) - due.keys())]
-    problems += [
-        f"{name} has shape {list(source.shape(name))}, the model and its rank ask for {list(shape)}"
-        for name, shape in due.items()
-        if name in source.names() and source.shape(name) != shape
-    ]
-    if problems:
-        shown = "; ".join(problems[:_SHOWN]) + (
-            f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        )
-        raise CheckpointError(
-            f"{directory}: the adapters do not fit the model: {shown}. Use those of this model and these targets."
-        )
+    if problems := adapter_problems(shape, lora, head, stored_of(source)):
+        raise CheckpointError(f"{directory}: the adapters do not fit the model:\n{summary(problems)}")
     return source
 
 
@@ -71,8 +57,11 @@ def fill_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
 
     Raises CheckpointError for a directory that does not fit the model.
     """
-    everything = adapter_parts(model.shape, lora, model.head)
-    source = FreshAdapters(everything, seed) if lora.adapter is None else open_adapters(lora.adapter, everything)
+    source: TensorSource
+    if lora.adapter is None:
+        source = FreshAdapters(adapter_parts(model.shape, lora, model.head), seed)
+    else:
+        source = open_adapters(lora.adapter, model.shape, lora, model.head)
     tp = model.groups.tp
     parts = adapter_parts(model.shape, lora, model.head, tp_size=tp, pp_rank=model.stage, pp_size=model.num_stages)
     params = matching_params(model, parts, tp, whole=False)
@@ -170,5 +159,5 @@ class MergedSource:
 def merged(base: TensorSource, shape: ModelShape, head: Head, lora: LoraConfig) -> MergedSource:
     """`base` with the adapters of `lora.adapter` in it.  Raises CheckpointError where they do not fit."""
     assert lora.adapter is not None
-    adapters = open_adapters(lora.adapter, adapter_parts(shape, lora, head))
+    adapters = open_adapters(lora.adapter, shape, lora, head)
     return MergedSource(base, adapters, lora.scale)

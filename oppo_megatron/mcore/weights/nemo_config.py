@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.mcore.model_shape import ModelShape
-from oppo_megatron.mcore.naming.hf_layout import Head
+from oppo_megatron.layout.hf_layout import Head
+from oppo_megatron.layout.model_shape import ModelShape
 
 TARGETS = {
     "lm": "nemo.collections.nlp.models.language_modeling.megatron_gpt_model.MegatronGPTModel",

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from oppo_megatron.errors import RewardError
+from oppo_megatron.nesting import read_json
 from oppo_megatron.rewards.isolation import MARK
 
 ENTRY_POINT = f"{__name__}:grade"
@@ -63,8 +64,8 @@ def read_tests(value: Any) -> Tests:
     Raises `RewardError` for anything else, and where there is no test.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
+        with suppress(ValueError):
+            value = read_json(value)
     if isinstance(value, str):
         value = [value]
     if isinstance(value, Mapping):
@@ -120,7 +121,7 @@ def about_network() -> str:
     probe = subprocess.run(  # noqa: S603  (this package's own file, and no shell)
         [sys.executable, "-I", RUNNER], input=b'{"tests": []}', stdout=subprocess.PIPE, check=True
     )
-    if json.loads(probe.stdout)["network"] == "cut":
+    if read_json(probe.stdout)["network"] == "cut":
         return "the programs reach no network"
     return (
         "the programs can reach the network: this kernel or machine has no filter for it; take a host that you can lose"
@@ -177,7 +178,7 @@ def _verdicts(descriptor: int, deadline: float) -> Iterator[dict[str, Any]]:
         *lines, data = (data + piece).split(b"\n")
         for line in lines:
             if not first:
-                yield json.loads(line)
+                yield read_json(line)
             first = False
 
 

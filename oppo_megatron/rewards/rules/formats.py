@@ -26,6 +26,15 @@ _PLAIN = re.compile(
 )
 
 
+_UNLITERAL = re.compile(r"\\[A-Za-z0-9]|(?<!\\)(?:\[(?:\\.|[^\]\\])*\]|\{[0-9,]*\}|\(\?[^)<]*[:!=]|\(\?P?<\w+>|[.^$*+?()|])")
+
+
+def literals(pattern: str) -> list[str]:
+    """The stretches of plain text in a pattern, in order, without white space around them."""
+    runs = (re.sub(r"\\(.)", r"\1", run).strip() for run in _UNLITERAL.split(pattern))
+    return [run for run in runs if run]
+
+
 class FormatRule:
     """`pattern` on a whole response (`whole`), or on any stretch of it.  Raises ValueError if it is no regular expression.
 

@@ -1,52 +1,298 @@
-"""Rule `math`: mathematical equality by math-verify.  `grade` runs in a process of its own: SymPy may hang or fill memory."""
+r"""Rule `math`: the final answer is mathematically equal to the expected one.
+
+`grade` runs in a process of its own, because SymPy may hang or fill memory.  It finds the answer (`final_answer`), then asks in
+this order: equal numbers (`numbers`); equal words; tuples, intervals, sets, lists and matrices of equal elements; and of all
+else math-verify.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.rewards.rules.final_answer import MAX_CHARACTERS, bare, last_group, shown, texts
+from oppo_megatron.rewards.rules.numbers import parse_number, read_number, same_number
 
 ENTRY_POINT = f"{__name__}:grade"
 ANSWER = "answer"
 """The one field that `grade` reads."""
+PROBE = "\\boxed{12345.5}"
+"""A response with which an expected answer is tried that only the library can compare."""
+
+_ASSIGNED = re.compile(r"(?<![<>!\\:=])=(?!=)")
+_AND = re.compile(r"\s*,?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*")
+_WORD = re.compile(r"[A-Za-z][A-Za-z' -]{2,}|no", re.IGNORECASE)
+_BASE = re.compile(r"([0-9A-Fa-f]+)_\{?(?:\\text\{)?(\d+|[a-z]+)\}*")
+_MATRIX = re.compile(
+    r"[(\[]?\s*\\begin\{([bpBvV]?matrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\\s*)?\\end\{\1\}\s*[)\]]?", re.DOTALL
+)
+_LEADING = re.compile(r"\A(?:\\approx|\\sim|[≈~=]|\b(?:equal to|approximately|about|exactly)\b)\s*")
+_BECAUSE = re.compile(
+    r",?\s\b(?:because|since|as|which|so|I hope)\b.*|(?<![\d\s])\.\s.*|(?<=\d)\.\s+(?=[A-Z]).*"
+    r"|[,;]\s+(?=[A-Za-z]{2,}\s+[a-z]{2,}).*",
+    re.DOTALL,
+)
+_FORMULA = r"(?:\$\$.+?\$\$|(?<![\\$])\$(?:[^$\n]|\\\$)+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\])"
+_FORMULAS = re.compile(rf"({_FORMULA})(?:\s*(?:,|;|,?\s*\b(?:and|or)\b)\s*{_FORMULA})*", re.DOTALL)
+_PROSE = re.compile(r"[^\W\d_]{2,}\s+(?:[^\W\d_]\s+)?[^\W\d_]{2,}")
+_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*\s*(?:\([^=]*\))?|\([A-Za-z, ]*\)|[A-Za-z ]+")
+_TAIL = re.compile(r"(?:\s+[A-Za-z]+){0,4}|\s*\\?%")
+_CLOSE = re.compile(
+    r""".*?(?:=|:|≈|→|\b(?:is|are|was|be|equals?|gets?|got|obtains?|has|have|had|gives?|makes?|totals?|costs?|therefore|thus|hence|so)\b,?)
+        \s*((?:[-+]\s?)?[$€£]?\d[^:;=?]*)""",
+    re.VERBOSE | re.IGNORECASE | re.DOTALL,
+)
+_LATEX = tuple((re.compile(pattern), latex) for pattern, latex in (
+    (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"), (r"√\s*\(([^()]*)\)|√\s*(\w+)", r"\\sqrt{\1\2}"),
+    (r"\*\*", "^"), (r"\^\s*\(?(-?\d{2,})\)?", r"^{\1}"), ("²", "^2"), ("³", "^3"),
+    (r"π|(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "), (r"∞|(?<![\\A-Za-z])(?:oo|inf(?:inity)?)(?![A-Za-z])", r"\\infty "),
+    ("×", r"\\times "), ("÷", "/"), ("·", r"\\cdot "), ("≤", r"\\le "), ("≥", r"\\ge "), ("≠", r"\\ne "),
+    (r"(?<![\\A-Za-z])(sin|cos|tan|ln|log|exp)(?![A-Za-z])", r"\\\1 "), (r"\\(?:,|;|!|:|quad\b)", " "),
+))  # fmt: skip
+"""Plain text as LaTeX."""
 
 
 def require_library() -> None:
-    """Raise ConfigError where math-verify is not installed."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("rule math needs math-verify, which is not installed; pip install 'oppo-megatron[math]'")
+    """Raise ConfigError if the functions of math-verify that are used cannot be imported."""
+    try:
+        from math_verify import parse, verify  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"rule math needs math-verify, which cannot be imported here ({error}); pip install 'oppo-megatron[math]'"
+        ) from error
 
 
 def expected_text(value: Any) -> str:
     """A row's answer column as text: a number, an expression in LaTeX or plain, or a solution with its answer in a box.
 
-    Raises `RewardError` where there is nothing to compare with.
+    Raises `RewardError` if there is nothing to compare with.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**MAX_CHARACTERS:
         return str(value)
-    if isinstance(value, str) and any(character.isalnum() for character in value):
-        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return str(value)
+    if isinstance(value, str):
+        text = _expected(value)
+        if any(character.isalnum() for character in text) and len(text) <= MAX_CHARACTERS:
+            return text
     raise RewardError(
-        f"the expected answer {value!r} is no mathematics; give a number, an expression, or `\\boxed{{...}}`"
+        f"the expected answer {value!r:.200} is no mathematics; give a number, an expression, or `\\boxed{{...}}`"
     )
 
 
+def needs_library(fields: Mapping[str, Any]) -> bool:
+    """Whether an expected answer has to be tried: it is neither a number nor words."""
+    text = _tidy(fields[ANSWER])
+    return read_number(text) is None and _words(text) is None
+
+
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """1.0 if the response's final answer equals the expected one, else 0.0; NaN where the library reads no expected answer."""
-    from math_verify import parse, verify
+    """1.0 if the response's final answer equals the expected one, else 0.0.
+
+    Of `PROBE`, NaN if the library does not read the expected answer, so that it is compared as text.
+    """
+    try:
+        given = found_answer(response)
+        score = float(given is not None and equal(fields[ANSWER], given))
+        return math.nan if response == PROBE and not _parsed(_latex(_tidy(fields[ANSWER]))) else score
+    except Exception:  # a text that no reader copes with, as brackets nested without end, is a wrong answer
+        return 0.0
+
+
+def found_answer(response: str) -> str | None:
+    """The text of the final answer; None if the response states none."""
+    marked = last_group(response)
+    if marked is not None:
+        return marked
+    form, found = texts(response, ["marked", "stated", "hashed", "last line"])
+    if form == "last line":
+        return _closing(response)
+    if form == "stated":
+        found = [text for text in found if re.search(r"[\d$\\∞π√]|^\W*\w{1,2}\W*$", text)] or found
+    cut = _cut(found[-1])
+    return _closing(cut) or cut if _PROSE.search(cut) and _words(_tidy(cut)) is None and read_number(cut) is None else cut
+
+
+def equal(expected: str, given: str) -> bool:
+    """Mathematically equal; of two equations, of which only one names a variable, the last sides are compared."""
+    expected, given = _tidy(expected), _tidy(given)
+    if not given or len(given) > MAX_CHARACTERS:
+        return False
+    if (number := read_number(given)) is not None and (wanted := read_number(expected)) is not None:
+        return same_number(wanted, number) or bool(_equal_parts(expected, given))
+    words = [_words(text) for text in (expected, given)]
+    if words[0] is not None and (words[1] is not None or given.isalpha()):
+        return words[0] == words[1]
+    if expected == given:
+        return True
+    bases = [_BASE.fullmatch(text) for text in (expected, given)]
+    if all(bases) or (bases[0] and given.isalnum()) or (bases[1] and expected.isalnum()):
+        digits = [base[1] if base else text for base, text in zip(bases, (expected, given), strict=True)]
+        return digits[0] == digits[1] and (not all(bases) or bases[0][2] == bases[1][2])  # type: ignore[index]
+    sides = [_ASSIGNED.split(text) for text in (expected, given)]
+    named = len(sides[0]) == 1 or _NAME.fullmatch(sides[0][0].strip())
+    if named and (len(sides[0]) > 1) != (len(sides[1]) > 1) and all(len(_split(text)) == 1 for text in (expected, given)):
+        return equal(sides[0][-1], sides[1][-1])
+    structured = _equal_parts(expected, given)
+    if structured is not None:
+        return structured
+    comma = re.fullmatch(r"([-+]?(?:\d{1,3}(?:\.\d{3})+|\d+)),(\d+)", given)
+    if comma and (wanted := read_number(expected)) is not None:  # a decimal comma
+        return wanted.value == parse_number(f"{comma[1].replace('.', '')}.{comma[2]}")
+    return _equal_by_library(expected, given)
+
+
+def _expected(text: str) -> str:
+    """The answer in a row's column, which may be a whole solution."""
+    marked = last_group(text)
+    if marked is not None:
+        return marked
+    found = texts(text, ["hashed", "stated"])[1]
+    return _cut(found[-1]) if found else _cut(text) if text.lstrip().startswith("$") else text.strip()
+
+
+def _cut(text: str) -> str:
+    """An answer without the reasons and sentences behind it."""
+    text = _BECAUSE.sub("", text.replace("**", ""))
+    formulas = _FORMULAS.match(text.lstrip(" :*_"))
+    return _elements(formulas[0]) + formulas.string[formulas.end() :] if formulas else text
+
+
+def _elements(formulas: str) -> str:
+    """Formulas that only commas, `and` or `or` part, as a list without delimiters."""
+    return ", ".join(bare(each) for each in re.findall(_FORMULA, formulas, re.DOTALL))
+
+
+def _closing(response: str) -> str | None:
+    """The answer at the end of a response that marks and states none: its last line, or what that line ends in."""
+    text = shown(response).strip()
+    last = None
+    for last in _FORMULAS.finditer(text):  # noqa: B007  (the last one is wanted)
+        pass
+    if last and "\n\n" not in text[last.end() :] and _TAIL.fullmatch(text[last.end() :].rstrip(" .*\n")):
+        answer, behind = _elements(last[0]), text[last.end() :]
+        return answer if parse_number(answer) is None and parse_number(answer + behind) is None else answer + behind
+    line = text.splitlines()[-1].replace("**", "") if text else ""
+    if not _PROSE.search(line) and not line.startswith("#"):
+        return line
+    sentence = re.split(r"(?<=[A-Za-z)])\.\s+|(?<=\d)\.\s+(?=[A-Z])|[!?]\s", line.rstrip(" ."))[-1]
+    found = _CLOSE.fullmatch(sentence)
+    return found[1] if found and re.fullmatch(r"[^A-Za-z]*(?:[A-Za-z]+[^A-Za-z]*){0,3}", found[1]) else None
+
+
+def _tidy(text: str) -> str:
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac"))
+    text = _LEADING.sub("", bare(re.sub(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])", "", bare(text))), count=1) if text else text
+    while text.startswith("(") and text.endswith(")") and len(_split(text[1:-1])) == 1 and _balanced(text[1:-1]):
+        text = bare(text[1:-1])
+    return text.strip()
+
+
+def _words(text: str) -> str | None:
+    """The words of an answer in words, in lower case; None if it is something else."""
+    return " ".join(text.lower().replace("-", " ").split()) if _WORD.fullmatch(text) else None
+
+
+def _balanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
+        if depth < 0:
+            return False
+    return True
+
+
+def _split(text: str) -> list[str]:
+    """The elements between commas, semicolons, `and` and `or` outside of all brackets."""
+    text = _AND.sub(",", text)
+    if re.search(r"[,;]\s", text):
+        text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    parts, depth, begin = list[str](), 0, 0
+    for place, character in enumerate(text):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+        if character in ",;" and depth == 0 and text[place - 1 : place] != "\\":
+            parts.append(text[begin:place])
+            begin = place + 1
+    return [part.strip() for part in (*parts, text[begin:]) if part.strip()]
+
+
+def _parts(text: str) -> tuple[str, list[str]] | None:
+    """The kind of a structure (its brackets, `set`, `list`, or the form of a matrix), and its elements."""
+    matrix = _MATRIX.fullmatch(text)
+    if matrix and "\\begin" not in matrix[2]:
+        rows = [row.split("&") for row in re.split(r"\\\\", matrix[2])]
+        kind = "determinant" if matrix[1][0] in "vV" else "matrix"
+        return f"{kind} {[len(row) for row in rows]}", [cell for row in rows for cell in row]
+    if text.startswith(r"\{") and text.endswith(r"\}") and _balanced(text[2:-2]):
+        return "set", _split(text[2:-2])
+    if (
+        text[:1] in ("(", "[")
+        and text[-1:] in (")", "]")
+        and _balanced(text[1:-1])
+        and len(inner := _split(text[1:-1])) > 1
+    ):
+        return text[0] + text[-1], inner
+    elements = _split(text)
+    return ("list", elements) if len(elements) > 1 else None
+
+
+def _equal_parts(expected: str, given: str) -> bool | None:
+    """Structures of equal elements: sets and lists in any order, others in theirs.  None if one of the two is none."""
+    wanted, found = _parts(expected), _parts(given)
+    if wanted is None or found is None:
+        return None
+    kinds = {wanted[0], found[0]}
+    if kinds <= {"set", "list"} and len(wanted[1]) < len(found[1]):
+        found = found[0], list(dict.fromkeys(element.replace(" ", "") for element in found[1]))
+    if len(wanted[1]) != len(found[1]) or not (len(kinds) == 1 or kinds in ({"set", "list"}, {"()", "list"})):
+        return False
+    if not kinds <= {"set", "list"}:
+        return all(equal(*pair) for pair in zip(wanted[1], found[1], strict=True))
+    left = list(found[1])
+    for element in wanted[1]:
+        match = next((place for place, other in enumerate(left) if equal(element, other)), None)
+        if match is None:
+            return False
+        left.pop(match)
+    return True
+
+
+def _equal_by_library(expected: str, given: str) -> bool:
+    from math_verify import verify
+
+    texts = (_latex(expected), _latex(given))
+    gold, answer = (_parsed(text) for text in texts)
+    if not gold or not answer:
+        return texts[0].replace(" ", "") == texts[1].replace(" ", "")
+    places = _places([*gold, *answer])
+    return bool(verify(gold, answer, float_rounding=places, numeric_precision=places + 9, timeout_seconds=None))
+
+
+def _parsed(latex: str) -> list[Any]:
+    from math_verify import LatexExtractionConfig, parse
 
     # The process is under a limit of its own; what the library would use instead is a signal, and tells of it at each call.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    expected = parse(_delimited(fields[ANSWER]), parsing_timeout=None)
-    if not expected:
-        return math.nan
-    return float(verify(expected, parse(response, parsing_timeout=None), timeout_seconds=None))
+    return list(parse(f"${latex}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
 
 
-def _delimited(expected: str) -> str:
-    r"""The library takes an expression for LaTeX only within `$` or a box."""
-    return expected if any(mark in expected for mark in ("$", r"\boxed", r"\(", r"\[")) else rf"\boxed{{{expected}}}"
+def _latex(text: str) -> str:
+    for pattern, latex in _LATEX:
+        text = pattern.sub(latex, text)
+    return text.replace("$", "")
+
+
+def _places(values: list[Any]) -> int:
+    """Decimal places that the library compares: six behind the first digit of the smallest number."""
+    smallest = 1.0
+    for value in values:
+        try:
+            size = abs(complex(value))
+        except Exception:  # noqa: S112  (sympy raises whatever it likes, RecursionError for sums of matrices)
+            continue
+        smallest = min(smallest, size or 1.0)
+    return 6 - math.floor(math.log10(smallest)) if smallest > 0 else 6

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.nesting import read_json
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
 
 EXAMPLE = '{"decode": [0.002, 5e-5], "prefill": {"critic": [0.002, 2e-5]}, "message_s": 5e-5}'
+MOST_SECONDS = 1e6
 LINES = ("sample", "default_prefill", "score")
 
 
@@ -22,8 +24,10 @@ def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
     `prefill` are a pair for all pipeline stages, or a list of pairs, one for each stage that it has in `places`.
     Raises ConfigError with every problem.
     """
+    if not path.is_file():
+        raise ConfigError(missing_path("the file of costs", path))
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; costs are JSON, as in {EXAMPLE}") from error
     if not isinstance(tree, dict):
@@ -45,7 +49,7 @@ def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
     }
     message_s = tree.get("message_s", Costs().message_s)
     if not _is_seconds(message_s):
-        problems.append(f"{path}: message_s is {message_s!r}; give seconds, 0 or more")
+        problems.append(f"{path}: message_s is {message_s!r}; give seconds, 0 to {MOST_SECONDS:g}")
     if problems:
         raise ConfigError(problems)
     return Costs(decode, prefill=by_role, message_s=float(message_s), **lines)
@@ -81,9 +85,9 @@ def _lines(name: str, value: Any, stages: int | None, problems: list[str]) -> Li
 def _line(name: str, pair: Any, problems: list[str]) -> Linear:
     if isinstance(pair, list) and len(pair) == 2 and all(map(_is_seconds, pair)):
         return Linear(float(pair[0]), float(pair[1]))
-    problems.append(f"{name} is {pair!r}; give two numbers of seconds, 0 or more: [fixed, per token]")
+    problems.append(f"{name} is {pair!r}; give two numbers of seconds, 0 to {MOST_SECONDS:g}: [fixed, per token]")
     return Linear(0.0, 0.0)
 
 
 def _is_seconds(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_SECONDS

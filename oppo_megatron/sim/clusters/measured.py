@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field, Strict, ValidationError
 
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import explain
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.nesting import read_json
 
-Share = Annotated[float, Field(gt=0, le=2)]
-Seconds = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=1e-6, le=2)]
+Seconds = Annotated[float, Field(ge=0, le=60)]
+Factor = Annotated[float, Field(ge=0, le=1000)]
 
 
 class EfficienciesSection(Section):
@@ -23,7 +24,7 @@ class EfficienciesSection(Section):
     compute: Share
     memory: Share
     fixed_s: Seconds
-    power: Annotated[float, Field(ge=1)]
+    power: Annotated[float, Field(ge=1, le=100)]
     elementwise: Share
     elementwise_fixed_s: Seconds
     plain: Share
@@ -33,7 +34,7 @@ class LineSection(Section):
     """A line of messages."""
 
     alpha_s: Seconds
-    bytes_per_s: Annotated[float, Field(gt=0)]
+    bytes_per_s: Annotated[float, Field(ge=1e3, le=1e18)]
 
 
 class EngineSection(Section):
@@ -41,9 +42,9 @@ class EngineSection(Section):
 
     launch_s: Seconds
     replay_s: Seconds
-    decode: Seconds
-    read: Seconds
-    update: Seconds
+    decode: Factor
+    read: Factor
+    update: Factor
 
 
 class MeasuredConfig(Section):
@@ -55,10 +56,10 @@ class MeasuredConfig(Section):
 
     source: Annotated[str, Field(min_length=1)]
     efficiencies: EfficienciesSection | None = None
-    collective: dict[int, LineSection] = Field(default_factory=dict)
+    collective: dict[Annotated[int, Field(ge=2)], LineSection] = Field(default_factory=dict)
     send: LineSection | None = None
     engine: EngineSection | None = None
-    threads: dict[int, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    threads: dict[Annotated[int, Field(ge=1)], Annotated[float, Strict(), Field(ge=1e-3, le=1e6)]] = Field(default_factory=dict)
 
 
 def read_measured(path: Path) -> MeasuredConfig:
@@ -66,9 +67,11 @@ def read_measured(path: Path) -> MeasuredConfig:
     if not path.is_file():
         raise ConfigError(missing_path("`measured` of cluster.yaml", path))
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds {type(tree).__name__}, not a JSON object")
         return MeasuredConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError([f"{path}: {problem}" for problem in explain(MeasuredConfig, error)]) from error
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}; it must be JSON, as `oppo bench laws --out` writes it") from error
+        raise ConfigError(f"{path}: {error}; name the file that `oppo bench laws --out` has written") from error

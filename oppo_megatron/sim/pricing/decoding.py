@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 import numpy as np
 
+from oppo_megatron.columns import Ints
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.cut import Work, choose_cut, predict_s
 from oppo_megatron.sim.laws.communication import all_reduce_s, send_s
@@ -32,25 +34,47 @@ class Decoding:
     captured: bool = True
 
 
-def decode_s(actor: LaidModel, decoding: Decoding) -> float:
-    """Until the last response of the slowest replica ends; sequences leave as they end.
+@dataclass(frozen=True)
+class Turns:
+    """How a replica takes its sequences: at most `slots` at once, each from the beginning of a round of `chunk` steps, in so many
+    decode `micro_batches` (None: as many as take the least time)."""
+
+    slots: int
+    chunk: int = 1
+    micro_batches: int | None = None
+
+    def starts(self, lengths: Ints) -> Ints:
+        """The decode step at which each sequence gets a slot: in turn, in the next round after another one has left."""
+        left = lengths[: self.slots].tolist()
+        heapify(left)
+        starts = np.zeros_like(lengths)
+        for number in range(self.slots, len(lengths)):
+            starts[number] = -(-left[0] // self.chunk) * self.chunk
+            heapreplace(left, int(starts[number] + lengths[number]))
+        return starts
+
+
+def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
+    """Until the last response of the slowest replica ends; sequences leave as they end, and others take their slots.
 
     A step is a lap of all micro-batches of a replica (`schedule/weaving/cut.py`); the prompts' prefill is not counted.  Replicas
     are dealt the responses, longest first: the first has at least as many as any other, each at least as long.
     """
-    lengths = sorted(decoding.lengths, reverse=True)
-    return _replica_s(actor, decoding, np.array(lengths[:: actor.placement.dp]))
-
-
-def _replica_s(actor: LaidModel, decoding: Decoding, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
-    ends = np.unique(np.linspace(0, int(lengths.max()), BLOCKS + 1).astype(int))
+    lengths = np.array(sorted(decoding.lengths, reverse=True)[:: actor.placement.dp])
+    lengths = np.random.default_rng(0).permutation(lengths)  # those that wait are of any length
+    starts = turns.starts(lengths)
+    ends = starts + lengths
+    edges = np.unique(np.linspace(0, int(ends.max()), BLOCKS + 1).astype(int))
     total = 0.0
-    for begin, end in zip(ends.tolist(), ends[1:].tolist(), strict=False):
-        running = int(np.rint(np.minimum(np.maximum(lengths - begin, 0), end - begin).sum() / (end - begin)))
-        sequences, position = max(1, running), decoding.prompt_tokens + (begin + end) / 2
-        costs = decode_costs(actor, sequences, position, captured=decoding.captured)
+    for begin, end in zip(edges.tolist(), edges[1:].tolist(), strict=False):
+        first, last = np.maximum(starts, begin), np.minimum(ends, end)
+        steps = np.maximum(last - first, 0)
+        sequences = max(1, int(np.rint(steps.sum() / (end - begin))))
+        behind = (steps * ((first + last) / 2 - starts)).sum() / max(1, steps.sum())
+        costs = decode_costs(actor, sequences, decoding.prompt_tokens + behind, captured=decoding.captured)
         work = Work(sequences, end - begin, actor.placement.pp, {})
-        total += predict_s(work, choose_cut(work, costs, sequences, prefill_tokens=sequences), costs)
+        cut = choose_cut(work, costs, sequences, micro_batches=turns.micro_batches, prefill_tokens=sequences)
+        total += predict_s(work, cut, costs)
     return total
 
 

@@ -19,12 +19,12 @@ from oppo_megatron.layout.placements import (
     training_placements,
     world_size,
 )
-from oppo_megatron.layout.role_memory import SCALAR_ROLES
+from oppo_megatron.layout.role_memory import SCALAR_ROLES, laid_out, sequences_and_slots
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.threads import threaded
-from oppo_megatron.sim.pricing.decoding import Decoding, decode_s, predicted_costs
+from oppo_megatron.sim.pricing.decoding import Decoding, Turns, decode_s, predicted_costs
 from oppo_megatron.sim.pricing.model import LaidModel
 from oppo_megatron.sim.pricing.phases import Batch, Update, Weights, inference_s, reallocation_s, update_s
 
@@ -57,6 +57,14 @@ class StepWork:
         share = -(-len(self.decoding.lengths) // model.placement.dp)
         return Batch(share * length, length, self.config.runtime.micro_batch_tokens)
 
+    def turns(self, placement: RolePlacement) -> Turns:
+        """How a replica of the actor in this layout takes its sequences."""
+        model, overlap = laid_out(self.config, "actor", placement, placement), self.config.overlap
+        _, slots = sequences_and_slots(self.config, "actor", placement, model)
+        asked, weaves = overlap.weave[0], overlap.intra and overlap.schedule in ("auto", "woven")
+        micro_batches = asked if asked != "auto" else None if weaves else 1  # as `RoundPlanner` cuts rounds
+        return Turns(max(1, slots), overlap.chunk.tokens, micro_batches)
+
     def update(self, model: LaidModel, train: TrainingLayoutConfig) -> Update:
         ppo, share = self.config.ppo, minibatch_rows(self.config) / model.placement.dp
         batch = Batch(share * self.length, self.length, self.config.runtime.micro_batch_tokens)
@@ -88,6 +96,7 @@ class Prices:
                 f"the configuration has {ranks} ranks, but the cluster {self.cluster.num_ranks} "
                 f"({self.cluster.nodes} x {self.cluster.gpus_per_node}); add nodes, or take a smaller layout"
             )
+
     @property
     def work(self) -> StepWork:
         return StepWork(self.config, self.decoding)
@@ -106,7 +115,7 @@ class Prices:
         for name, model in models.items():
             if name == "actor":
                 yield _price(name, "prompts", model, inference_s(model, work.reading(model, prompts_only=True)))
-                yield _price(name, "decode", model, decode_s(model, self.decoding))
+                yield _price(name, "decode", model, decode_s(model, self.decoding, work.turns(model.placement)))
             else:
                 yield _price(name, "score", model, inference_s(model, work.reading(model)))
         yield from self.updates()

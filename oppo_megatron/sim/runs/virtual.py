@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from oppo_megatron.columns import Ints
-from oppo_megatron.config.derived import batch_rows
+from oppo_megatron.config.derived import batch_rows, usual_prompt_tokens
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
 from oppo_megatron.cores import uncollected
@@ -132,7 +132,7 @@ class VirtualRun(PureLoop[Any]):
     ):
         self.costs, self.site, self.signals = costs, Site(role_placements(config)), signals
         if prompt_tokens is None:
-            prompt_tokens = max(1, config.data.max_prompt_tokens // 2)
+            prompt_tokens = usual_prompt_tokens(config)
         generator = round_generator(config.overlap, self.site)
         laps = fidelity == "laps"
         self.units = Units.of(self.site, single=not laps)

@@ -21,7 +21,7 @@ from oppo_megatron.sim.search.scales import Scales
 Lines = Sequence[Mapping[str, Any]]
 
 
-def scales_of_costs(path: Path, config: TrainConfig, cluster: Cluster, lengths: Sequence[int]) -> Scales:
+def scales_of_costs(path: Path, config: TrainConfig, cluster: Cluster, decoding: Decoding) -> Scales:
     """From the cost lines that a run of this configuration, in its layouts, has measured.
 
     Decoding is compared with the batch of a replica, reading with a full micro-batch.  An update takes as its role's reading
@@ -33,26 +33,26 @@ def scales_of_costs(path: Path, config: TrainConfig, cluster: Cluster, lengths: 
         raise ConfigError(
             f"{path}: prefill of {', '.join(stray)}, which the configuration does not have; give costs that were measured in it"
         )
-    laws = Prices(config, seen_by(config, cluster), Decoding(config.data.max_prompt_tokens, lengths)).costs()
-    sequences = ceil(len(lengths) / placements["actor"].dp)
+    laws = Prices(config, seen_by(config, cluster), decoding).costs()
+    sequences = ceil(len(decoding.lengths) / placements["actor"].dp)
     reading = {
         role: _prefill_s(measured, role, placement.pp, config) / _prefill_s(laws, role, placement.pp, config)
         for role, placement in placements.items()
         if role in measured.prefill
     }
     pp = placements["actor"].pp
-    decoding = _decode_s(measured, pp, sequences) / _decode_s(laws, pp, sequences)
-    return Scales(reading | {"actor": decoding}, reading, source=f"measured: {path}")
+    decoding_scale = _decode_s(measured, pp, sequences) / _decode_s(laws, pp, sequences)
+    return Scales(reading | {"actor": decoding_scale}, reading, source=f"measured: {path}")
 
 
-def scales_of_run(config: TrainConfig, lines: Lines, cluster: Cluster, run: str) -> Scales:
+def scales_of_run(config: TrainConfig, lines: Lines, cluster: Cluster, prompt_tokens: int, run: str) -> Scales:
     """From the medians of a run's steps after the first.  Raises ConfigError where a run has no finished step."""
     steady = [line for line in lines if line.get("step_s") is not None]
     steady = steady[1:] or steady
     if not steady:
         raise ConfigError(f"--calibrate {run}: its metrics.jsonl has no finished step; let the run make two or more")
     length = max(1, round(_median(steady, "trained_len_mean") or config.rollout.max_response_tokens))
-    decoding = Decoding(config.data.max_prompt_tokens, [length] * config.rollout.batch_size)
+    decoding = Decoding(prompt_tokens, [length] * config.rollout.batch_size)
     laws: dict[tuple[str, str], float] = {}
     for price in Prices(config, seen_by(config, cluster), decoding).rows():
         laws[price.role, price.phase] = price.seconds

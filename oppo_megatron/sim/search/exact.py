@@ -29,6 +29,11 @@ def never() -> bool:
     return False
 
 
+def always(plan: Plan) -> bool:
+    """Accepts every plan."""
+    return True
+
+
 class Offers(Protocol):
     """What the search chooses from."""
 
@@ -90,12 +95,13 @@ class Stack:
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched: `arrangements` of the roles, within `budget` bytes of a rank."""
+    """What is searched: plans in `arrangements` of the roles, within `budget` bytes of a rank, that it `accepts`."""
 
     offers: Offers
     arrangements: Sequence[Homes]
     mode: Mode
     budget: int
+    accepts: Callable[[Plan], bool] = always
     _stacks: dict[tuple[str, int], Stack] = field(default_factory=dict)
 
     def rule(self, homes: Homes) -> StepRule:
@@ -295,7 +301,10 @@ class _Descent:
                 continue
             chosen[role] = option
             if last:
-                self.best.add(self._plan(chosen, bound_ns, now))
+                plan = self._plan(chosen, bound_ns, now)
+                if not self.search.accepts(plan):
+                    continue
+                self.best.add(plan)
                 return
             self._choose(depth + 1, [*times[:role], option.times, *times[role + 1 :]], chosen, now, own)
 

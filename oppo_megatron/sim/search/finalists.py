@@ -1,4 +1,4 @@
-"""The best plans of overlapped rounds, played in virtual time: what the closed form cannot tell.
+"""The best plans, played in virtual time: what the closed form cannot tell.
 
 Rounds, chunks, deferral and the order of scoring count here (`sim/runs`).  All plans play the same responses.
 """
@@ -37,14 +37,14 @@ GAIN = 0.01
 
 
 def finished(planned: Planned, top: int, out_of_time: Clock) -> Planned:
-    """Where phases overlap: plans played for few steps, the fastest for more, `top` with a chunk and a delta that suit the first.
+    """Plans played for few steps, the fastest for more, `top` with a chunk and a delta that suit the first.
 
     By price, until no other can be the fastest: until the price, times the least ratio of played seconds to a price so far, lies
     above the fastest.  Where time runs out, those asked for and one more are played, for few steps; the others follow as they
     were.
     """
     task = planned.task
-    if not (planned.plans and task.overlaps):
+    if not planned.plans:
         return planned
     few, many = _steps(task)
     done = list[Confirmed]()
@@ -115,9 +115,9 @@ def mean_parts(steps: Sequence[VirtualStep]) -> Parts:
 
 def counted_steps(task: Task, config: TrainConfig, steps: int) -> list[VirtualStep]:
     """So many steps, once the first responses, which all began together, have ended."""
-    prompt_tokens, longest = task.config.data.max_prompt_tokens, max(task.lengths)
+    longest = max(task.lengths) if config.overlap.inter else 0
     costs, found = step_costs(task, config), list[VirtualStep]()
-    run = VirtualRun(_without_search(config), costs, task.limit_of, "laps", prompt_tokens=prompt_tokens, endless=True)
+    run = VirtualRun(_without_search(config), costs, task.limit_of, "laps", prompt_tokens=task.prompt_tokens, endless=True)
     for step in run.steps(WARM_UP + longest + steps):
         if step.step > WARM_UP and step.clock > longest:
             found.append(step)
@@ -143,7 +143,7 @@ def best_delta(task: Task, each: Confirmed, steps: int, out_of_time: Clock) -> i
 
     All play the same responses; the better half go on to many steps.
     """
-    own, sizes = each.config.overlap.delta.initial, _deltas(each)
+    own, sizes = each.config.overlap.delta.initial, _deltas(task, each)
     for count in (steps, min(MOST_LONG, max(LONG, LONG_RESPONSES // task.config.rollout.batch_size))):
         if len(sizes) < 2:
             return None
@@ -166,7 +166,7 @@ def pace(steps: Sequence[VirtualStep]) -> float:
 def step_costs(task: Task, config: TrainConfig) -> StepCosts:
     """By the laws, times what a run has measured of them."""
     cluster = task.on(world_size(config)).cluster
-    costs = cluster_costs(config, cluster, config.data.max_prompt_tokens, task.lengths)
+    costs = cluster_costs(config, cluster, task.prompt_tokens, task.lengths)
     scales = task.scales
     return replace(
         costs,
@@ -177,20 +177,23 @@ def step_costs(task: Task, config: TrainConfig) -> StepCosts:
 
 
 def _chunks(task: Task, best: Confirmed) -> list[int]:
+    if not best.config.overlap.intra:
+        return []
     longest = max(task.lengths)
     cluster = task.on(world_size(best.config)).cluster
     middle = chosen_chunk(Prices(best.config, cluster, task.decoding), best.plan.options, longest)
-    own = best.config.overlap.chunk.tokens
-    return sorted({max(1, middle // 2), middle, min(longest, 2 * middle)} - {own})
+    sizes = {max(1, middle // 2), middle, min(longest, 2 * middle)} - {best.config.overlap.chunk.tokens}
+    return [size for size in sorted(sizes) if not task.check(with_chunk(best.config, size))]
 
 
-def _deltas(best: Confirmed) -> list[int]:
+def _deltas(task: Task, best: Confirmed) -> list[int]:
     """Sizes to try, the configuration's first."""
     delta = best.config.overlap.delta
     if not best.config.overlap.inter:
         return []
     sizes = {delta.min, *(delta.max // part for part in (8, 4, 2, 1))} - {delta.initial}
-    return [delta.initial, *sorted(size for size in sizes if size >= delta.min)]
+    tried = [size for size in sorted(sizes) if size >= delta.min and not task.check(with_delta(best.config, size))]
+    return [delta.initial, *tried]
 
 
 def _without_search(config: TrainConfig) -> TrainConfig:

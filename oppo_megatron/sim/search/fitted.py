@@ -32,8 +32,8 @@ def _lines(task: Task, config: TrainConfig) -> Iterator[str]:
     sequences, slots = sequences_and_slots(config, "actor", actor, laid_out(config, "actor", actor, actor))
     if slots < sequences:
         yield (
-            f"runtime.kv_cache_mb has room for {slots} of the {sequences} sequences that a replica of the actor may have: the "
-            "others wait, and no price has that wait"
+            f"runtime.kv_cache_mb has room for {slots} of the {sequences} sequences that a replica of the actor may have; the "
+            "others wait for a slot"
         )
     if task.cluster.gpu.sources["efficiencies"].kind == "assumed" and not task.scales.source:
         yield f"no layers of such a processor were measured: {task.cluster.gpu.sources['efficiencies'].where}"

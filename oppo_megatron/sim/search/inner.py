@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import log2, sqrt
 
+from oppo_megatron.config.derived import least_micro_batch
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.schedule.weaving.costs import Linear
 from oppo_megatron.sim.pricing.prices import Prices
@@ -14,7 +15,7 @@ from oppo_megatron.sim.search.table import PriceTable
 
 FACTORS = (1, 2, 4, 0.5, 0.25, 0.125)
 """Of the configuration's `runtime.micro_batch_tokens`, in the order in which equals are taken."""
-MOST_TOKENS, LEAST_TOKENS = 32768, 256
+MOST_TOKENS = 32768
 CHUNKS = (16, 1024)
 
 
@@ -30,16 +31,17 @@ def eased(search: Search, plan: Plan) -> Plan:
             if rule.step_ns([each.times for each in options]) > plan.step_ns:
                 continue
             fullest = int(held_bytes(plan.homes, options).sum(axis=0).max())
-            if fullest < plan.fullest_bytes:
-                plan = replace(plan, options=options, fullest_bytes=fullest)
+            smaller = replace(plan, options=options, fullest_bytes=fullest)
+            if fullest < plan.fullest_bytes and search.accepts(smaller):
+                plan = smaller
     return plan
 
 
 def micro_batches(config: TrainConfig) -> list[int]:
-    """Sizes to try, the configuration's first."""
-    own = config.runtime.micro_batch_tokens
-    sizes = [round(own * factor) for factor in FACTORS]
-    return [size for size in sizes if size == own or LEAST_TOKENS <= size <= MOST_TOKENS]
+    """Sizes to try, the configuration's first; the longest sequence fits into each."""
+    own, least = config.runtime.micro_batch_tokens, least_micro_batch(config)
+    sizes = dict.fromkeys(max(least, round(own * factor)) for factor in FACTORS)
+    return [size for size in sizes if size in (own, least) or size <= MOST_TOKENS]
 
 
 def with_micro_batch(config: TrainConfig, tokens: int) -> TrainConfig:

@@ -90,7 +90,8 @@ class _Chain:
         if fullest > self.search.budget:
             return None
         step_ns = int(self.search.rule(homes).step_ns([option.times for option in options]))
-        return Plan(homes, tuple(options), step_ns, fullest)
+        plan = Plan(homes, tuple(options), step_ns, fullest)
+        return plan if self.search.accepts(plan) else None
 
 
 def _pattern(homes: Homes, role: int) -> tuple[tuple[int, ...], ...]:

@@ -6,17 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from oppo_megatron.config.derived import usual_prompt_tokens
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
+from oppo_megatron.layout.layouts import Sizes
+from oppo_megatron.layout.placements import named_roles, shares_weights
+from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.threads import threaded
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.search.emit import planned_config
-from oppo_megatron.sim.search.exact import Clock, Found, Plan, Search, joined, never, search_exact
+from oppo_megatron.sim.search.exact import Clock, Found, Plan, Search, held_bytes, joined, never, search_exact
 from oppo_megatron.sim.search.homes import Homes, arrangements, set_sizes, totals
 from oppo_megatron.sim.search.inner import eased, micro_batches, repriced, with_micro_batch
 from oppo_megatron.sim.search.mcmc import search_mcmc
+from oppo_megatron.sim.search.options import Option
 from oppo_megatron.sim.search.scales import Scales
 from oppo_megatron.sim.search.steady import Steady, steady_work
 from oppo_megatron.sim.search.step import Mode, Parts, StepRule
@@ -24,15 +29,22 @@ from oppo_megatron.sim.search.table import PriceTable
 
 Kind = Literal["exact", "mcmc"]
 STRIDE = 7919
-SPARE = 8
-"""Plans kept beyond those asked for, where phases follow each other."""
 FINALISTS = 50
-"""Plans kept where phases overlap, to be played in virtual time."""
+"""Plans kept, to be played in virtual time."""
+
+
+def layout_problems(config: TrainConfig) -> list[str]:
+    """Every problem of the configuration's ranks and layouts."""
+    return check_layouts(config, {name: read_hf_config(role) for name, role in named_roles(config).items()})
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is planned.  `margin`: share of a rank's memory that stays free; `known_work`: of a step, if found before."""
+    """What is planned.  `margin`: share of a rank's memory that stays free; `known_work`: of a step, if found before.
+
+    `prompt`: tokens of every prompt (None: `usual_prompt_tokens`).  `check`: every problem of a configuration, without which a
+    plan is offered.
+    """
 
     config: TrainConfig
     cluster: Cluster
@@ -41,6 +53,12 @@ class Task:
     scales: Scales = Scales()
     limits: Callable[[int], int] | None = None
     known_work: Steady | None = None
+    prompt: int | None = None
+    check: Callable[[TrainConfig], Sequence[str]] = layout_problems
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt or usual_prompt_tokens(self.config)
 
     def limit_of(self, seq_id: int) -> int:
         """Tokens of a response: by `limits`, else each of `lengths` in turn, dealt by a stride that no batch size divides."""
@@ -54,13 +72,8 @@ class Task:
         return int(self.cluster.gpu.memory_bytes * (1 - self.margin))
 
     @property
-    def overlaps(self) -> bool:
-        """Whether steps are more than phases that follow each other, so that only playing them tells their seconds."""
-        return self.mode.streams or self.config.overlap.inter
-
-    @property
     def decoding(self) -> Decoding:
-        return Decoding(self.config.data.max_prompt_tokens, tuple(self.lengths))
+        return Decoding(self.prompt_tokens, tuple(self.lengths))
 
     @property
     def steady(self) -> Steady:
@@ -148,9 +161,24 @@ def new_table(task: Task) -> PriceTable:
     return PriceTable(task.config, task.cluster, task.decoding, task.steady, task.budget, task.scales)
 
 
-def new_search(task: Task, table: PriceTable, of: Sequence[int] | None = None) -> Search:
-    """Over all homes on the cluster, or those that take one of so many ranks."""
-    return Search(table, list(all_homes(task.cluster, table, of)), task.mode, task.budget)
+def new_search(task: Task, table: PriceTable, homes: Sequence[Homes]) -> Search:
+    """Over these homes."""
+    if "reference" not in table.roles or not shares_weights(task.config):
+        return Search(table, homes, task.mode, task.budget)
+    role, apart = table.roles.index("reference"), dict[Sizes, Option]()
+    own = table.with_config(task.config.model_copy(update={"reference": named_roles(task.config)["reference"]}))
+
+    def shares_or_fits(plan: Plan) -> bool:
+        """The table takes the reference to be computed over the actor's weights, which needs equal ranks and layouts."""
+        actor, reference = plan.options[0], plan.options[role]
+        if (plan.homes[role], reference.serving) == (plan.homes[0], actor.serving):
+            return True
+        if reference.serving not in apart:
+            apart[reference.serving] = own.again("reference", reference)
+        options = [*plan.options[:role], apart[reference.serving], *plan.options[role + 1 :]]
+        return int(held_bytes(plan.homes, options).sum(axis=0).max()) <= task.budget
+
+    return Search(table, homes, task.mode, task.budget, shares_or_fits)
 
 
 def all_homes(cluster: Cluster, table: PriceTable, of: Sequence[int] | None = None) -> Sequence[Homes]:
@@ -198,11 +226,11 @@ def _searched(task: Task, sizes: Sequence[int], asked: tuple[Kind, int, int], cl
     tables, founds, searches, plans = list[_Tables](), list[Found](), list[Search](), list[Confirmed]()
     for own, some in searched_apart(task):
         table = new_table(own)
-        search = new_search(own, table, some)
+        search = new_search(own, table, all_homes(own.cluster, table, some))
         if kind == "exact":
-            found = search_exact(search, _kept(task, top), out_of_time, give_up)
+            found = search_exact(search, max(FINALISTS, top), out_of_time, give_up)
         else:
-            found = search_mcmc(search, _kept(task, top), seed, out_of_time)
+            found = search_mcmc(search, max(FINALISTS, top), seed, out_of_time)
         tables.append(_Tables(own, table, sizes))
         plans += _all_settled(tables[-1], search, found)
         founds.append(found)
@@ -215,16 +243,12 @@ def _with_faster(planned: Planned, task: Task, out_of_time: Clock) -> Planned:
     founds, plans = [planned.found], list(planned.plans)
     for tables, before in zip(planned.tables, planned.searches, strict=True):
         own, table = tables.of(_size(task))
-        search = Search(table, before.arrangements, own.mode, own.budget)
+        search = new_search(own, table, before.arrangements)
         found = search_exact(search, 1, out_of_time, known=[min(plans, key=lambda each: each.step_ns).plan])
         founds.append(replace(found, rest_ns=None))
         plans += _all_settled(tables, search, found)
     together = tuple(_one_of_each(plans))
     return replace(planned, found=joined(founds), plans=together, sizes=(*planned.sizes, _size(task)))
-
-
-def _kept(task: Task, top: int) -> int:
-    return max(FINALISTS, top) if task.overlaps else top + SPARE
 
 
 def _size(task: Task) -> int:
@@ -291,7 +315,7 @@ def confirm(task: Task, table: PriceTable, plan: Plan) -> Confirmed | None:
     None where a check of the whole configuration refuses it, or it fills more of a rank than it may.
     """
     config = planned_config(task.config, plan)
-    if check_layouts(config, table.shapes):
+    if task.check(config):
         return None
     memory = rank_memory(train_holdings(config, on_cpu=task.on_cpu))
     rank_bytes = [memory[rank].total for rank in sorted(memory)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.layouts import format_ranks
+from oppo_megatron.nesting import read_json
 from oppo_megatron.sim.laws.communication import RINGS
 from oppo_megatron.sim.runs.sources import not_counted
 from oppo_megatron.sim.search.calls import phase_spans
@@ -44,7 +45,7 @@ def to_record(planned: Planned, kind: str, seed: int, seconds: float) -> Record:
         },
         "work": {
             "responses": len(task.lengths), "mean_tokens": sum(task.lengths) / len(task.lengths),
-            "longest": max(task.lengths), "prompt_tokens": task.config.data.max_prompt_tokens,
+            "longest": max(task.lengths), "prompt_tokens": task.prompt_tokens,
             "overlapped": task.mode.streams,
         },
         "reason": reason(planned),
@@ -74,7 +75,7 @@ def read_record(path: Path) -> Record:
     if not path.is_file():
         raise ConfigError(f"{path} is no file; --again takes the plan.json that `oppo plan` has written")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; --again takes the plan.json that `oppo plan` has written") from error
     version = record.get("version") if isinstance(record, dict) else None
@@ -86,10 +87,8 @@ def read_record(path: Path) -> Record:
     try:
         PRINTED.validate_python(record)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{path}: `{place}`: {first['msg']}; the file is not as `oppo plan` wrote it; search again"
+            f"{path}: {first_problem(error)}; the file is not as `oppo plan` wrote it; search again"
         ) from error
     return dict(record)
 

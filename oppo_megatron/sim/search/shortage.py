@@ -13,7 +13,7 @@ from oppo_megatron.sim.clusters.sources import assumed
 from oppo_megatron.sim.search.emit import planned_config
 from oppo_megatron.sim.search.exact import Clock, Plan, held_bytes, search_exact
 from oppo_megatron.sim.search.options import Option
-from oppo_megatron.sim.search.planning import Task, all_homes, new_search, new_table, searched_apart
+from oppo_megatron.sim.search.planning import Task, all_homes, confirm, new_search, new_table, searched_apart
 
 GB = 1e9
 UNLIMITED = 2**62
@@ -98,10 +98,10 @@ class _Closest(NamedTuple):
 
 
 def _closest(task: Task, some: Sequence[int]) -> _Closest | None:
-    """Of so many ranks, the homes whose fullest rank, each role in its smallest layout, holds least."""
+    """For `some` numbers of ranks, the homes whose fullest rank needs least memory if every role has its smallest layout."""
     table = replace(new_table(task), budget=UNLIMITED)
     smallest: dict[tuple[str, int], Option] = {}
-    best: Plan | None = None
+    plans = []
     for homes in all_homes(task.cluster, table, some):
         options = []
         for role, home in zip(table.roles, homes, strict=True):
@@ -109,9 +109,10 @@ def _closest(task: Task, some: Sequence[int]) -> _Closest | None:
             if key not in smallest:
                 smallest[key] = min(table.options(role, home.size), key=lambda o: (o.profile.fullest, o.number))
             options.append(smallest[key])
-        fullest = int(held_bytes(homes, options).sum(axis=0).max())
-        if best is None or fullest < best.fullest_bytes:
-            best = Plan(homes, tuple(options), 0, fullest)
+        plans.append(Plan(homes, tuple(options), 0, int(held_bytes(homes, options).sum(axis=0).max())))
+    plans.sort(key=lambda each: each.fullest_bytes)
+    legal = (each for each in plans if not task.check(planned_config(task.config, each)))
+    best = next(legal, None)
     return None if best is None else _Closest(best, task.budget)
 
 
@@ -133,7 +134,10 @@ def _least_nodes(task: Task, out_of_time: Clock) -> int | None:
 
 def _fits(task: Task, nodes: int, out_of_time: Clock) -> bool:
     cluster = replace(task.cluster, nodes=nodes, between=task.cluster.between or ANY_NETWORK)
-    return any(
-        search_exact(new_search(own, new_table(own), some), 1, give_up=out_of_time, first_only=True).plans
-        for own, some in searched_apart(replace(task, cluster=cluster))
-    )
+    for own, some in searched_apart(replace(task, cluster=cluster)):
+        table = new_table(own)
+        search = new_search(own, table, all_homes(own.cluster, table, some))
+        found = search_exact(search, 1, give_up=out_of_time, first_only=True)
+        if any(confirm(own, table, plan) for plan in found.plans):
+            return True
+    return False

@@ -181,7 +181,7 @@ class PriceTable:
         seconds = inference_s(model, replace(batch, tokens=batch.tokens * self.steady.reads.get(role, 1.0)))
         if role == "actor":
             if sizes not in self._decoded:
-                self._decoded[sizes] = decode_s(model, self.steady.decoding)
+                self._decoded[sizes] = decode_s(model, self.steady.decoding, work.turns(model.placement))
             seconds += self._decoded[sizes]
         return nanoseconds(seconds * self.scales.serving.get(role, 1.0))
 

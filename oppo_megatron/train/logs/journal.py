@@ -30,6 +30,8 @@ from oppo_megatron.train.logs.trackers import Tracker
 from oppo_megatron.train.memory_meter import MemoryByRank
 
 NUM_LENGTH_BINS = 4
+MUCH_LOST = 0.2
+"""A share of the gradient of stale responses, lost to clipping, that is told, once a run."""
 
 
 class Journal:
@@ -51,10 +53,11 @@ class Journal:
         self.planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
         self.log = MetricsLog(self.run_dir.metrics)
         self.trackers = trackers
-        self.progress = Progress(config.logging.console, total_steps, "ppo")
+        self.progress = Progress(config.logging.console, total_steps, config.algorithm.preset)
         self.accuracy: dict[int, float] = {}
         self.heldout = HeldoutLog(best_standard(config))
         self.stopped: str | None = None
+        self.staleness, self.told_lost = config.ppo.staleness, False
         self.started = time.monotonic()
 
     def __enter__(self) -> Journal:
@@ -82,6 +85,9 @@ class Journal:
         fields |= facts.filtered | facts.actor | facts.memory | {"skipped": facts.skipped}
         if facts.skipped is not None:
             self.progress.note(f"step {facts.step} is skipped: {facts.skipped}")
+        if not self.told_lost and (told := lost_gradient(fields, self.staleness)):
+            self.told_lost = True
+            self.progress.note(f"step {facts.step}: {told}")
         self._write_rollouts(facts, batch)
         self.log.stage(facts.step, fields)
         self.trackers.log(facts.step, fields)
@@ -203,6 +209,18 @@ class Journal:
             "running_mean": facts.tokens_decoded / facts.decode_steps if facts.decode_steps else 0.0,
             "tail_waste": facts.tail_waste,
         }
+
+
+def lost_gradient(fields: Mapping[str, Any], staleness: str) -> str | None:
+    """A warning if clipping takes much of the gradient of responses with stale tokens, and clearly more than of others."""
+    fresh, stale = (fields.get(f"lost_gradient_{rows}") or 0.0 for rows in ("fresh", "stale"))
+    if not (stale > MUCH_LOST and stale > 2 * fresh):
+        return None
+    remedy = "set ppo.staleness to decoupled" if staleness == "behaviour" else "lower overlap.max_staleness or delta"
+    return (
+        f"clipping takes {stale:.0%} of the gradient of responses with tokens of an older policy ({fresh:.0%} of others'), "
+        f"mostly long ones, so that training is biased towards short responses; {remedy}"
+    )
 
 
 def _experience(facts: StepFacts, experience: Experience) -> dict[str, Any]:

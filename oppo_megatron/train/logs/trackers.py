@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, Protocol, final
 
-import yaml
-
 from oppo_megatron.config.run import LoggingConfig
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.nesting import read_yaml
 from oppo_megatron.rundir.directory import RunDirectory, write_text
 
 
@@ -122,7 +121,7 @@ def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
     """The resolved configuration, which holds no secrets; empty where it has not been written."""
-    return yaml.safe_load(run.config.read_text(encoding="utf-8")) if run.config.exists() else {}
+    return read_yaml(run.config.read_text(encoding="utf-8")) if run.config.exists() else {}
 
 
 OFF = {

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.clock import ByTime
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ModelConfig
@@ -115,12 +116,13 @@ class ReferencePass(Generic[RowT]):
         if not missing:
             return
         started, left, table = time.monotonic(), iter(missing.items()), self.task.reference.by_key
-        done = 0
+        done, by_time = 0, ByTime(self.note)
         while block := dict(islice(left, BLOCK)):
             with self.world.activity.doing("log-probs of the reference"):
                 values = answer_sums(
-                    model, list(block.values()), self.config.runtime.micro_batch_tokens, limit, self.world
-                )
+                    model, list(block.values()), self.config.runtime.micro_batch_tokens, limit, self.world,
+                    partial(self._told, by_time, done, len(missing)),
+                )  # fmt: skip
             table.update(zip(block, values, strict=True))
             done += len(block)
             if dist.get_rank() == self.owner:
@@ -129,6 +131,10 @@ class ReferencePass(Generic[RowT]):
             self.note(
                 f"reference log-probs: {done} of {len(missing)} answers computed in {took_s:.1f} s, in {self.path}"
             )
+
+    def _told(self, by_time: ByTime, before: int, total: int, share: float) -> None:
+        """Tell of a block, after the first `before` answers of `total`, of which this rank has done a `share`."""
+        by_time(f"reference log-probs: about {before + int(share * min(BLOCK, total - before))} of {total} answers computed")
 
     def _write(self, table: Mapping[bytes, float]) -> None:
         try:
@@ -141,15 +147,27 @@ class ReferencePass(Generic[RowT]):
 
 
 def answer_sums(
-    model: RoleModel, answers: Sequence[Answered], budget: int, memory_limit: MemoryLimit, world: World
+    model: RoleModel,
+    answers: Sequence[Answered],
+    budget: int,
+    memory_limit: MemoryLimit,
+    world: World,
+    told: Callable[[float], None] = lambda share: None,
 ) -> list[float]:
-    """The log-prob of each answer, summed over its tokens, the same on every rank of the world; replicas share the answers."""
+    """The log-prob of each answer, summed over its tokens, the same on every rank of the world; replicas share the answers.
+
+    `told` hears, after each micro-batch of this rank, which share of its answers is done.
+    """
     groups, begun = model.groups, Begun()
     device = next(model.parameters()).device
     mine = range(groups.dp_rank, len(answers), groups.dp)
     prompts, responses = [answers[i][0] for i in mine], [answers[i][1] for i in mine]
 
+    finished: list[int] = []
+
     def finish(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
+        finished.extend(batch.index)
+        told(min(1.0, len(finished) / len(mine)))  # memory may run out, and answers be computed again
         return answer_logprobs(batch, logits_RV, model.vocab)
 
     def forward(most: int) -> tuple[list[MicroBatch], list[Tensor]]:

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, sequence_sums, table_of
 from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
 from oppo_megatron.config.run import SupervisedConfig
@@ -98,7 +99,7 @@ class PairPreferences(Preferences[Pair]):
 
     def __init__(self, config: DPOConfig):
         super().__init__()
-        self.rule = config.dpo
+        self.rule, self.noise = config.dpo, token_noise(config.model.dtype)
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
         """Rows of prompt, chosen and rejected answer.  Raises DataError."""
@@ -110,7 +111,7 @@ class PairPreferences(Preferences[Pair]):
         return (row.prompt, row.chosen), (row.prompt, row.rejected)
 
     def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]:
-        return pair_columns(logp_S, batch.extra["reference"], batch.extra["counts"], self.rule)
+        return pair_columns(logp_S, batch.extra["reference"], batch.extra["counts"], self.rule, self.noise)
 
 
 class MarkedPreferences(Preferences[Marked]):
@@ -124,7 +125,7 @@ class MarkedPreferences(Preferences[Marked]):
     def __init__(self, config: KTOConfig):
         super().__init__()
         self.rule, self.max_tokens = config.kto, config.max_tokens
-        self.point = 0.0
+        self.point, self.noise = 0.0, token_noise(config.model.dtype)
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Marked]:
         """Rows of prompt and completion with a label, or pairs as two rows each.  Raises DataError."""
@@ -161,7 +162,8 @@ class MarkedPreferences(Preferences[Marked]):
         return batches
 
     def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]:
-        return row_columns(logp_S, batch.extra["reference"], batch.extra["sign"], self.rule, self.point)
+        reference_S, counts_S, sign_S = (batch.extra[name] for name in ("reference", "counts", "sign"))
+        return row_columns(logp_S, reference_S, counts_S, sign_S, self.rule, self.point, self.noise)
 
 
 def answer_logprobs(batch: MicroBatch, logits_RV: Tensor, vocab: VocabShards) -> Tensor:

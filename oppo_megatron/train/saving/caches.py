@@ -15,6 +15,7 @@ from torch import Tensor
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.nesting import read_json
 from oppo_megatron.records import Rollout
 
 CACHED, OUTPUT = "kv", "out"
@@ -57,7 +58,7 @@ def load_caches(path: Path, rounds: RoundRunner) -> None:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            order = json.loads(file.metadata()["slots"])
+            order = read_json(file.metadata()["slots"])
             for role, cache in _caches(rounds).items():
                 cached = {seq_id: file.get_tensor(f"{role}.{CACHED}.{seq_id}") for seq_id in order[role]}
                 if role == "actor":
@@ -66,7 +67,7 @@ def load_caches(path: Path, rounds: RoundRunner) -> None:
                 else:
                     rounds.scoring[role].resume(cached, _outputs(file, role))
                 _require_booked(role, cache, rounds)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError, CapacityError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, CapacityError) as error:
         raise CheckpointError(
             f"{path}: not what the books of the checkpoint say of this rank's caches ({type(error).__name__}: "
             f"{str(error):.200}); resume with checkpoint.caches=false, or from another checkpoint"

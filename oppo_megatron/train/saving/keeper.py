@@ -6,7 +6,6 @@ over a group of their own, and the ranks learn at a later step's meeting that it
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from oppo_megatron.config.reliability import CheckpointConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.weights.checkpoint import load_models
+from oppo_megatron.nesting import read_json
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.saving.preemption import Preemption
@@ -140,7 +140,7 @@ class CheckpointKeeper:
             return False
         folder = self.store.folder(self.best[1])
         if self.best[1] != now:
-            updates = updates_of(json.loads((folder / STATE).read_text(encoding="utf-8")), models)
+            updates = updates_of(read_json((folder / STATE).read_text(encoding="utf-8")), models)
             with waiting_for("models of the best checkpoint", self.world.activity, waits=False):
                 load_models(folder / MODELS, models, updates)
         return True

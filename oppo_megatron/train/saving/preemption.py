@@ -1,6 +1,6 @@
 """Stopping on signals: they are noted, and every rank learns of them at the same place of the run.
 
-SIGUSR1 and the first SIGTERM or SIGINT (Ctrl-C) ask for a checkpoint.  A second SIGTERM or SIGINT, or a missed
+SIGUSR1, SIGHUP and the first SIGTERM or SIGINT (Ctrl-C) ask for a checkpoint.  A second SIGTERM or SIGINT, or a missed
 deadline, ends the process at once: the last checkpoint is whole, because a checkpoint under way has no name yet.
 """
 
@@ -21,8 +21,9 @@ import torch.distributed as dist
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.errors import EXIT_REQUEUE, INTERRUPTED
+from oppo_megatron.processes import ONCE, hears
 
-HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable of ranks that torch's agent has started."""
@@ -56,7 +57,7 @@ class Preemption:
         if not self.deadline_s or threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, _leave_to_the_thread) for number in HEARD}
+        before = {number: signal.signal(number, _leave_to_the_thread) for number in HEARD if hears(number)}
         reads, writes = os.pipe()
         os.set_blocking(writes, False)
         earlier = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
@@ -129,7 +130,7 @@ class Preemption:
 
     def _counts(self, number: int) -> bool:
         """Whether a second signal of this kind ends the process."""
-        if number == signal.SIGUSR1:
+        if number in ONCE:
             return False
         now = time.monotonic()
         if self._terms == 0:

@@ -6,7 +6,6 @@ Both are checked before any state of a run is touched.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -15,7 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from oppo_megatron.chunks import FinishReason
 from oppo_megatron.config.evaluation import REWARD
+from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.nesting import read_json
 from oppo_megatron.records import StepSignals
 from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts
 
@@ -238,8 +239,8 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         _check_state(_State.model_validate_json(text))
-        return dict(json.loads(text))
-    except (OSError, ValueError, RecursionError) as error:
+        return dict(read_json(text))
+    except (OSError, ValueError) as error:
         raise unusable(path, error) from error
 
 
@@ -254,7 +255,7 @@ def read_lines(path: Path, state: dict[str, Any], vocab_size: int) -> list[dict[
         order = [(line["admission"], line["seq_id"]) for line in lines]
         if len({seq_id for _, seq_id in order}) < len(order) or order != sorted(order):
             raise ValueError("rollouts are not in the order of their admission, each once")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise unusable(path, error, f" line {len(lines) + 1}:") from error
     return lines
 
@@ -302,8 +303,7 @@ def unusable(path: Path, error: Exception, where: str = "") -> CheckpointError:
     """The error of a file that was written as no run writes it."""
     reason = str(error)
     if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_input=False)[0]
-        reason = f"{'.'.join(str(part) for part in first['loc']) or 'it'}: {first['msg']}"
+        reason = first_problem(error)
     return CheckpointError(
         f"{path}:{where} not the state of a run ({reason:.300}); resume from another checkpoint, with the version of this "
         "program that wrote it, or remove it"

@@ -21,6 +21,7 @@ from oppo_megatron.data.supervised_rows import Passed, num_batches
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.weights.checkpoint import gather_models, load_models
+from oppo_megatron.nesting import read_json
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.logs.supervised_report import Report
@@ -90,8 +91,8 @@ def find_supervised(config: SupervisedConfig, world: World) -> FoundSupervised |
         try:
             text = path.read_text(encoding="utf-8")
             _State.model_validate_json(text)
-            return FoundSupervised(folder, json.loads(text))
-        except (OSError, ValueError, RecursionError) as error:
+            return FoundSupervised(folder, read_json(text))
+        except (OSError, ValueError) as error:
             raise unusable(path, error) from error
 
     return find_whole(RunDirectory(config.run_dir), world, (STATE,), read) if config.checkpoint.resume else None

@@ -16,6 +16,7 @@ from oppo_megatron.config.load import plain_settings
 from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.errors import DataError
+from oppo_megatron.nesting import read_yaml
 
 
 def config_state(config: TrainConfig | SupervisedConfig) -> dict[str, Any]:
@@ -56,8 +57,8 @@ def tell_of_nothing(run_dir: Path) -> str:
 def read_config_state(path: Path) -> dict[str, Any]:
     """The settings in a run's `config.yaml`, for checkpoints that hold none.  Raises DataError where they cannot be read."""
     try:
-        tree = yaml.safe_load(path.read_bytes())
-    except (OSError, yaml.YAMLError, RecursionError) as error:
+        tree = read_yaml(path.read_bytes())
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise DataError(f"{path}: not the configuration of a run ({error}); restore or remove it") from error
     return dict(tree) if isinstance(tree, dict) else {}
 

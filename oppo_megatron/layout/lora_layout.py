@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.mcore.model_shape import ModelShape
-from oppo_megatron.mcore.naming.hf_layout import SCALAR_HEAD, Head, Part
+from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Part
+from oppo_megatron.layout.model_shape import ModelShape
 
 PEFT = "base_model.model."
 """What peft puts before the names of the model that it wraps."""

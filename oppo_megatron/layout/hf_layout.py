@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.mcore.model_shape import ModelShape
+from oppo_megatron.layout.model_shape import ModelShape
 
 Head = Literal["lm", "scalar"]
 EMBEDDING = "model.embed_tokens.weight"

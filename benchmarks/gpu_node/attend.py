@@ -1,0 +1,163 @@
+"""Attention of a decode step without flash-attn, against the time in which the cached keys and values alone could be read.
+
+`attend.py DEVICE OUT`: into OUT/figures.json, under "attend".  Compared, for ragged lengths: `attend_one` as a captured step
+calls it (dense cache, mask, torch's memory-efficient kernel), and a Triton kernel that has the form of `PagedKernel`: it reads
+by table, splits long sequences among programs, and reads nothing behind a sequence's end.  On a CPU Triton's interpreter
+computes the numbers, and nothing is timed.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+DEVICE, OUT = sys.argv[1], Path(sys.argv[2])
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    print(f"nothing to compare with: {error}")
+    sys.exit(0)
+
+from oppo_megatron.mcore.kv.cached_plan import attend_one
+from oppo_megatron.mcore.kv.masks import beyond_mask
+from oppo_megatron.mcore.kv.paged_kernels import PagedCall
+
+
+@triton.jit
+def _split(q, k, v, table, length, acc_out, ml_out, scale, W, stride_q, G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+           D: tl.constexpr, K: tl.constexpr, N: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """One program a sequence, a group of heads and a split of its positions."""
+    b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    end = tl.load(length + b)
+    each = tl.cdiv(tl.cdiv(end, N), S) * N
+    lo, hi = s * each, tl.minimum((s + 1) * each, end)
+    r, d, n = tl.arange(0, RP), tl.arange(0, D), tl.arange(0, N)
+    query = tl.load(q + b * stride_q + (g * R + r)[:, None] * D + d[None, :], mask=r[:, None] < R, other=0.0)
+    top = tl.full([RP], -float("inf"), tl.float32)
+    mass, acc = tl.zeros([RP], tl.float32), tl.zeros([RP, D], tl.float32)
+    for start in range(lo, hi, N):
+        at = start + n
+        here = at < hi
+        block = tl.load(table + b * W + at // K, mask=here, other=0).to(tl.int64)
+        base = (block * K + at % K) * (G * D) + g * D
+        keys = tl.load(k + base[None, :] + d[:, None], mask=here[None, :], other=0.0)
+        score = tl.where(here[None, :], tl.dot(query, keys) * scale, -float("inf"))
+        new = tl.maximum(top, tl.max(score, 1))
+        p, shrink = tl.exp(score - new[:, None]), tl.exp(top - new)
+        values = tl.load(v + base[:, None] + d[None, :], mask=here[:, None], other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values)
+        mass, top = mass * shrink + tl.sum(p, 1), new
+    place = ((b * G + g) * S + s) * RP + r
+    tl.store(acc_out + place[:, None] * D + d[None, :], acc)
+    tl.store(ml_out + place * 2, top)
+    tl.store(ml_out + place * 2 + 1, mass)
+
+
+@triton.jit
+def _join(acc, ml, out, G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, S: tl.constexpr):
+    """One program a sequence and a query head."""
+    b, h = tl.program_id(0), tl.program_id(1)
+    s, d = tl.arange(0, S), tl.arange(0, D)
+    place = ((b * G + h // R) * S + s) * RP + h % R
+    top, mass = tl.load(ml + place * 2), tl.load(ml + place * 2 + 1)
+    weight = tl.exp(top - tl.max(top, 0))
+    parts = tl.load(acc + place[:, None] * D + d[None, :])
+    whole = tl.sum(parts * weight[:, None], 0) / tl.sum(mass * weight, 0)
+    tl.store(out + (b * G * R + h) * D + d, whole.to(out.dtype.element_ty))
+
+
+def triton_paged(q_TND: Any, k_PKGD: Any, v_PKGD: Any, call: PagedCall, scale: float, window: int | None = None) -> Any:
+    """One new token a sequence, no window."""
+    assert call.most_new == 1 and window is None
+    B, heads, D = q_TND.shape
+    K, G = k_PKGD.shape[1:3]
+    R = heads // G
+    RP = max(16, triton.next_power_of_2(R))
+    S = 16 if B * G < 264 else 8
+    acc = torch.empty(B, G, S, RP, D, dtype=torch.float32, device=q_TND.device)
+    ml = torch.empty(B, G, S, RP, 2, dtype=torch.float32, device=q_TND.device)
+    out = torch.empty_like(q_TND)
+    q = q_TND.contiguous()
+    _split[(B, G, S)](q, k_PKGD, v_PKGD, call.table_SW, call.length_S, acc, ml, scale, call.table_SW.shape[1], q.stride(0),
+                      G, R, RP, D, K, 64, S)  # fmt: skip
+    _join[(B, heads)](acc, ml, out, G, R, RP, D, S)
+    return out
+
+
+def case(
+    name: str, rows: int, groups: int, repeat: int, dim: int, limit: int, mean: float, dtype: torch.dtype
+) -> dict[str, Any]:
+    place, generator = torch.device(DEVICE), torch.Generator().manual_seed(1)
+    lens = (256 + torch.empty(rows).log_normal_(mean, 1.0, generator=generator)).clamp(max=limit).int()
+    if DEVICE == "cpu":
+        lens = (lens % 200 + 1).int()
+    longest = min(-(-int(lens.max()) // 256) * 256, limit)
+    K, W = 256, -(-limit // 256)
+    length_B = lens.to(place)
+    q = torch.randn(rows, groups, repeat, dim, device=place, dtype=dtype)
+    layers = 4 if DEVICE == "cuda" else 1  # other caches in turn, so that the L2 does not hold them
+    k = [torch.randn(rows, groups, limit, dim, device=place, dtype=dtype) for _ in range(layers)]
+    v = [torch.randn(rows, groups, limit, dim, device=place, dtype=dtype) for _ in range(layers)]
+    # The same in blocks, in an order of their own.
+    order = torch.randperm(rows * W, generator=generator).to(place)
+    table = order.view(rows, W).int()
+    pools = []
+    for dense in (k, v):
+        whole = [torch.nn.functional.pad(x, (0, 0, 0, W * K - limit)).transpose(1, 2) for x in dense]
+        blocks = [x.reshape(rows * W, K, groups, dim) for x in whole]
+        pools.append([torch.empty(x.shape, dtype=dtype, device=place).index_copy_(0, order, x) for x in blocks])
+    mask = beyond_mask(length_B.long() - 1, slice(0, longest), dtype, None)
+    call = PagedCall(table, torch.ones_like(length_B), length_B, 1, limit)
+    scale = dim**-0.5
+    turn = [0]
+
+    def dense_step() -> Any:
+        i = turn[0] = (turn[0] + 1) % layers
+        return attend_one(q, k[i][:, :, :longest], v[i][:, :, :longest], mask, scale)
+
+    def paged_step() -> Any:
+        i = turn[0] = (turn[0] + 1) % layers
+        return triton_paged(q.flatten(1, 2), pools[0][i], pools[1][i], call, scale).flatten(1)
+
+    turn[0] = 0
+    ours = dense_step().float()
+    turn[0] = 0
+    theirs = paged_step().float()
+    valid = 2 * int(lens.sum()) * groups * dim * dtype.itemsize
+    found: dict[str, Any] = {"case": name, "rows": rows, "mean": float(lens.float().mean()), "reach": longest}
+    found["difference"] = float((ours - theirs).abs().max() / ours.abs().max())
+    if DEVICE == "cuda":
+        source = torch.empty(2**30, dtype=torch.uint8, device=place)
+        copy = triton.testing.do_bench_cudagraph(lambda: torch.empty_like(source).copy_(source), rep=50)
+        for what, work in (("masked_us", dense_step), ("triton_us", paged_step)):
+            found[what] = 1e3 * triton.testing.do_bench_cudagraph(work, rep=50)
+        found["least_us"] = 1e3 * copy * valid / (2 * 2**30)
+    return found
+
+
+def main() -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    rows = [(112, 256 * 9), (16, 256 * 9), (2, 256 * 9)] if DEVICE == "cuda" else [(3, 256)]
+    found = []
+    for count, limit in rows:
+        for name, groups, repeat, dim in (("0.5B", 2, 7, 64), ("7B", 4, 7, 128))[: None if DEVICE == "cuda" else 1]:
+            found.append(case(name, count, groups, repeat, dim, limit, 5.5, dtype))
+            print({k: (round(v, 4) if isinstance(v, float) else v) for k, v in found[-1].items()}, flush=True)
+            path = OUT / "figures.json"
+            tree = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps(tree | {"attend": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Renders chat messages by a tokenizer's chat template, in a process of its own under limits of time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.nesting import check_template, read_json
+
+PROCESS = "oppo_megatron.data.template_process"
+RENDER_S = 5
+"""Processor time of one rendering; those of published templates take milliseconds."""
+LONGEST_S = 120.0
+"""Wait for an answer, on a busy machine too."""
+RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"})
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning; templates read the first, gpt-oss's the second."""
+PROBE = "a message of plain text"
+SHOWN_CHARACTERS = 500
+
+
+class NoChatTemplateError(ConfigError):
+    """Messages are to be rendered by a template that the tokenizer does not have."""
+
+
+class ChatTemplate:
+    """The chat template of the tokenizer at `config.path`, with the variables and the date that the configuration gives it.
+
+    `choose`: the template's text for messages with, or without, tools; None if there is none.  `symbols`: texts of special
+    tokens (`bos_token`, ...).
+    """
+
+    def __init__(
+        self,
+        config: TokenizerConfig,
+        choose: Callable[[bool], str | None],
+        symbols: Mapping[str, Any],
+        render_s: int = RENDER_S,
+    ):
+        self._config, self._choose, self._symbols = config, choose, dict(symbols)
+        self._moment = (config.date or datetime.now()).isoformat()
+        self._process = _TemplateProcess(render_s)
+        self._reads: dict[str, frozenset[str]] = {}
+        self._takes_parts: dict[str, bool] = {}
+
+    def reads(self, with_tools: bool = False) -> frozenset[str]:
+        """Variables that the template reads, beside the messages and special tokens.  Raises ConfigError without a template."""
+        template = self._template(with_tools)
+        if template not in self._reads:
+            found = frozenset(self._ask({"template": template})["reads"])
+            self._reads[template] = found - RESERVED - self._symbols.keys()
+        return self._reads[template]
+
+    def require_arguments(self) -> None:
+        """Raises ConfigError for template arguments of the configuration that the template does not read."""
+        if not (given := self._config.template_arguments):
+            return
+        known = self.reads() | self.reads(with_tools=True) | self._symbols.keys()
+        if unread := sorted(given.keys() - known):
+            raise ConfigError(
+                f"tokenizer.template_arguments has {', '.join(unread)}, which the chat template does not read (it reads: "
+                f"{', '.join(sorted(known - self._symbols.keys())) or 'nothing but the messages'}); correct or remove it"
+            )
+
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """Messages as text; with `generation_prompt`, up to where the assistant speaks.
+
+        `variables`: further ones for this conversation.  Raises ConfigError if there is no template, or it runs into a limit,
+        DataError if the template refuses the messages.
+        """
+        given = {**self._config.template_arguments, **(variables or {})}
+        template = self._template(bool(given.get("tools")))
+        if template not in self._takes_parts:
+            self._takes_parts[template] = self._finds_parts_alone(template)
+        refusals = []
+        for variant in _variants(messages, self._takes_parts[template]):
+            try:
+                return self._rendered(template, variant, generation_prompt, given)
+            except DataError as refusal:
+                refusals.append(refusal)
+        raise refusals[0]
+
+    def _template(self, with_tools: bool) -> str:
+        template = self._choose(with_tools)
+        if template is None:
+            raise NoChatTemplateError(
+                f"the data holds chat messages, and the tokenizer at {self._config.path} has no chat template; set "
+                "tokenizer.chat_template to a Jinja template over `messages`, or read columns of text (data.format=columns)"
+            )
+        return template
+
+    def _finds_parts_alone(self, template: str) -> bool:
+        """True if the template reads a message's content as a list of parts, and not as text."""
+
+        def shows(content: Any) -> bool:
+            try:
+                return PROBE in self._rendered(template, [{"role": "user", "content": content}], True, {})
+            except DataError:
+                return False
+
+        return not shows(PROBE) and shows([{"type": "text", "text": PROBE}])
+
+    def _rendered(self, template: str, messages: list[dict[str, Any]], prompted: bool, given: Mapping[str, Any]) -> str:
+        variables = {"tools": None, "documents": None, **self._symbols, **given}
+        variables |= {"messages": messages, "add_generation_prompt": prompted}
+        return str(self._ask({"template": template, "variables": variables, "moment": self._moment})["text"])
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        answer = self._process.ask(request)
+        if "error" not in answer:
+            return answer
+        reason, remedy = answer["error"][:SHOWN_CHARACTERS], "correct it, or set tokenizer.chat_template"
+        if answer["kind"] == "refusal":
+            raise DataError(f"the chat template refuses the messages: {reason}; correct them, or set tokenizer.chat_template")
+        if answer["kind"] == "limit":
+            raise ConfigError(f"the chat template was stopped: {reason}; {remedy} to one that does not repeat itself")
+        raise ConfigError(
+            f"tokenizer.chat_template, or the tokenizer's own, is not a Jinja template (line {answer['line']}: {reason}); "
+            f"{remedy}"
+        )
+
+
+def require_syntax(template: str) -> None:
+    """Raises ConfigError if the syntax of a configured template is wrong, once and before any row is rendered.
+
+    The renderer decides which filters and tags exist.
+    """
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        check_template(template)
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        if "unknown tag" in str(error):
+            return
+        lines = template.splitlines()
+        text = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
+        raise ConfigError(
+            f"tokenizer.chat_template, line {error.lineno}: not a Jinja template ({error.message}); correct `{text}`"
+        ) from error
+
+
+def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator[list[dict[str, Any]]]:
+    """The messages as templates expect them; with calls of tools, in further forms for a template that refuses the first.
+
+    Templates differ in whether arguments are an object or its JSON, and in the content of a message that has calls alone.
+    """
+    has_calls = any(message.get("tool_calls") for message in messages)
+    for as_object in (True, False) if has_calls else (True,):
+        for empty in ({}, {"content": None}, {"content": ""}) if has_calls else ({},):
+            yield [_prepared(message, in_parts, as_object, empty) for message in messages]
+
+
+def _prepared(message: Mapping[str, Any], in_parts: bool, as_object: bool, empty: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without null keys, its reasoning by all its names; `empty`: the content beside calls that has no text."""
+    made = {name: value for name, value in message.items() if value is not None}
+    if (reasoning := next((made[name] for name in REASONING if name in made), None)) is not None:
+        made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
+    if isinstance(calls := made.get("tool_calls"), list) and calls:
+        made["tool_calls"] = [_with_arguments(call, as_object) for call in calls]
+        if not made.get("content"):
+            made.pop("content", None)
+            made |= empty
+    if in_parts and isinstance(made.get("content"), str):
+        made["content"] = [{"type": "text", "text": made["content"]}]
+    return made
+
+
+def _with_arguments(call: Any, as_object: bool) -> Any:
+    """A call with its arguments as an object, or as its JSON; other values stay as they are."""
+    if not isinstance(call, Mapping):
+        return call
+    made = {name: value for name, value in call.items() if value is not None}
+    if "function" in made:
+        return made | {"function": _with_arguments(made["function"], as_object)}
+    arguments = made.get("arguments")
+    if isinstance(arguments, Mapping) and not as_object:
+        return made | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+    if isinstance(arguments, str) and as_object:
+        with suppress(ValueError):
+            if isinstance(parsed := read_json(arguments), dict):
+                return made | {"arguments": parsed}
+    return made
+
+
+class _TemplateProcess:
+    """Starts with the first request and serves all of them, from any thread; after a failure the next one starts another."""
+
+    def __init__(self, render_s: int) -> None:
+        self._lock, self._render_s = threading.Lock(), render_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # a forked copy of this process starts one of its own
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer, or why there is none, as an answer of kind `limit`."""
+        line = json.dumps(request, default=str).encode() + b"\n"
+        with self._lock:
+            if self._process is None or self._owner != os.getpid():
+                self._start()
+            assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+            try:
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+                poller = select.poll()
+                poller.register(self._process.stdout, select.POLLIN)
+                answer = self._process.stdout.readline() if poller.poll(LONGEST_S * 1000) else b""
+            except BrokenPipeError:
+                answer = b""
+            if answer.endswith(b"\n"):
+                return dict(json.loads(answer))
+            return {"error": self._end(), "kind": "limit"}
+
+    def _start(self) -> None:
+        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        process = subprocess.Popen(  # noqa: S603  (this package's own module, and no shell)
+            [sys.executable, "-m", PROCESS, str(self._render_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
+            start_new_session=True,
+        )
+        self._process, self._owner = process, os.getpid()
+        weakref.finalize(self, _close, process, self._owner)
+
+    def _end(self) -> str:
+        """End the process; returns how it ended."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            code = None
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+        if code is None:
+            return f"it took more than {LONGEST_S:g} s for one conversation"
+        if code == -signal.SIGXCPU:
+            return f"it took more than {self._render_s} s of processor time for one conversation"
+        return f"its process ended with exit code {code}"
+
+
+def _close(process: subprocess.Popen[bytes], owner: int) -> None:
+    if owner == os.getpid():
+        process.kill()
+        process.communicate()

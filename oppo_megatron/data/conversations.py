@@ -1,0 +1,151 @@
+"""Messages of rows as text, by the chat template; tells what of a row the template leaves out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from oppo_megatron.data.chat_template import REASONING, ChatTemplate
+from oppo_megatron.data.columns import Message, Value
+from oppo_megatron.data.rows import Row
+from oppo_megatron.errors import DataError
+from oppo_megatron.nesting import read_json
+
+FOR_TEMPLATES = ("tools", "documents")
+"""Columns that are made for chat templates: a template that does not read them hides them from the model."""
+ARGUMENTS = "chat_template_kwargs"
+"""TRL's column of a row's own template arguments."""
+SHOWN = 40
+
+
+class TemplateMismatch(DataError):
+    """A sound row that this chat template cannot render as prompt and answer."""
+
+
+class Conversations:
+    """Renders the rows of a data set.  `used`: columns that are prompt or answer; the template may read the others."""
+
+    def __init__(self, chat: ChatTemplate, used: Collection[str | None], note: Callable[[str], None]):
+        self._chat, self._used, self._note = chat, used, note
+        self._told: set[tuple[str, str]] = set()
+
+    def texts(self, row: Row, prompt: Value, answers: Sequence[Value]) -> tuple[str, list[str]]:
+        """Prompt and answers as text; those that are text already stay as they are.
+
+        Raises DataError if the template refuses them, TemplateMismatch if it would hide a part of an answer.
+        """
+        if isinstance(prompt, str):
+            return prompt, [answer for answer in answers if isinstance(answer, str)]
+        variables = self.variables(row.values, row.file)
+        head = self._chat.render(prompt, variables=variables)
+        self._tell_of_lost(row, prompt, head)
+        tails = []
+        for answer in answers:
+            assert isinstance(answer, list), "align gives prompt and answers one form"
+            whole = self._chat.render([*prompt, *answer], generation_prompt=False, variables=variables)
+            _require_whole(answer[-1], whole)
+            _require_continued(head, whole)
+            self._tell_of_lost(row, answer, whole)
+            tails.append(whole[len(head) :])
+        return head, tails
+
+    def variables(self, values: Mapping[str, Any], file: str) -> dict[str, Any]:
+        """The columns of a row that the template reads, and the row's own template arguments."""
+        columns = {name: value for name, value in values.items() if value is not None and name not in self._used}
+        own = _read_json(columns.pop(ARGUMENTS, None) or {}, ARGUMENTS, dict)
+        for name in FOR_TEMPLATES:
+            if name in columns:
+                columns[name] = _read_json(columns[name], name, list)
+        given = {**columns, **own}
+        reads = self._chat.reads(with_tools=bool(given.get("tools")))
+        for name in given:
+            if name in reads:
+                self._tell("read", name, f"{file}: column {name!r} is given to the chat template")
+            elif (name in FOR_TEMPLATES and given[name]) or name in own:
+                self._tell(
+                    "unread", name,
+                    f"{file}: {name!r} is not shown to the model: the chat template does not read it; set "
+                    "tokenizer.chat_template to one that does",
+                )  # fmt: skip
+        return {name: value for name, value in given.items() if name in reads and value not in ([], {})}
+
+    def _tell_of_lost(self, row: Row, messages: Sequence[Message], text: str) -> None:
+        """Note, once for each role and key, that the text lacks something of the messages."""
+        squeezed = _squeezed(text)
+        for message in messages:
+            for name in _lost(message, squeezed):
+                what = f"text of {message['role']!r} messages" if name == "content" else f"{name!r} of messages"
+                self._tell(
+                    message["role"], name,
+                    f"{what} is not shown to the model: the chat template leaves it out (first in {row.file}:{row.line})",
+                )  # fmt: skip
+
+    def _tell(self, kind: str, name: str, line: str) -> None:
+        if (kind, name) not in self._told:
+            self._told.add((kind, name))
+            self._note(line)
+
+
+def _read_json(value: Any, name: str, kind: type) -> Any:
+    """A column that holds a list or an object, or its JSON, without null keys.  Raises DataError."""
+    if isinstance(value, str):
+        try:
+            value = read_json(value)
+        except ValueError as error:
+            raise DataError(f"column {name!r} is text, but not JSON ({error})") from error
+    if not isinstance(value, kind):
+        raise DataError(f"column {name!r} is not a {'list' if kind is list else 'mapping'}, but {type(value).__name__}")
+    return _without_nulls(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives each object of a column the keys of all of them, most of them null."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _squeezed(text: str) -> str:
+    """`text` without white space, which templates trim and add."""
+    return "".join(text.split())
+
+
+def _lost(message: Message, squeezed: str) -> Iterator[str]:
+    """Keys of a message that the rendered text does not show."""
+
+    def shows(text: str) -> bool:
+        return _squeezed(text) in squeezed or _squeezed(json.dumps(text)[1:-1]) in squeezed
+
+    for name, value in message.items():
+        if name == "role" or not value:
+            continue
+        if isinstance(value, str) and not shows(value):
+            yield name
+        elif name in ("tool_calls", "function_call"):
+            calls = value if isinstance(value, list) else [value]
+            functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
+            if not all(shows(str(function.get("name", ""))) for function in functions if isinstance(function, Mapping)):
+                yield name
+
+
+def _require_whole(answer: Message, text: str) -> None:
+    """Raises TemplateMismatch if the text lacks a part of an answer that is to be learned."""
+    learned = {"content", "tool_calls", "function_call", *REASONING}
+    if lost := [name for name in _lost(answer, _squeezed(text)) if name in learned]:
+        raise TemplateMismatch(
+            f"the chat template leaves out a part of the answer's {' and '.join(lost)}, which would not be learned (templates of "
+            "reasoning models drop what stands before </think>)"
+        )
+
+
+def _require_continued(head: str, whole: str) -> None:
+    """Raises TemplateMismatch if the text of a conversation does not begin with its prompt."""
+    if whole.startswith(head):
+        return
+    place = len(os.path.commonprefix([head, whole]))
+    raise TemplateMismatch(
+        "the chat template does not render the answer as a continuation of the prompt: the prompt ends with "
+        f"{head[place : place + SHOWN]!r}, where the whole conversation has {whole[place : place + SHOWN]!r}"
+    )

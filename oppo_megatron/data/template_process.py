@@ -1,0 +1,140 @@
+"""The process of `chat_template.ChatTemplate`: python -m oppo_megatron.data.template_process SECONDS; a JSON line in, a
+JSON line out.
+
+    request   {"template": Jinja text, "variables": {...}, "moment": time that `strftime_now` prints}, or without variables
+    answer    {"text": ...}, or {"reads": names}, or {"error": reason, "kind": syntax | refusal | limit, "line": number}
+
+Templates have transformers' own filters, tags and functions.  Nothing in a rendering depends on the machine or the moment.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from oppo_megatron.nesting import check_template
+from oppo_megatron.processes import allow_processor_time, limit_resource
+
+MEMORY_BYTES = 1 << 30
+MAX_CHARACTERS = 1 << 24
+
+
+class Generation(Extension):
+    """`{% generation %}`, with which some templates mark the assistant's words; they are rendered as they are."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class Namespace(jinja2.utils.Namespace):
+    """Jinja's, without names that lead into Python."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _require_public(name)
+        jinja2.utils.Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _require_public(name)
+        super().__setitem__(name, value)
+
+
+def _require_public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have {name!r}: rename it")
+
+
+def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """A dict; the class itself would lead a template into Python."""
+    return dict(*args, **kwargs)
+
+
+def raise_exception(reason: str) -> None:
+    """Refuse the messages, as a template does it."""
+    raise jinja2.TemplateError(reason)
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON without Jinja's escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@lru_cache(maxsize=1)
+def environment() -> ImmutableSandboxedEnvironment:
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    made.filters["tojson"] = to_json
+    made.globals.update(raise_exception=raise_exception, dict=make_dict, namespace=Namespace, strftime_now=None)
+    return made
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> jinja2.Template:
+    return environment().from_string(_counted(template))
+
+
+def _counted(template: str) -> str:
+    check_template(template)
+    return template
+
+
+def _read_names(template: nodes.Template) -> set[str]:
+    """Names that a caller may give.  Of those that it sets itself, the ones that it asks for before (`x is defined`)."""
+    found = meta.find_undeclared_variables(template) - environment().globals.keys()
+    own = {node.name for node in template.find_all(nodes.Name) if node.ctx != "load"}
+    tests: list[Any] = [test.node for test in template.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+    tests += [filtered.node for filtered in template.find_all(nodes.Filter) if filtered.name in ("default", "d")]
+    return found - own | found & {node.name for node in tests if isinstance(node, nodes.Name)}
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The text of a rendering; of a request without variables, the names that the template reads and does not define."""
+    try:
+        if "variables" not in request:
+            return {"reads": sorted(_read_names(environment().parse(_counted(request["template"]))))}
+        random.seed(0)  # of the filter `random` and of `lipsum`
+        moment = datetime.fromisoformat(request["moment"])
+        text = _compiled(request["template"]).render(request["variables"], strftime_now=moment.strftime)
+        if len(text) > MAX_CHARACTERS:
+            return {"error": f"it wrote {len(text)} characters for one conversation", "kind": "limit"}
+        return {"text": text}
+    except jinja2.TemplateSyntaxError as error:
+        return {"error": error.message, "kind": "syntax", "line": error.lineno}
+    except jinja2.TemplateError as error:
+        return {"error": str(error), "kind": "refusal"}
+    except MemoryError:
+        return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory for one conversation", "kind": "limit"}
+    except Exception as error:  # a template may make any mistake of Python's
+        return {"error": f"{type(error).__name__}: {error}", "kind": "refusal"}
+
+
+def main(render_s: int) -> None:
+    """Answer until there are no more requests; one that takes more processor time ends the process."""
+    limit_resource(resource.RLIMIT_CORE, 0)
+    limit_resource(resource.RLIMIT_AS, MEMORY_BYTES)
+    for line in sys.stdin.buffer:
+        allow_processor_time(render_s)
+        sys.stdout.buffer.write(json.dumps(answer(json.loads(line))).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,166 @@
+"""JSON, YAML and Jinja templates are parsed only after their nesting has been counted, without recursion.
+
+Their parsers call themselves once per level, or more often.  How deep they get depends on the caller and on the version of
+Python, and where the stack ends anything may fail.  JSON and YAML are refused by a DataError, which is a ValueError, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from oppo_megatron.errors import DataError
+
+DEEPEST = 100
+"""Lists and objects within each other in JSON, low enough that whoever reads them again is within its own limit."""
+DEEPEST_YAML = 20
+"""Sections within each other in YAML: omegaconf needs about ten calls per level."""
+MOST_NODES = 100_000
+"""Keys and values of one YAML text, aliases written out."""
+DEEPEST_TAGS = 19
+"""Blocks within each other in a template: Python takes 20 loops."""
+DEEPEST_EXPRESSION = 100
+"""Operators that work on each other's results in a template's expression; a bracket counts as three."""
+STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
+BLOCKS = frozenset({"if", "for", "macro", "call", "filter", "block", "with", "autoescape", "generation", "trans"})
+OPERATORS = frozenset({"and", "or", "not", "if", "else", "is", "in"})
+LEVEL = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+def read_json(text: str | bytes, **options: Any) -> Any:
+    """`json.loads` of a text that is not nested too deeply.  Raises ValueError."""
+    text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
+    check_json(text)
+    return json.loads(text, **options)
+
+
+def check_json(text: str) -> None:
+    """Raise DataError for a text that is nested beyond `DEEPEST`."""
+    if too_deep_at(text) is not None:
+        raise DataError(f"lists or objects are nested deeper than {DEEPEST}; leave them out, or flatten them")
+
+
+def too_deep_at(text: str, deepest: int = DEEPEST) -> int | None:
+    """The position of the first bracket of JSON values that is beyond `deepest`, or None."""
+    if text.count("[") + text.count("{") <= deepest:
+        return None
+    level = 0
+    for found in STRING_OR_BRACKET.finditer(text):
+        level += LEVEL.get(found[0], 0)
+        if level > deepest:
+            return found.start()
+    return None
+
+
+def check_value(value: Any) -> None:
+    """Raise DataError for lists and mappings that are nested beyond `DEEPEST`."""
+    level: list[Any] = [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            part
+            for item in level
+            if isinstance(item, (dict, list, tuple))
+            for part in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return
+    raise DataError(f"lists or objects are nested deeper than {DEEPEST}; leave them out, or flatten them")
+
+
+def read_yaml(text: str | bytes) -> Any:
+    """`yaml.safe_load` of a text that `check_yaml` takes.  Raises YAMLError or ValueError."""
+    import yaml
+
+    check_yaml(text)
+    return yaml.safe_load(text)
+
+
+def check_yaml(text: str | bytes) -> set[str]:
+    """Return the values that hold a reference `${`.  Raises DataError for a text that is nested deeper, or stands for more,
+    than a configuration needs, with its aliases written out; YAMLError for one that is not YAML."""
+    import yaml
+
+    known: dict[str, tuple[int, int]] = {}  # by anchor: levels and nodes below it
+    opened: list[tuple[str | None, int, int]] = [(None, 0, 0)]  # the document, then the collections around the event
+    references = set()
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        line = event.start_mark.line + 1 if event.start_mark else 0
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append((event.anchor, 1, 1))
+            levels = 0
+        elif isinstance(event, yaml.AliasEvent):
+            if any(anchor == event.anchor for anchor, _, _ in opened):
+                raise DataError(f"the alias of line {line} holds itself; write it out")
+            levels = _close(opened, None, *known.get(event.anchor or "", (0, 1)), known)
+        elif isinstance(event, yaml.ScalarEvent):
+            references |= {event.value} if "${" in event.value else set()
+            levels = _close(opened, event.anchor, 0, 1, known)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            levels = _close(opened, *opened.pop(), known)
+        else:
+            continue
+        if len(opened) - 1 + levels > DEEPEST_YAML:
+            raise DataError(
+                f"line {line} is nested too deeply: a configuration has sections within sections, at most "
+                f"{DEEPEST_YAML}; flatten it"
+            )
+    if (total := opened[0][2]) > MOST_NODES:
+        raise DataError(f"it stands for {total:.3g} settings by its aliases, more than {MOST_NODES}; write them out")
+    return references
+
+
+def _close(
+    opened: list[tuple[str | None, int, int]],
+    anchor: str | None,
+    levels: int,
+    nodes: int,
+    known: dict[str, tuple[int, int]],
+) -> int:
+    """Count a node, which has ended, in the collection around it.  Returns its levels."""
+    if anchor is not None:
+        known[anchor] = levels, nodes
+    around, most, total = opened[-1]
+    opened[-1] = around, max(most, levels + 1), total + nodes
+    return levels
+
+
+def check_template(template: str) -> None:
+    """Raise jinja2's TemplateSyntaxError for a template whose tags or expressions are nested too deeply.
+
+    Another fault of syntax ends the count: whoever compiles the template reports it.
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+
+    tags, words, levels = 0, [""], [0]
+    tokens = Environment().lex(template)  # noqa: S701 - nothing is rendered
+    while True:
+        try:
+            line, kind, word = next(tokens)
+        except (StopIteration, TemplateSyntaxError):
+            return
+        if kind in ("block_begin", "variable_begin"):
+            words, levels = [], [0]
+        elif kind in ("name", "operator"):
+            words.append(word)
+            _count(levels, word)
+        elif kind == "block_end" and words:
+            tags += (words[0] in BLOCKS or (words[0] == "set" and "=" not in words)) - words[0].startswith("end")
+        if tags > DEEPEST_TAGS or sum(levels) > DEEPEST_EXPRESSION:
+            raise TemplateSyntaxError(
+                f"nested too deeply: at most {DEEPEST_TAGS} tags, or {DEEPEST_EXPRESSION} operators, of which a bracket counts "
+                "as three; set a variable to a part of it, or make that a macro",
+                line,
+            )
+
+
+def _count(levels: list[int], word: str) -> None:
+    """Update the operators around a word of an expression, by bracket; a comma begins a new operand."""
+    if word in ("(", "[", "{"):
+        levels.append(3)
+    elif word in (")", "]", "}"):
+        levels[-2:] = [levels[-2] + 1] if len(levels) > 1 else levels
+    elif word == ",":
+        levels[-1] = 3 if len(levels) > 1 else 0
+    elif word in OPERATORS or not word.isidentifier():
+        levels[-1] += 1

@@ -1,0 +1,173 @@
+r"""Where a response states its final answer: the one place that all rules with an answer ask.
+
+Thoughts are no answer: after `</think>`, only the text behind it counts, if there is any.  A rule names the forms it reads;
+the first form that occurs decides, and `texts` has all its places, in their order:
+
+    marked      \boxed{...}, and <answer>...</answer> without a box within
+    hashed      #### ..., or a last line `A: ...` (GSM8K)
+    stated      the answer is ..., Answer: ..., the correct option is ..., up to the line's end; Final Answer, and the next line
+    last line   the last line that is not empty
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+_CLOSED_THOUGHT = re.compile(r"</think(?:ing)?>")
+_THOUGHT = re.compile(r"<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.DOTALL)
+_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
+_OPEN_TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)\Z", re.DOTALL | re.IGNORECASE)
+_BETWEEN = re.compile(r"(?:[\s$.,;&、和或及]|\\text\s*\{|\}|\band\b|\bor\b|\\q?quad\b|\\[,;() ])*")
+_HASH = re.compile(r"####(.*)")
+_LAST_LINE = re.compile(r"\s*A:(.*)")
+_STATED = re.compile(
+    r"""(?:(?i:\b(?:answer(?:\s(?:choice|option|letter))?|correct\s(?:choice|option|letter)))|答案)
+        (?i:\s(?:to|of|for)\b[^.\n:=]{0,60}?)?["')*_]{0,3}\s{0,3}
+        (?:(?i:is|are|was|will\sbe|would\sbe|should\sbe|must\sbe|equals)\b\s?:?|[:=]|[是为為]\s?:?)(?:[*_]{1,3}(?=\s))?
+      | (?i:final\s+answer)[*_\s]{0,4}(?=\n)""",
+    re.VERBOSE,
+)
+_DISPLAY = re.compile(r"[\s*_]{0,8}(\$\$.+?\$\$|\\\[.+?\\\])", re.DOTALL)
+MAX_CHARACTERS = 2000
+"""A longer answer is a runaway response."""
+_REST = re.compile(r"\s*([^\n]{0,2000})")
+
+_ASCII = str.maketrans(
+    {0xFF01 + i: chr(0x21 + i) for i in range(94)}
+    | {
+        "\u3000": " ",
+        "\u00a0": " ",
+        "\u202f": " ",
+        "\u2009": " ",
+        "。": ".",
+        "、": ",",
+        "\u2212": "-",
+        "“": '"',
+        "”": '"',
+    }
+)
+_PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("__", "__"), ("*", "*"), ("`", "`"),
+          ('"', '"'), ("'", "'"), ("「", "」"))  # fmt: skip
+_WRAPPED = re.compile(
+    r"(?:\\(?:text|mbox|hbox|boldsymbol|bf|rm|(?:text|math)(?:bf|rm|it|normal|sf))\s*)?\{(.*)\}", re.DOTALL
+)
+
+
+def texts(response: str, forms: Sequence[str]) -> tuple[str, list[str]]:
+    """The first of `forms` that occurs, with the texts at its places; the last form and no text if none does."""
+    text = shown(response)
+    for form in forms:
+        found = _FORMS[form](text)
+        if found:
+            return form, found
+    return forms[-1], []
+
+
+def shown(response: str) -> str:
+    """The text behind the thoughts, if there is any, else all of it; full-width characters as ASCII."""
+    response = response.translate(_ASCII)
+    end = _CLOSED_THOUGHT.search(response)
+    behind = _THOUGHT.sub("", response[end.end() :]) if end else ""
+    return behind if behind.strip() else response
+
+
+def closed_marks(prefix: str) -> list[str]:
+    """The marked answers that every response with this beginning has; none while it may still turn out to be a thought."""
+    return [text for text, _, _ in _marks(shown(prefix))] if _CLOSED_THOUGHT.search(prefix) else []
+
+
+def last_group(response: str) -> str | None:
+    """The last marked answer, as a list with those that only commas, spaces or words such as `and` part from it."""
+    text = shown(response)
+    marks = _marks(text)
+    if not marks:
+        return None
+    group, begin = [marks[-1][0]], marks[-1][1]
+    for content, start, end in reversed(marks[:-1]):
+        if not _BETWEEN.fullmatch(text[end:begin]):
+            break
+        group, begin = ([content, *group] if content not in group else group), start
+    return ", ".join(group)
+
+
+def bare(text: str) -> str:
+    r"""Without what may stand around an answer: spaces, a full stop, `$`, `\(`, quotes, `**`, braces, `\text{}`."""
+    if len(text) > 2 * MAX_CHARACTERS:
+        return text
+    while True:
+        text = text.strip().rstrip(".,;:").lstrip(":").strip()
+        inner = next((inner for left, right in _PAIRS if (inner := _within(text, left, right)) is not None), None)
+        if inner is None and (wrapped := _WRAPPED.fullmatch(text)) and closing(wrapped[1] + "}", 0) == len(wrapped[1]):
+            inner = wrapped[1]
+        if inner is None:
+            return text
+        text = inner
+
+
+def closing(text: str, begin: int) -> int | None:
+    """Where the brace closes that was opened before `begin`."""
+    depth = 1
+    for brace in re.finditer(r"\\.|[{}]", text[begin:], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return begin + brace.start()
+    return None
+
+
+def _within(text: str, left: str, right: str) -> str | None:
+    inner = text[len(left) : -len(right)]
+    if not (text.startswith(left) and text.endswith(right) and inner.strip()) or text.endswith("\\" + right):
+        return None
+    return None if left in inner.replace("\\$", "") or right in inner.replace("\\$", "") else inner
+
+
+def _marks(text: str) -> list[tuple[str, int, int]]:
+    """The content of each closed mark, and where the mark begins and ends, in their order."""
+    found, start = list[tuple[str, int, int]](), 0
+    while (box := _BOX.search(text, start)) is not None:
+        end = closing(text, box.end())
+        if end is None:
+            break
+        found.append((text[box.end() : end], box.start(), end + 1))
+        start = end + 1
+    for tag in _TAG.finditer(text):
+        if not _BOX.search(tag[1]):
+            found.append((tag[1], tag.start(), tag.end()))
+    return sorted(found, key=lambda mark: mark[1])
+
+
+def _marked(text: str) -> list[str]:
+    marks = [content for content, _, _ in _marks(text)]
+    unclosed = _OPEN_TAG.search(text)  # where the run stops at the closing tag, the text does not have it
+    if unclosed and not _BOX.search(unclosed[1]):
+        marks.append(unclosed[1])
+    return marks
+
+
+def _hashed(text: str) -> list[str]:
+    lines = text.strip().splitlines()
+    last_line = _LAST_LINE.fullmatch(lines[-1]) if lines else None
+    return [last_line[1]] if last_line else [mark.rpartition("####")[2] for mark in _HASH.findall(text)]
+
+
+def _stated(text: str) -> list[str]:
+    found = []
+    for statement in _STATED.finditer(text):
+        rest = _DISPLAY.match(text, statement.end()) or _REST.match(text, statement.end())
+        if rest and rest[1]:
+            found.append(rest[1])
+    return found
+
+
+def _last_line(text: str) -> list[str]:
+    return text.strip().splitlines()[-1:]
+
+
+_FORMS: dict[str, Callable[[str], list[str]]] = {
+    "marked": _marked,
+    "hashed": _hashed,
+    "stated": _stated,
+    "last line": _last_line,
+}

@@ -1,0 +1,148 @@
+r"""A number as people write it, read exactly.
+
+    sign, currency      -5   −5   $18   -$5   €1,200.50   \$3
+    digits              1,234   1 234   1{,}234   .5   18.50   1/2   \frac{1}{2}   3 1/2   3\frac12   6.02e23   6 \times 10^{23}
+    behind              %   a full stop   a unit: 5 km, 5km, 12 apples, 90^\circ
+
+A word that makes it another number (million, dozen, pi, times), a further digit or an operator, and it is not read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from oppo_megatron.rewards.rules.final_answer import bare
+
+MAX_CHARACTERS = 500
+"""A longer number is a runaway response; Python itself refuses to read very long ones."""
+SIGNIFICANT = 6
+"""Digits that a decimal fraction needs to stand for a number that it only approximates, as 0.333333 does."""
+
+_PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"\\(?:[,;:]|!\s*|left\b|right\b|displaystyle\b|quad\b)"), ""),
+    (re.compile(r"(?<=\d)\{,\}(?=\d{3})"), ","),
+    (re.compile(r"\\(?:text|mbox|(?:text|math)(?:bf|rm|it|normal))\s*\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))"), r" \1\2/\3\4 "),
+    (re.compile(r"\\(?:times|cdot)(?![A-Za-z])|[×·]"), "*"),
+    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°"), " degrees "),
+    (re.compile(r"\\([%$#&])"), r"\1"),
+    (re.compile(r"\\ |~"), " "),
+)  # fmt: skip
+_NUMBER = re.compile(
+    r"""\s*(?P<sign>[-+]?)\s*(?P<money>[$€£¥₹]?)\s*(?P<inner>-?)
+        (?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[1-9][0-9]{0,2}(?:[ ][0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))
+        (?P<decimals>\.[0-9]+)?
+        (?:\s*/\s*(?P<denominator>[0-9]+)|\s+(?P<part>[0-9]+)\s*/\s*(?P<of>[0-9]+)
+          |\s*[*x]\s*10\s*\^\s*\{?\s*(?P<power>[-+]?[0-9]{1,3})\s*\}?|[eE](?P<exponent>[-+]?[0-9]{1,3})(?![0-9A-Za-z]))?""",
+    re.VERBOSE,
+)
+# Words after a number that make it another number, or no number at all.
+_OTHER = re.compile(
+    r"""\b(?:hundred|thousand|million|billion|trillion|dozen|half|halve|third|fourth|quarter|fifth|tenth|hundredth|thousandth
+        |times|plus|minus|over|squared|cubed|or|to|if|unless|not|pi|sqrt|sin|cos|tan|ln|log|exp|infinity|mod|choose)s?\b
+        |[万萬亿億千百]""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_POWER = re.compile(r"(?<=[A-Za-z])(?:\^\{?[23]\}?|[23](?![0-9])|[²³])|(?<=[A-Za-z])\s?/\s?(?=[A-Za-z])")
+_WORDS = re.compile(r"[^0-9+*/=^_\\<>|~{}]*")
+_UNITS = """km kilometer kilometre|m meter metre|cm centimeter centimetre|mm millimeter millimetre|mi mile|ft foot feet
+|in inch inche|yd yard|kg kilogram|g gram|mg milligram|lb pound|oz ounce|ton tonne|L l liter litre|ml mL milliliter millilitre
+|gal gallon|s sec second|min minute|h hr hour|day|week wk|month|yr year|mph|km/h kmh kph|m/s|deg degree|C|F|Hz|Pa
+|$ dollar usd USD|€ euro eur|cent ¢|£ gbp|¥ yen yuan 元|₹ rupee|% percent pct"""
+UNITS = {name: names.split()[0] for names in _UNITS.replace("\n", "").split("|") for name in names.split()}
+"""A unit by each of its names, without the plural's s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """`places`: decimal places of one that is written as a decimal fraction, and may be rounded; None: it is exact."""
+
+    value: Fraction
+    places: int | None = None
+    percent: bool = False
+    unit: str | None = None
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The number that `text` begins with; None if there is none, or more follows (`3+4`, `1 million`)."""
+    number = read_number(text)
+    return None if number is None else number.value
+
+
+def read_number(text: str) -> Number | None:
+    """As `parse_number`, with its unit."""
+    text = bare(text)
+    if len(text) > MAX_CHARACTERS + 1000:
+        return None
+    for pattern, plain in _PLAIN:
+        text = pattern.sub(plain, text)
+    found = _NUMBER.match(text)
+    if found is None or len(found[0]) > MAX_CHARACTERS or (found["sign"] and found["inner"]):
+        return None
+    behind = bare(_POWER.sub("", text[found.end() :]))
+    if not _is_unit(behind, joined=text[found.end() : found.end() + 1].isalpha()):
+        return None
+    return _valued(found, behind)
+
+
+def _valued(found: re.Match[str], behind: str) -> Number | None:
+    value = Fraction((re.sub("[, ]", "", found["whole"]) or "0") + (found["decimals"] or ""))
+    if found["denominator"] is not None or found["of"] is not None:
+        if int(found["denominator"] or found["of"]) == 0:
+            return None
+        value = (
+            value / int(found["denominator"])
+            if found["of"] is None
+            else value + Fraction(int(found["part"]), int(found["of"]))
+        )
+    power = int(found["power"] or found["exponent"] or 0)
+    places = len(found["decimals"]) - 1 - power if found["decimals"] else None
+    value = value * Fraction(10) ** power * (-1 if "-" in (found["sign"], found["inner"]) else 1)
+    word = re.match(r"[^\W\d_]+(?:/[^\W\d_]+)?|[%$€¢£¥₹]", behind)
+    unit = None if word is None else UNITS.get(word[0]) or UNITS.get(word[0].lower().removesuffix("s"))
+    return Number(value, places, percent=unit == "%", unit=(unit if word else None) or UNITS.get(found["money"]))
+
+
+def _is_unit(behind: str, *, joined: bool) -> bool:
+    """Whether the text behind a number is nothing, punctuation, or words that leave its value; `joined`: without a space."""
+    if not behind:
+        return True
+    if not _WORDS.fullmatch(behind) or _OTHER.search(behind):
+        return False
+    word = re.match(r"[^\W\d_]*", behind)
+    name = word[0] if word else ""
+    known = name in UNITS or name.lower().removesuffix("s") in UNITS or not name.isascii()
+    if re.match(r"-\s|-.?$|!", behind) or re.search(r"\s-\s", behind):
+        return False
+    return known or (not joined and len(name) != 1)
+
+
+def same_number(expected: Number, given: Number) -> bool:
+    """Equal as written.  A percentage equals its value, and where that is 1 or more, its figure, too."""
+    if expected.unit and given.unit and expected.unit != given.unit and not (expected.percent or given.percent):
+        return False
+    if expected.percent == given.percent:
+        return close(expected, given)
+    share, other = (expected, given) if expected.percent else (given, expected)
+    if other.unit is not None:
+        return False
+    hundredth = Number(share.value / 100, None if share.places is None else share.places + 2)
+    return close(other, hundredth) or (abs(share.value) >= 1 and close(other, share))
+
+
+def close(a: Number, b: Number) -> bool:
+    """Equal, or the coarser is a decimal fraction of at least six digits to which the other rounds, or only noise parts them."""
+    if a.value == b.value:
+        return True
+    places = min((each.places for each in (a, b) if each.places is not None), default=None)
+    if places is None:
+        return False
+    size, difference = max(abs(a.value), abs(b.value)), abs(a.value - b.value)
+    last = Fraction(10) ** -places
+    noise = (
+        max(len(str(int(size / Fraction(10) ** -(each.places or 0)))) for each in (a, b)) >= 16
+        and difference * 10**14 < size
+    )
+    return noise or (difference < last and size / last >= 10 ** (SIGNIFICANT - 1))

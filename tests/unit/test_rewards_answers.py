@@ -1,0 +1,139 @@
+"""Forms of final answers, right and wrong, for rule `math`: the response, then the row's answer."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from oppo_megatron.rewards.rules.math_answers import ANSWER, expected_text, found_answer, grade
+
+# fmt: off
+RIGHT = [
+    ('<answer>42</answer>', '42'), ('<answer>42.</answer>', '42'), ('(42)', '42'), ('"42"', '42'), ('Answer:42', '42'),
+    ('Answer：42', '42'), ('\\$3', '\\$3'), ('3', '\\$3'), ('The answer is 42', '42'), ('The answer is $42$.', '42'),
+    ('**42**', '42'), ('Final Answer: **42**', '42'), ('**Final Answer**\n\n42', '42'), ('**Final Answer:** \\(42\\)', '42'),
+    ('最终答案是４２。', '42'), ('答案：42', '42'), ('So we get 42.', '42'), ('Therefore, Tom has 42 apples left.', '42'),
+    ('x = 42', '42'), ('$x = 42$', '42'), ('\\[ x = 42 \\]', '42'), ('thus\n$$\n42\n$$', '42'), ('\\boxed{42}', '42'),
+    ('<think>\\boxed{41}</think> \\boxed{42}', '42'), ('\\boxed{41} no, \\boxed{42}', '42'), ('\\boxed{\\frac{1}{2}}', '0.5'),
+    ('\\boxed{\\dfrac12}', '\\frac{1}{2}'), ('\\boxed{50\\%}', '0.5'), ('\\boxed{50\\%}', '50'),
+    ('\\boxed{3\\frac{1}{2}}', '3.5'), ('3 1/2', '7/2'), ('1,234', '1234'), ('1.234,5', '1234.5'), ('12,5', '12.5'),
+    ('\\boxed{1{,}234}', '1234'), ('\\boxed{1\\,234}', '1234'), ('6.626e-34', '6.626 \\times 10^{-34}'), ('0.333333', '1/3'),
+    ('\\boxed{(1,2)}', '(1, 2)'), ('\\boxed{\\{2,1\\}}', '\\{1,2\\}'), ('\\boxed{1, 2}', '2, 1'),
+    ('\\boxed{x=1 \\text{ or } x=2}', '1,2'), ('$x=1$ or $x=2$', '1,2'), ('The answer is $1$ and $2$.', '1,2'),
+    ('\\boxed{[1,\\infty)}', '[1, \\infty)'), ('\\boxed{(-\\infty,3]\\cup[5,\\infty)}', '(-\\infty, 3] \\cup [5, \\infty)'),
+    ('\\boxed{\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}}', '\\begin{bmatrix} 1 & 2 \\\\ 3 & 4 \\end{bmatrix}'),
+    ('\\boxed{\\text{Monday}}', 'monday'), ('The answer is Monday.', 'Monday'), ('\\boxed{\\infty}', 'infinity'),
+    ('\\boxed{2\\sqrt{2}}', '\\sqrt{8}'), ('2*sqrt(2)', '2\\sqrt{2}'), ('2π', '2\\pi'), ('The answer is 5 km.', '5'),
+    ('The answer is 5 kilometers', '5 km'), ('\\boxed{90^\\circ}', '90'), ('\\boxed{\\$5}', '5'), ('$5', '5'),
+    ('It costs $5.', '5'), ('The answer is \\$5.', '5'), ('\\boxed{x^2+2x+1}', '(x+1)^2'), ('42.0', '42'),
+    ('\\boxed{-\\frac{1}{2}}', '-0.5'), ('-5', '−5'), ('\\boxed{\\frac{\\sqrt{3}}{2}}', '\\sqrt{3}/2'),
+    ('\\boxed{5\\text{ cm}}', '5'), ('\\boxed{1} and \\boxed{2}', '1, 2'), ('#### 42', '42'),
+    ('The answer is 42 because 6*7 = 42.', '42'), ('The answer is 42. I hope it is correct.', '42'),
+    ('Answer: 42\n\nThis answer is reasonable.', '42'), ('\\boxed{y=2x+3}', 'y=2x+3'), ('\\boxed{2x+3}', 'y=2x+3'),
+    ('\\boxed{1011_2}', '1011_2'), ('\\boxed{0.\\overline{3}}', '0.\\overline{3}'), ('5!', '120'),
+    ('\\boxed{10^{-3}}', '0.001'), ('\\boxed{\\pi}', '\\pi'), ('3.141593', '\\pi'), ('\\boxed{2^{10}}', '1024'),
+    ('2^10', '1024'), ('\\boxed{x \\in [1,2]}', '[1,2]'), ('\\boxed{(p,q)=(3,2)}', '(3,2)'), ('\\boxed{\\pm 2}', '2, -2'),
+    ('\\boxed{f(x)=x^2}', 'x^2'), ('Yes', 'yes'), ('\\boxed{\\text{(C)}}', 'C'), ('\\boxed{3+4i}', '3+4i'),
+    ('<answer>\\boxed{42}</answer>', '42'), ('<think>hm</think><answer>42', '42'), ('$\\frac{1}{2}$ of the total', '1/2'),
+    ('So the probability is $\\frac{3}{8}$.', '3/8'), ('= 42', '42'), ('≈ 3.14', '3.14'), ('2000km', '2000'), ('42%', '42'),
+    ('1 000 000', '1000000'), ('\\boxed{x<3}', 'x < 3'), ('\\boxed{\\left(\\frac{1}{2}, 3\\right)}', '(0.5, 3)'),
+    ('\\boxed{12\\text{ and }13}', '12, 13'), ('the sum is 3 + 4 = 7', '7'), ('\\boxed{\\mathrm{even}}', 'even'),
+    ('Answer: A', 'A'), ('\\boxed{8 \\times 10^5}', '800000'), ('\\boxed{\\frac{10}{4}}', '2.5'),
+    ('The final answer is: $\\boxed{42}$', '42'), ('So $x=42$ and we are done.', '42'), ('42 apples', '42'),
+    ('Answer = 42', '42'), ('42 units', '42'), ('\\boxed{5\\,\\text{m/s}}', '5'), ('\\boxed{25\\pi\\text{ cm}^2}', '25\\pi'),
+    ('\\boxed{\\{x: x>3\\}}', '\\{x: x>3\\}'), ('The final answer is $\\boxed{\\frac{63}{400}}$', '\\frac{63}{400}'),
+    ('Answer: \\(\\frac{3}{4}\\)', '0.75'), ('**Answer: 42**', '42'), ('### Final Answer\n42', '42'),
+    ('**Final Answer**\nThe integers are \\boxed{-2} and \\boxed{1}.', '1, -2'),
+    ('<reasoning>6*7 is \\boxed{41}? no</reasoning>\n<answer>42</answer>', '42'), ('7,425,000', '7425000'),
+    ('$28$ percent', '28\\%'), ('28 pct', '$28\\%$'), ('\\boxed{28 \\text{ percent}}', '28%'), ('0,25', '0.25'),
+    ('\\boxed{\\frac{\\pi}{2}}', '\\pi/2'), ('\\boxed{(3, \\frac{\\pi}{2})}', '\\left( 3, \\frac{\\pi}{2} \\right)'),
+    ('\\boxed{-12, -11, -10}', '-12;-11;-10'), ('\\boxed{(7,11), (11,7)}', '(11,7) or (7,11)'),
+    ('\\boxed{4, 5}', 'AB=4, CD=5'), ('\\fbox{42}', '42'), ('\\boxed {42}', '42'), ('The answer to the problem is 42.', '42'),
+    ('the correct answer is : 42', '42'), ('`42`', '42'), ('Answer: 42 USD', '\\$42'), ('€42', '42'), ('42€', '42'),
+    ('\\boxed{\\text{42 cm}}', '42'), ('\\boxed{-\\infty}', '-\\infty'), ('∞', '\\infty'), ('√8', '2\\sqrt{2}'),
+    ('x²+1', 'x^2+1'), ('\\boxed{\\ln 2}', '\\ln(2)'), ('\\boxed{e^{2}}', 'e^2'), ('\\boxed{\\frac{a}{b}}', 'a/b'),
+    ('\\boxed{\\emptyset}', '\\emptyset'), ('\\boxed{\\mathbb{R}}', '\\mathbb{R}'), ('Thus, the total is **42**.', '42'),
+    ('Hence x equals 42.', '42'), ('7 + 35 = 42', '42'), ('a = 1, b = 2', 'a=1, b=2'), ('</think>42', '42'),
+    ('<thinking>41</thinking>42', '42'), ('-1/2', '-\\frac12'), ('+5', '5'), ('.5', '0.5'), ('5.', '5'), ('007', '7'),
+    ('\\boxed{\\frac{\\frac{1}{2}}{3}}', '1/6'), ('\\boxed{\\sqrt[3]{8}}', '2'), ('\\boxed{3}', '3'),
+    ('\\boxed{10\\%}', '10'), ('33.333333%', '1/3'), ('\\boxed{\\dfrac{\\sqrt{2}}{2}}', '\\frac{1}{\\sqrt{2}}'),
+    ('The answer is: $$\\frac{1}{2}$$', '0.5'), ('答案是 42', '42'), ('最终答案为：42', '42'),
+    ('100000000000000000000', '100000000000000000000'),
+    ("The final answer is $10,455$. I hope it is correct.", "10455"),
+    ("Final Answer: The volume of $ABCD$ is 120. I hope so.", "120"),
+    ("Final Answer: The largest $n$ is 34.", "34"), (r"is $\boxed{11,\! 111,\! 100}$", "11111100"), ("$28$ %", r"$28\%$"),
+    (r"$$\boxed{(2, 2)} \quad \text{and} \quad \boxed{(6, 2)}$$", "$$(2, 2), (6, 2)$$"),
+    (r"\boxed{125\textnormal{ miles}}", "$125$ miles"),
+    (r"$\boxed{(3, 7), (2, 3), (3,7)}$", "$(2,3),(3,7)$"),
+    (r"$\boxed{k = 45} \quad \text{and} \quad \boxed{n = 2}$", "$$k = 45, n = 2$$"),
+    (r"$\begin{pmatrix}1\\2\end{pmatrix} + \begin{pmatrix}5\\6\end{pmatrix}$", r"$\begin{pmatrix}6 \\ 8\end{pmatrix}$"),
+    ("$x=1$, $y=2$", "x=1, y=2"), ("\\[\nx = \\frac{1}{2}\n\\]", "0.5"), ("Answer: \\( 9 \\)", "$9$"),
+]
+WRONG = [
+    ("$11a+c$", "$7 = 11a+c$"), ("$0$", "$a + 3z = 0$"), ("$1$", "$2x + z = 1$"), (r"$1 + \frac{1}{e}$", r"$1 - \frac{1}{e}$"),
+    ("The answer is hard to find, 42 or so", "42"), ("$f(y)$", "$f(x)$"),
+    ('41', '42'), ('-42', '42'), ('42', '-42'), ('420', '42'), ('4.2', '42'), ('\\boxed{41}, maybe 42', '42'),
+    ('The answer is not 42', '42'), ('I saw 42 sheep.\nThe answer is 7', '42'), ('\\boxed{42} then \\boxed{43}', '42'),
+    ('<think>\\boxed{42}</think>\\boxed{41}', '42'), ('\\boxed{(2,1)}', '(1,2)'), ('\\boxed{(1,2)}', '[1,2]'),
+    ('\\boxed{[1,2)}', '[1,2]'), ('41 or 42', '42'), ('\\boxed{41, 42}', '42'), ('\\boxed{42}', '41, 42'),
+    ('9.11e-31', '6.626e-34'), ('6.626e-31', '6.626e-34'), ('0', '1e-9'), ('0.0000001', '0.0000002'),
+    ('\\boxed{(1, 6.6e-34)}', '(1, 9.1e-31)'), ('42 million', '42'), ('42 thousand', '42'), ('5x', '5'), ('\\boxed{5x}', '5'),
+    ('\\boxed{5\\pi}', '5'), ('5 pi', '5'), ('0.5%', '0.5'), ('5%', '0.5'), ('1,234', '1.234'), ('1.234', '1234'),
+    ('0,125', '125'), ('0.33', '1/3'), ('3.14', '\\pi'), ('1000.001', '1000.002'), ('1000001', '1000000'),
+    ('\\boxed{\\text{listen}}', 'silent'), ('\\boxed{\\text{Tuesday}}', 'Monday'), ('\\boxed{\\infty}', '-\\infty'),
+    ('\\boxed{\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}}', '\\begin{pmatrix}1&3\\\\2&4\\end{pmatrix}'),
+    ('\\boxed{x>3}', 'x<3'), ('\\boxed{x \\le 3}', 'x < 3'), ('5 km', '5 m'), ('5 cents', '\\$5'), ('1011_3', '1011_2'),
+    ('', '1'), ('no answer', '1'), ('\\boxed{42', '42'), ('\\boxed{}', '42'),
+    ('There are 42 students, so I cannot tell.', '42'), ('see page 42', '42'),
+    ('42 is a nice number but I do not know', '42'), ('5 + 3', '5'), ('12 - x', '12'), ('1/2', '2/1'), ('3 1/2', '3'),
+    ('31/2', '3.5'), ('\\boxed{\\frac{2}{1}}', '1/2'), ('Step 42: unknown', '42'), ('The answer is between 40 and 42', '42'),
+    ('The answer is 42 or 43', '42'), ('The answer is 3, 4', '3'), ('\\boxed{x=5}', 'y=5'), ('\\boxed{x+1}', 'x-1'),
+    ('\\boxed{\\sqrt{2}}', '2'), ('2^{-1}', '2'), ('5!', '5'), ('50', '0.5'), ('1e5', '15'), ('I have 42', '42x'),
+    ('42, 43, 44', '42'), ('\\boxed{4\\sqrt{2}}', '4'), ('yes', 'no'), ('on', 'no'), ('B', 'A'), ('(1,2,3)', '(1,2)'),
+    ('\\{1,2\\}', '(1,2)'), ('12abc', '12'), ('\\boxed{\\frac{64}{400}}', '\\frac{63}{400}'), ('\\boxed{3}', '6'),
+    ('<answer>41</answer> 42', '42'), ('42 then <answer>41</answer>', '42'), ('Answer: 41\nAnswer: 40', '41'),
+    ('\\boxed{-\\frac{1}{2}}', '\\frac{1}{2}'), ('\\boxed{(1,2]}', '[1,2)'), ('\\boxed{\\{1,2\\}}', '(1,2)'),
+    ('\\boxed{1, 2, 3}', '1, 2'), ('\\boxed{\\sqrt{3}}', '\\sqrt[3]{3}'), ('\\boxed{x^3}', 'x^2'), ('\\boxed{1.0001}', '1'),
+    ('\\boxed{10}', '10^{2}'), ('$5$ million', '5'), ('5 dozen', '5'), ('AZYUK2A', '2'), ('\\boxed{12}', '1, 2'),
+    ('1 2', '12'), ('4,2', '42'), ('4 2', '42'), ('2e3', '2'), ('33%', '1/3'),
+    ('\\boxed{90^\\circ}', '\\frac{\\pi}{3}'), ('\\boxed{\\text{none}}', '0'), ('I am 42% sure', '42'),
+    ('It is 42 or maybe 43.', '42'), ('not 42', '42'), ('42?', '43'),
+    ('\\boxed{\\begin{pmatrix}1\\\\2\\end{pmatrix}}', '\\begin{pmatrix}2\\\\1\\end{pmatrix}'),
+    ('\\boxed{\\begin{pmatrix}1&2\\end{pmatrix}}', '\\begin{pmatrix}1\\\\2\\end{pmatrix}'),
+    ('\\boxed{[1,2]\\cup[3,4]}', '[1,2]\\cup(3,4]'), ('3 hours', '3 minutes'), ('\\boxed{i}', '1'), ('\\boxed{1+2i}', '1-2i'),
+    ('\\boxed{\\pm 2}', '2'), ('1e-10', '2e-10'), ('0', '1e-20'),
+    ('\\boxed{\\pi \\times 10^{-20}}', '2\\pi \\times 10^{-20}'), ('1.00000001e-9', '1.1e-9'), ('−42', '42'), ('１２', '21'),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("score", "cases"), [(1.0, RIGHT), (0.0, WRONG)], ids=["right", "wrong"])
+def test_the_table_of_answers(score: float, cases: list[tuple[str, str]]) -> None:
+    pytest.importorskip("math_verify")
+    found = [(case, grade("", case[0], {ANSWER: expected_text(case[1])})) for case in cases]
+    assert [case for case, given in found if given != score] == []
+    assert len(RIGHT) > 100 and len(WRONG) > 100
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "10^{10^{10}}",
+        "9" * 100_000,
+        "(" * 50_000,
+        "$" * 50_000,
+        "answer is " * 20_000,
+        "**" * 50_000,
+        r"\boxed{" * 20_000,
+        r"\frac{" * 20_000,
+        "\\" * 50_000,
+        "1," * 50_000,
+        "= 1 " * 20_000,
+        "<answer>" * 20_000,
+    ],
+)
+def test_a_long_response_is_searched_at_once(response: str) -> None:
+    began = time.thread_time()
+    found_answer(response)
+    assert time.thread_time() - began < 2.0

@@ -1,0 +1,142 @@
+"""Plans of random configurations and clusters pass the checks of `oppo train`, and take the seconds that are printed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.config.derived import batch_rows, least_micro_batch
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.holdings import planned_memory
+from oppo_megatron.preflight.validate import train_problems
+from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.clusters.gpus import GPUS
+from oppo_megatron.sim.clusters.links import INSIDE, Between
+from oppo_megatron.sim.clusters.sources import published
+from oppo_megatron.sim.runs.virtual import VirtualRun
+from oppo_megatron.sim.search import finalists
+from oppo_megatron.sim.search.exact import never
+from oppo_megatron.sim.search.finalists import finished, step_costs
+from oppo_megatron.sim.search.inner import micro_batches, with_micro_batch
+from oppo_megatron.sim.search.planning import Planned, Task, make_plan
+from oppo_megatron.sim.search.shortage import find_shortage
+from tests.unit.test_sim_search_plan import SMALL, tree
+
+BOUND = 0.15
+"""Of the printed seconds: by what share a longer simulation may differ from them."""
+
+
+def drawn(rng: random.Random) -> Task:
+    """Models of 4 to 16 layers, with and without a critic, adapters, overlaps and bounded caches, on 1 to 8 GPUs."""
+    preset, layers = rng.choice(["ppo", "grpo", "dapo", "online_dpo"]), rng.choice([4, 8, 16])
+    prompt, response = rng.choice([64, 256, 1000]), rng.choice([64, 128, 256])
+    group, shape = 1 if preset == "ppo" else rng.choice([2, 4]), SMALL | {"num_hidden_layers": layers}
+    longest = (prompt + response) * (2 if preset == "online_dpo" else 1)
+    backfill, chunk = rng.choice([False, True]), rng.choice([16, 64])
+    inter = rng.random() < 0.5
+    changes: dict[str, Any] = {
+        "algorithm": {"preset": preset}, "critic": {"init": shape} if preset == "ppo" else None,
+        "actor": {"init": shape} | ({"lora": {"rank": 8}} if rng.random() < 0.25 else {}), "reward": {"init": shape},
+        "data": {"path": "rows.jsonl", "max_prompt_tokens": prompt},
+        "rollout": {"batch_size": 4 * rng.choice([2, 4, 8]), "group_size": group, "max_response_tokens": response},
+        "ppo": {"minibatches": rng.choice([1, 2])},
+        "overlap": {
+            "intra": rng.random() < 0.5, "inter": inter, "backfill": inter and backfill,
+            "delta": {"initial": 0, "max": rng.choice([0, 2])}, "chunk": {"tokens": chunk, "adaptive": False},
+        },
+        "runtime": {
+            "device": "cpu", "dtype": "bfloat16", "micro_batch_tokens": longest * rng.choice([1, 2, 8]),
+            "kv_cache_mb": rng.choice([None, 64, 512]),
+        },
+    }  # fmt: skip
+    if preset != "dapo":
+        changes["filter"] = None
+    cluster = Cluster(
+        rng.choice([1, 2]), rng.choice([1, 2, 4]),
+        replace(GPUS["h100"], memory_bytes=rng.choice([6e9, 20e9, 80e9])), INSIDE["h100"],
+        Between(19e-6, 50e9, 8, published("a test")),
+    )  # fmt: skip
+    config = TrainConfig.model_validate(tree(**changes))
+    lengths = [rng.randint(1, response) for _ in range(batch_rows(config))]
+    return Task(config, cluster, lengths, check=partial(train_problems, inputs=False))
+
+
+@contextmanager
+def few_steps() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in {"RESPONSES": (96, 96), "FEW": 4, "MANY": 4, "LONG": 6, "LONG_RESPONSES": 96, "MORE": 1}.items():
+            patched.setattr(finalists, name, value)
+        yield
+
+
+def simulated_s(task: Task, config: TrainConfig, steps: int) -> float:
+    """Mean seconds of steps after the first ones."""
+    run = VirtualRun(config, step_costs(task, config), task.limit_of, prompt_tokens=task.prompt_tokens, endless=True)
+    return fmean([step.step_s for step in run.steps(steps)][steps // 3 :])
+
+
+def held(seed: int) -> Planned | None:
+    """Plan and prove; None if the configuration itself is refused, or nothing fits."""
+    task = drawn(random.Random(seed))
+    if task.check(task.config):
+        return None
+    with few_steps():
+        planned = finished(make_plan(task, "exact", 2, 1, never, never), 2, never)
+    for each in planned.plans:
+        assert train_problems(each.config, inputs=False) == []
+        assert max(planned_memory(each.config, on_cpu=False)) <= task.budget
+    for each in planned.plans[:2]:
+        assert each.played
+        assert each.step_ns / 1e9 == pytest.approx(simulated_s(task, each.config, 18), rel=BOUND)
+    if not planned.plans:
+        shortage = find_shortage(planned.task, never)
+        assert shortage is None or shortage.fullest.held > shortage.budget
+        if shortage is not None and shortage.nodes is not None:
+            enough = replace(task, cluster=replace(task.cluster, nodes=shortage.nodes))
+            assert make_plan(enough, "exact", 1, 1, never, never).plans
+        return None
+    return planned
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 10**6))
+def test_plans_pass_the_checks_and_take_the_seconds_that_are_printed(seed: int) -> None:
+    held(seed)
+
+
+def test_every_size_of_micro_batches_passes_the_checks() -> None:
+    """So the memory that is counted is that of a run; the longest sequence, or pair, is the least size."""
+    least = 0
+    for task in (drawn(random.Random(seed)) for seed in range(30)):
+        sizes = micro_batches(task.config)
+        least += min(sizes) == least_micro_batch(task.config)
+        for size in sizes if not task.check(task.config) else ():
+            assert task.check(with_micro_batch(task.config, size)) == []
+    assert least > 9
+
+
+def test_a_plan_that_the_checks_refuse_is_not_offered() -> None:
+    """Nor counted as one that so many nodes would allow."""
+    task = drawn(random.Random(24))
+    every = make_plan(task, "exact", 2, 1, never, never)
+    widest = max(each.config.actor.train.recompute for each in every.plans)
+    some = replace(task, check=lambda config: ["refused"] * (config.actor.train.recompute == widest))
+    offered = make_plan(some, "exact", 2, 1, never, never).plans
+    assert all(each.config.actor.train.recompute != widest for each in offered)
+    none = replace(task, check=lambda config: ["refused"])
+    assert not make_plan(none, "exact", 2, 1, never, never).plans and find_shortage(none, never) is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(8))
+def test_more_plans_pass_the_checks_and_take_the_seconds_that_are_printed(part: int) -> None:
+    assert sum(held(seed) is not None for seed in range(8 * part, 8 * part + 8)) > 1
