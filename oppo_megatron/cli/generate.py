@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 ENTRY = "oppo_megatron.policy.answering:run_rank"
 MAX_TOKENS, CHAT_LENGTH = 256, 4096
-LEAST = {"threads": 1,
+LEAST = {
     "samples": 1, "max_prompts": 1, "max_prompt_tokens": 1, "tp": 1, "pp": 1, "dp": 1, "batch": 1, "max_tokens": 1, "seed": 0,
-    "top_k": 0, "context": 2,
+    "top_k": 0, "context": 2, "threads": 1,
 }  # fmt: skip
 
 
@@ -81,12 +81,8 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
     )
     layout.add_argument(
-        "--batch",
-        type=int,
-        default=32,
-        metavar="N",
-        help="sequences that a replica decodes at once (default: %(default)s)",
-    )
+        "--batch", type=int, default=32, metavar="N", help="sequences that a replica decodes at once (default: %(default)s)"
+    )  # fmt: skip
     layout.add_argument(
         "--threads", type=int, metavar="N",
         help="CPU threads of a rank (default: OMP_NUM_THREADS, else the cores divided by the ranks)",
