@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,19 @@ GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 def usable_cores() -> int:
     """Cores that this process may run on, which a container or a job may have fewer of than the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *map(int, cpu_quotas(MEMBERSHIP, GROUPS))]))
+
+
+def threads_of_rank(configured: int, local_ranks: int) -> int:
+    """CPU threads of each rank of a host: as configured, else as the environment says, else an equal share of the cores."""
+    return configured or asked_threads() or max(1, usable_cores() // local_ranks)
+
+
+def asked_threads(environment: Mapping[str, str] = os.environ) -> int:
+    """By OMP_NUM_THREADS, whose further numbers are for nested loops, else by MKL_NUM_THREADS; 0: by neither."""
+    asked = (environment.get(name, "").partition(",")[0].strip() for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    return next((int(number) for number in asked if number.isdecimal() and int(number)), 0)
 
 
 def has_cuda(devices: Path = Path("/dev")) -> bool:
@@ -47,18 +59,35 @@ def host_bytes() -> int:
 
 
 def group_limits(membership: Path, groups: Path) -> Iterator[int]:
-    """The bounds of the control groups that this process is in, of either version, and of those around them."""
+    """The most memory of the control groups that this process is in, of either version, and of those around them."""
+    for group, first in _control_groups("memory", membership, groups):
+        file = group / ("memory.limit_in_bytes" if first else "memory.max")
+        if file.is_file() and (limit := file.read_text().strip()).isdigit():
+            yield int(limit)  # "max": none
+
+
+def cpu_quotas(membership: Path, groups: Path) -> Iterator[float]:
+    """Cores' worth of time that the control groups of this process may use."""
+    for group, first in _control_groups("cpu", membership, groups):
+        files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if first else ["cpu.max"]
+        if all((group / file).is_file() for file in files):
+            quota, period = " ".join((group / file).read_text() for file in files).split()
+            if quota.isdigit() and int(period):  # "max" or -1: none
+                yield int(quota) / int(period)
+
+
+def _control_groups(controller: str, membership: Path, groups: Path) -> Iterator[tuple[Path, bool]]:
+    """Folders of the control groups that this process is in and of those around them; whether of the first version."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for controllers, path in (line.split(":", 2)[1:] for line in lines):
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        root, file = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+        root = groups / controller if controllers else groups
         inside = root / path.lstrip("/")
         for group in (inside, *inside.parents):
             if root not in (group, *group.parents):
                 break
-            if (group / file).is_file() and (limit := (group / file).read_text().strip()).isdigit():
-                yield int(limit)  # "max": none
+            yield group, bool(controllers)
 
 
 @contextmanager

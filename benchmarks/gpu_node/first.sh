@@ -40,6 +40,7 @@ PY
 # step NAME SECONDS COMMAND...: within its time and what is left; what it prints goes to the log, its last lines to stdout.
 step() {
   local name=$1 most=$2 began rc=0; shift 2
+  [ "$LIMIT" -gt 540 ] && most=$((most * LIMIT / 540))  # a slow machine
   local within=$(left); [ "$within" -gt "$most" ] && within=$most
   if [ "$within" -lt 8 ]; then echo "== $name: no time left"; note "$name" 98 0 "no time left"; return 98; fi
   echo "== $name (at $(elapsed) s, at most $within s)"; printf '\n===== %s: %s\n' "$name" "$*" >> "$LOG"

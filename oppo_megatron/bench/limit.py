@@ -24,6 +24,7 @@ from oppo_megatron.bench.suite import Run, Runs, Suite
 from oppo_megatron.config.derived import most_sequences
 from oppo_megatron.config.model import Dtype, ParallelConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.cores import threads_of_rank
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.layout.placements import named_roles, world_size
@@ -106,7 +107,7 @@ def _per_step(config: TrainConfig, run: Run, peaks: Peaks, threads: int) -> dict
 def threads_used(config: TrainConfig, cores: int) -> int:
     """Cores that the run can keep busy."""
     ranks = world_size(config)
-    return min(cores, ranks * (config.runtime.threads_per_rank or max(1, cores // ranks)))
+    return min(cores, ranks * threads_of_rank(config.runtime.threads_per_rank, ranks))
 
 
 def decode_batches(most: int) -> list[int]:

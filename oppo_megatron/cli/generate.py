@@ -20,7 +20,7 @@ ENTRY = "oppo_megatron.policy.answering:run_rank"
 MAX_TOKENS, CHAT_LENGTH = 256, 4096
 LEAST = {
     "samples": 1, "max_prompts": 1, "max_prompt_tokens": 1, "tp": 1, "pp": 1, "dp": 1, "batch": 1, "max_tokens": 1, "seed": 0,
-    "top_k": 0, "context": 2,
+    "top_k": 0, "context": 2, "threads": 1,
 }  # fmt: skip
 
 
@@ -81,12 +81,12 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
     )
     layout.add_argument(
-        "--batch",
-        type=int,
-        default=32,
-        metavar="N",
-        help="sequences that a replica decodes at once (default: %(default)s)",
-    )
+        "--batch", type=int, default=32, metavar="N", help="sequences that a replica decodes at once (default: %(default)s)"
+    )  # fmt: skip
+    layout.add_argument(
+        "--threads", type=int, metavar="N",
+        help="CPU threads of a rank (default: OMP_NUM_THREADS, else the cores divided by the ranks)",
+    )  # fmt: skip
     layout.add_argument("--kv-cache-mb", type=float, metavar="MB", help="bound of a rank's KV cache (default: none)")
     layout.add_argument(
         "--context", type=int, metavar="N",
@@ -362,5 +362,5 @@ def _layout(args: argparse.Namespace) -> tuple[ParallelConfig, RuntimeConfig]:
     from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 
     check_devices(args.device, args.tp * args.pp * args.dp, "--tp 1 --pp 1 --dp 1", "--device cpu")
-    runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb)
+    runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb, threads_per_rank=args.threads or 0)
     return ParallelConfig(tp=args.tp, pp=args.pp, dp=args.dp), runtime

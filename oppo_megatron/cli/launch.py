@@ -112,8 +112,14 @@ def _prepare(config: Any) -> Surroundings:
 
 
 def quiet_torch() -> None:
-    """Called before torch is loaded.  What its C++ half would print, the exceptions say too."""
+    """Called before torch is loaded.  What its C++ half would print, the exceptions say too.
+
+    Its threads meet after each product.  libgomp lets the first one spin for milliseconds, and on a shared core it then spins
+    in place of the one that it waits for (docs/performance.md).
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def check_world_size(expected: int) -> None:

@@ -70,9 +70,10 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.  A rank that failed among its peers does not return."""
-    from oppo_megatron.cli.launch import is_among_peers, leave
+    from oppo_megatron.cli.launch import is_among_peers, leave, quiet_torch
 
     outlive_terminal()
+    quiet_torch()
     try:
         with interrupts_behind_imports():
             code = _serve(parse_arguments(list(sys.argv[1:] if argv is None else argv)))

@@ -163,9 +163,6 @@ def this_machine(runtime: RuntimeConfig) -> Machine:
 
 def cuda_devices() -> int:
     """Counted without a CUDA context, which would take memory of the first device as long as this process lives."""
-    from oppo_megatron.cli.launch import quiet_torch
-
-    quiet_torch()
     import torch
 
     return torch.cuda.device_count()

@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import yaml
 
-    from oppo_megatron.cli.launch import quiet_torch
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.paths import missing_path
     from oppo_megatron.config.renamed import with_new_names
@@ -27,7 +26,6 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.batch.is_file() and not args.batch.with_suffix(".jsonl").is_file():
         raise ConfigError(missing_path("the rejected batch", args.batch))
-    quiet_torch()
     from oppo_megatron.train.guards.rejected import read_rejected
     from oppo_megatron.train.guards.replay import one_process, replay
 

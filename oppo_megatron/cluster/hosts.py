@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -58,6 +59,11 @@ def describe_hosts(hosts: Sequence[RankHost]) -> list[str]:
         each = " each" if len(ranks) > 1 else ""
         lines.append(f"rank {format_ranks(ranks)}: host {host} ({', '.join(facts)}{each})")
     return lines
+
+
+def show_hosts(hosts: Sequence[RankHost]) -> None:
+    """Print `describe_hosts` to stderr."""
+    print("\n".join(describe_hosts(hosts)), file=sys.stderr, flush=True)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -23,7 +23,7 @@ from oppo_megatron.cluster.peers import first_clause, is_lost_peer
 from oppo_megatron.cluster.process_groups import connect_pairs, the_world
 from oppo_megatron.cluster.rendezvous import MeetingPoint, meet, within
 from oppo_megatron.config.model import RuntimeConfig
-from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS, has_cuda, usable_cores
+from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS, has_cuda, threads_of_rank
 from oppo_megatron.errors import ConfigError, WorldError
 
 CONNECT_S = 10.0  # at least so long for connecting, however late the last rank came
@@ -70,7 +70,7 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
     device = _device(config, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    undo = _set_torch(config.threads_per_rank or max(1, usable_cores() // local_size))
+    undo = _set_torch(threads_of_rank(config.threads_per_rank, local_size))
     me, preferred = _this_host(rank, device, environment), False
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     hosts: tuple[RankHost, ...] = (me,)

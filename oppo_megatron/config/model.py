@@ -252,7 +252,10 @@ class RuntimeConfig(Section):
         "weights. null: bfloat16 on CUDA devices, float32 on a CPU; `config.yaml` shows the result",
     )
     threads_per_rank: Annotated[int, Unit("threads")] = Field(
-        0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks"
+        0,
+        ge=0,
+        description="CPU threads of each rank; 0: as OMP_NUM_THREADS or MKL_NUM_THREADS says, else cores (those that a "
+        "container may use) divided by local ranks",
     )
     timeout_s: float = Field(
         1800.0,

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -85,15 +86,20 @@ class ChatTemplate:
         template = self._template(bool(given.get("tools")))
         if template not in self._takes_parts:
             self._takes_parts[template] = self._finds_parts_alone(template)
-        prepared = [_prepared(message, self._takes_parts[template]) for message in messages]
-        return self._rendered(template, prepared, generation_prompt, given)
+        refusals = []
+        for variant in _variants(messages, self._takes_parts[template]):
+            try:
+                return self._rendered(template, variant, generation_prompt, given)
+            except DataError as refusal:
+                refusals.append(refusal)
+        raise refusals[0]
 
     def _template(self, with_tools: bool) -> str:
         template = self._choose(with_tools)
         if template is None:
             raise NoChatTemplateError(
                 f"the data holds chat messages, and the tokenizer at {self._config.path} has no chat template; set "
-                "tokenizer.chat_template to a Jinja template over `messages`, or name a text column in data.columns"
+                "tokenizer.chat_template to a Jinja template over `messages`, or read columns of text (data.format=columns)"
             )
         return template
 
@@ -149,29 +155,46 @@ def require_syntax(template: str) -> None:
         ) from error
 
 
-def _prepared(message: Mapping[str, Any], in_parts: bool) -> dict[str, Any]:
-    """A message as templates expect it: without null keys, its reasoning by all its names, arguments of calls as objects."""
+def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator[list[dict[str, Any]]]:
+    """The messages as templates expect them; with calls of tools, in further forms for a template that refuses the first.
+
+    Templates differ in whether arguments are an object or its JSON, and in the content of a message that has calls alone.
+    """
+    has_calls = any(message.get("tool_calls") for message in messages)
+    for as_object in (True, False) if has_calls else (True,):
+        for empty in ({}, {"content": None}, {"content": ""}) if has_calls else ({},):
+            yield [_prepared(message, in_parts, as_object, empty) for message in messages]
+
+
+def _prepared(message: Mapping[str, Any], in_parts: bool, as_object: bool, empty: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without null keys, its reasoning by all its names; `empty`: the content beside calls that has no text."""
     made = {name: value for name, value in message.items() if value is not None}
     if (reasoning := next((made[name] for name in REASONING if name in made), None)) is not None:
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
-    if isinstance(calls := made.get("tool_calls"), list):
-        made["tool_calls"] = [_with_object(call) for call in calls]
+    if isinstance(calls := made.get("tool_calls"), list) and calls:
+        made["tool_calls"] = [_with_arguments(call, as_object) for call in calls]
+        if not made.get("content"):
+            made.pop("content", None)
+            made |= empty
     if in_parts and isinstance(made.get("content"), str):
         made["content"] = [{"type": "text", "text": made["content"]}]
     return made
 
 
-def _with_object(call: Any) -> Any:
-    """OpenAI's files have the arguments of a call as a text of JSON, which templates would quote once more."""
+def _with_arguments(call: Any, as_object: bool) -> Any:
+    """A call with its arguments as an object, or as its JSON; other values stay as they are."""
     if not isinstance(call, Mapping):
         return call
-    made = {name: _with_object(value) if name == "function" else value for name, value in call.items() if value is not None}
-    if isinstance(text := made.get("arguments"), str):
-        try:
-            arguments = read_json(text)
-        except ValueError:
-            return made
-        made |= {"arguments": arguments} if isinstance(arguments, dict) else {}
+    made = {name: value for name, value in call.items() if value is not None}
+    if "function" in made:
+        return made | {"function": _with_arguments(made["function"], as_object)}
+    arguments = made.get("arguments")
+    if isinstance(arguments, Mapping) and not as_object:
+        return made | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+    if isinstance(arguments, str) and as_object:
+        with suppress(ValueError):
+            if isinstance(parsed := read_json(arguments), dict):
+                return made | {"arguments": parsed}
     return made
 
 

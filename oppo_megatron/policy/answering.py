@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.data.prompt_tokens import encode_prompt
@@ -39,6 +40,8 @@ def run_rank(kind: str, request: Request) -> int:
         runtime = runtime.model_copy(update={"timeout_s": WAITING_S})
     choose_device(runtime)
     with open_world(runtime) as world:
+        if world.rank == 0:
+            show_hosts(world.hosts)
         policy = _load(request, runtime, world)
         if isinstance(request.to, Conversation):
             _converse(request, request.to, policy, world)

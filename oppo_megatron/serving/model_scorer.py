@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import ParallelConfig, RoleConfig, RuntimeConfig
 from oppo_megatron.config.serve import ServeRewardConfig
@@ -40,6 +41,7 @@ def open_reward_model(
     if problems := check_shape("reward", shape, ParallelConfig(), max_tokens, vocab_size or shape["vocab_size"]):
         raise ConfigError(problems)
     with open_world(runtime, {}) as world:
+        show_hosts(world.hosts)
         groups = build_groups(range(1), 1, 1, "reward")
         assert groups is not None
         model = load_role(reward, groups, head="scalar", max_length=max_tokens, device=world.device)

@@ -19,6 +19,8 @@ from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.train.score_exchange import by_rank
 
 MEBIBYTE = 2**20
+FIXED_MEBIBYTES = 100
+"""At most what libraries take once the first model computes, whatever its size: threads, kernels, allocators' pools."""
 
 
 def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None:
@@ -121,6 +123,11 @@ class MemoryByRank:
         ratios = self.ratios(planned)
         rank = max(range(len(ratios)), key=ratios.__getitem__)
         used, plan = (round(size / MEBIBYTE) for size in (self.peak[rank] - self.base[rank], planned[rank]))
+        if plan < used < FIXED_MEBIBYTES:
+            return (
+                f"memory: {used} MiB above base on rank {rank}, where the plan has {plan}: in runs this small most of it is what "
+                f"libraries hold for any model (up to {FIXED_MEBIBYTES} MiB), which the plan does not count"
+            )
         return f"memory: at most {ratios[rank]:.2f} of the plan (rank {rank}: {used} of {plan} MiB, peak above base)"
 
 

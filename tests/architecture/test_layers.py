@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "policy": {"config", "modeldir", "rundir", "layout", "schedule", "data", "cluster", "mcore", "engine"},
     "serving": {"config", "modeldir", "layout", "rewards", "data", "cluster", "mcore"},
     "evaluation": {"config", "control", "rewards", "data", "serving"},
-    "integrations": {"config", "modeldir", "rundir", "control", "rewards", "mcore"},
+    "integrations": {"config", "modeldir", "rundir", "layout", "control", "rewards", "mcore"},
     "report": {"rundir"},
     "sim": {"config", "modeldir", "rundir", "layout", "overcommit", "control", "schedule"},
     "bench": {"config", "modeldir", "rundir", "layout", "preflight", "control", "schedule", "data"}

@@ -214,3 +214,14 @@ def test_the_reward_function_is_one(folder: Path, capsys: pytest.CaptureFixture[
     assert module.score("q", "it is 42", {"answer": 42}) == 1.0 and module.score("q", "no", {"answer": 42}) == 0.0
     with pytest.raises(KeyError, match="column `answer`, and this row has .*'solution'.*write in my_reward.py"):
         module.score("q", "word " * 50, {"solution": 42})
+
+
+def test_the_type_of_weights_follows_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that reads as automatic is: bfloat16 is for a GPU, and the same file runs on a CPU in float32."""
+    for case in CASES:
+        written(capsys, case)
+        for path in Path().iterdir():
+            if path.suffix == ".yaml":
+                assert yaml.safe_load(path.read_text()).get("runtime", {}).get("dtype") is None, path
+            if path.is_file():
+                path.unlink()

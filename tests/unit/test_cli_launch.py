@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from oppo_megatron.cli.launch import check_world_size, external_ranks, launch, speaks_for_all
+from oppo_megatron.cli.launch import check_world_size, external_ranks, launch, quiet_torch, speaks_for_all
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, ConfigError
 from tests.e2e.started import still_there
@@ -79,6 +79,21 @@ def test_world_size_must_match(monkeypatch: pytest.MonkeyPatch) -> None:
     check_world_size(4)
     with pytest.raises(ConfigError, match="started 4 ranks, but the configuration places its roles on 2"):
         check_world_size(2)
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_wait_asleep_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    quiet_torch()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
 ENTRY = """

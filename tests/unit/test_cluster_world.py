@@ -134,11 +134,28 @@ def test_four_ranks_of_a_host_share_its_cores(
     device: Literal["cpu", "cuda"], cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FakeDevices(monkeypatch, 4, [])
-    monkeypatch.setattr("oppo_megatron.cluster.world.usable_cores", lambda: cores)
+    monkeypatch.setattr("oppo_megatron.cores.usable_cores", lambda: cores)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()
     with open_world(RuntimeConfig(device=device), ranks_of_two(1)) as world:
         assert torch.get_num_threads() == world.hosts[0].threads == threads
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("omp", "mkl", "configured", "threads"),
+    [("3", None, 0, 3), ("3,1", "2", 0, 3), (None, "2", 0, 2), ("3", None, 1, 1), ("", "0", 0, 5), ("many", None, 0, 5)],
+)
+def test_the_environment_says_how_many_threads_a_rank_has(
+    monkeypatch: pytest.MonkeyPatch, omp: str | None, mkl: str | None, configured: int, threads: int
+) -> None:
+    """Unless `runtime.threads_per_rank` does."""
+    monkeypatch.setattr("oppo_megatron.cores.usable_cores", lambda: 5)
+    for name, value in (("OMP_NUM_THREADS", omp), ("MKL_NUM_THREADS", mkl)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with open_world(RuntimeConfig(device="cpu", threads_per_rank=configured), {}) as world:
+        assert torch.get_num_threads() == world.hosts[0].threads == threads
 
 
 def test_ranks_that_would_share_a_device_are_refused_before_nccl_connects_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from oppo_megatron.config.base import Section
+from oppo_megatron.config.explain import explain, first_problem
 from oppo_megatron.config.load import dump_config, load_config, plain_settings
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
 from oppo_megatron.config.run import SFTConfig, TrainConfig
@@ -17,6 +22,7 @@ from oppo_megatron.cores import has_cuda
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.preflight.settings import check_forced_lengths, check_source
+from oppo_megatron.sim.clusters.schema import ClusterConfig
 
 GOOD = """
 run_dir: runs/a
@@ -111,7 +117,7 @@ def test_interpolation_sees_overrides(good: Path) -> None:
         ("tokenizer.zzz=3", "`tokenizer.zzz` is not a setting; the settings here are: path, chat_template"),
         ("rollout.batch_size=0", "`rollout.batch_size` is 0, but must be greater than or equal to 1; give a value"),
         ("rollout.top_p=1.5", "`rollout.top_p` is 1.5, but must be less than or equal to 1"),
-        ("rollout.batch_size=2.5", "`rollout.batch_size` is 2.5, but must be an integer"),
+        ("rollout.batch_size=2.5", "`rollout.batch_size` is 2.5, but must be an integer, without a fraction; correct"),
         ("rollout.batch_size=many", "`rollout.batch_size` is 'many', but must be an integer"),
         ("rollout.batch_size=true", "`rollout.batch_size` is True, but must be a number, not a boolean"),
         ("rollout.temperature=.nan", "`rollout.temperature` is nan, but must be a finite number"),
@@ -323,3 +329,37 @@ def test_a_supervised_model_takes_the_runtimes_type(tmp_path: Path) -> None:
     )
     assert load_config(SFTConfig, path).model.dtype == "bfloat16"
     assert load_config(SFTConfig, path, ["model.dtype=float32"]).model.dtype == "float32"
+
+
+WRONG = (
+    None, "", "x", -1, 0, 1.5, 1e308, float("nan"), [], [None], ["a", "a"], {}, {"a": 1}, "9" * 5000, True, 10**30, b"\xff",
+    date(2020, 1, 1), "2020-13-01", [{}], {1: 2}, [[]],
+)  # fmt: skip
+
+
+def every_section(kind: type[Section] = Section) -> set[type[Section]]:
+    return {kind}.union(*(every_section(inner) for inner in kind.__subclasses__()))
+
+
+def test_no_words_of_pydantic_reach_the_user() -> None:
+    """For every field of every section and every kind of wrong value, the words after "must be" continue the sentence."""
+    seen = set()
+    for kind in every_section():
+        for field in kind.model_fields:
+            for value in WRONG:
+                try:
+                    kind.model_validate({field: value})
+                except ValidationError as error:
+                    for problem in (*explain(kind, error), first_problem(error)):
+                        seen.add(problem.partition("must be ")[2])
+    assert len(seen) > 60
+    leaks = re.compile(r"\b(Input|String|List|Keys|Unable|should|instance|valid)\b|must be None|Config\b|Section\b")
+    assert [rule for rule in seen if leaks.search(rule) or rule[:1].isupper()] == []
+
+
+def test_a_section_with_an_unknown_key_where_a_word_may_stand(tmp_path: Path) -> None:
+    """Of a union, pydantic names the member that failed in the place of a key."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text("nodes: 1\ngpus_per_node: 8\ngpu: {tflops: 1, gb_per_s: 1, memory_gb: 1, memory: 3}\n")
+    with pytest.raises(ConfigError, match="`gpu.memory` is not a setting; did you mean `gpu.memory_gb`"):
+        load_config(ClusterConfig, path)

@@ -78,6 +78,20 @@ def test_tools_reach_a_template_and_null_keys_do_not() -> None:
     assert chat_of(LLAMA32).render(plain) == chat_of(LLAMA32).render(ANSWERED)
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 2}', {"a": 2}], ids=["JSON", "object"])
+def test_calls_are_given_as_the_template_takes_them(arguments: Any) -> None:
+    """DeepSeek's templates join the arguments to text, and write a turn of its own for content that is not null."""
+    joined = (
+        "{% for m in messages %}{% if m['tool_calls'] %}{{ '<call>' + m['tool_calls'][0]['function']['arguments'] }}{% endif %}"
+        "{% if m['content'] is not none %}{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}{% endfor %}"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+    assert chat_of(joined).render([*ASKED, call], generation_prompt=False) == '<user> What is 2+2? <call>{"a": 2}'
+    with pytest.raises(DataError, match="can only concatenate"):
+        chat_of(joined).render([*ASKED, {**call, "tool_calls": [{"function": {"arguments": [2]}}]}])
+    assert "None" not in chat_of(QWEN3).render([*ASKED, call], generation_prompt=False)
+
+
 def test_reasoning_is_known_by_all_its_names() -> None:
     texts = {
         chat_of(QWEN3).render([*ASKED, {"role": "assistant", "content": "4", name: "Two and two."}], generation_prompt=False)

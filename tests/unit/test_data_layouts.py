@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import DataConfig
+from oppo_megatron.config.data import DataConfig, PromptDataConfig, RewardPart
 from oppo_megatron.data.examples import read_completions, read_marked, read_pairs, read_prompts, read_steps
+from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine, RowProblems
 from oppo_megatron.errors import ConfigError, DataError, RewardError
 from oppo_megatron.policy.given_prompts import Wording, prompts_of_file
+from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.rule_parts import column
 from tests.support.tokenizers import CharacterTokenizer
 
@@ -265,3 +267,18 @@ def test_the_expected_answer_within_an_object() -> None:
         column({"x": 1, "meta": {"truth": 2}}, "answer")
     with pytest.raises(RewardError, match=r"the nearest is `answer: extra_info\.answer`"):
         column({"extra_info": {"answer": 2}}, "answer")
+
+
+@pytest.mark.parametrize("rule", ["gsm8k", "math", "multiple_choice"])
+def test_an_answer_of_any_type_is_read_or_its_row_is_set_aside(tmp_path: Path, rule: Any) -> None:
+    answers = [10**400, 4, True, None, [1], {"a": 1}, 1e300, -5, "x", "", "4", "B", 0.5, [[[]]], "9" * 5000]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": "2+2?", "answer": answer}) + "\n" for answer in answers))
+    rewards, quarantine = build_reward_functions([RewardPart(kind="verifier", name=rule)]), Quarantine()
+    config = PromptDataConfig(path=path, bad_rows="quarantine")
+    prompts = load_prompts(config, CharacterTokenizer(), quarantine=quarantine, check=rewards.check)
+    rewards.close()
+    used = [answers[row.row] for row in prompts.rows]
+    assert len(used) + len(quarantine) == len(answers) and 4 in used
+    assert not any(value in used for value in (None, [1], {"a": 1}, "")) and all(value is not True for value in used)
+    assert all(len(entry["reason"]) < 600 for entry in quarantine.entries)

@@ -67,6 +67,19 @@ CPU = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def threads_are_our_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_threads_of_the_environment_divide_the_machine_as_configured_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    given = find_candidates(settings(), Machine("cpu", 8))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert names(given) == names(find_candidates(settings(**{"runtime": {"threads_per_rank": 2}}), Machine("cpu", 8)))
+
+
 @pytest.mark.parametrize("cores", CPU)
 def test_on_cores(cores: int) -> None:
     options = find_candidates(settings(), Machine("cpu", cores))

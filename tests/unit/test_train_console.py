@@ -49,6 +49,12 @@ def test_slow_steps_print_each_line_once_with_time_left() -> None:
     assert lines == ["ppo 1/3  reward 0.100", "ppo 2/3  ETA 1m00s  reward 0.200", "ppo 3/3  reward 0.300"]
 
 
+def test_a_step_that_decodes_nothing_has_no_rate() -> None:
+    """Its whole batch was carried over from the steps before."""
+    assert describe({"reward_mean": 0.5, "tokens": 0, "step_s": 2.0}) == ["reward 0.500"]
+    assert describe({"tokens": 30, "step_s": 2.0}) == ["tok/s 15"]
+
+
 def test_off_is_silent() -> None:
     stream = io.StringIO()
     with Progress("off", 2, "ppo", stream) as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from math import ceil
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import psutil
 import pytest
 import torch
 
+from oppo_megatron import cores
 from oppo_megatron.cluster.held_memory import device_bytes, held_bytes, peak_bytes, peak_resident_bytes
 from oppo_megatron.cluster.hosts import RankHost
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.cores import group_limits
+from oppo_megatron.cores import cpu_quotas, group_limits, usable_cores
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.holdings import lasting_memory
 from oppo_megatron.layout.memory import shortage
@@ -65,6 +67,9 @@ def test_the_rank_furthest_beyond_its_plan_is_named() -> None:
     }
     assert short.state_dict() == [[0, 0, 0], [64, 0, 6], [32, 0, 0]]
     assert memory.describe(planned) == "memory: at most 1.40 of the plan (rank 1: 700 of 500 MiB, peak above base)"
+    tiny = MemoryByRank([100 * 2**20], [160 * 2**20])
+    assert "60 MiB above base on rank 0, where the plan has 16: in runs this small" in tiny.describe([16 * 2**20])
+    assert "at most 0.75 of the plan (rank 0: 60 of 80 MiB" in tiny.describe([80 * 2**20])
 
 
 def pair(run_dir: Path, layers: int) -> TrainConfig:
@@ -112,5 +117,30 @@ def test_a_job_has_what_its_control_groups_leave_it(tmp_path: Path) -> None:
     }.items():
         membership.write_text(text)
         assert list(group_limits(membership, groups)) == found, text
+
+
+def test_a_job_has_the_cores_that_its_control_groups_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's quota of time, in either version; less than a core is one."""
+    membership, groups = tmp_path / "cgroup", tmp_path / "groups"
+    for path, limit in {
+        "cpu.max": "max 100000", "job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000", "half/cpu.max": "50000 100000",
+        "cpu/docker/cpu.cfs_quota_us": "300000", "cpu/docker/cpu.cfs_period_us": "100000",
+        "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000",
+    }.items():  # fmt: skip
+        (groups / path).parent.mkdir(parents=True, exist_ok=True)
+        (groups / path).write_text(limit + "\n")
+    monkeypatch.setattr(cores, "MEMBERSHIP", membership)
+    monkeypatch.setattr(cores, "GROUPS", groups)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    for text, quotas, usable in [
+        ("0::/job/step\n", [2.5], 2),
+        ("0::/half\n", [0.5], 1),
+        ("0::/\n", [], 8),
+        ("3:cpu,cpuacct:/docker\n1:memory:/docker\n0::/\n", [3.0], 3),
+        ("3:cpuset:/docker\n", [], 8),
+    ]:
+        membership.write_text(text)
+        assert list(cpu_quotas(membership, groups)) == quotas, text
+        assert usable_cores() == usable, text
     assert list(group_limits(tmp_path / "absent", groups)) == []
     assert 0 < device_bytes(CPU) <= psutil.virtual_memory().total

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from oppo_megatron.config.model import AutoPlacementConfig, ParallelConfig, PlacementConfig, PlacementMode
 from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.cores import asked_threads
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.layouts import divisors
@@ -119,7 +120,7 @@ def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
 
 def most_ranks(settings: TrainSettings, machine: Machine) -> int:
     """Ranks that the machine is divided into (W)."""
-    asked, threads = auto_settings(settings).ranks, settings.runtime.threads_per_rank
+    asked, threads = auto_settings(settings).ranks, settings.runtime.threads_per_rank or asked_threads()
     if machine.device == "cuda":
         if asked is not None and asked > machine.units:
             raise ConfigError(
@@ -168,7 +169,7 @@ class _Finder:
         ranks = self.num_ranks
         scorers = dict.fromkeys((1, max(1, ranks // 4), ranks // 2))
         splits = [(ranks - count, count) for count in scorers]
-        if self.machine.device == "cpu" and self.settings.runtime.threads_per_rank == 0:
+        if self.machine.device == "cpu" and not (self.settings.runtime.threads_per_rank or asked_threads()):
             splits.insert(0, (1, 1))
         return list(dict.fromkeys(splits))
 

@@ -341,7 +341,7 @@ def _places(values: list[Any]) -> int:
     for value in values:
         try:
             size = abs(complex(value))
-        except Exception:  # noqa: S112  (sympy raises whatever it likes, RecursionError for sums of matrices)
+        except Exception:  # noqa: S112  (sympy raises whatever it likes)
             continue
         smallest = min(smallest, size or 1.0)
     return 6 - math.floor(math.log10(smallest)) if smallest > 0 else 6

@@ -10,16 +10,18 @@ from oppo_megatron.config.derived import usual_prompt_tokens
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
+from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.placements import named_roles, shares_weights
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.threads import threaded
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.search.emit import planned_config
-from oppo_megatron.sim.search.exact import Clock, Found, Plan, Search, always, joined, never, search_exact
+from oppo_megatron.sim.search.exact import Clock, Found, Plan, Search, held_bytes, joined, never, search_exact
 from oppo_megatron.sim.search.homes import Homes, arrangements, set_sizes, totals
 from oppo_megatron.sim.search.inner import eased, micro_batches, repriced, with_micro_batch
 from oppo_megatron.sim.search.mcmc import search_mcmc
+from oppo_megatron.sim.search.options import Option
 from oppo_megatron.sim.search.scales import Scales
 from oppo_megatron.sim.search.steady import Steady, steady_work
 from oppo_megatron.sim.search.step import Mode, Parts, StepRule
@@ -161,14 +163,22 @@ def new_table(task: Task) -> PriceTable:
 
 def new_search(task: Task, table: PriceTable, homes: Sequence[Homes]) -> Search:
     """Over these homes."""
+    if "reference" not in table.roles or not shares_weights(task.config):
+        return Search(table, homes, task.mode, task.budget)
+    role, apart = table.roles.index("reference"), dict[Sizes, Option]()
+    own = table.with_config(task.config.model_copy(update={"reference": named_roles(task.config)["reference"]}))
 
     def shares_or_fits(plan: Plan) -> bool:
         """The table takes the reference to be computed over the actor's weights, which needs equal ranks and layouts."""
-        places = dict(zip(table.roles, zip(plan.homes, (o.serving for o in plan.options), strict=True), strict=True))
-        return places["reference"] == places["actor"] or confirm(task, table, plan) is not None
+        actor, reference = plan.options[0], plan.options[role]
+        if (plan.homes[role], reference.serving) == (plan.homes[0], actor.serving):
+            return True
+        if reference.serving not in apart:
+            apart[reference.serving] = own.again("reference", reference)
+        options = [*plan.options[:role], apart[reference.serving], *plan.options[role + 1 :]]
+        return int(held_bytes(plan.homes, options).sum(axis=0).max()) <= task.budget
 
-    shares = "reference" in table.roles and shares_weights(task.config)
-    return Search(table, homes, task.mode, task.budget, shares_or_fits if shares else always)
+    return Search(table, homes, task.mode, task.budget, shares_or_fits)
 
 
 def all_homes(cluster: Cluster, table: PriceTable, of: Sequence[int] | None = None) -> Sequence[Homes]:

@@ -12,6 +12,7 @@ import torch
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.decode_gap import GapLimit
 from oppo_megatron.algorithms.experience import Experience
+from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.derived import max_context, num_updates
 from oppo_megatron.config.model import PlacementConfig, TrainingLayoutConfig
@@ -65,6 +66,7 @@ def replay(rejected: RejectedBatch, config: TrainConfig) -> Replayed:
     _require_fit(rejected, config)
     choose_device(config.runtime)
     with open_world(config.runtime, {}) as world:
+        show_hosts(world.hosts)
         return _replay(rejected, config, world)
 
 
