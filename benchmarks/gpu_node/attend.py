@@ -165,4 +165,6 @@ if __name__ == "__main__":
     except triton.runtime.errors.InterpreterError as error:
         if "0-dimensional" not in str(error):
             raise
-        print(f"nothing is compared: Triton {triton.__version__}'s interpreter does not run with numpy 2.4 or newer ({error})")
+        print(
+            f"nothing is compared: Triton {triton.__version__}'s interpreter does not run with numpy 2.4 or newer ({error})"
+        )
