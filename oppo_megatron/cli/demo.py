@@ -20,7 +20,7 @@ RUNS = {"sequential": False, "oppo": True}
 """The two runs of the algorithm, and whether the overlaps are on."""
 
 DATA: dict[str, Any] = {
-    "sizes": {"sft": 20000, "pairs": 4000, "prompts": 8000, "heldout": 200},
+    "sizes": {"sft": 20000, "pairs": 4000, "prompts": 8000, "heldout": 1000},
     "imperfect": 0.6,
     "shape": {"max_operations": 16, "scale": 1.5, "tail": 1.5, "max_operand": 5, "largest": 15},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.nesting import read_json
 from oppo_megatron.report.plots import plot_reward, plot_timeline
 from oppo_megatron.rundir.directory import RunDirectory, write_json
@@ -54,9 +56,29 @@ def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorit
         row("scoring time hidden", *(f"{run['scoring_hidden']:.0%}" for run in runs))
     row("rollouts by times deferred", *(histogram(run["deferred"]) for run in runs))
     row("reward, first to last steps", *(f"{run['reward_first']:.2f} to {run['reward_last']:.2f}" for run in runs))
-    row("held-out accuracy before", *(f"{run['accuracy_before']:.1%}" for run in runs))
-    row("held-out accuracy after", *(f"{run['accuracy_after']:.1%}" for run in runs))
+    for when in ("before", "after"):
+        row(f"held-out accuracy {when}", *(_with_error(run[f"accuracy_{when}"], run[f"error_{when}"]) for run in runs))
+    row("difference from the first", "", difference(*runs))
+    table.caption = "±: standard error over the held-out problems; another seed changes an accuracy by more"
     return table
+
+
+def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The difference of two final accuracies; one below two standard errors is called noise.
+
+    Both runs answer the same problems, so the error, that of independent samples, is an upper bound if the policies agree more
+    often than by chance.
+    """
+    change = other["accuracy_after"] - first["accuracy_after"]
+    errors = [run["error_after"] for run in (first, other)]
+    if None in errors:
+        return f"{change:+.1%}"
+    error = math.hypot(*errors)
+    return f"{change:+.1%} ± {error:.1%}{', which is noise' if abs(change) < 2 * error else ''}"
+
+
+def _with_error(accuracy: float, error: float | None) -> str:
+    return f"{accuracy:.1%}" if error is None else f"{accuracy:.1%} ± {error:.1%}"
 
 
 def histogram(deferred: Mapping[str, int]) -> str:
@@ -67,4 +89,5 @@ def histogram(deferred: Mapping[str, int]) -> str:
 
 def _figures(run: RunDirectory) -> dict[str, Any]:
     summary = read_json(run.summary.read_text(encoding="utf-8"))
-    return {name: summary[name] for name in FIGURES}
+    errors = [line["error"][ACCURACY] for line in summary["heldout"].values()]
+    return {name: summary[name] for name in FIGURES} | {"error_before": errors[0], "error_after": errors[-1]}

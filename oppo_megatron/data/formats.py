@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from oppo_megatron.config.data import KNOWN_NAMES, RowsConfig
 from oppo_megatron.data.columns import ASSISTANT_MARK, find_column, is_filled, require_column, role_of, sampled
+from oppo_megatron.data.conversations import ARGUMENTS, FOR_TEMPLATES
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
 
@@ -100,6 +101,7 @@ def recognise(config: RowsConfig, rows: Sequence[Row], wanted: Wanted, used: Seq
     if layout.prompt is None:
         answers = [layout.chosen, layout.rejected]
     read = {name.partition(".")[0] for name in (layout.prompt, layout.added, layout.system, *answers, *used) if name}
+    read |= {*FOR_TEMPLATES, ARGUMENTS}  # the chat template reads them, or it is said that it does not
     filled = Counter(name for row in sampled(rows) for name, value in row.values.items() if is_filled(value))
     return replace(layout, unread=tuple(name for name in filled if name not in read))
 

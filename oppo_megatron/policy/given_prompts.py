@@ -60,11 +60,9 @@ def prompts_of_file(
     most: int | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[Asked]:
-    """A prompt a line of a `.txt` file; of another, rows with a prompt or messages, as `oppo train` reads them.
+    """Return a prompt for each line of a `.txt` file, else for each row, as `oppo train` reads them; `most`: the first ones.
 
-    The first `most` of them, where it is given.  `note` gets a line for each thing that was understood of the rows.
-
-    Raises DataError or ConfigError for rows that cannot be used.
+    `note` gets a line for each thing that was understood of the rows.  Raises DataError or ConfigError for unusable rows.
     """
     if path.suffix == ".txt":
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)

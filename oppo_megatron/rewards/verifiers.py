@@ -40,7 +40,7 @@ def arithmetic_answer(text: str) -> Fraction | None:
 def flexible_answer(text: str) -> Fraction | None:
     """The final answer, marked or stated in any form; if it is nowhere, the last number in the text."""
     form, found = texts(text, ["hashed", "marked", "stated"])
-    number = parse_number(found[-1]) if found else None
+    number = _number(found[-1]) if found else None
     if number is not None or form == "hashed":
         return number
     text, last = shown(text), None
@@ -56,7 +56,7 @@ def flexible_answer(text: str) -> Fraction | None:
 def first_answer(text: str) -> Fraction | None:
     """The answer in the first line with a mark, behind its first mark; None if that is no number, or there is no mark."""
     mark = _MARK.search(text)
-    return parse_number(mark[1].partition("####")[0]) if mark else None
+    return _number(mark[1].partition("####")[0]) if mark else None
 
 
 def first_settled(prefix: str, expected: Any) -> float | None:
@@ -67,7 +67,14 @@ def first_settled(prefix: str, expected: Any) -> float | None:
 
 def _read(text: str, forms: Sequence[str]) -> Fraction | None:
     form, found = texts(text, forms)
-    return parse_number(found[-1].rpartition("=")[2] if form == "last line" else found[-1]) if found else None
+    return _number(found[-1].rpartition("=")[2] if form == "last line" else found[-1]) if found else None
+
+
+def _number(text: str) -> Fraction | None:
+    """The number, or what is marked or stated as the answer in this text."""
+    number = parse_number(text)
+    found = texts(text, ["marked", "stated"])[1] if number is None else []
+    return parse_number(found[-1]) if found else number
 
 
 ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {

@@ -16,7 +16,9 @@ import pytest
 from oppo_megatron.cli.main import main
 
 STAGES = ["data", "tokenizer", "sft", "rm", "sequential", "oppo"]
-FIGURES = {"step_s", "scoring_hidden", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "deferred"}
+FIGURES = {"step_s", "scoring_hidden", "reward_first", "reward_last", "deferred"} | {
+    f"{figure}_{when}" for figure in ("accuracy", "error") for when in ("before", "after")
+}
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
 OPPO = [sys.executable, "-c", "import sys; from oppo_megatron.cli.main import main; sys.exit(main())"]
 

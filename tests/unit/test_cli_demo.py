@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.cli.demo import CONFIGS, OUT, RUNS, beside, find_configs, plan
-from oppo_megatron.cli.demo_report import comparison
+from oppo_megatron.cli.demo_report import comparison, difference
 from oppo_megatron.cli.stages import Stage
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.load import load_config
@@ -20,7 +20,7 @@ from oppo_megatron.preflight.validate import train_problems
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = {
     "step_s": 0.5, "scoring_hidden": None, "reward_first": 0.4, "reward_last": 0.8, "deferred": {"0": 9, "1": 1},
-    "accuracy_before": 0.25, "accuracy_after": 0.625,
+    "accuracy_before": 0.25, "accuracy_after": 0.625, "error_before": 0.01, "error_after": 0.015,
 }  # fmt: skip
 
 
@@ -97,3 +97,19 @@ def test_a_table_without_scorers_has_no_row_for_them() -> None:
     assert str(table.title).startswith("DR_GRPO on arithmetic") and "scoring time hidden" not in labels
     scored = comparison({name: FIGURES | {"scoring_hidden": 0.5} for name in RUNS}, 1.0, "ppo")
     assert str(scored.title).startswith("PPO on arithmetic") and "scoring time hidden" in scored.columns[0].cells
+
+
+@pytest.mark.parametrize(
+    ("after", "error", "said"),
+    [
+        (0.625, 0.015, "+0.0% ± 2.1%, which is noise"),
+        (0.666, 0.015, "+4.1% ± 2.1%, which is noise"),
+        (0.669, 0.015, "+4.4% ± 2.1%"),
+        (0.581, 0.015, "-4.4% ± 2.1%"),
+        (0.9, None, "+27.5%"),
+    ],
+)
+def test_a_difference_of_two_accuracies_says_when_it_is_noise(after: float, error: float | None, said: str) -> None:
+    other = FIGURES | {"accuracy_after": after, "error_after": error}
+    assert difference(FIGURES, other) == said
+    assert said in comparison({"sequential": FIGURES, "oppo": other}, 1.0, "ppo").columns[2].cells

@@ -46,6 +46,16 @@ def rule(name: str, **settings: Any) -> RewardPart:
         ("**Final Answer**\n\nB", "B"), ("Answer: B) Paris", "B"),
         (r"<think>\boxed{A}? \boxed{C}</think> \boxed{B}", "B"), ("<think>The answer is A</think>\nThe answer is B", "B"),
         ("The answer is A</think>B", "B"), ("<think>The answer is B</think>\n", "B"), ("'B'", "B"),
+        *((text, "B") for text in (
+            "Therefore, option B is correct.", "B is the correct answer.", "B is correct.", r"$\boxed{\textbf{(B)}\ 12}$",
+            "答案选B。", "故选B。", "故选：B．", "因此，正确选项是B。", "选择 B", "所以应选择 (B)。", "B - Paris",
+            "<answer>Option B</answer>",
+            "I would choose B.", "The answer is 'B'.", "B<|eot_id|>", "B</s>", "The answer is probably B.",
+            "The answer is definitely (B)", r"\boxed{Option B}", "Let me see. A is wrong. C is wrong. So it's B.",
+            "It must be B.", "B\n\nExplanation: Paris is the capital.", "B. Paris\n\nExplanation: the capital.", "Choice B",
+            "Option (B)", "**Option B**", "✅ **B. Paris**", "【答案】：B", "本题选B", "因此，选B。", "选项A错误，选项B正确。",
+            "La réponse est B.", "Ответ: B",
+        )),
     ],
 )  # fmt: skip
 def test_a_choice_is_read(response: str, letter: str) -> None:
@@ -62,6 +72,8 @@ def test_a_choice_is_read(response: str, letter: str) -> None:
         r"\boxed{K}", r"\boxed{B", "(A) is wrong, (B) is right", "The answer is not (B)", "(A) or (B)", "K", "b", "AB",
         "<answer>Paris</answer>", "<answer>A</answer> <answer>B</answer>",
         r"\boxed{A} <answer>B</answer>", "<answer>A or B</answer>",
+        "A. London\nB. Paris\nWho knows?", "不选B", "If A is correct, then B is correct.", "I doubt that B is correct.",
+        "Option B is incorrect.", "A is correct. B is correct.", "B is right above A.",
         "<answer>K</answer>", 'The answer is "A" or "B".', "答案：A或B\n答案：B",
     ],
 )  # fmt: skip
@@ -124,11 +136,16 @@ def test_a_settled_choice_stays_what_it_is(prefix: str, rest: str, expected: str
 
 def test_choices_settle_at_the_second_box_behind_the_thoughts() -> None:
     assert choices.settled(r"</think>\boxed{A} \boxed{A} \boxed{B") is None is choices.settled(r"\boxed{A} \boxed{B}")
-    assert choices.settled(r"</think>\boxed{A} \boxed{A} \boxed{B}") == 0.0 == choices.settled(r"x</think><answer>1</answer>")
+    assert (
+        choices.settled(r"</think>\boxed{A} \boxed{A} \boxed{B}")
+        == 0.0
+        == choices.settled(r"x</think><answer>1</answer>")
+    )
 
 
-@pytest.mark.parametrize("text", ["*" * 100_000, "answer " * 20_000, "answer:" + "*" * 9999,
-                                   r"\boxed{" * 20_000, "<answer>" * 20_000])
+@pytest.mark.parametrize(
+    "text", ["*" * 100_000, "answer " * 20_000, "answer:" + "*" * 9999, r"\boxed{" * 20_000, "<answer>" * 20_000]
+)
 def test_a_long_response_is_read_at_once(text: str) -> None:
     began = time.thread_time()
     assert choices.choice(text) is None
@@ -245,6 +262,8 @@ def test_a_length_that_says_nothing_is_refused(settings: dict[str, int], longest
     [
         ("I have 3 and then 7 apples", 7), ("it costs $1,200.50.", Fraction(2401, 2)), ("from -5 to -3", -3),
         ("7-5", 5), ("10 - 3", 3), ("GPT-4", 4), ("so it is 1/2", Fraction(1, 2)), ("3\n#### 5\nor 6", 5), ("8\nA: 4", 4),
+        ("#### Step 1\nadd\n#### Step 2\nSo it is 18.", 18), ("#### Final Answer\n\\boxed{18}", 18),
+        (r"#### \boxed{18}", 18), ("#### The answer is 18", 18),
         ("#### none, 5", None), ("no number", None), ("", None), ("3/0", None), ("9" * 6000, None),
     ],
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,4 +122,5 @@ def _task(args: argparse.Namespace, shape: Path, nodes: int) -> Task:
         f"debug.forced_lengths={LENGTHS}",
         f"rollout.batch_size={max(BATCH, BATCH_A_NODE * nodes)}",
     ]
-    return task_of(args.shapes / "ppo.yaml", args.shapes / "cluster.yaml", given, [f"nodes={nodes}"])
+    task = task_of(args.shapes / "ppo.yaml", args.shapes / "cluster.yaml", given, [f"nodes={nodes}"])
+    return replace(task, prompt=PROMPT_TOKENS)

@@ -5,7 +5,9 @@ has not answered.
 
     marked      \boxed{B}, \boxed{\text{(B)}}, <answer>B</answer>, <answer>B) Paris</answer>
     stated      the answer is B, Answer: (B), the correct option is **B**
-    last line   B    (B)    B.    B) Paris    **B**
+    last line   B    (B)    B.    B) Paris    **B**    Option B
+    picked      B is correct, option B is the right answer, I choose B, it must be B, 选择 B, 选项B正确
+    any line    as a last line, if no other line names another letter
 """
 
 from __future__ import annotations
@@ -15,28 +17,38 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from oppo_megatron.errors import RewardError
-from oppo_megatron.rewards.rules.final_answer import bare, closed_marks, texts
+from oppo_megatron.rewards.rules.final_answer import bare, closed_marks, labelled, shown, texts
 
 LETTERS = "ABCDEFGHIJ"
 """As many as MMLU-Pro has choices."""
 
 _LETTER = r"[A-Ja-j]"
-_WHOLE = re.compile(rf"[\s*_$({{\[]*({_LETTER})[\s*_$)}}\].:]*")
+_UPPER = r"[A-J]"
+_WHOLE = re.compile(rf"(?:(?i:option|choice|answer)\s+)?[\s*_$({{\[]*({_LETTER})[\s*_$)}}\].:]*")
 # After a letter without brackets: no word that it could be the article or the pronoun of (`a dog`, `I think`).
-_BARE = rf"({_LETTER})(?![A-Za-z0-9_'’]|[ \t]+(?!(?:or|and|because|since|as|which)\b)[a-z])"
+_BARE = rf"({_LETTER})(?![A-Za-z0-9_]|['’][A-Za-z]|[ \t]+(?!(?:or|and|because|since|as|which)\b)[a-z])"
 _MARKED = rf"[*_$\"'`]{{0,3}}(?:[(\[]\s?({_LETTER})\s?[)\]]|{_BARE})"
 _STATED = re.compile(
     rf"(?:(?i:choice|option|letter)\s)?(?:\\(?:boxed|text(?:bf)?)\{{)?{_MARKED}"
     rf"(?:[*_$\"'`]{{0,3}}\s?(?:,|/|&|\bor\b|\band\b|或|和)\s?{_MARKED})?"
 )
-_LINE = re.compile(rf"(?:\(({_LETTER})\)|\[({_LETTER})\]|([A-J])[.):](?=\s|\*|$)|([A-J])(?=[\s*_]*$)).*")
+_LINE = re.compile(
+    rf"(?:(?i:option|choice)\s)?(?:\(({_LETTER})\)|\[({_LETTER})\]|([A-J])(?:[.):](?=\s|\*|$)|\s[-–—]\s(?=[A-Za-z]{{2}}))|([A-J])(?=[\s*_]*$)).*"
+)
+_PICKED = re.compile(
+    rf"(?<!that )(?<!if )(?<!If )(?<!then )\b(?:(?i:option|choice|answer)\s|选项)?\(?({_UPPER})\)?"
+    r"(?:\sis\s(?:the\s)?(?:correct\b|(?:right|best)\s(?:answer|option|choice)\b)|\s?正确)"
+    r"|\b(?i:(?:i|we)\s(?:would\s)?(?:choose|select|pick)|(?:so|thus|hence|therefore),?\sit(?:['’]s|\sis)|it\smust\sbe)"
+    rf"\s(?:(?i:option|choice)\s)?\(?({_UPPER})\)?(?=[\s*_]*[.!]?\s*(?:\n|$))|(?<!不)选择?\s?\(?({_UPPER})\b"
+)
 _BRACKETS = re.compile(rf"[(\[]({_LETTER})[)\]]")
 
 
 def choice(response: str) -> str | None:
     """The letter that a response states, in upper case; None if it states none, or several."""
     for form, letters in _READERS.items():
-        found = {letter for text in texts(response, [form])[1] for letter in letters(text)}
+        places = _PLACES[form](response) if form in _PLACES else texts(response, [form])[1]
+        found = {letter for text in places for letter in letters(text)}
         if found:
             return found.pop() if len(found) == 1 else None
     return None
@@ -70,8 +82,9 @@ def expected_letter(value: Any) -> str:
 
 def _marked(text: str) -> list[str | None]:
     """The letter of a marked answer; None if it holds anything else."""
-    whole = _WHOLE.fullmatch(bare(text))
-    letters = [whole[1].upper()] if whole else _in_line(text) or _stated_in(text)
+    text = bare(text)
+    whole, label = _WHOLE.fullmatch(text), labelled(text)[0]
+    letters = [whole[1].upper()] if whole else [label] if label else _in_line(text) or _stated_in(text)
     return list(letters) or [None]
 
 
@@ -86,15 +99,25 @@ def _stated(text: str) -> list[str]:
 
 def _in_line(text: str) -> list[str]:
     """The letter that a line begins with, and those in brackets behind it."""
-    text = bare(text)
+    text = bare(text.lstrip("✅ "))
     found = _LINE.fullmatch(text)
     if not found:
         return []
     return [letter.upper() for letter in (*found.groups(), *_BRACKETS.findall(text)) if letter]
 
 
+def _picked(text: str) -> list[str]:
+    return [letter for found in _PICKED.findall(text) for letter in found if letter]
+
+
+_PLACES: dict[str, Callable[[str], list[str]]] = {
+    "picked": lambda response: [shown(response)],
+    "any line": lambda response: shown(response).splitlines(),
+}
 _READERS: dict[str, Callable[[str], Sequence[str | None]]] = {
     "marked": _marked,
     "stated": _stated,
     "last line": _in_line,
+    "picked": _picked,
+    "any line": _in_line,
 }

@@ -21,11 +21,18 @@ _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNO
 _OPEN_TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)\Z", re.DOTALL | re.IGNORECASE)
 _BETWEEN = re.compile(r"(?:[\s$.,;&、和或及]|\\text\s*\{|\}|\band\b|\bor\b|\\q?quad\b|\\[,;() ])*")
 _HASH = re.compile(r"####(.*)")
+_HEADING = re.compile(r"####[ *_]{0,4}[^\W\d_]{2,}.*\n(?=\s*\S)")
+"""A heading of Markdown, with text below it, is not an answer."""
+_END_TOKEN = re.compile(r"(?:<\|[^<>|\s]{1,40}\|>|</?s>|<eos>|<end_of_turn>|</think(?:ing)?>)\Z")
+"""A token that ends a response, if its tokenizer writes it as text."""
 _LAST_LINE = re.compile(r"\s*A:(.*)")
 _STATED = re.compile(
-    r"""(?:(?i:\b(?:answer(?:\s(?:choice|option|letter))?|correct\s(?:choice|option|letter)))|答案)
-        (?i:\s(?:to|of|for)\b[^.\n:=]{0,60}?)?["')*_]{0,3}\s{0,3}
-        (?:(?i:is|are|was|will\sbe|would\sbe|should\sbe|must\sbe|equals)\b\s?:?|[:=]|[是为為]\s?:?)(?:[*_]{1,3}(?=\s))?
+    r"""(?:(?i:\b(?:ans(?:wer(?:\s(?:choice|option|letter))?)?|correct\s(?:choice|option|letter)
+            |respuesta|resposta|risposta|réponse|antwort|ответ))|答案|正确选项|答え|정답|\b答(?=:))
+        (?i:\s(?:to|of|for)\b[^.\n:=]{0,60}?)?["')*_】\]]{0,3}\s{0,3}
+        (?:(?i:is|are|was|will\sbe|would\sbe|should\sbe|must\sbe|equals|es|ist|est|è|é)\b\s?:?|[:=]|[是为為选はは은]\s?:?|(?<=】):?)
+        (?i:\s{0,3}(?:most\slikely|likely|probably|definitely|clearly|therefore|thus)\b)?(?:[*_]{1,3}(?=\s))?
+      | (?:故|应|本题|因此,?|所以,?)选择?:?
       | (?i:final\s+answer)[*_\s]{0,4}(?=\n)""",
     re.VERBOSE,
 )
@@ -50,8 +57,13 @@ _ASCII = str.maketrans(
 )
 _PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("__", "__"), ("*", "*"), ("`", "`"),
           ('"', '"'), ("'", "'"), ("「", "」"))  # fmt: skip
+_LABEL = re.compile(
+    r"(?:\\(?:text|math)?(?:bf|rm)?\s*\{\s*\(?([A-J])[).]\s*(?:\}|(?=[^{}]*\}))|\(([A-J])\)(?=[\s~\\])|([A-J])[.)](?=\s))"
+    r"(?:\s|~|\\[ ,;:]|\\q?quad\b)*(?=\S)"
+)
 _WRAPPED = re.compile(
-    r"(?:\\(?:text|mbox|hbox|boldsymbol|bf|rm|(?:text|math)(?:bf|rm|it|normal|sf))\s*)?\{(.*)\}", re.DOTALL
+    r"(?:\\(?:(?:text)?color\s*\{\w+\}|text|mbox|hbox|boldsymbol|bf|rm|(?:text|math)(?:bf|rm|it|normal|sf))\s*)?\{(.*)\}",
+    re.DOTALL,
 )
 
 
@@ -68,6 +80,8 @@ def texts(response: str, forms: Sequence[str]) -> tuple[str, list[str]]:
 def shown(response: str) -> str:
     """The text behind the thoughts, if there is any, else all of it; full-width characters as ASCII."""
     response = response.translate(_ASCII)
+    while end_token := _END_TOKEN.search(response := response.rstrip(), max(0, len(response) - 48)):
+        response = response[: end_token.start()]
     end = _CLOSED_THOUGHT.search(response)
     behind = _THOUGHT.sub("", response[end.end() :]) if end else ""
     return behind if behind.strip() else response
@@ -104,6 +118,12 @@ def bare(text: str) -> str:
         if inner is None:
             return text
         text = inner
+
+
+def labelled(text: str) -> tuple[str | None, str]:
+    r"""The letter before an answer of a multiple choice and the answer: `\textbf{(B)}\ 12`, `(B) 12`, `B. 12`."""
+    label = _LABEL.match(text)
+    return (label[1] or label[2] or label[3], text[label.end() :]) if label else (None, text)
 
 
 def closing(text: str, begin: int) -> int | None:
@@ -149,7 +169,11 @@ def _marked(text: str) -> list[str]:
 def _hashed(text: str) -> list[str]:
     lines = text.strip().splitlines()
     last_line = _LAST_LINE.fullmatch(lines[-1]) if lines else None
-    return [last_line[1]] if last_line else [mark.rpartition("####")[2] for mark in _HASH.findall(text)]
+    if last_line:
+        return [last_line[1]]
+    marks = list(_HASH.finditer(text))
+    headed = marks and _HEADING.match(text, marks[-1].start())
+    return [] if headed else [mark[1].rpartition("####")[2] for mark in marks]
 
 
 def _stated(text: str) -> list[str]:

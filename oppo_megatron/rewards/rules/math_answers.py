@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.rewards.rules.final_answer import MAX_CHARACTERS, bare, last_group, shown, texts
-from oppo_megatron.rewards.rules.numbers import parse_number, read_number, same_number
+from oppo_megatron.rewards.rules.final_answer import MAX_CHARACTERS, bare, labelled, last_group, shown, texts
+from oppo_megatron.rewards.rules.numbers import OTHER_WORDS, parse_number, read_number, same_number
 
 ENTRY_POINT = f"{__name__}:grade"
 ANSWER = "answer"
@@ -30,7 +30,10 @@ _BASE = re.compile(r"([0-9A-Fa-f]+)_\{?(?:\\text\{)?(\d+|[a-z]+)\}*")
 _MATRIX = re.compile(
     r"[(\[]?\s*\\begin\{([bpBvV]?matrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\\s*)?\\end\{\1\}\s*[)\]]?", re.DOTALL
 )
-_LEADING = re.compile(r"\A(?:\\approx|\\sim|[≈~=]|\b(?:equal to|approximately|about|exactly)\b)\s*")
+_LEADING = re.compile(
+    r"\A(?:\\approx|\\sim|[≈~=]|\b(?:equal to|approximately|about|exactly|therefore|thus|hence)\b,?|(?:ans|result)[:.])\s*",
+    re.IGNORECASE,
+)
 _BECAUSE = re.compile(
     r",?\s\b(?:because|since|as|which|so|I hope)\b.*|(?<![\d\s])\.\s.*|(?<=\d)\.\s+(?=[A-Z]).*"
     r"|[,;]\s+(?=[A-Za-z]{2,}\s+[a-z]{2,}).*",
@@ -38,18 +41,29 @@ _BECAUSE = re.compile(
 )
 _FORMULA = r"(?:\$\$.+?\$\$|(?<![\\$])\$(?:[^$\n]|\\\$)+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\])"
 _FORMULAS = re.compile(rf"({_FORMULA})(?:\s*(?:,|;|,?\s*\b(?:and|or)\b)\s*{_FORMULA})*", re.DOTALL)
-_PROSE = re.compile(r"[^\W\d_]{2,}\s+(?:[^\W\d_]\s+)?[^\W\d_]{2,}")
+_TEXT = re.compile(r"\\(?:text|mbox|(?:text|math)(?:bf|rm|it|normal))\s*\{([^{}]*)\}")
+_FONT = re.compile(r"\\(?:bf|rm|it|displaystyle|textstyle)(?![A-Za-z])")
+_SOLUTIONS = re.compile(r"(?:\b[A-Za-z](?:_?\d)? ?= ?[^\s=,;]{1,40}(?:\s?,?\s(?:and|or)\s|,\s|\Z)){2,}\Z")
+_PROSE = re.compile(r"[\u4e00-\u9fff]|[^\W\d_]{2,}\s+(?:[^\W\d_]\s+)?[^\W\d_]{2,}")
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*\s*(?:\([^=]*\))?|\([A-Za-z, ]*\)|[A-Za-z ]+")
 _TAIL = re.compile(r"(?:\s+[A-Za-z]+){0,4}|\s*\\?%")
 _CLOSE = re.compile(
-    r""".*?(?:=|:|≈|→|\b(?:is|are|was|be|equals?|gets?|got|obtains?|has|have|had|gives?|makes?|totals?|costs?|therefore|thus|hence|so)\b,?)
+    r""".*?(?:=|:|≈|→|\b(?:is|are|was|be|equals?|gets?|got|obtains?|has|have|had|gives?|makes?|earns?|takes?|needs?|paid|pays?|spends?|spent|saves?|requires?|totals?|total\sof|costs?|therefore|thus|hence|so)\b,?(?:\s(?:him|her|them|it))?
+        |(?<!不)[是为有得要共了花剩即])
         \s*((?:[-+]\s?)?[$€£]?\d[^:;=?]*)""",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
+_BRIEF = re.compile(
+    r"[^A-Za-z]*(?:[A-Za-z]+[^A-Za-z]*){0,3}|[^A-Za-z]*(?:(?!(?:so|but|if|not|and|or|I)\b)[A-Za-z']+[ .!]*){0,10}",
+    re.IGNORECASE,
+)
+"""A number and few words, or more words of one clause."""
 _LATEX = tuple((re.compile(pattern), latex) for pattern, latex in (
     (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"), (r"√\s*\(([^()]*)\)|√\s*(\w+)", r"\\sqrt{\1\2}"),
     (r"\*\*", "^"), (r"\^\s*\(?(-?\d{2,})\)?", r"^{\1}"), ("²", "^2"), ("³", "^3"),
     (r"π|(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "), (r"∞|(?<![\\A-Za-z])(?:oo|inf(?:inity)?)(?![A-Za-z])", r"\\infty "),
+    (r"\\varnothing", r"\\emptyset "),
+    (r"\b[Aa]ll reals?(?: numbers)?\b", r"\\mathbb{R}"),
     ("×", r"\\times "), ("÷", "/"), ("·", r"\\cdot "), ("≤", r"\\le "), ("≥", r"\\ge "), ("≠", r"\\ne "),
     (r"(?<![\\A-Za-z])(sin|cos|tan|ln|log|exp)(?![A-Za-z])", r"\\\1 "), (r"\\(?:,|;|!|:|quad\b)", " "),
 ))  # fmt: skip
@@ -106,20 +120,27 @@ def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
 def found_answer(response: str) -> str | None:
     """The text of the final answer; None if the response states none."""
     marked = last_group(response)
-    if marked is not None:
+    if marked is not None and not (_PROSE.search(marked) and re.search(r"\d", marked)):
         return marked
     form, found = texts(response, ["marked", "stated", "hashed", "last line"])
+    found = [marked] if marked is not None else found
+    if form in ("marked", "hashed"):
+        found = texts(found[-1], ["stated"])[1] or found
     if form == "last line":
         return _closing(response)
     if form == "stated":
         found = [text for text in found if re.search(r"[\d$\\∞π√]|^\W*\w{1,2}\W*$", text)] or found
     cut = _cut(found[-1])
-    return _closing(cut) or cut if _PROSE.search(cut) and _words(_tidy(cut)) is None and read_number(cut) is None else cut
+    return (
+        _closing(cut) or cut if _PROSE.search(cut) and _words(_tidy(cut)) is None and read_number(cut) is None else cut
+    )
 
 
 def equal(expected: str, given: str) -> bool:
     """Mathematically equal; of two equations, of which only one names a variable, the last sides are compared."""
-    expected, given = _tidy(expected), _tidy(given)
+    (letter, expected), (label, given) = labelled(_tidy(expected)), labelled(_tidy(given))
+    if letter and (label or re.fullmatch("[A-J]", given)) or label and re.fullmatch("[A-J]", expected):
+        return (letter or expected) == (label or given)
     if not given or len(given) > MAX_CHARACTERS:
         return False
     if (number := read_number(given)) is not None and (wanted := read_number(expected)) is not None:
@@ -127,7 +148,7 @@ def equal(expected: str, given: str) -> bool:
     words = [_words(text) for text in (expected, given)]
     if words[0] is not None and (words[1] is not None or given.isalpha()):
         return words[0] == words[1]
-    if expected == given:
+    if _written(expected) == _written(given):
         return True
     bases = [_BASE.fullmatch(text) for text in (expected, given)]
     if all(bases) or (bases[0] and given.isalnum()) or (bases[1] and expected.isalnum()):
@@ -135,7 +156,11 @@ def equal(expected: str, given: str) -> bool:
         return digits[0] == digits[1] and (not all(bases) or bases[0][2] == bases[1][2])  # type: ignore[index]
     sides = [_ASSIGNED.split(text) for text in (expected, given)]
     named = len(sides[0]) == 1 or _NAME.fullmatch(sides[0][0].strip())
-    if named and (len(sides[0]) > 1) != (len(sides[1]) > 1) and all(len(_split(text)) == 1 for text in (expected, given)):
+    if (
+        named
+        and (len(sides[0]) > 1) != (len(sides[1]) > 1)
+        and all(len(_split(text)) == 1 for text in (expected, given))
+    ):
         return equal(sides[0][-1], sides[1][-1])
     structured = _equal_parts(expected, given)
     if structured is not None:
@@ -177,19 +202,29 @@ def _closing(response: str) -> str | None:
         answer, behind = _elements(last[0]), text[last.end() :]
         return answer if parse_number(answer) is None and parse_number(answer + behind) is None else answer + behind
     line = text.splitlines()[-1].replace("**", "") if text else ""
-    if not _PROSE.search(line) and not line.startswith("#"):
+    if not line.startswith("#") and (not _PROSE.search(line) or not re.search(r"\d|\s", line)):
         return line
-    sentence = re.split(r"(?<=[A-Za-z)])\.\s+|(?<=\d)\.\s+(?=[A-Z])|[!?]\s", line.rstrip(" ."))[-1]
+    sentence = re.split(r"(?<=[A-Za-z)])\.\s+|(?<=\d)\.\s+(?=[A-Z])|[!?]\s|,(?=[\u4e00-\u9fff])", line.rstrip(" ."))[-1]
     found = _CLOSE.fullmatch(sentence)
-    return found[1] if found and re.fullmatch(r"[^A-Za-z]*(?:[A-Za-z]+[^A-Za-z]*){0,3}", found[1]) else None
+    if solutions := _SOLUTIONS.search(sentence):
+        return solutions[0]
+    return found[1] if found and _BRIEF.fullmatch(found[1]) else None
 
 
 def _tidy(text: str) -> str:
-    text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac"))
+    text = re.sub(
+        r"\\(?:left|right)(?![A-Za-z])",
+        "",
+        _FONT.sub("", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac"),
+    )
     text = _LEADING.sub("", bare(re.sub(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])", "", bare(text))), count=1) if text else text
     while text.startswith("(") and text.endswith(")") and len(_split(text[1:-1])) == 1 and _balanced(text[1:-1]):
         text = bare(text[1:-1])
     return text.strip()
+
+
+def _written(text: str) -> str:
+    return re.sub(r"(?<!\d) +| +(?!\d)", "", _TEXT.sub(r"\1", text))
 
 
 def _words(text: str) -> str | None:
@@ -265,11 +300,25 @@ def _equal_by_library(expected: str, given: str) -> bool:
     from math_verify import verify
 
     texts = (_latex(expected), _latex(given))
+    other, told = (
+        {word.lower() for each in _TEXT.findall(text) for word in OTHER_WORDS.findall(each)} for text in texts
+    )
+    if other != told:  # the library leaves out what stands as text
+        return False
     gold, answer = (_parsed(text) for text in texts)
     if not gold or not answer:
         return texts[0].replace(" ", "") == texts[1].replace(" ", "")
     places = _places([*gold, *answer])
-    return bool(verify(gold, answer, float_rounding=places, numeric_precision=places + 9, timeout_seconds=None))
+    return bool(
+        verify(
+            gold,
+            answer,
+            float_rounding=places,
+            numeric_precision=places + 9,
+            timeout_seconds=None,
+            allow_set_relation_comp=True,
+        )
+    )
 
 
 def _parsed(latex: str) -> list[Any]:
@@ -292,7 +341,7 @@ def _places(values: list[Any]) -> int:
     for value in values:
         try:
             size = abs(complex(value))
-        except Exception:  # noqa: S112  (sympy raises whatever it likes, RecursionError for sums of matrices)
+        except Exception:  # noqa: S112  (sympy raises whatever it likes)
             continue
         smallest = min(smallest, size or 1.0)
     return 6 - math.floor(math.log10(smallest)) if smallest > 0 else 6

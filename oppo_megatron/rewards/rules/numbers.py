@@ -10,7 +10,8 @@ A word that makes it another number (million, dozen, pi, times), a further digit
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from oppo_megatron.rewards.rules.final_answer import bare
@@ -20,8 +21,16 @@ MAX_CHARACTERS = 500
 SIGNIFICANT = 6
 """Digits that a decimal fraction needs to stand for a number that it only approximates, as 0.333333 does."""
 
-_PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
+
+def _repeating(found: re.Match[str]) -> str:
+    whole, fixed, period = found.groups()
+    value = int(whole + fixed + period) - int(whole + fixed or 0)
+    return f"{value}/{(10 ** len(period) - 1) * 10 ** len(fixed)}"
+
+
+_PLAIN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\\(?:[,;:]|!\s*|left\b|right\b|displaystyle\b|quad\b)"), ""),
+    (re.compile(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d{1,20})\s*\}"), _repeating),
     (re.compile(r"(?<=\d)\{,\}(?=\d{3})"), ","),
     (re.compile(r"\\(?:text|mbox|(?:text|math)(?:bf|rm|it|normal))\s*\{([^{}]*)\}"), r" \1 "),
     (re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))"), r" \1\2/\3\4 "),
@@ -39,12 +48,15 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 # Words after a number that make it another number, or no number at all.
-_OTHER = re.compile(
+OTHER_WORDS = re.compile(
     r"""\b(?:hundred|thousand|million|billion|trillion|dozen|half|halve|third|fourth|quarter|fifth|tenth|hundredth|thousandth
-        |times|plus|minus|over|squared|cubed|or|to|if|unless|not|pi|sqrt|sin|cos|tan|ln|log|exp|infinity|mod|choose)s?\b
+        |times|plus|minus|over|squared|cubed|or|to|if|unless|not|pi|sqrt|sin|cos|tan|ln|log|exp|infinity|mod|choose|by)s?\b
         |[万萬亿億千百]""",
     re.VERBOSE | re.IGNORECASE,
 )
+SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+          "千": 1000, "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8}  # fmt: skip
+_SCALE = re.compile(rf"({'|'.join(SCALES)})(?![A-Za-z])", re.IGNORECASE)
 _POWER = re.compile(r"(?<=[A-Za-z])(?:\^\{?[23]\}?|[23](?![0-9])|[²³])|(?<=[A-Za-z])\s?/\s?(?=[A-Za-z])")
 _WORDS = re.compile(r"[^0-9+*/=^_\\<>|~{}]*")
 _UNITS = """km kilometer kilometre|m meter metre|cm centimeter centimetre|mm millimeter millimetre|mi mile|ft foot feet
@@ -81,10 +93,13 @@ def read_number(text: str) -> Number | None:
     found = _NUMBER.match(text)
     if found is None or len(found[0]) > MAX_CHARACTERS or (found["sign"] and found["inner"]):
         return None
-    behind = bare(_POWER.sub("", text[found.end() :]))
+    behind, scale = bare(_POWER.sub("", text[found.end() :])), 1
+    if times := _SCALE.match(behind):
+        behind, scale = bare(behind[times.end() :]), SCALES[times[1].lower()]
     if not _is_unit(behind, joined=text[found.end() : found.end() + 1].isalpha()):
         return None
-    return _valued(found, behind)
+    number = _valued(found, behind)
+    return number and replace(number, value=number.value * scale, places=number.places if scale == 1 else None)
 
 
 def _valued(found: re.Match[str], behind: str) -> Number | None:
@@ -109,7 +124,7 @@ def _is_unit(behind: str, *, joined: bool) -> bool:
     """Whether the text behind a number is nothing, punctuation, or words that leave its value; `joined`: without a space."""
     if not behind:
         return True
-    if not _WORDS.fullmatch(behind) or _OTHER.search(behind):
+    if not _WORDS.fullmatch(behind) or OTHER_WORDS.search(behind):
         return False
     word = re.match(r"[^\W\d_]*", behind)
     name = word[0] if word else ""
