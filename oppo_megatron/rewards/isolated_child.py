@@ -56,11 +56,14 @@ def main(reads: int, writes: int) -> None:
 
 
 def _watch() -> None:
-    """Start a process that kills what the function has started when this one has ended: the run may have been killed, too.
+    """Start a process that kills what the function has started once this one has ended: a run that was killed cannot.
 
-    It belongs to nobody's family, so that who ends all of this process's children leaves it alone.
+    It is nobody's child, so that whoever ends all children of this process leaves it alone.
     """
-    ended = os.pidfd_open(os.getpid())
+    try:
+        ended = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):  # Linux before 5.3, or another system: such a run leaves it behind
+        return
     if (between := os.fork()) == 0:
         if os.fork() == 0:
             os.setsid()
