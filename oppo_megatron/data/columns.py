@@ -135,7 +135,7 @@ def _there_are(rows: Sequence[Row], wanted: Sequence[str], part: str) -> str:
     usable = [name for name in found if name.rpartition(".")[2].lower() not in others]
     near, setting = nearest_field(wanted, usable), f"data.columns.{part}"
     remedy = f"The nearest is {near!r}: set {setting}={near}." if near else f"Set {setting} to one of them."
-    remedy = remedy if usable else "None of them can be it: add one."
+    remedy = remedy if usable else f"None of them can be it: add one, or name one in {setting}."
     return f"it has: {', '.join(names) or 'no column at all'}. {remedy}"
 
 
