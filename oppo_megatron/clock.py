@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -47,3 +48,8 @@ class ByTime:
         if now - self._told >= self._every_s:
             self._told = now
             self._tell(f"{line}, {format_duration(now - self._started)}")
+
+
+def by_time(*, is_owner: bool = True) -> Callable[[str], None]:
+    """Tell of a long phase on the standard error; on a rank that is not the `owner`, of nothing."""
+    return ByTime(lambda line: print(line, file=sys.stderr, flush=True)) if is_owner else lambda line: None

@@ -322,6 +322,7 @@ def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
 
 def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Asked], str]:
     """No prompts for a conversation, which only needs a template; also what was understood of a file, and left out of it."""
+    from oppo_megatron.clock import by_time
     from oppo_megatron.config.paths import missing_path
     from oppo_megatron.errors import DataError
     from oppo_megatron.policy.given_prompts import prompts_of_file, prompts_of_texts, within
@@ -334,7 +335,8 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
     if not args.input.exists():
         raise DataError(missing_path("--input", args.input))
     bound, told = args.max_prompt_tokens, list[str]()
-    rows = prompts_of_file(args.input, args.column, wording, tokenizer, None if bound else args.max_prompts, told.append)
+    most = None if bound else args.max_prompts
+    rows = prompts_of_file(args.input, args.column, wording, tokenizer, most, told.append, by_time())
     short = within(rows, bound, tokenizer)
     if len(short) < len(rows):
         told.append(f"{len(rows) - len(short)} of {len(rows)} prompts have more than {bound} tokens and are left out")

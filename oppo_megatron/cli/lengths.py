@@ -87,7 +87,7 @@ def forced_lengths(args: argparse.Namespace) -> list[str]:
 def count(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -100,7 +100,7 @@ def _median_sigma(text: str) -> tuple[float, float]:
     try:
         median, sigma = map(float, text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no MEDIAN,SIGMA, as in 64,1.0") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not MEDIAN,SIGMA, as in 64,1.0") from None
     if not (isfinite(median) and isfinite(sigma)):
         raise argparse.ArgumentTypeError(f"{text!r} must be two finite numbers, MEDIAN,SIGMA, as in 64,1.0")
     return median, sigma

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str], None]
 START = (
-    "import json, sys; sys.path[:] = read_json(sys.argv.pop(1)); "
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from oppo_megatron.cli.main import main; sys.exit(main())"
 )
 """`oppo` with the import path of this process: a reward function that is found here is found there."""

@@ -80,13 +80,14 @@ def service_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data:
 
 def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     """Read all rows as the run would.  Raises DataError or RewardError; returns what became of them."""
+    from oppo_megatron.clock import by_time
     from oppo_megatron.config.derived import describe_batch, describe_settle
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.train.inputs import describe_first, describe_inputs, read_inputs, try_answers
 
     if not isinstance(settings, TrainSettings):
         return _supervised_lines(settings)
-    inputs = read_inputs(settings)
+    inputs = read_inputs(settings, by_time())
     refused = try_answers(inputs, settings)
     settings_told = [describe_batch(settings), *describe_settle(settings)]
     return [*settings_told, *describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings)]
@@ -109,6 +110,7 @@ def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:
 
 
 def _supervised_lines(settings: SupervisedConfig) -> list[str]:
+    from oppo_megatron.clock import by_time
     from oppo_megatron.config.data import DataConfig
     from oppo_megatron.data.heldout_split import describe_seen, read_heldout
     from oppo_megatron.data.rows import Quarantine
@@ -116,7 +118,7 @@ def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     from oppo_megatron.data.tokenizer import load_tokenizer
     from oppo_megatron.train.inputs import describe_first, describe_quarantine
 
-    quarantine, load = Quarantine(), _row_loader(settings)
+    quarantine, load = Quarantine(progress=by_time()), _row_loader(settings)
     tokenizer = load_tokenizer(settings.tokenizer, settings.model.checkpoint)
 
     def read(data: DataConfig) -> list[Any]:

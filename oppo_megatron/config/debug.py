@@ -13,6 +13,8 @@ from pydantic import Field, field_validator
 
 from oppo_megatron.config.base import Section, Unit
 
+MOST_MEDIAN, MOST_SIGMA = 1e9, 10.0
+"""Of forced log-normal lengths; the longest that can be drawn stays in the range of floats."""
 Quantile = Callable[[float], float]
 """Inverse of a distribution function: from a share in [0, 1) to a length in tokens."""
 
@@ -71,8 +73,11 @@ class DebugConfig(Section):
     @field_validator("forced_lengths")
     @classmethod
     def _median_and_sigma(cls, value: Any) -> Any:
-        if isinstance(value, list) and not (len(value) == 2 and value[0] > 0 and value[1] >= 0):
-            raise ValueError("[median, sigma] with a median above 0 and a sigma of at least 0, a CSV file, or [file, column]")
+        if isinstance(value, list) and not (len(value) == 2 and 0 < value[0] <= MOST_MEDIAN and 0 <= value[1] <= MOST_SIGMA):
+            raise ValueError(
+                f"[median, sigma] with a median above 0 and up to {MOST_MEDIAN:g} and a sigma from 0 to {MOST_SIGMA:g}, "
+                "a CSV file, or [file, column]"
+            )
         return value
 
     @property

@@ -250,7 +250,8 @@ def _render(
     problems.quarantine.note(f"{rows[0].file}: {layout.describe(wanted, turns)}")
     used = (layout.prompt, layout.system, layout.completion, layout.chosen, layout.rejected)
     conversations = Conversations(tokenizer.chat, used, problems.quarantine.note)
-    for row in rows:
+    for number, row in enumerate(rows):
+        problems.quarantine.progress(f"{row.file}: {number} of {len(rows)} rows rendered")
         try:
             aligned = [align(*answered) for answered in extract(row)]
             texts = [(*conversations.texts(row, prompt, answers), not isinstance(prompt, str)) for prompt, answers in aligned]

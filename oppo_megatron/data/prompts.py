@@ -80,7 +80,9 @@ def load_prompts(
     problems, is_first = RowProblems(quarantine), not quarantine.first
     rows: list[PromptRow] = []
     num_truncated = 0
-    for example in read_prompts(config, tokenizer, problems):
+    examples = read_prompts(config, tokenizer, problems)
+    for number, example in enumerate(examples):
+        quarantine.progress(f"{example.row.file}: {number} of {len(examples)} prompts tokenized")
         tokens = encode_prompt(tokenizer, example.prompt)
         text = example.prompt
         if _refused(example, len(tokens), config, problems, check):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -61,6 +61,8 @@ class Quarantine:
     entries: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     first: dict[str, str] = field(default_factory=dict)
+    progress: Callable[[str], None] = lambda line: None
+    """Called with a line at every row, as a `ByTime` may be."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -178,6 +180,7 @@ def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str
     files = [file for path in paths for file in data_files(path, problems.quarantine.note)]
     for path in files:
         for line, content in file_rows(path):
+            problems.quarantine.progress(f"reading {path}: {num_seen} rows")
             if config.max_rows is not None and num_seen == config.max_rows:
                 break
             if isinstance(content, DataError):

@@ -146,7 +146,8 @@ def _tokenize_one(
     long_rows: LongRows,
     problems: RowProblems,
 ) -> list[list[int]] | None:
-    """Prompt and answers; None where the row is refused, which `problems` hears of."""
+    """Prompt and answers; None if the row is refused, which `problems` hears of."""
+    problems.quarantine.progress(f"{example.row.file}: row {example.row.index + 1} is tokenized")
     prompt, *answers = encode_answers(tokenizer, example.prompt, example.answers)
     if prompt != encode_prompt(tokenizer, example.prompt):
         problems.quarantine.note(

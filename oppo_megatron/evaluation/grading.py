@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from oppo_megatron.clock import by_time
 from oppo_megatron.config.serve import ServeRewardConfig
 from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.tokenizer import load_tokenizer
@@ -101,7 +102,9 @@ class Grader:
         self._rewards.request(
             [ScoreItem(number, each.prompt, each.response, each.fields) for number, each in enumerate(answers)]
         )
+        progress = by_time()
         for number, (each, score) in enumerate(zip(answers, model_scores, strict=True)):
+            progress(f"{number} of {len(answers)} responses judged")
             reward = self._rewards.evaluate(
                 each.prompt, each.response, each.fields, score, number, num_tokens=each.num_tokens
             )

@@ -59,10 +59,13 @@ def prompts_of_file(
     tokenizer: Tokenizer,
     most: int | None = None,
     note: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> list[Asked]:
     """Return a prompt for each line of a `.txt` file, else for each row, as `oppo train` reads them; `most`: the first ones.
 
-    `note` gets a line for each thing that was understood of the rows.  Raises DataError or ConfigError for unusable rows.
+    `note` gets a line for each thing that was understood of the rows, `progress` one at every row.
+
+    Raises DataError or ConfigError for unusable rows.
     """
     if path.suffix == ".txt":
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)
@@ -73,7 +76,7 @@ def prompts_of_file(
         max_prompt_tokens=WITHOUT_LIMIT,
         max_rows=most,
     )
-    quarantine = Quarantine()
+    quarantine = Quarantine(progress=progress)
     rows = load_prompts(config, tokenizer, quarantine=quarantine).rows
     if wording.system is not None and any(row.chat for row in rows):
         raise ConfigError(

@@ -7,8 +7,15 @@ import json
 import numbers
 import os
 import resource
+import select
+import signal
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.processes import allow_processor_time, end_with_parent, limit_resource
@@ -17,6 +24,10 @@ from oppo_megatron.rewards.user_code import said_of
 
 MAX_ANSWER_BYTES = 1 << 16
 SHOWN_CHARACTERS = 1000
+MARK = "OPPO_ISOLATED"
+"""Environment variable of the process and of all that it starts: by its value they are found when they are to end."""
+END_S = 2.0
+MAX_DESCRIPTORS = 1 << 16
 
 
 def main(reads: int, writes: int) -> None:
@@ -25,6 +36,7 @@ def main(reads: int, writes: int) -> None:
         os.set_inheritable(descriptor, False)
     with os.fdopen(reads, "rb") as calls, os.fdopen(writes, "wb") as answers:
         task, own = json.loads(calls.readline()), os.getpid()
+        _watch()
         end_with_parent(task["parent"])  # nobody else would end a function that never returns
         limit_resource(resource.RLIMIT_CORE, 0)
         limit_resource(resource.RLIMIT_AS, task["memory_bytes"])
@@ -41,6 +53,47 @@ def main(reads: int, writes: int) -> None:
             if os.getpid() != own:  # a copy of this process, which the function has made and let return
                 os._exit(0)
             _answer(answers, call, answer)
+
+
+def _watch() -> None:
+    """Start a process that kills what the function has started once this one has ended: a run that was killed cannot.
+
+    It is nobody's child, so that whoever ends all children of this process leaves it alone.
+    """
+    try:
+        ended = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):  # Linux before 5.3, or another system: such a run leaves it behind
+        return
+    if (between := os.fork()) == 0:
+        if os.fork() == 0:
+            os.setsid()
+            os.dup2(ended, 0)
+            os.closerange(1, MAX_DESCRIPTORS)  # whoever reads from their other ends waits until all have closed them
+            select.select([0], [], [])
+            end_marked(f"{MARK}={os.environ[MARK]}".encode())
+        os._exit(0)
+    os.waitpid(between, 0)
+    os.close(ended)
+
+
+def end_marked(mark: bytes) -> None:
+    """Kill every other process of this host that started with `mark` in its environment, and what it starts meanwhile.
+
+    One that cannot be killed at once (it waits for a disk) is left to its signal after END_S.
+    """
+    until = time.monotonic() + END_S
+    while time.monotonic() < until and (marked := [pid for pid in psutil.pids() if mark in _environment_of(pid)]):
+        for pid in marked:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _environment_of(pid: int) -> bytes:
+    """As the process got it; nothing of this one, of one that has ended, or of another user's."""
+    with suppress(OSError):
+        return b"" if pid == os.getpid() else Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
 
 
 def _call(function: Any, call: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -23,16 +23,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
-import psutil
-
 from oppo_megatron.config.remote import START_S, IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.nesting import read_json
-from oppo_megatron.rewards.isolated_child import MAX_ANSWER_BYTES
+from oppo_megatron.rewards.isolated_child import MARK, MAX_ANSWER_BYTES, end_marked
 
 CHILD = "oppo_megatron.rewards.isolated_child"
-MARK = "OPPO_ISOLATED"
-"""Environment variable of the process and of all that it starts: by its value they are found when they are to end."""
 END_S = 2.0
 SHOWN_BYTES = 1 << 16
 """The first of what a process prints goes to the run's own output; a function may print for each of a million responses."""
@@ -116,7 +112,7 @@ class IsolatedFunction:
             return
         self.interrupt()
         self._process.wait()
-        _end_marked(f"{MARK}={self._mark}".encode())
+        end_marked(f"{MARK}={self._mark}".encode())
         os.close(self._to_child)
         os.close(self._from_child)
         if self._shows is not None:
@@ -223,26 +219,6 @@ def _show(source: int, entry_point: str) -> None:
                 shown += f"\n{entry_point} has printed {SHOWN_BYTES} bytes; its process's further output is dropped\n".encode()
             with suppress(OSError):
                 os.write(2, shown)
-
-
-def _end_marked(mark: bytes) -> None:
-    """Kill every process of this host that started with `mark` in its environment, and what it starts meanwhile.
-
-    One that cannot be killed at once (it waits for a disk) is left to its signal after END_S.
-    """
-    until = time.monotonic() + END_S
-    while (marked := [pid for pid in psutil.pids() if mark in _environment_of(pid)]) and time.monotonic() < until:
-        for pid in marked:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _environment_of(pid: int) -> bytes:
-    """As the process got it; nothing of one that has ended, or is another user's."""
-    with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        return file.read()
-    return b""
 
 
 def _ready(descriptor: int, event: int, deadline: float) -> bool:

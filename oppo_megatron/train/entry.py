@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from oppo_megatron.clock import by_time
 from oppo_megatron.cluster.liveness.watching import stacks_on_request, watched
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.derived import describe_batch, describe_settle
@@ -59,7 +61,8 @@ def run_rank(kind: str, config: Any) -> int:
 
 
 def _run_train(config: TrainConfig) -> int:
-    inputs, preemption = read_inputs(config), Preemption(config.preempt_deadline_s)
+    progress = by_time(is_owner=os.environ.get("RANK", "0") == "0")
+    inputs, preemption = read_inputs(config, progress), Preemption(config.preempt_deadline_s)
     try:
         with (
             open_world(config.runtime) as world,

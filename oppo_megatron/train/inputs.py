@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,14 +52,18 @@ class Inputs:
         }
 
 
-def read_inputs(config: TrainSettings) -> Inputs:
-    """Tokenizer, prompts, rewards, a length trace.  Raises ConfigError, DataError or RewardError for what cannot be used."""
+def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda line: None) -> Inputs:
+    """Tokenizer, prompts, rewards, a length trace; `progress` gets a line at every row.
+
+    Raises ConfigError, DataError or RewardError for unusable input.
+    """
     tokenizer = load_tokenizer(config.tokenizer, config.actor.checkpoint)
     lengths = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
     require_stop_texts(config.rollout.stop_texts, tokenizer, "rollout.stop", "rollout.stop")
     require_separators(config, tokenizer)
     longest = config.rollout.max_response_tokens
-    rewards, quarantine = build_reward_functions(config.rewards, max_response_tokens=longest), Quarantine()
+    rewards = build_reward_functions(config.rewards, max_response_tokens=longest)
+    quarantine = Quarantine(progress=progress)
     require_settling(config, rewards)
     prompts = load_prompts(
         config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=members(config).size

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from oppo_megatron.clock import by_time
 from oppo_megatron.cluster.liveness.watching import watched
 from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, open_world
@@ -118,7 +119,8 @@ def _build(
     stack: ExitStack,
 ) -> SupervisedTrainer[RowT]:
     """All that the steps need, at the beginning of the run or as its checkpoint says; the `stack` closes it."""
-    run, quarantine, is_owner = RunDirectory(config.run_dir), Quarantine(), world.rank == groups.output_rank
+    run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
+    quarantine = Quarantine(progress=by_time(is_owner=is_owner))
     if is_owner:
         stack.enter_context(run.held())
     point = ReferencePoint(task, world) if isinstance(task, MarkedPreferences) else None

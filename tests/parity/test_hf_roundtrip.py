@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oppo_megatron.cli.main import main
+from oppo_megatron.clock import ByTime
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.integrations import huggingface
+from oppo_megatron.mcore.weights import hf_writer
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import rewrite_weights
 from oppo_megatron.mcore.weights.hf_writer import HfWriter
@@ -202,6 +205,17 @@ def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk gone"):
         rewrite_weights(shape, source, tmp_path / "dst", head="lm")
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_long_reads_and_writes_of_weights_tell_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick of the clock is 1 s: a line every 5 tensors."""
+    save_tiny(tmp_path / "src", "llama")
+    shape, source = open_weights(ModelConfig(checkpoint=tmp_path / "src"), "lm")
+    told, seconds = list[str](), count()
+    monkeypatch.setattr(hf_writer, "by_time", lambda: ByTime(told.append, clock=lambda: float(next(seconds))))
+    rewrite_weights(shape, source, tmp_path / "dst", head="lm")
+    total = len(source.names())
+    assert told[:2] == [f"{tmp_path / 'dst'}: {n} of {total} tensors written, {n}s" for n in (5, 10)]
 
 
 def test_what_a_killed_run_left_is_replaced(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.cli.measure import describe_work, failure, run_logged, this_machine
+from oppo_megatron.cli.measure import START, describe_work, failure, run_logged, this_machine
 from oppo_megatron.cli.placement import report
 from oppo_megatron.cli.run import load_settings
 from oppo_megatron.config.model import RuntimeConfig
@@ -210,6 +210,15 @@ def test_output_of_a_measuring_run_goes_to_its_log(tmp_path: Path) -> None:
     assert run_logged([sys.executable, "-c", script], tmp_path / "log") == 3
     assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_measuring_run_is_this_command_line_and_imports_as_this_process_does(tmp_path: Path) -> None:
+    (tmp_path / "reached.py").write_text("print('found')")
+    start = START.replace("sys.exit", "import reached; sys.exit")
+    command = [sys.executable, "-c", start, json.dumps([*sys.path, str(tmp_path)]), "train", "none.yaml"]
+    assert run_logged(command, tmp_path / "log") == 2
+    told = (tmp_path / "log").read_text()
+    assert "found" in told and "none.yaml" in told, told
 
 
 CHILD = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from oppo_megatron.config.base import Section
+from oppo_megatron.config.debug import MOST_MEDIAN, MOST_SIGMA, log_normal
 from oppo_megatron.config.explain import explain, first_problem
 from oppo_megatron.config.load import dump_config, load_config, plain_settings
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
@@ -164,6 +165,14 @@ def test_cross_checks_join_the_schema_problems(good: Path) -> None:
     with pytest.raises(ConfigError) as caught:  # a required key is wrong: there is nothing to check
         load_config(TrainConfig, good, ["rollout.batch_size=x"], check=check)
     assert len(caught.value.problems) == 1
+
+
+def test_forced_lengths_stay_in_the_range_of_floats(good: Path) -> None:
+    for wrong in ("[200,1e6]", "[200,11]", "[1e300,1]", "[200,-1]"):
+        with pytest.raises(ConfigError, match=r"`debug\.forced_lengths` is .* a sigma from 0 to 10"):
+            load_config(TrainConfig, good, [f"debug.forced_lengths={wrong}"])
+    forced = load_config(TrainConfig, good, [f"debug.forced_lengths=[{MOST_MEDIAN},{MOST_SIGMA}]"]).debug.lengths
+    assert forced is not None and log_normal(forced)(1 - 2.0**-53) > log_normal(forced)(0.5)
 
 
 def test_a_key_that_is_wrong_is_not_said_to_be_absent_as_well(good: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import islice
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.data import PromptDataConfig
+from oppo_megatron.clock import ByTime, by_time
+from oppo_megatron.config.data import DataConfig, PromptDataConfig
 from oppo_megatron.data.prompts import PromptRow, PromptSet, PromptStream, epoch_order, load_prompts
 from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.supervised_rows import load_completions
 from oppo_megatron.errors import DataError, RewardError
 from tests.support.tokenizers import CharacterTokenizer
 
@@ -38,6 +41,20 @@ def test_rows_become_prompts_with_their_other_columns(tmp_path: Path) -> None:
     assert (first.text, first.tokens, first.fields) == ("QabA", tuple(map(ord, "QabA")), {"answer": "1"})
     assert second.fields == {"answer": "2", "id": 7} and second.place == f"{path}:2"
     assert prompts.num_duplicates == 1
+
+
+def test_rows_are_told_of_by_time_at_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tick of the clock is 1 s, and each row is met three times: nothing is silent for longer than 5 s."""
+    path = write(tmp_path / "p.jsonl", *({"prompt": f"{n}", "completion": "c"} for n in range(10)))
+    completions = partial(load_completions, DataConfig(path=path), TOKENIZER, max_tokens=9, long_rows="error")
+    for load in (partial(load_prompts, PromptDataConfig(path=path), TOKENIZER), completions):
+        told, seconds = list[str](), count()
+        load(quarantine=Quarantine(progress=ByTime(told.append, clock=lambda: float(next(seconds)))))  # noqa: B023
+        stages = ["reading", "reading", "rendered", "rendered", "tokenized", "tokenized"]
+        assert all(stage in line for stage, line in zip(stages, told, strict=True)), told
+        assert [line.rsplit(", ")[1] for line in told] == ["5s", "10s", "15s", "20s", "25s", "30s"]
+    by_time(is_owner=False)("a line")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_rows_that_a_check_refuses_fall_under_bad_rows(tmp_path: Path) -> None:

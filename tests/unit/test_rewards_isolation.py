@@ -197,22 +197,27 @@ def test_a_copy_of_the_process_answers_nothing(function: IsolatedFunction) -> No
     assert [function("", "copy", {}), function("", "echo", {"value": 1})] == [4.0, 2.0]
 
 
-def test_it_ends_with_a_run_that_is_killed(module: str, tmp_path: Path) -> None:
+def test_it_ends_with_a_run_that_is_killed_and_so_does_what_it_has_started(module: str, tmp_path: Path) -> None:
+    def started() -> list[str]:
+        return (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []
+
     code = f"""if True:
         import os
         from oppo_megatron.config.remote import IsolationConfig
         from oppo_megatron.rewards.isolation import IsolatedFunction
         function = IsolatedFunction("{module}:behave", {{}}, IsolationConfig(), os.environ)
         print(int(function("", "who", {{}})), flush=True)
-        function("", "sleep", {{}})
+        function("", "session", {{"file": {str(tmp_path / "pids")!r}}})
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as run:
         assert run.stdout is not None
         child = int(run.stdout.readline())
         assert Path(f"/proc/{child}").exists()
+        wait_for(lambda: len(started()) == 3)
         run.kill()
-    assert_ends(child)
+    for process in (child, *started()):
+        assert_ends(int(process))
 
 
 def part(entry_point: str, **settings: Any) -> RewardPart:

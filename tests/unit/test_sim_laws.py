@@ -16,7 +16,7 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.errors import DataError
 from oppo_megatron.layout.flops import causal_pairs, forward_flops
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.gpus import GPUS
+from oppo_megatron.sim.clusters.gpus import GPUS, MOST_POWER
 from oppo_megatron.sim.clusters.links import INSIDE, Between, Line
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.clusters.sources import published
@@ -247,6 +247,20 @@ def test_constants_are_found_again() -> None:
         law = INSIDE["h100"].send if line.operation == "send_recv" else INSIDE["h100"].of_ranks(line.ranks)
         assert isinstance(law, Line) and line.line.bytes_per_s == pytest.approx(law.bytes_per_s, rel=0.08)
         assert line.error < 0.15  # those between nodes are no part of it
+
+
+@pytest.mark.parametrize(("share", "peak"), [(1e-6, 1e9), (1e-6, 1e6), (2.0, 1e18)])
+def test_the_sharpest_maximum_stays_in_the_range_of_floats(share: float, peak: float) -> None:
+    """With the least and the greatest constants that cluster.yaml takes; a fit goes no further."""
+    by = replace(GPUS["h100"].efficiencies, compute=share, memory=share, power=MOST_POWER)
+    law = LayerLaw(replace(GPUS["h100"], flops=peak, bytes_per_s=peak, efficiencies=by))
+    sizes, tokens = LayerSizes.of(SHAPES["70B"], 1), 2**20
+    larger = max(float(sizes.product_flops(tokens)), float(sizes.product_bytes(tokens))) / (share * peak)
+    assert larger <= law.products_s(sizes, tokens) - by.fixed_s <= 1.05 * larger
+    sharp = LayerLaw(replace(GPUS["h100"], efficiencies=replace(GPUS["h100"].efficiencies, power=MOST_POWER)))
+    points = points_of("h100", FITTED["h100"])
+    points = [replace(each, products_us=us) for each, us in zip(points, products_of(sharp, points), strict=True)]
+    assert 10 < fit_layers(GPUS["h100"], points).efficiencies.power <= MOST_POWER
 
 
 def test_the_command_fits_and_the_cluster_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

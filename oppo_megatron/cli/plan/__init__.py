@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,34 +79,32 @@ def _search(task: Task, args: argparse.Namespace) -> Planned:
     """Raises ConfigError where nothing fits, with what is missing."""
     from rich.console import Console
 
+    from oppo_megatron.clock import by_time
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.sim.search.finalists import finished
     from oppo_megatron.sim.search.planning import make_plan
     from oppo_megatron.sim.search.shortage import find_shortage
 
-    begun = time.monotonic()
-    with Console(stderr=True).status(f"searching plans for {task.cluster.num_ranks} ranks"):
+    begun, progress = time.monotonic(), by_time()
+    doing = f"searching plans for {task.cluster.num_ranks} ranks"
 
-        def out_of_time() -> bool:
-            return time.monotonic() > begun + args.seconds
+    def past(limit_s: float, doing: str = doing) -> bool:
+        progress(doing)
+        return time.monotonic() > limit_s
 
-        def give_up() -> bool:
-            return time.monotonic() > begun + PATIENCE * args.seconds
-
-        def enough() -> bool:
-            return time.monotonic() > begun + args.seconds / 2
-
+    with Console(stderr=True).status(doing):
+        out_of_time, give_up, enough = (partial(past, begun + part * args.seconds) for part in (1, PATIENCE, 0.5))
         planned = make_plan(task, args.search, args.top, args.seed, out_of_time, give_up, enough)
         if planned.plans:
             searched = time.monotonic()
             later = max(begun + args.seconds, searched + (searched - begun))  # plans are played as long as they were searched
-            return finished(planned, args.top, lambda: time.monotonic() > later)
+            return finished(planned, args.top, lambda: past(later, "playing the best plans"))
         if not planned.found.ended:
             raise ConfigError(
                 f"no plan that fits was found in {PATIENCE * args.seconds:g} s; raise --seconds, or lower --margin"
             )
         later = time.monotonic() + args.seconds / 2
-        shortage = find_shortage(planned.task, lambda: time.monotonic() > later)
+        shortage = find_shortage(planned.task, lambda: past(later, "nothing fits; counting what is missing"))
     raise ConfigError(_told(task, shortage, args.margin))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.clock import by_time
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import Head, Part, hf_tensors, param_shapes, stage_parts
 from oppo_megatron.layout.model_shape import ModelShape
@@ -40,7 +41,9 @@ def load_weights(
     require_source(shape, source, head, "load_weights")
     parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
     params = matching_params(model, parts, tp_size)
-    for part in parts:
+    progress = by_time(is_owner=not dist.is_initialized() or dist.get_rank() == 0)
+    for number, part in enumerate(parts):
+        progress(f"{number} of {len(parts)} weights loaded")
         put_part(params[part.param], part, source.read(part.hf_name, part.share(tp_rank, tp_size)))
 
 

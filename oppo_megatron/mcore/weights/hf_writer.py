@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import torch
 
+from oppo_megatron.clock import by_time
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.model_shape import ModelShape
@@ -68,6 +69,7 @@ class HfWriter:
         self._shards = _plan_shards(tensors, dtype.itemsize, max_shard_bytes, names.single)
         self._coming = [(file, name) for file, names in self._shards.items() for name in names]
         self._file: IO[bytes] | None = None
+        self._progress = by_time()
 
     def __enter__(self) -> HfWriter:
         require_empty(self._directory)
@@ -82,6 +84,8 @@ class HfWriter:
         if name == self._shards[file][0]:
             self._start_shard(file)
         assert self._file is not None
+        total = len(self._tensors)
+        self._progress(f"{self._directory}: {total - len(self._coming)} of {total} tensors written")
         flat = tensor.detach().to("cpu", self._dtype).contiguous().flatten()
         self._file.write(flat.view(torch.uint8).numpy().data)
 

@@ -12,6 +12,7 @@ from oppo_megatron.config.explain import explain
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.nesting import read_json
+from oppo_megatron.sim.clusters.gpus import MOST_POWER
 
 Share = Annotated[float, Field(ge=1e-6, le=2)]
 Seconds = Annotated[float, Field(ge=0, le=60)]
@@ -24,7 +25,7 @@ class EfficienciesSection(Section):
     compute: Share
     memory: Share
     fixed_s: Seconds
-    power: Annotated[float, Field(ge=1, le=100)]
+    power: Annotated[float, Field(ge=1, le=MOST_POWER)]
     elementwise: Share
     elementwise_fixed_s: Seconds
     plain: Share

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.sim.clusters.gpus import Efficiencies, Gpu
+from oppo_megatron.sim.clusters.gpus import MOST_POWER, Efficiencies, Gpu
 from oppo_megatron.sim.clusters.links import Line
 from oppo_megatron.sim.laws.layer import Floats, LayerLaw, LayerSizes
 from oppo_megatron.sim.laws.nonnegative import relative_fit
@@ -84,7 +84,9 @@ def _descend(
         moved = False
         for name in ("compute", "memory", "fixed_s", "power"):
             for factor in (1 + step, 1 / (1 + step)):
-                value = max(1.0, getattr(best, name) * factor) if name == "power" else getattr(best, name) * factor
+                value = getattr(best, name) * factor
+                if name == "power":
+                    value = min(max(1.0, value), MOST_POWER)
                 changes: Mapping[str, Any] = {name: value}
                 candidate = replace(best, **changes)
                 if (found := error(candidate)) < least - 1e-9:
