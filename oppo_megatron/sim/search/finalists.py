@@ -49,7 +49,8 @@ def finished(planned: Planned, top: int, out_of_time: Clock) -> Planned:
     few, many = _steps(task)
     done = list[Confirmed]()
     for each in planned.plans:
-        if len(done) > top and (out_of_time() or (len(done) >= top + MORE and _cannot_win(each, done))):
+        late = out_of_time()  # asked before each, since the clock also tells of the progress
+        if len(done) > top and (late or (len(done) >= top + MORE and _cannot_win(each, done))):
             break
         done.append(played(task, each, few))
     done = _fastest_first(done)
