@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
 TORCH_FREE = SHARED | {
     "config", "modeldir", "rundir", "layout", "preflight", "overcommit", "control", "schedule", "report", "sim",
 }  # fmt: skip
-LONG_FILE, LONG_FUNCTION, LONG_CONFIG = 400, 40, 60
+LONG_FILE, LONG_FUNCTION, LONG_CONFIG = 400, 60, 60
 
 
 @dataclass(frozen=True)
