@@ -27,6 +27,8 @@ LONGEST_S = 120.0
 RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"})
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first, gpt-oss's the second."""
+NOTHING = ("null", "None", "undefined")
+"""Words that a template writes for a content that is not there."""
 PROBE = "a message of plain text"
 SHOWN_CHARACTERS = 500
 
@@ -86,13 +88,20 @@ class ChatTemplate:
         template = self._template(bool(given.get("tools")))
         if template not in self._takes_parts:
             self._takes_parts[template] = self._finds_parts_alone(template)
-        refusals = []
+        refusals, texts = [], []
         for variant in _variants(messages, self._takes_parts[template]):
             try:
-                return self._rendered(template, variant, generation_prompt, given)
+                texts.append(self._rendered(template, variant, generation_prompt, given))
             except DataError as refusal:
                 refusals.append(refusal)
-        raise refusals[0]
+        if not texts:
+            raise refusals[0]
+        called = _called(messages)
+
+        def shown(text: str) -> tuple[int, int]:
+            return sum(map(text.count, called)), -sum(map(text.count, NOTHING))
+
+        return max(texts, key=shown)
 
     def _template(self, with_tools: bool) -> str:
         template = self._choose(with_tools)
@@ -156,7 +165,8 @@ def require_syntax(template: str) -> None:
 
 
 def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator[list[dict[str, Any]]]:
-    """The messages as templates expect them; with calls of tools, in further forms for a template that refuses the first.
+    """The messages as templates expect them; with calls of tools, in further forms for a template that refuses the first, hides
+    its calls, or writes `null` into it.
 
     Templates differ in whether arguments are an object or its JSON, and in the content of a message that has calls alone.
     """
@@ -164,6 +174,13 @@ def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator
     for as_object in (True, False) if has_calls else (True,):
         for empty in ({}, {"content": None}, {"content": ""}) if has_calls else ({},):
             yield [_prepared(message, in_parts, as_object, empty) for message in messages]
+
+
+def _called(messages: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Names of the tools that the messages call."""
+    lists = [message["tool_calls"] for message in messages if isinstance(message.get("tool_calls"), list)]
+    functions = [call.get("function", call) for calls in lists for call in calls if isinstance(call, Mapping)]
+    return {str(function["name"]) for function in functions if isinstance(function, Mapping) and function.get("name")}
 
 
 def _prepared(message: Mapping[str, Any], in_parts: bool, as_object: bool, empty: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,10 @@ INSTEAD_OF_TEXT = ("tool_calls", "function_call")
 SAMPLED = 2000
 LISTED = ("label", "completions", "labels")
 """The parts that are not text."""
+NEVER_ASKED = {"role", "from", "system_prompt", "message_id", "version"}
+"""Columns of published data whose names are near those of a part."""
+UNLEARNED = ("weight", "loss_weight", "loss", "train", "training")
+"""Keys of a message with which data sets mark what is not to be learned, as 0 or false (OpenAI's, ShareGPT's, Axolotl's)."""
 KNOWN_ROLES = ("user", "assistant", "system", "tool")
 
 
@@ -97,34 +101,41 @@ def _wrapped(rows: Sequence[Row]) -> str | None:
     """Return the column that holds all rows, if the file is one object around them."""
     lists = [name for name, value in rows[0].values.items() if isinstance(value, list) and len(value) > 1]
     return next(
-        (name for name in lists if len(rows) == 1 and all(isinstance(item, dict) for item in rows[0].values[name])),
+        (name for name in lists if len(rows) == 1 and all(_is_row(item) for item in rows[0].values[name])),
         None,
     )
 
 
+def _is_row(item: Any) -> bool:
+    return isinstance(item, dict) and role_of(item) is None
+
+
 def _two_answers(rows: Sequence[Row]) -> tuple[str, str] | None:
     """Return two columns of text or messages whose names differ in their last character (`response_0`, `response_1`)."""
-    names = _usable(rows)
+    names = usable_columns(rows)
     pairs = ((one, other) for one in names for other in names if one < other and one[:-1] == other[:-1])
     return next(pairs, None)
 
 
-def _usable(rows: Sequence[Row]) -> list[str]:
+def usable_columns(rows: Sequence[Row]) -> list[str]:
     """Return the names, those within objects too, that have text or messages in the first row that is not empty."""
     first = next((row.values for row in rows if row.values), {})
     values = {name: field_at(first, name) for name in field_names(first)}
-    return [name for name, value in values.items() if isinstance(value, str) or (value and _are_objects(value))]
+    return [name for name, value in values.items() if isinstance(value, str) or (value and _are_messages(value))]
 
 
-def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) and not _is_row(item) for item in value)
 
 
 def _there_are(rows: Sequence[Row], wanted: Sequence[str], part: str) -> str:
     names = dict.fromkeys(name for row in rows for name in field_names(row.values))
-    usable = list(names) if part in LISTED else _usable(rows)
+    others = {name for other, known in KNOWN_NAMES.items() if other != part for name in known} | NEVER_ASKED
+    found = names if part in LISTED else usable_columns(rows)
+    usable = [name for name in found if name.rpartition(".")[2].lower() not in others]
     near, setting = nearest_field(wanted, usable), f"data.columns.{part}"
     remedy = f"The nearest is {near!r}: set {setting}={near}." if near else f"Set {setting} to one of them."
+    remedy = remedy if usable else f"None of them can be it: add one, or name one in {setting}."
     return f"it has: {', '.join(names) or 'no column at all'}. {remedy}"
 
 
@@ -143,7 +154,13 @@ def read_value(row: Row, column: str) -> Value:
         ]
     if value == [] or value is None:
         raise DataError(f"column {column!r} is empty ({value!r})")
+    if isinstance(value, dict) and (texts := [name for name in field_names({column: value}) if _is_text(row, name)]):
+        raise DataError(f"column {column!r} is an object: name the key that holds the text, such as {texts[0]}")
     raise DataError(f"column {column!r} is neither text nor a list of messages, but {type(value).__name__}; write it as text")
+
+
+def _is_text(row: Row, name: str) -> bool:
+    return isinstance(field_at(row.values, name), str)
 
 
 def read_label(row: Row, column: str) -> bool:
@@ -215,7 +232,9 @@ def _checked_message(message: Message, what: str) -> Message:
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise DataError(f"{what} has content that is not text")
         content = "".join(part["text"] for part in content)
-    others = {name: value for name, value in message.items() if name not in ("from", "value", "weight")}
+    others = {name: value for name, value in message.items() if name not in ("from", "value", *UNLEARNED)}
+    if role == "assistant" and any(message.get(name) in (0, False) for name in UNLEARNED):
+        others["weight"] = 0
     if not content and any(others.get(name) for name in INSTEAD_OF_TEXT):
         return {**others, "role": role, "content": ""}
     if not isinstance(content, str):
@@ -250,9 +269,14 @@ def split_last_turn(messages: list[Message]) -> tuple[list[Message], list[Messag
     return messages[:-1], messages[-1:]
 
 
+def is_learned(message: Message) -> bool:
+    """False if the data set marks the message as one that is not to be learned."""
+    return message.get("weight") != 0
+
+
 def split_turns(messages: list[Message]) -> list[tuple[list[Message], list[Message]]]:
-    """(what comes before, the turn) of each assistant's turn that has something before it."""
-    turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
+    """(what comes before, the turn) of each assistant's turn that has something before it and is to be learned."""
+    turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant" and is_learned(message)]
     return [(messages[:i], messages[i : i + 1]) for i in turns]
 
 

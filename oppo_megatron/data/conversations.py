@@ -17,6 +17,7 @@ FOR_TEMPLATES = ("tools", "documents")
 """Columns that are made for chat templates: a template that does not read them hides them from the model."""
 ARGUMENTS = "chat_template_kwargs"
 """TRL's column of a row's own template arguments."""
+THOUGHTS = "; by tokenizer.template_arguments prompts are for answers with reasoning (enable_thinking: true) or without (false)"
 SHOWN = 40
 
 
@@ -45,8 +46,8 @@ class Conversations:
         for answer in answers:
             assert isinstance(answer, list), "align gives prompt and answers one form"
             whole = self._chat.render([*prompt, *answer], generation_prompt=False, variables=variables)
-            _require_whole(answer[-1], whole)
-            _require_continued(head, whole)
+            _require_whole(answer[-1], whole, head)
+            _require_continued(head, whole, self._chat.reads(with_tools=bool(variables.get("tools"))))
             self._tell_of_lost(row, answer, whole)
             tails.append(whole[len(head) :])
         return head, tails
@@ -112,11 +113,12 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _lost(message: Message, squeezed: str) -> Iterator[str]:
-    """Keys of a message that the rendered text does not show."""
+def _lost(message: Message, squeezed: str, start: int = 0) -> Iterator[str]:
+    """Keys of a message that the rendered text does not show.  `start`: what ends before is not the message's."""
 
     def shows(text: str) -> bool:
-        return _squeezed(text) in squeezed or _squeezed(json.dumps(text)[1:-1]) in squeezed
+        forms = (_squeezed(text), _squeezed(json.dumps(text)[1:-1]))
+        return any((place := squeezed.rfind(form)) >= 0 and place + len(form) > start for form in forms)
 
     for name, value in message.items():
         if name == "role" or not value:
@@ -130,22 +132,24 @@ def _lost(message: Message, squeezed: str) -> Iterator[str]:
                 yield name
 
 
-def _require_whole(answer: Message, text: str) -> None:
-    """Raises TemplateMismatch if the text lacks a part of an answer that is to be learned."""
+def _require_whole(answer: Message, whole: str, head: str) -> None:
+    """Raises TemplateMismatch if the text after the prompt's lacks a part of an answer that is to be learned."""
     learned = {"content", "tool_calls", "function_call", *REASONING}
-    if lost := [name for name in _lost(answer, _squeezed(text)) if name in learned]:
+    start = len(_squeezed(head)) if whole.startswith(head) else 0
+    if lost := [name for name in _lost(answer, _squeezed(whole), start) if name in learned]:
         raise TemplateMismatch(
             f"the chat template leaves out a part of the answer's {' and '.join(lost)}, which would not be learned (templates of "
             "reasoning models drop what stands before </think>)"
         )
 
 
-def _require_continued(head: str, whole: str) -> None:
-    """Raises TemplateMismatch if the text of a conversation does not begin with its prompt."""
+def _require_continued(head: str, whole: str, reads: Collection[str]) -> None:
+    """Raises TemplateMismatch if a conversation's text does not begin with its prompt.  `reads`: the template's variables."""
     if whole.startswith(head):
         return
     place = len(os.path.commonprefix([head, whole]))
     raise TemplateMismatch(
         "the chat template does not render the answer as a continuation of the prompt: the prompt ends with "
         f"{head[place : place + SHOWN]!r}, where the whole conversation has {whole[place : place + SHOWN]!r}"
+        + (THOUGHTS if "enable_thinking" in reads else "")
     )

@@ -14,6 +14,7 @@ from oppo_megatron.data.columns import (
     align,
     find_column,
     is_filled,
+    is_learned,
     read_label,
     read_labels,
     read_texts,
@@ -201,6 +202,8 @@ def _turns(row: Row, layout: Layout, turns: str) -> Sequence[Answered]:
     before, turn = split_last_turn(value)
     if not turn:
         raise DataError(f"no completion: column {column!r} does not end with an assistant's turn")
+    if not is_learned(turn[0]):
+        raise DataError(f"no completion: column {column!r} marks the assistant's turn as not to be learned (weight 0)")
     return [(before, (turn,))]
 
 
@@ -261,6 +264,11 @@ def _render(
             prompt = config.prompt_template.replace("{prompt}", prompt)
             filled = tuple(answer_template.replace("{completion}", answer) for answer in answers)
             examples.append(Example(row, prompt, filled, fields, chat))
+    if layout.prompt and 0 < (chats := sum(example.chat for example in examples)) < len(examples):
+        problems.quarantine.note(
+            f"{rows[0].file}: {chats} of {len(examples)} prompts are chat messages, the others text that no chat template is put "
+            f"around; data.format=messages and data.columns.prompt={layout.prompt} make each a user's turn"
+        )
     if examples and not problems.quarantine.first:
         answered = ["prompt", "completion"]
         pair = ["prompt", "chosen", "rejected"]

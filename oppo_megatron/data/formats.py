@@ -19,7 +19,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from oppo_megatron.config.data import KNOWN_NAMES, RowsConfig
-from oppo_megatron.data.columns import ASSISTANT_MARK, find_column, is_filled, require_column, role_of, sampled
+from oppo_megatron.data.columns import (
+    ASSISTANT_MARK,
+    find_column,
+    is_filled,
+    require_column,
+    role_of,
+    sampled,
+    usable_columns,
+)
 from oppo_megatron.data.conversations import ARGUMENTS, FOR_TEMPLATES
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
@@ -101,7 +109,8 @@ def recognise(config: RowsConfig, rows: Sequence[Row], wanted: Wanted, used: Seq
     if layout.prompt is None:
         answers = [layout.chosen, layout.rejected]
     read = {name.partition(".")[0] for name in (layout.prompt, layout.added, layout.system, *answers, *used) if name}
-    read |= {*FOR_TEMPLATES, ARGUMENTS}  # the chat template reads them, or it is said that it does not
+    if layout.chat or layout.format in SPOKEN:
+        read |= {*FOR_TEMPLATES, ARGUMENTS}  # the chat template reads them, or it is said that it does not
     filled = Counter(name for row in sampled(rows) for name, value in row.values.items() if is_filled(value))
     return replace(layout, unread=tuple(name for name in filled if name not in read))
 
@@ -111,7 +120,8 @@ def _columns_of(config: RowsConfig, rows: Sequence[Row], wanted: Wanted) -> Layo
     chosen, rejected = (find(part, config.columns, rows) for part in ("chosen", "rejected"))
     prompt = _prompt_column(config, rows, chosen, rejected)
     answer = getattr(config.columns, "completion", None) if wanted == "completion" else None
-    if prompt is None and (chosen is None or answer or wanted == "steps" or (wanted == "prompt" and rejected is None)):
+    apart = answer or wanted == "steps" or (wanted == "prompt" and rejected is None)
+    if prompt is None and (chosen is None or apart or _is_apart(config, rows, chosen)):
         prompt = require_column("prompt", config.columns, rows)
     if prompt is None:
         is_text = any(is_dialogue(row.get(chosen)) for row in rows)
@@ -128,6 +138,13 @@ def _columns_of(config: RowsConfig, rows: Sequence[Row], wanted: Wanted) -> Layo
     chat = bool(system) or form in SPOKEN or any(_form(rows, name) in SPOKEN for name in answers)
     completion = _completion_column(config, rows, prompt, form, chosen) if wanted == "completion" else None
     return Layout(form, prompt, added, system, chat, completion, chosen, rejected)
+
+
+def _is_apart(config: RowsConfig, rows: Sequence[Row], chosen: str | None) -> bool:
+    """True if chosen answers are no dialogues, and another column may be their prompt."""
+    if config.format == "hh" or _form(rows, chosen) in SPOKEN or any(is_dialogue(row.get(chosen)) for row in rows):
+        return False
+    return not {*usable_columns(rows)} <= {chosen, *KNOWN_NAMES["rejected"], *SYSTEM}
 
 
 def _prompt_column(config: RowsConfig, rows: Sequence[Row], chosen: str | None, rejected: str | None) -> str | None:

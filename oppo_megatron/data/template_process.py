@@ -13,7 +13,7 @@ import json
 import random
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -97,12 +97,26 @@ def _counted(template: str) -> str:
 
 
 def _read_names(template: nodes.Template) -> set[str]:
-    """Names that a caller may give.  Of those that it sets itself, the ones that it asks for before (`x is defined`)."""
+    """Names that a caller may give.  Of those that it sets itself, the ones that it reads before or asks for (`x is defined`)."""
     found = meta.find_undeclared_variables(template) - environment().globals.keys()
-    own = {node.name for node in template.find_all(nodes.Name) if node.ctx != "load"}
+    begun: dict[str, bool] = {}
+    for node in _names(template):
+        begun.setdefault(node.name, node.ctx == "store")
+    own = {name for name, is_set in begun.items() if is_set}
     tests: list[Any] = [test.node for test in template.find_all(nodes.Test) if test.name in ("defined", "undefined")]
     tests += [filtered.node for filtered in template.find_all(nodes.Filter) if filtered.name in ("default", "d")]
     return found - own | found & {node.name for node in tests if isinstance(node, nodes.Name)}
+
+
+def _names(node: nodes.Node, parameters: frozenset[str] = frozenset()) -> Iterator[nodes.Name]:
+    """Names in the order of evaluation, a value before the name that it is assigned to; without the parameters of macros."""
+    if isinstance(node, nodes.Name) and node.name not in parameters:
+        yield node
+    if isinstance(node, nodes.Macro):
+        parameters |= {parameter.name for parameter in node.args}
+    children = list(node.iter_child_nodes())
+    for child in reversed(children) if isinstance(node, nodes.Assign) else children:
+        yield from _names(child, parameters)
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,6 +113,40 @@ def test_arguments_are_those_that_the_template_reads() -> None:
         chat_of(None, template_arguments={"enable_thinking": False}).require_arguments()
 
 
+@pytest.mark.parametrize(
+    ("template", "reads"),
+    [
+        ("{% macro listed(tools) %}{{ tools }}{% endmacro %}{% if tools %}{{ listed(tools) }}{% endif %}", {"tools"}),
+        ("{% if tools %}{% set tools = tools | list %}{{ tools }}{% endif %}", {"tools"}),
+        ("{% set tools = tools or [] %}{{ tools }}", {"tools"}),
+        ("{% for tool in tools %}{{ tool }}{% endfor %}", {"tools"}),
+        (
+            "{% macro told(content) %}{{ content }}{% endmacro %}{% if 1 %}{% set content = 2 %}{% endif %}{{ content }}",
+            set(),
+        ),
+    ],
+    ids=["parameter of that name", "set after it is read", "set from itself", "loop", "set before it is read"],
+)
+def test_a_name_is_read_that_the_template_also_sets(template: str, reads: set[str]) -> None:
+    """gpt-oss's template has a macro with a parameter `tools`."""
+    assert chat_of(template).reads() == reads
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_message_of_calls_alone_gets_no_content_that_nobody_has_written(content: str | None) -> None:
+    """LFM2's template writes content that is not text as JSON."""
+    as_json = (
+        "{% for m in messages %}{% set content = m['content'] %}{% if content is not string %}"
+        "{% set content = content | tojson %}{% endif %}{{ '<' + m['role'] + '>' + content }}{% endfor %}"
+    )
+    call = {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
+    }
+    assert chat_of(as_json).render([*ASKED, call], generation_prompt=False) == "<user> What is 2+2? <assistant>"
+
+
 def test_a_refusal_is_the_rows_and_a_broken_template_is_the_settings() -> None:
     with pytest.raises(DataError, match="System role not supported; correct them, or set tokenizer.chat_template"):
         chat_of(GEMMA).render([{"role": "system", "content": "Be kind."}, *ASKED])

@@ -102,6 +102,39 @@ def test_what_is_to_be_learned_is_not_lost(tmp_path: Path, answer: dict[str, Any
     assert len(read(tmp_path, [{"messages": [ASKED, answer]}], known)[0]) == 1
 
 
+LISTED = "{{ tools }}" + CHATML
+"""Shows tools, and no calls of them."""
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "lost"),
+    [
+        ({"messages": [ASKED, CALL], "tools": TOOLS}, LISTED, "tool_calls"),
+        ({"messages": [ASKED, {**ANSWER, "reasoning_content": "2"}]}, CHATML, "reasoning_content"),
+    ],
+    ids=["the tool's name", "the same words"],
+)
+def test_a_prompt_that_holds_the_words_of_an_answer_does_not_hide_their_loss(
+    tmp_path: Path, row: dict[str, Any], template: str, lost: str
+) -> None:
+    with pytest.raises(DataError, match=f"leaves out a part of the answer's {lost}"):
+        read(tmp_path, [row], template)
+
+
+def test_a_template_that_opens_a_thought_names_the_argument_that_does_not(tmp_path: Path) -> None:
+    """Nemotron's templates end prompts with a thought, and rows without one have an empty thought."""
+    opens = (
+        "{% set enable_thinking = enable_thinking | default(true) %}{% for m in messages %}{{ '<' + m['role'] + '>' }}"
+        "{{ '<think></think>' if m['role'] == 'assistant' }}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant><think>{{ '\n' if enable_thinking else '</think>' }}{% endif %}"
+    )
+    rows = [{"messages": [ASKED, ANSWER]}]
+    with pytest.raises(DataError, match=r"tokenizer.template_arguments .* without \(false\)"):
+        read(tmp_path, rows, opens)
+    examples, _ = read(tmp_path, rows, opens, template_arguments={"enable_thinking": False})
+    assert examples[0].prompt.endswith("<assistant><think></think>") and examples[0].answers == ("4",)
+
+
 def test_what_a_prompt_loses_is_noted_once(tmp_path: Path) -> None:
     named = {**ASKED, "name": "Zoe"}
     thought = [{"role": "assistant", "content": THOUGHT}, {"role": "user", "content": "3+3?"}]

@@ -248,7 +248,15 @@ def test_two_readings_are_refused_with_the_setting_that_chooses(
         ({"history": "h", "human_ref_A": "a", "human_ref_B": "b", "labels": 1}, "rm", "'human_ref_A' and 'human_ref_B'"),
         ({"prompt": "p", "response_0": "a", "response_1": "b", "safer": 1}, "dpo", "'response_0' and 'response_1'"),
         (VERL, "sft", "nearest is 'extra_info.answer': set data.columns.completion=extra_info.answer"),
-        ({"prompt": "p", "answers": ["a", "b"]}, "sft", r"it has: prompt, answers\. Set"),
+        ({"prompt": "p", "answers": ["a", "b"]}, "sft", r"it has: prompt, answers\. None of them"),
+        ({"question": "p", "generated_solution": "a"}, "sft", "set data.columns.completion=generated_solution"),
+        ({"Problem": "p", "Solution": "s", "Answer": 4}, "train", "set data.columns.prompt=Problem"),
+        ({"input": "p", "system": "s", "chosen": "a", "rejected": "b"}, "rm", "column for the prompt .* Set data.columns.prompt"),
+        ({"prompt": "p", "completions": [{"model": "m"}]}, "sft", "None of them can be it: add one"),
+        ({"question": {"problem": "p", "steps": ["s"]}}, "train", r"name the key that holds the text, such as question\.problem"),
+        ({"messages": [USER, YES, USER]}, "sft", "it has: messages"),
+        ({"conversations": [USER, {**NO, "weight": 0}]}, "sft", "marks the assistant's turn as not to be learned"),
+        ({"messages": [USER, {**NO, "train": False}]}, "sft", "marks the assistant's turn as not to be learned"),
         ({"prompt": "p", "chosen": [{**USER, "content": "other"}, YES], "rejected": [NO]}, "rm", "neither repeat"),
     ],
 )  # fmt: skip
@@ -258,6 +266,31 @@ def test_a_layout_that_is_not_read_is_refused_with_a_remedy_that_works(
     found = {name: read for name, read, _ in readings(row, tmp_path, {})}
     with pytest.raises(DataError, match=says):
         raise found["rm" if command == "dpo" else command]
+
+
+def test_turns_that_are_marked_so_are_not_learned(tmp_path: Path) -> None:
+    turns = [USER, {**NO, "weight": 0}, USER, {**YES, "weight": 1}]
+    path, problems = tmp_path / "rows.jsonl", RowProblems(Quarantine())
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    (example,) = read_completions(DataConfig(path=path, turns="all"), CharacterTokenizer(), problems)
+    assert example.answers == (GOOD,) and BAD in example.prompt
+
+
+def test_columns_for_templates_are_named_as_unread_beside_text(tmp_path: Path) -> None:
+    found = {
+        command: told for command, _, told in readings({"query": "p", "response": "a", "tools": "[{}]"}, tmp_path, {})
+    }
+    assert found["sft"].notes[-1].endswith("; not read: 'tools'")
+
+
+def test_prompts_of_both_kinds_are_told_with_the_setting_that_makes_them_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "completion": "4"}) + "\n" for prompt in ("2+2?", [USER])))
+    for settings, both in (({}, True), ({"format": "messages", "columns": {"prompt": "prompt"}}, False)):
+        problems = RowProblems(Quarantine())
+        examples = read_completions(DataConfig(path=path, **settings), CharacterTokenizer(), problems)
+        assert (examples[0].prompt != examples[1].prompt) == both
+        assert any("1 of 2 prompts are chat messages" in note for note in problems.quarantine.notes) == both
 
 
 def test_the_expected_answer_within_an_object() -> None:

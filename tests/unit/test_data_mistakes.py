@@ -35,7 +35,7 @@ MISTAKES: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "no prompt column": ("train", [{"text": "a"}], {}, "no column for the prompt .*it has: text. .*data.columns.prompt"),
     "a near name": ("train", [{"promt": "a"}], {}, "The nearest is 'promt': set data.columns.prompt=promt"),
     "a column that is set wrongly": ("train", [{"prompt": "a"}], {"columns": {"prompt": "Prompt"}}, "The nearest is 'prompt'"),
-    "no completion": ("sft", [{"prompt": "a"}], {}, "no column for the completion .*set data.columns.completion|Set data"),
+    "no completion": ("sft", [{"prompt": "a"}], {}, "no column for the completion .*None of them can be it: add one"),
     "no rejected": ("rm", [{"prompt": "a", "chosen": "b"}], {}, "no column for the rejected .*it has: prompt, chosen"),
     "rows under a key": ("train", [{"data": [{"prompt": "a"}, {"prompt": "b"}]}], {}, r"jq \.data .*rows\.json"),
     "empty prompts": ("train", [{"prompt": " "}, {"prompt": "a"}], {}, "1: column 'prompt' is empty.*bad_rows=quarantine"),
