@@ -267,12 +267,8 @@ def _render(
     _tell_of_kinds(examples, layout, problems)
     if examples and not problems.quarantine.first:
         answered = ["prompt", "completion"]
-        names = {
-            "prompt": ["prompt"],
-            "completion": answered,
-            "pair": ["prompt", "chosen", "rejected"],
-            "steps": answered,
-        }
+        pair = ["prompt", "chosen", "rejected"]
+        names = {"prompt": ["prompt"], "completion": answered, "pair": pair, "steps": answered}
         parts = (examples[0].prompt, *examples[0].answers)
         problems.quarantine.first = dict(zip(names[wanted], parts, strict=True))
     return examples

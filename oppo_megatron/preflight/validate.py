@@ -22,6 +22,7 @@ from oppo_megatron.layout.stored_weights import FLOATS, Tensor, adapter_problems
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS
 from oppo_megatron.modeldir.headers import (
     Stored,
+    check_adapter,
     check_weights,
     read_hf_config,
     same_content,
@@ -185,7 +186,7 @@ def _check_tensors(role: Role, shape: ModelShape) -> list[str]:
             tensors = {SCALAR_HEAD: Tensor((1, shape.hidden_size), True)} | tensors
         problems = weight_problems(shape, head, tensors, lambda one, other: same_content(stored[one], stored[other]))
     where, lora = checkpoint, role.model.lora if isinstance(role.model, LearningModelConfig) else None
-    if not problems and lora is not None and lora.adapter is not None:
+    if not problems and lora is not None and lora.adapter is not None and not check_adapter(role.name, lora):
         where, stored = lora.adapter, stored_tensors({lora.adapter / ADAPTER_WEIGHTS: None})
         problems = adapter_problems(shape, lora, head, _tensors(stored))
     if not problems:

@@ -188,7 +188,7 @@ def test_a_tokenizer_lies_with_the_weights_or_is_named(workspace: Workspace, run
     written = config.read_text()
     try:
         config.write_text(written.replace("seed: 23", "seed: many"))
-        with pytest.raises(ConfigError, match=r"`seed`: .*copy the folder of its weights away"):
+        with pytest.raises(ConfigError, match=r"`seed` must be an integer.*copy the folder of its weights away"):
             find_policy(run)
     finally:
         config.write_text(written)
