@@ -279,6 +279,6 @@ def _tell_of_kinds(examples: Sequence[Example], layout: Layout, problems: RowPro
     chats = sum(example.chat for example in examples)
     if layout.prompt and 0 < chats < len(examples):
         problems.quarantine.note(
-            f"{examples[0].row.file}: {chats} of {len(examples)} prompts are chat messages, the others text that no chat template "
-            f"is put around; data.format=messages and data.columns.prompt={layout.prompt} make each a user's turn"
+            f"{examples[0].row.file}: {chats} of {len(examples)} prompts are chat messages, the others text that no chat "
+            f"template is put around; data.format=messages and data.columns.prompt={layout.prompt} make each a user's turn"
         )
