@@ -264,19 +264,21 @@ def _render(
             prompt = config.prompt_template.replace("{prompt}", prompt)
             filled = tuple(answer_template.replace("{completion}", answer) for answer in answers)
             examples.append(Example(row, prompt, filled, fields, chat))
-    if layout.prompt and 0 < (chats := sum(example.chat for example in examples)) < len(examples):
-        problems.quarantine.note(
-            f"{rows[0].file}: {chats} of {len(examples)} prompts are chat messages, the others text that no chat template is put "
-            f"around; data.format=messages and data.columns.prompt={layout.prompt} make each a user's turn"
-        )
+    _tell_of_kinds(examples, layout, problems)
     if examples and not problems.quarantine.first:
         answered = ["prompt", "completion"]
-        names = {
-            "prompt": ["prompt"],
-            "completion": answered,
-            "pair": ["prompt", "chosen", "rejected"],
-            "steps": answered,
-        }
+        pair = ["prompt", "chosen", "rejected"]
+        names = {"prompt": ["prompt"], "completion": answered, "pair": pair, "steps": answered}
         parts = (examples[0].prompt, *examples[0].answers)
         problems.quarantine.first = dict(zip(names[wanted], parts, strict=True))
     return examples
+
+
+def _tell_of_kinds(examples: Sequence[Example], layout: Layout, problems: RowProblems) -> None:
+    """Note if the prompt's column holds messages in some rows and text in others, which are read in two ways."""
+    chats = sum(example.chat for example in examples)
+    if layout.prompt and 0 < chats < len(examples):
+        problems.quarantine.note(
+            f"{examples[0].row.file}: {chats} of {len(examples)} prompts are chat messages, the others text that no chat "
+            f"template is put around; data.format=messages and data.columns.prompt={layout.prompt} make each a user's turn"
+        )

@@ -63,9 +63,7 @@ def prompts_of_file(
 ) -> list[Asked]:
     """Return a prompt for each line of a `.txt` file, else for each row, as `oppo train` reads them; `most`: the first ones.
 
-    `note` gets a line for each thing that was understood of the rows, `progress` one at every row.
-
-    Raises DataError or ConfigError for unusable rows.
+    `note` gets a line for each thing that was understood, `progress` one at every row.  Raises DataError or ConfigError.
     """
     if path.suffix == ".txt":
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)
@@ -91,8 +89,7 @@ def prompts_of_file(
         return _worded(row.text, wording, tokenizer, lambda: conversations.variables(row.fields, str(path)))
 
     asked = [Asked(row.row, worded(row), row.fields) for row in rows]
-    for line in quarantine.notes:
-        note(line)
+    list(map(note, quarantine.notes))
     return asked
 
 

@@ -120,10 +120,10 @@ def _build(
 ) -> SupervisedTrainer[RowT]:
     """All that the steps need, at the beginning of the run or as its checkpoint says; the `stack` closes it."""
     run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
-    quarantine = Quarantine(progress=by_time(is_owner=is_owner))
     if is_owner:
         stack.enter_context(run.held())
     point = ReferencePoint(task, world) if isinstance(task, MarkedPreferences) else None
+    quarantine = Quarantine(progress=by_time(is_owner=is_owner))
     rows, heldout = _load_rows(config, task, tokenizer, quarantine, world, point)
     saver = SupervisedSaver(config, task.title, world, rows, preemption)
     found, start = _continued(config, saver, world)
@@ -133,8 +133,7 @@ def _build(
     memory = MemoryMeter.begin(world.device)
     began, before_s = (BEGINNING, 0.0) if found is None else (found.passed, found.state["elapsed_s"])
     steps, held = saver.num_steps(began), () if heldout is None else heldout.rows
-    report = trackers and Report(config, task.title, steps, world.device, trackers, stack, before_s)
-    if report:
+    if report := trackers and Report(config, task.title, steps, world.device, trackers, stack, before_s):
         report.begin(start, rows, held, quarantine)
     with spans.span("load", role="model", step=0):
         reference = _reference(config, task, world, groups, report)
