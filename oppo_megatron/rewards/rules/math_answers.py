@@ -39,7 +39,7 @@ _BECAUSE = re.compile(
     r"|[,;]\s+(?=[A-Za-z]{2,}\s+[a-z]{2,}).*",
     re.DOTALL,
 )
-_FORMULA = r"(?:\$\$.+?\$\$|(?<![\\$])\$(?:[^$\n]|\\\$)+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\])"
+_FORMULA = r"(?:\$\$.{1,2000}?\$\$|(?<![\\$])\$(?:[^$\n]|\\\$){1,2000}?(?<!\\)\$|\\\(.{1,2000}?\\\)|\\\[.{1,2000}?\\\])"
 _FORMULAS = re.compile(rf"({_FORMULA})(?:\s*(?:,|;|,?\s*\b(?:and|or)\b)\s*{_FORMULA})*", re.DOTALL)
 _TEXT = re.compile(r"\\(?:text|mbox|(?:text|math)(?:bf|rm|it|normal))\s*\{([^{}]*)\}")
 _FONT = re.compile(r"\\(?:bf|rm|it|displaystyle|textstyle)(?![A-Za-z])")
