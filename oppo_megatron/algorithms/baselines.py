@@ -48,7 +48,8 @@ def equal_groups(scores_B: Tensor, group_size: int, greedy_G: Tensor | None = No
     scores_GN = scores_B.view(-1, group_size)
     if greedy_G is not None:
         scores_GN = torch.cat([scores_GN, greedy_G[:, None]], 1)
-    return scores_GN.amax(1) - scores_GN.amin(1) <= TIE * scores_GN.abs().amax(1)
+    spread_G = scores_GN.amax(1) - scores_GN.amin(1)
+    return (spread_G <= TIE * scores_GN.abs().amax(1)) & spread_G.isfinite()
 
 
 def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> Tensor:

@@ -208,7 +208,8 @@ def _surrogate(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate:
     if surrogate.objective == "cispo":
         assert surrogate.ratio_cap is not None, "objective cispo needs a ratio_cap"
         capped_T = ratio_T.detach().clamp(max=surrogate.ratio_cap)
-        return -capped_T * advantages_T * logp_T, (1 - capped_T / ratio_T.detach()) * (advantages_T != 0)
+        kept_T = (surrogate.ratio_cap / ratio_T.detach()).clamp(max=1)  # of a ratio of 0, too
+        return -capped_T * advantages_T * logp_T, (1 - kept_T) * (advantages_T != 0)
     gains_T, held_T = ratio_T * advantages_T, ratio_T.clamp(*surrogate.range) * advantages_T
     losses_T, lost_T = -torch.minimum(gains_T, held_T), held_T < gains_T
     if surrogate.dual_clip is not None:

@@ -238,6 +238,10 @@ class _TemplateProcess:
                 answer = self._process.stdout.readline() if poller.poll(LONGEST_S * 1000) else b""
             except BrokenPipeError:
                 answer = b""
+            except BaseException:  # of a signal's handler: what comes late would be taken for the next request's answer
+                self._process.kill()
+                self._process = None
+                raise
             if answer.endswith(b"\n"):
                 return dict(json.loads(answer))
             return {"error": self._end(), "kind": "limit"}

@@ -58,7 +58,11 @@ class Conversations:
         own = _read_json(columns.pop(ARGUMENTS, None) or {}, ARGUMENTS, dict)
         for name in FOR_TEMPLATES:
             if name in columns:
-                columns[name] = _read_json(columns[name], name, list)
+                try:
+                    columns[name] = _read_json(columns[name], name, list)
+                except DataError:
+                    if name in self._chat.reads(with_tools=name == "tools"):
+                        raise
         given = {**columns, **own}
         reads = self._chat.reads(with_tools=bool(given.get("tools")))
         for name in given:
@@ -93,9 +97,10 @@ def _read_json(value: Any, name: str, kind: type) -> Any:
     """A column that holds a list or an object, or its JSON, without null keys.  Raises DataError."""
     if isinstance(value, str):
         try:
-            value = read_json(value)
+            value = read_json(value) if value.strip() else None
         except ValueError as error:
             raise DataError(f"column {name!r} is text, but not JSON ({error})") from error
+        value = kind() if value is None else value
     if not isinstance(value, kind):
         raise DataError(f"column {name!r} is not a {'list' if kind is list else 'mapping'}, but {type(value).__name__}")
     return _without_nulls(value)

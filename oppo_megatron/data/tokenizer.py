@@ -22,6 +22,8 @@ from oppo_megatron.nesting import check_json
 
 SENTENCEPIECE_NAME = "tokenizer.model"
 TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")
+JSON_PATTERNS = ("*config.json", "*token*.json", "*vocab*.json", "*template*.json")
+"""What `transformers` reads; beside it may lie data of any size."""
 """Files; the directory of any tokenizer that transformers reads has at least one of them."""
 UNKNOWN_ID_TEXT = "\ufffd"
 # What makes decode(encode(text)) == text for any text; and the special tokens.
@@ -130,7 +132,7 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            for file in directory.glob("*.json"):
+            for file in {file for pattern in JSON_PATTERNS for file in directory.glob(pattern)}:
                 check_json(file.read_text(encoding="utf-8"))
             loaded: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         except Exception as error:

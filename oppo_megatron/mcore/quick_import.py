@@ -43,10 +43,10 @@ _COMPILE = torch.compile
 
 def import_megatron() -> None:
     """Import `megatron.core`; where it has been imported, nothing changes."""
-    for library, package in ((TE, "transformer_engine"), (APEX, "apex")):
-        if "megatron.core" not in sys.modules and not usable(library):
-            sys.modules[package] = None  # type: ignore[assignment]  # importing it raises ImportError from now on
     with mock.patch.object(torch, "compile", compiled_when_called), _absent(UNUSED):
+        for library, package in ((TE, "transformer_engine"), (APEX, "apex")):
+            if "megatron.core" not in sys.modules and not usable(library):
+                sys.modules[package] = None  # type: ignore[assignment]  # importing it raises ImportError from now on
         importlib.import_module("megatron.core")
 
 

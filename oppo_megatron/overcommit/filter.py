@@ -188,12 +188,14 @@ class GroupFilter:
     def _differ(self, group: Sequence[Rollout]) -> bool:
         """True if two known scores differ by more than `TIE`, as in `algorithms/baselines.py`.
 
-        A score that is not a number differs from all: the guards are to see it.
+        A score that is not finite differs from all: the guards are to see it.
         """
         found = [self.scores.get(r.seq_id, self.foreseen.get(r.seq_id)) for r in group]
         values = [self.rule.metric(scores) for scores in found if scores is not None]
-        if not values or any(map(math.isnan, values)):
-            return bool(values)
+        if not all(map(math.isfinite, values)):
+            return True
+        if not values:
+            return False
         return max(values) - min(values) > TIE * max(map(abs, values))
 
     def _require_groups(self) -> None:

@@ -84,7 +84,7 @@ def first_date(path: Path) -> datetime | None:
 
 
 def _require_same(partial: Path, settings: Mapping[str, Any]) -> None:
-    then = _read(partial)[0]
+    then = {"date": settings.get("date"), **_read(partial)[0]}  # earlier versions wrote none
     changed = [
         f"{name} was {then.get(name)!r}, is {settings.get(name)!r}"
         for name in sorted({*then, *settings})

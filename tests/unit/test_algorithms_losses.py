@@ -136,6 +136,13 @@ def test_lost_gradient_is_what_autograd_finds_missing(objective: Objective, dual
     assert figures["clip_fraction"] == pytest.approx(float(stats.clipped) / n) and tuple(figures) == POLICY_FIGURES
 
 
+def test_a_ratio_that_is_0_or_infinite_loses_none_or_all_of_its_gradient() -> None:
+    old_T, logp_T = torch.zeros(2), torch.tensor([-200.0, 200.0])
+    targets = ActorTargets(old_T, torch.ones(2))
+    stats = policy_loss(logp_T, targets, Surrogate(0.2, ratio_cap=1.5, objective="cispo"), 1)[1]
+    assert float(stats.fresh_lost) == float(stats.clipped) == 1.0
+
+
 def test_without_stale_responses_none_of_their_gradient_is_lost() -> None:
     old_T, advantages_T = randn(2, 9, seed=1)
     _, stats = policy_loss(old_T + 5, against(old_T, advantages_T.abs()), Surrogate(0.2), 9)

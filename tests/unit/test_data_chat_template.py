@@ -189,3 +189,17 @@ def test_after_a_stop_and_from_threads_it_renders_on() -> None:
     with ThreadPoolExecutor(4) as pool:
         texts = pool.map(lambda i: chat.render([{"role": "user", "content": str(i)}]), range(50))
     assert list(texts) == [str(i) for i in range(50)]
+
+
+def test_an_interrupted_rendering_is_no_answer_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = chat_of("{{ messages[0].content }}")
+    assert chat.render([{"role": "user", "content": "first"}]) == "first"
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("oppo_megatron.data.chat_template.select.poll", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chat.render([{"role": "user", "content": "second"}])
+    assert chat.render([{"role": "user", "content": "third"}]) == "third"

@@ -56,6 +56,19 @@ def test_tools_are_not_dropped_in_silence(tmp_path: Path) -> None:
         read(tmp_path, [{"messages": [ASKED, ANSWER], "tools": "add"}], QWEN25)
 
 
+@pytest.mark.parametrize("nothing", ["", " ", "null", "[]"])
+def test_a_row_without_tools_may_say_so_in_text(tmp_path: Path, nothing: str) -> None:
+    examples, _ = read(tmp_path, [{"messages": [ASKED, ANSWER], "tools": nothing}], QWEN25)
+    assert examples[0].prompt == read(tmp_path, [{"messages": [ASKED, ANSWER]}], QWEN25)[0][0].prompt
+    _, quarantine = read(tmp_path, [{"messages": [ASKED, ANSWER], "tools": nothing}], CHATML)
+    assert not any("'tools' is not shown" in note for note in quarantine.notes)
+
+
+def test_a_column_of_text_for_other_templates_is_left_unread(tmp_path: Path) -> None:
+    examples, quarantine = read(tmp_path, [{"messages": [ASKED, ANSWER], "documents": "a page"}], CHATML)
+    assert len(examples) == 1 and any("'documents' is not shown to the model" in note for note in quarantine.notes)
+
+
 def test_columns_and_arguments_of_rows_reach_the_template(tmp_path: Path) -> None:
     rows = [{"prompt": [ASKED], "date_string": "1 May 1900", "topic": "sums"}]
     examples, quarantine = read(tmp_path, rows, LLAMA32, read_prompts)

@@ -382,7 +382,7 @@ def test_the_error_counts_what_is_known_to_be_kept() -> None:
 def test_scores_that_are_no_numbers_are_never_dropped() -> None:
     """A guard is to see them."""
     nan = float("nan")
-    for scores in ([nan, nan], [nan, 1.0], [1.0, nan]):
+    for scores in ([nan, nan], [nan, 1.0], [1.0, nan], [float("inf"), 1.0]):
         simulation = Simulation(plain_run(lengths=[3, 3], scores=scores, batch_size=2))
         assert [r.seq_id for batch in simulation.play(7).batches for r in batch] == [0, 1]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +38,18 @@ def task_of(
 ) -> Task:
     """A configuration and a cluster by file, with overrides of both.  Raises ConfigError."""
     from oppo_megatron.cli.lengths import even_lengths
-    from oppo_megatron.preflight.validate import train_problems
+    from oppo_megatron.preflight.settings import check_train
     from oppo_megatron.sim.clusters.reading import read_cluster
-    from oppo_megatron.sim.search.planning import Task
+    from oppo_megatron.sim.search.planning import Task, layout_problems
 
     cluster = read_cluster(cluster_path, cluster_given)
     config = _without_layouts(path, given, cluster)
     _check_lengths(config)
-    check = partial(train_problems, inputs=False)
+
+    def check(planned: TrainConfig) -> list[str]:
+        """Tokenizers and weights, which no plan changes, were checked with the configuration, and take seconds to read."""
+        return [*check_train(planned, inputs=False, models=False), *layout_problems(planned)]
+
     return Task(config, cluster, even_lengths(config), margin, limits=_limits(config), check=check)
 
 

@@ -67,9 +67,12 @@ class _LogProbEntropy(torch.autograd.Function):
 
 def _blocks(logits_RV: Tensor) -> Iterator[slice]:
     """Rows that are worked on together."""
-    num_rows, width = logits_RV.shape
-    size = max(1, (CACHED_NUMBERS if logits_RV.device.type == "cpu" else BLOCK_NUMBERS) // width)
-    return (slice(first, first + size) for first in range(0, num_rows, size))
+    size = _block_rows(logits_RV)
+    return (slice(first, first + size) for first in range(0, len(logits_RV), size))
+
+
+def _block_rows(logits_RV: Tensor) -> int:
+    return max(1, (CACHED_NUMBERS if logits_RV.device.type == "cpu" else BLOCK_NUMBERS) // logits_RV.shape[-1])
 
 
 def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
@@ -111,7 +114,9 @@ def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -
         for over_all_R in (top_R, target_R):
             dist.all_reduce(over_all_R, op=dist.ReduceOp.MAX, group=shards.group)
     least_R = top_R - 4 * torch.finfo(logits_RV.dtype).eps * top_R.abs()
-    count_R = (logits_RV >= least_R.unsqueeze(-1)).sum(-1, dtype=torch.float32)
+    blocks = zip(logits_RV.split(_block_rows(logits_RV)), least_R.split(_block_rows(logits_RV)), strict=True)
+    # The sum makes a float32 of each comparison.
+    count_R = torch.cat([(block_BV >= least_B.unsqueeze(-1)).sum(-1, dtype=torch.float32) for block_BV, least_B in blocks])
     if shards.size > 1:
         dist.all_reduce(count_R, group=shards.group)
     return (target_R >= least_R) / count_R

@@ -39,7 +39,7 @@ _BECAUSE = re.compile(
     r"|[,;]\s+(?=[A-Za-z]{2,}\s+[a-z]{2,}).*",
     re.DOTALL,
 )
-_FORMULA = r"(?:\$\$.+?\$\$|(?<![\\$])\$(?:[^$\n]|\\\$)+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\])"
+_FORMULA = r"(?:\$\$.{1,2000}?\$\$|(?<![\\$])\$(?:[^$\n]|\\\$){1,2000}?(?<!\\)\$|\\\(.{1,2000}?\\\)|\\\[.{1,2000}?\\\])"
 _FORMULAS = re.compile(rf"({_FORMULA})(?:\s*(?:,|;|,?\s*\b(?:and|or)\b)\s*{_FORMULA})*", re.DOTALL)
 _TEXT = re.compile(r"\\(?:text|mbox|(?:text|math)(?:bf|rm|it|normal))\s*\{([^{}]*)\}")
 _FONT = re.compile(r"\\(?:bf|rm|it|displaystyle|textstyle)(?![A-Za-z])")
@@ -107,12 +107,13 @@ def needs_library(fields: Mapping[str, Any]) -> bool:
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
     """1.0 if the response's final answer equals the expected one, else 0.0.
 
-    Of `PROBE`, NaN if the library does not read the expected answer, so that it is compared as text.
+    Of `PROBE` without a prompt, NaN if the library does not read the expected answer, so that it is compared as text.
     """
     try:
         given = found_answer(response)
         score = float(given is not None and equal(fields[ANSWER], given))
-        return math.nan if response == PROBE and not _parsed(_latex(_tidy(fields[ANSWER]))) else score
+        tried = response == PROBE and not prompt
+        return math.nan if tried and not _parsed(_latex(_tidy(fields[ANSWER]))) else score
     except Exception:  # a text that no reader copes with, as brackets nested without end, is a wrong answer
         return 0.0
 

@@ -33,7 +33,7 @@ _PLAIN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     (re.compile(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d{1,20})\s*\}"), _repeating),
     (re.compile(r"(?<=\d)\{,\}(?=\d{3})"), ","),
     (re.compile(r"\\(?:text|mbox|(?:text|math)(?:bf|rm|it|normal))\s*\{([^{}]*)\}"), r" \1 "),
-    (re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))"), r" \1\2/\3\4 "),
+    (re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))(?!\d)"), r" \1\2/\3\4"),
     (re.compile(r"\\(?:times|cdot)(?![A-Za-z])|[×·]"), "*"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°"), " degrees "),
     (re.compile(r"\\([%$#&])"), r"\1"),
@@ -58,10 +58,12 @@ SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, 
           "千": 1000, "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8}  # fmt: skip
 _SCALE = re.compile(rf"({'|'.join(SCALES)})(?![A-Za-z])", re.IGNORECASE)
 _POWER = re.compile(r"(?<=[A-Za-z])(?:\^\{?[23]\}?|[23](?![0-9])|[²³])|(?<=[A-Za-z])\s?/\s?(?=[A-Za-z])")
-_WORDS = re.compile(r"[^0-9+*/=^_\\<>|~{}]*")
+_CLOCK = re.compile(r"\A([ap])\.\s?m\b", re.IGNORECASE)
+_WORDS = re.compile(r"(?!\(\s*[A-Za-z]\b)[^0-9+*/=^_\\<>|~{}±²³¹¼-¾÷\u0370-\u03ff\u2070-\u209f\u2150-\u220d\u220f-\u22ff]*")
+"""No digits, no operators, no Greek letters, no factor in brackets."""
 _UNITS = """km kilometer kilometre|m meter metre|cm centimeter centimetre|mm millimeter millimetre|mi mile|ft foot feet
 |in inch inche|yd yard|kg kilogram|g gram|mg milligram|lb pound|oz ounce|ton tonne|L l liter litre|ml mL milliliter millilitre
-|gal gallon|s sec second|min minute|h hr hour|day|week wk|month|yr year|mph|km/h kmh kph|m/s|deg degree|C|F|Hz|Pa
+|gal gallon|s sec second|min minute|h hr hour|day|week wk|month|yr year|am|pm|mph|km/h kmh kph|m/s|deg degree|C|F|Hz|Pa
 |$ dollar usd USD|€ euro eur|cent ¢|£ gbp|¥ yen yuan 元|₹ rupee|% percent pct"""
 UNITS = {name: names.split()[0] for names in _UNITS.replace("\n", "").split("|") for name in names.split()}
 """A unit by each of its names, without the plural's s."""
@@ -85,7 +87,7 @@ def parse_number(text: str) -> Fraction | None:
 
 def read_number(text: str) -> Number | None:
     """As `parse_number`, with its unit."""
-    text = bare(text)
+    text = bare(text.replace("\u2212", "-"))
     if len(text) > MAX_CHARACTERS + 1000:
         return None
     for pattern, plain in _PLAIN:
@@ -96,7 +98,8 @@ def read_number(text: str) -> Number | None:
     behind, scale = bare(_POWER.sub("", text[found.end() :])), 1
     if times := _SCALE.match(behind):
         behind, scale = bare(behind[times.end() :]), SCALES[times[1].lower()]
-    if not _is_unit(behind, joined=text[found.end() : found.end() + 1].isalpha()):
+    behind, after = _CLOCK.sub(r"\1m", behind), text[found.end() : found.end() + 1]
+    if not _is_unit(behind, joined=after.isalpha() or after == "("):
         return None
     number = _valued(found, behind)
     return number and replace(number, value=number.value * scale, places=number.places if scale == 1 else None)
@@ -129,7 +132,7 @@ def _is_unit(behind: str, *, joined: bool) -> bool:
     word = re.match(r"[^\W\d_]*", behind)
     name = word[0] if word else ""
     known = name in UNITS or name.lower().removesuffix("s") in UNITS or not name.isascii()
-    if re.match(r"-\s|-.?$|!", behind) or re.search(r"\s-\s", behind):
+    if re.match(r"-\s|-.?$|-[A-Za-z]{2}$|!", behind) or re.search(r"\s-\s", behind):
         return False
     return known or (not joined and len(name) != 1)
 
