@@ -103,8 +103,8 @@ def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
 def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
     """1 / n if the target is one of the n likeliest tokens of the vocabulary, else 0 [R]; equal on every rank of the shards.
 
-    Logits that rounding could part (by four roundings of the largest) are equally likely: which one is the largest would depend
-    on the processor and the layout.
+    Logits that rounding could part are equally likely: which one is the largest would depend on the processor and the layout.
+    That is four roundings of the largest in float32, and one in bfloat16, whose products are rounded once.
     """
     local_R = targets_R - shards.first
     here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])
@@ -113,7 +113,8 @@ def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -
     if shards.size > 1:
         for over_all_R in (top_R, target_R):
             dist.all_reduce(over_all_R, op=dist.ReduceOp.MAX, group=shards.group)
-    least_R = top_R - 4 * torch.finfo(logits_RV.dtype).eps * top_R.abs()
+    tie = max(4 * torch.finfo(torch.float32).eps, torch.finfo(logits_RV.dtype).eps)
+    least_R = top_R - tie * top_R.abs()
     blocks = zip(logits_RV.split(_block_rows(logits_RV)), least_R.split(_block_rows(logits_RV)), strict=True)
     # The sum makes a float32 of each comparison.
     count_R = torch.cat([(block_BV >= least_B.unsqueeze(-1)).sum(-1, dtype=torch.float32) for block_BV, least_B in blocks])

@@ -2,9 +2,9 @@ r"""A number as people write it, read exactly.
 
     sign, currency      -5   −5   $18   -$5   €1,200.50   \$3
     digits              1,234   1 234   1{,}234   .5   18.50   1/2   \frac{1}{2}   3 1/2   3\frac12   6.02e23   6 \times 10^{23}
-    behind              %   a full stop   a unit: 5 km, 5km, 12 apples, 90^\circ
+    after it            %   a full stop   a scale: 2 million   a unit: 5 km, 5km, 12 apples, 90^\circ
 
-A word that makes it another number (million, dozen, pi, times), a further digit or an operator, and it is not read.
+A text with a word that makes it another number (pi, times, half), a further digit or an operator is not read.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Number:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that `text` begins with; None if there is none, or more follows (`3+4`, `1 million`)."""
+    """Return the number that `text` begins with; None if there is none, or more follows (`3+4`, `5 pi`)."""
     number = read_number(text)
     return None if number is None else number.value
 
