@@ -22,8 +22,11 @@ with suppress(ImportError):  # a GPU node, where tests/gpu runs alone, may have 
     settings.register_profile("repeatable", deadline=None, derandomize=True)
     settings.load_profile("repeatable")
 MANY_THREADS = 200
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` in a script; tests press Ctrl-C, and wait for what it does
+# `make test &` in a script, or `nohup make test`: tests send these signals, and wait for what they do.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A run has a thread for each core: on cores that are busy, threads that spin for each other take milliseconds a product.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -201,7 +201,8 @@ def check_rows(path: Path, data: bytes) -> int:
         number = int(row.place.rpartition(":")[2])
         raw = lines[number - 1].removeprefix(b"\xef\xbb\xbf") if number == 1 else lines[number - 1]
         value = json.loads(raw)
-        assert number not in refused and row.text == value["prompt"] or isinstance(value["prompt"], list)
+        turn = f"<user>{value['prompt']}\x03\n<assistant>"  # text among messages is a user's turn
+        assert number not in refused and row.text in (value["prompt"], turn) or isinstance(value["prompt"], list)
         assert row.fields == {name: item for name, item in value.items() if name != "prompt"}
         row.text.encode("utf-8")
     assert len(found.rows) + len(refused) >= len([line for line in lines if line.strip()])

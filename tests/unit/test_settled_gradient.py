@@ -126,7 +126,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
         "rollout": {"batch_size": 2, "group_size": 2, "max_response_tokens": LONGEST},
         "algorithm": {"preset": "dr_grpo"},
         "overlap": {"inter": False},
-        "settle": {"mode": "certain"},
+        "settle": {"mode": "certain", "every": 1},
     }
 
 

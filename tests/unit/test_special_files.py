@@ -73,4 +73,4 @@ def test_a_pipe_among_the_files_of_a_model(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "model").mkdir()
     pipe(tmp_path / "model" / "config.json")
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--to", "megatron"]) == 2
-    assert "config.json` is a pipe, and not a regular file; fetch or save it again" in capsys.readouterr().err
+    assert "config.json` is a pipe, and not a regular file; write its content to a file, and name that" in capsys.readouterr().err

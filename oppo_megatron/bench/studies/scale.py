@@ -26,7 +26,7 @@ RANKS: Sequence[int] = (8, 32, 128, 512, 2048, 8192, 16384)
 WEAK, STRONG = 4, 1024
 """Sequences of a batch for each rank; and of the batch that stays."""
 STEPS, WARM_UP, BATCHES = 8, 3, 4
-HALF, FREE = 0.5, 1e9
+HALF, FREE = 0.5, 1e6
 """A part stops scaling where it has lost more than this; GB/s of a network that takes no time."""
 PARTS = {
     "decode_s": "decoding", "score_exposed_s": "scoring", "update_s": "update", "critic_exposed_s": "critic", "idle_s": "idle",
