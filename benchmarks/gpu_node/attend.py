@@ -2,7 +2,7 @@
 
 `attend.py DEVICE OUT`: into OUT/figures.json, under "attend".  Compared, for ragged lengths: `attend_one` as a captured step
 calls it (dense cache, mask, torch's memory-efficient kernel), and a Triton kernel that has the form of `PagedKernel`: it reads
-by table, splits long sequences among programs, and reads nothing behind a sequence's end.  On a CPU Triton's interpreter
+by table, splits long sequences among programs, and reads nothing past a sequence's end.  On a CPU Triton's interpreter
 computes the numbers, and nothing is timed.
 """
 

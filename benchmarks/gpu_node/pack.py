@@ -23,12 +23,12 @@ ROOT, HERE = Path(__file__).resolve().parents[2], Path(__file__).resolve().paren
 WHEELS, KIT = ROOT / ".whl", ROOT / ".kit"
 SCRIPTS = ("first.sh", "trace.py", "attend.py")
 TESTED_WITH = ("pytest",)
-"""What tests/gpu needs beside the package's requirements."""
+"""Packages that tests/gpu needs in addition to the package's requirements."""
 IMAGE = (
     "torch", "triton", "numpy", "transformers", "safetensors", "tensorboard", "protobuf", "packaging", "pytest", "rich", "regex",
     "einops", "psutil", "httpx", "jinja2", "sentencepiece", "matplotlib", "pyyaml",
 )  # fmt: skip
-"""What images for training on GPUs have.  `--image` names the list of another one."""
+"""Packages that images for training on GPUs have.  `--image` names the list of another image."""
 GLIBC = (28, 27, 24, 17, 12, 5)
 
 
@@ -107,7 +107,7 @@ def download(needed: Requirement, python: str, machine: str) -> Path:
 
 
 def imports(python: str) -> bool:
-    """Whether this Python, with the wheels before its own packages, imports what a run does."""
+    """True if this Python, with the wheels before its own packages, can import a run's modules."""
     site = KIT / "site"
     pip = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", site, *WHEELS.iterdir()]
     code = f"import sys; sys.path[:0] = [{str(site)!r}, {str(ROOT)!r}]; import oppo_megatron.train.entry, tests.gpu.test_cuda"

@@ -34,7 +34,7 @@ def right_share(margin: Tensor, noise: Tensor) -> Tensor:
 
 
 def rounding(x: Tensor) -> float:
-    """What rounding makes of outputs of a model, as a share of their size: some roundings of their type."""
+    """Error of a model's outputs by rounding, as a share of their size: some roundings of their type."""
     return 4 * torch.finfo(x.dtype).eps
 
 

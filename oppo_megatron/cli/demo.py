@@ -150,7 +150,7 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
 
 
 def _preset(algorithm: str, single: bool) -> list[str]:
-    """What a preset changes in the configuration, and a host with a `single` GPU.
+    """Return what a preset changes in the configuration, and what a host with a `single` GPU changes.
 
     Without a reference nothing scores: both processes hold the actor.
     """

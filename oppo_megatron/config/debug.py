@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from oppo_megatron.config.base import Section, Unit
 
 MOST_MEDIAN, MOST_SIGMA = 1e9, 10.0
-"""Of forced log-normal lengths; the longest that can be drawn stays in the range of floats."""
+"""Limits of forced log-normal lengths: the longest that can be drawn stays in the range of floats."""
 Quantile = Callable[[float], float]
 """Inverse of a distribution function: from a share in [0, 1) to a length in tokens."""
 

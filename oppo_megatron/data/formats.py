@@ -141,7 +141,7 @@ def _columns_of(config: RowsConfig, rows: Sequence[Row], wanted: Wanted) -> Layo
 
 
 def _is_apart(config: RowsConfig, rows: Sequence[Row], chosen: str | None) -> bool:
-    """True if chosen answers are no dialogues, and another column may be their prompt."""
+    """True if chosen answers are not dialogues, and another column may be their prompt."""
     if config.format == "hh" or _form(rows, chosen) in SPOKEN or any(is_dialogue(row.get(chosen)) for row in rows):
         return False
     return not {*usable_columns(rows)} <= {chosen, *KNOWN_NAMES["rejected"], *SYSTEM}

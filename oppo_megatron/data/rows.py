@@ -34,14 +34,14 @@ class Row:
     values: dict[str, Any]
 
     def get(self, column: str | None) -> Any:
-        """Return the value in a column, or behind a dotted name; None if the row has none."""
+        """Return the value in a column, or under a dotted name; None if the row has none."""
         try:
             return None if column is None else field_at(self.values, column)
         except KeyError:
             return None
 
     def require(self, column: str) -> Any:
-        """Return the value in a column, or behind a dotted name.  Raises DataError if the row has none."""
+        """Return the value in a column, or under a dotted name.  Raises DataError if the row has none."""
         try:
             return field_at(self.values, column)
         except KeyError:

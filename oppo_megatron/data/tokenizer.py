@@ -23,7 +23,7 @@ from oppo_megatron.nesting import check_json
 SENTENCEPIECE_NAME = "tokenizer.model"
 TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")
 JSON_PATTERNS = ("*config.json", "*token*.json", "*vocab*.json", "*template*.json")
-"""What `transformers` reads; beside it may lie data of any size."""
+"""Files that `transformers` reads; the folder may also hold data of any size."""
 """Files; the directory of any tokenizer that transformers reads has at least one of them."""
 UNKNOWN_ID_TEXT = "\ufffd"
 # What makes decode(encode(text)) == text for any text; and the special tokens.
@@ -170,7 +170,7 @@ class HuggingFaceTokenizer:
         return _decode(ids, self.vocab_size, self._continued)
 
     def _choose_template(self, with_tools: bool) -> str | None:
-        """Of several named templates, one by its name, else the one for tools or the default one."""
+        """Choose one of several named templates: by its name, else the one for tools or the default one."""
         if self._chat_template is None and not self._loaded.chat_template:
             return None
         try:

@@ -50,7 +50,7 @@ class Grader:
         return [*labels, SUM] if self._summed else labels
 
     def check(self, rows: Mapping[int, Mapping[str, Any]], longest: int, tell: Callable[[str], None]) -> dict[int, str]:
-        """Those of `rows`, the columns of rows by number, that cannot be scored, with the reason.
+        """Return the numbers of the `rows` (their columns by number) that cannot be scored, with the reason.
 
         Raises DataError if that is so of all, and ConfigError if the reward model does not read `longest` tokens, those of a
         prompt and its response.

@@ -1,4 +1,4 @@
-"""Whether the tensors that a checkpoint stores are those of its `config.json`: none missing, none dropped unnoticed.  Pure."""
+"""Compare the tensors that a checkpoint stores with its `config.json`: none missing, none dropped unnoticed.  Pure."""
 
 from __future__ import annotations
 

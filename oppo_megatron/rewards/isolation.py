@@ -128,7 +128,7 @@ class IsolatedFunction:
         self._process = subprocess.Popen(  # noqa: S603  (this package's own module, and no shell)
             [sys.executable, "-m", CHILD, str(child_reads), str(child_writes)],
             stdin=subprocess.DEVNULL,
-            stdout=child_prints,  # what the function prints is no answer
+            stdout=child_prints,  # the function's prints are not answers
             stderr=child_prints,
             pass_fds=(child_reads, child_writes),
             env=self._environment

@@ -127,7 +127,7 @@ class GuardedProtocol(H11Protocol):
         self._look()
 
     def _linger(self, transport: Any) -> bool:
-        """Whether the rest of a request is taken from now on, after its answer."""
+        """Start to take the rest of a request after its answer; True if that was possible."""
         if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR) or not transport.can_write_eof():
             return False
         self._rest_bytes = 0

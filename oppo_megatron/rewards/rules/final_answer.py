@@ -1,6 +1,6 @@
 r"""Where a response states its final answer: the one place that all rules with an answer ask.
 
-Thoughts are no answer: after `</think>`, only the text behind it counts, if there is any.  A rule names the forms it reads;
+Thoughts are not answers: if text follows `</think>`, only that text counts.  A rule names the forms it reads;
 the first form that occurs decides, and `texts` has all its places, in their order:
 
     marked      \boxed{...}, and <answer>...</answer> without a box within

@@ -99,7 +99,7 @@ def expected_text(value: Any) -> str:
 
 
 def needs_library(fields: Mapping[str, Any]) -> bool:
-    """Whether an expected answer has to be tried: it is neither a number nor words."""
+    """True if an expected answer has to be tried, being neither a number nor words."""
     text = _tidy(fields[ANSWER])
     return read_number(text) is None and _words(text) is None
 

@@ -124,7 +124,7 @@ def _valued(found: re.Match[str], behind: str) -> Number | None:
 
 
 def _is_unit(behind: str, *, joined: bool) -> bool:
-    """Whether the text behind a number is nothing, punctuation, or words that leave its value; `joined`: without a space."""
+    """True if the text after a number is empty, punctuation, or words that leave its value; `joined`: without a space."""
     if not behind:
         return True
     if not _WORDS.fullmatch(behind) or OTHER_WORDS.search(behind):

@@ -95,7 +95,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched: plans in `arrangements` of the roles, within `budget` bytes of a rank, that it `accepts`."""
+    """The space that is searched: plans in `arrangements` of the roles, within `budget` bytes of a rank, that it `accepts`."""
 
     offers: Offers
     arrangements: Sequence[Homes]

@@ -40,7 +40,7 @@ def layout_problems(config: TrainConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """What is planned.  `margin`: share of a rank's memory that stays free; `known_work`: of a step, if found before.
+    """The task of a plan.  `margin`: share of a rank's memory that stays free; `known_work`: of a step, if found before.
 
     `prompt`: tokens of every prompt (None: `usual_prompt_tokens`).  `check`: every problem of a configuration, without which a
     plan is offered.
