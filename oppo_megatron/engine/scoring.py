@@ -128,8 +128,8 @@ class ScoringWorker:
         return tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id)))
 
     def _prefill(self, batch: Batch) -> int:
-        assert self._round.taken is not None
-        self._round.taken.check(batch)
+        if self._round.taken is not None:
+            self._round.taken.check(batch)
         tokens = [t for g in batch for t in self._round.sequences[g.seq_id][g.past : g.past + g.new]]
         rows: list[int] = []
         end = 0
@@ -141,7 +141,8 @@ class ScoringWorker:
         assert inputs is not None
         seq_ids, lens = [g.seq_id for g in batch], [g.new for g in batch]
         self._round.hidden = step(self.model, self.cache, seq_ids, lens, inputs, on_device(rows, device))
-        self._round.taken.prefilled(batch)
+        if self._round.taken is not None:
+            self._round.taken.prefilled(batch)
         return len(tokens)
 
     def _score(self, batch: Batch) -> int:

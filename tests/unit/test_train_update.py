@@ -100,7 +100,7 @@ def test_a_pair_is_in_one_micro_batch_of_one_replica(
     for recorder in recorders:
         run_update(recorder, batch, {"numbers": numbers_T}, None, cut, units=side_by_side)
     micros = [micro for recorder in recorders for step in recorder.steps for micro in step]
-    assert all(len(micro.tokens_T) <= budget and micro.part == "pair" for micro in micros)
+    assert all(len(micro.tokens_T) <= budget and len(micro.lengths) == 2 * len(micro.index) for micro in micros)
     assert all(torch.equal(micro.extra["numbers"], micro.targets_R) for micro in micros), "each row has its own numbers"
     found = []
     for micro in micros:
