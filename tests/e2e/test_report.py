@@ -19,7 +19,7 @@ STEPS = 4
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a run with both overlaps, beside one that is made up."""
     workspace = Workspace.create(tmp_path_factory.mktemp("report"))
-    delta = {"rule": "eq4", "initial": 4, "min": 0, "max": 4, "window": 1}
+    delta = {"rule": "eq4", "initial": 4, "max": 4, "window": 1}
     overlaps = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": delta}
     config = workspace.config("oppo", placement={"mode": "disaggregated"}, steps=STEPS, **overlaps)
     run_ppo_ranks(config)
