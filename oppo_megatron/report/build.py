@@ -10,6 +10,7 @@ from oppo_megatron.clock import ByTime
 from oppo_megatron.errors import DataError
 from oppo_megatron.report.charts import BarChart, draw, image
 from oppo_megatron.report.curves import heldout_section, learning_section
+from oppo_megatron.report.machine import memory_section, step_section, timeline_section, utilization_section
 from oppo_megatron.report.page import HEADING, Picture, Section, render
 from oppo_megatron.report.run_records import RunRecord, read_runs
 from oppo_megatron.report.sections import (
@@ -17,13 +18,9 @@ from oppo_megatron.report.sections import (
     deferral_section,
     length_bin_section,
     length_section,
-    memory_section,
     overview,
     reward_section,
     samples_section,
-    step_section,
-    timeline_section,
-    utilization_section,
 )
 from oppo_megatron.report.timeline import Timeline, draw_windows, step_bounds
 from oppo_megatron.rundir.directory import write_text

@@ -21,6 +21,7 @@ from oppo_megatron.clock import format_duration
 from oppo_megatron.errors import DataError
 from oppo_megatron.nesting import read_json
 from oppo_megatron.report.charts import COLOURS, RUN_COLOURS, short, show, smooth
+from oppo_megatron.report.machine import USES, steady, utilization_of
 from oppo_megatron.report.run_records import (
     ALL_PARTS,
     RunRecord,
@@ -31,7 +32,6 @@ from oppo_megatron.report.run_records import (
     split_step,
     without_downtime,
 )
-from oppo_megatron.report.sections import USES, steady, utilization_of
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import Span, read_trace
 
