@@ -60,15 +60,14 @@ class Algorithm:
         rollout, longest = config.rollout, config.rollout.max_response_tokens
         overlong = Overlong(config.overlong, longest)
         drawn_at, dtype = rollout.temperature, config.actor.dtype
+        pair = None if config.dpo is None else DPOLossConfig.model_validate(config.dpo.model_dump())
         choices, advantage, loss = config.algorithm, None, None
         if choices.advantage is not None:
             advantage = CustomAdvantage(Plugin.load("algorithm.advantage", choices.advantage, ADVANTAGE))
         if choices.loss is not None:
             plugin = Plugin.load("algorithm.loss", choices.loss, LOSS)
             loss = CustomLoss(plugin, mean=choices.reduction == "sequence_mean")
-        return cls(
-            choices, config.ppo, rollout.group_size, longest, overlong, drawn_at, config.dpo, dtype, advantage, loss
-        )
+        return cls(choices, config.ppo, rollout.group_size, longest, overlong, drawn_at, pair, dtype, advantage, loss)
 
     def experience(
         self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN

@@ -273,7 +273,7 @@ def raises(signals, delta, memory): return delta / 0
 @pytest.fixture
 def rules(tmp_path: Path) -> Callable[[str], DeltaConfig]:
     (tmp_path / "rules.py").write_text(RULES)
-    return lambda name: DeltaConfig(rule=f"{tmp_path / 'rules.py'}:{name}", initial=2, min=1, max=5)
+    return lambda name: DeltaConfig(rule=f"{tmp_path / 'rules.py'}:{name}", initial=2, max=5)
 
 
 def test_a_delta_rule_is_bounded_and_resumes_with_its_memory(rules: Callable[[str], DeltaConfig]) -> None:
