@@ -169,7 +169,7 @@ RULE = Signature(("signals", "delta", "memory"), "number")
 
 
 class CustomDelta(DeltaController):
-    """Delta by a user's function (signals, delta, memory) -> the next delta, which is held to `min`..`max` (docs/extending.md).
+    """Delta by a user's function (signals, delta, memory) -> the next delta, which is held to 0..`max` (docs/extending.md).
 
     `memory` is a dict of plain JSON types, empty at first, that the function may change; checkpoints keep it.
     """
@@ -258,7 +258,7 @@ class MeasuredDelta(DeltaController):
        no step of the W broke a bound; below `target_waste` - band it shrinks by `decrease`; in between it stays.
     3. A growth that is reverted within its first W steps is not repeated until the signal that forbade it is better, by more
        than the band, than its worst value at the current delta.
-    4. Delta never leaves `min`..`max`.
+    4. Delta never leaves 0..`max`.
     5. Convergence: if the signals are functions of delta, delta converges.  A growth that survives its first W steps is then
        permanent, and a reverted one lowers the ceiling of law 3 for good: so finitely many are reverted.
     6. Monotone: of two steps in the same state, the one with more waste never gets the smaller delta, and the one with less

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from oppo_megatron.api import Result
+from typing import Any
 
 
 class _CallableModule(ModuleType):
-    def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        from oppo_megatron.api import train
-
-        return train(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return importlib.import_module("oppo_megatron.api").train(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _CallableModule
