@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.data.heldout_split import split_rows
+from oppo_megatron.data.supervised_rows import split_rows
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.out_of_memory import Begun
