@@ -46,9 +46,8 @@ def read_aligner_config(tree: Mapping[str, Any]) -> AlignerConfig:
     except ValidationError as error:
         raise ConfigError([f"trainer.ppo.oppo: {problem}" for problem in explain(AlignerConfig, error)]) from error
     delta = config.delta
-    if not delta.min <= delta.initial <= delta.max:
+    if delta.initial > delta.max:
         raise ConfigError(
-            f"trainer.ppo.oppo.delta: initial {delta.initial} is not within min {delta.min} and max {delta.max}; change one "
-            "of them"
+            f"trainer.ppo.oppo.delta: initial {delta.initial} is above max {delta.max}; lower it, or raise max"
         )
     return config

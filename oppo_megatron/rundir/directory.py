@@ -10,7 +10,6 @@ rejected/           batches that a guard rejected, for `oppo replay`
 rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
 stacks/           stacks of each rank's threads when the run was stuck
 ended-step-<n>/   summary, weights and trace of a run that ended there and was then given more steps
-memory_limits.json  limits of work at once, after memory ran out among ranks
 reference.safetensors  log-probs of the reference (`oppo dpo`, `oppo kto`); later attempts reuse them
 holder.json       the process that holds the directory; the lock is on the directory itself
 placement.json    measurements of `placement.mode: auto`, from the runs under placement/; later attempts reuse it
@@ -74,7 +73,6 @@ class RunDirectory:
         self.wandb = self.path / "wandb"
         self.rejected = self.path / "rejected"
         self.rollbacks = self.path / "rollbacks.jsonl"
-        self.memory_limits = self.path / "memory_limits.json"
         self.reference = self.path / "reference.safetensors"
         self.placement = self.path / "placement.json"
         self.placement_runs = self.path / "placement"
@@ -204,14 +202,12 @@ class RunDirectory:
         """Lock the directory for one process: two would remove each other's files.  Raises ConfigError."""
         return held(self.path, self.holder, wait_s)
 
-    def take_up(self, state: Mapping[str, Any] | None, *, resume: bool) -> None:
-        """Continue from a checkpoint's state, or begin (None); `resume`: the run was started with --resume."""
-        if state is not None:
+    def take_up(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a checkpoint's state, or begin a new run (None)."""
+        if state is None:
+            self.prepare()
+        else:
             self.reopen(state["done"], state["saved_at"])
-            return
-        self.prepare()
-        if not resume:  # else an attempt of this very run may have met them
-            self.memory_limits.unlink(missing_ok=True)
 
     def reopen(self, step: int, saved_at: float) -> None:
         """Continue after `step` steps: cut off what was written after the checkpoint of `saved_at` (epoch seconds).
