@@ -6,7 +6,7 @@ metrics.jsonl     a line a step                   quarantine.jsonl  rows refused
 trace.json        each rank's work over time      weights/          final weights
 date.txt          the date that chat templates print, of the first start here, for all ranks and attempts
 hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.trace: actions`)
-rejected/           batches that a guard rejected, for `oppo replay`
+rejected/           batches that a guard rejected, for `python -m tools.replay`
 rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
 stacks/           stacks of each rank's threads when the run stood still
 ended-step-<n>/   summary, weights and trace of the run that had ended there, before it was given more steps
