@@ -169,7 +169,7 @@ def delta_configs(args: Args) -> Configs:
     delta = config.overlap.delta
     rules = chosen("--rules", args.rules or [rule for rule in MOVING_RULES if rule != "eq4_literal"], MOVING_RULES)
     changes: dict[str, dict[str, Any]] = {
-        f"fixed-{size}": {"rule": "fixed", "initial": size, "min": 0, "max": max(size, delta.max)}
+        f"fixed-{size}": {"rule": "fixed", "initial": size, "max": max(size, delta.max)}
         for size in args.fixed
     }
     changes |= {rule: {"rule": rule} for rule in rules}
@@ -444,7 +444,7 @@ def with_batch(config: TrainConfig, size: int) -> TrainConfig:
     """Return batches of `size` rollouts; delta, in groups, keeps its share of them."""
     before, delta = config.rollout.batch_size, config.overlap.delta
     most = size // config.rollout.group_size
-    scaled = {name: min(most, round(getattr(delta, name) * size / before)) for name in ("initial", "min", "max")}
+    scaled = {name: min(most, round(getattr(delta, name) * size / before)) for name in ("initial", "max")}
     overlapped = updated(config, "overlap", delta=delta.model_copy(update=scaled))
     return updated(overlapped, "rollout", batch_size=size)
 

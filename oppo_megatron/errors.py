@@ -21,8 +21,7 @@ INTERRUPTED = (
 """What a run says at the first Ctrl-C."""
 
 EXIT_AGAIN = 76
-"""Exit code of ranks that are to be started again from the last checkpoint, as a guard says or with less at once for want of
-memory: our own launcher does so.  Others see EXIT_REQUEUE."""
+"""Exit code of ranks that a guard wants restarted from the last checkpoint: our own launcher does so, others see EXIT_REQUEUE."""
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a write that finds no place."""

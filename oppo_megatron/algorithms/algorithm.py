@@ -55,7 +55,8 @@ class Algorithm:
         rollout, longest = config.rollout, config.rollout.max_response_tokens
         overlong = Overlong(config.overlong, longest)
         drawn_at, dtype = rollout.temperature, config.actor.dtype
-        return cls(config.algorithm, config.ppo, rollout.group_size, longest, overlong, drawn_at, config.dpo, dtype)
+        pair = None if config.dpo is None else DPOLossConfig.model_validate(config.dpo.model_dump())
+        return cls(config.algorithm, config.ppo, rollout.group_size, longest, overlong, drawn_at, pair, dtype)
 
     def experience(
         self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN

@@ -9,6 +9,8 @@ from pydantic import Field, PositiveInt
 from oppo_megatron.config.base import Section, Unit
 
 USUAL_CHUNKS = (16, 32, 64)
+SEARCH_STEPS = 50
+"""Steps from one search for the fastest chunk size to the next."""
 
 
 class ChunkConfig(Section):
@@ -19,7 +21,6 @@ class ChunkConfig(Section):
         True,
         description="search for the fastest size among these, and the current one; true: [16, 32, 64]; false: stay at `tokens`",
     )
-    period: Annotated[int, Unit("steps")] = Field(50, ge=1, description="steps from one search to the next")
 
     @property
     def candidates(self) -> list[int]:
@@ -34,18 +35,11 @@ class DeltaConfig(Section):
         "eq4", description="rule that changes delta; see docs/algorithm.md"
     )
     initial: Annotated[int, Unit("prompts")] = Field(4, ge=0, description="delta of the first step")
-    min: Annotated[int, Unit("prompts")] = Field(0, ge=0, description="smallest delta")
     max: Annotated[int, Unit("prompts")] = Field(
         8, ge=0, description="largest delta; at most the prompts of `max_staleness` batches"
     )
     window: Annotated[int, Unit("steps")] = Field(
         5, ge=1, description="steps averaged by the rule (W or w in the paper)"
-    )
-    change: Annotated[list[PositiveInt], Unit("prompts")] = Field(
-        default=[1, 1],
-        min_length=2,
-        max_length=2,
-        description="[delta_inc, delta_dec] of eq. 4; `measured` grows and shrinks by them too",
     )
 
 
@@ -80,12 +74,6 @@ class OverlapConfig(CarryConfig):
         "replica, and the most tokens of a scorer's prefill micro-batch; auto: by the measured times of the stages. "
         "The choice decides which sequences are computed together, hence rounding: a run that must repeat to the bit "
         "fixes both",
-    )
-    critic_reads: Literal["sure", "likely", "all"] = Field(
-        "likely",
-        description="rollouts that the critic scores before a batch is complete: those certain to be in it (sure); "
-        "all, as long as the unfinished ones are more likely than not to be in it (likely); or all. Values of a "
-        "carried rollout are lost with the critic's update",
     )
     backfill: Annotated[bool | PositiveInt, Unit("decode steps")] = Field(
         False,

@@ -78,10 +78,10 @@ class DeltaController(ABC):
         """Remember again what `_memory` gave."""
 
     def _clip(self, delta: int) -> int:
-        return max(self._config.min, min(self._config.max, delta))
+        return max(0, min(self._config.max, delta))
 
     def _bounds(self) -> str:
-        return f" (within {self._config.min}..{self._config.max})"
+        return f" (within 0..{self._config.max})"
 
 
 class RewardDelta(DeltaController):
@@ -108,8 +108,7 @@ class RewardDelta(DeltaController):
     def _follow(self, slope: float, figures: str) -> tuple[int, str]:
         """Eq. 4's two cases."""
         old = self._value
-        increase, decrease = self._config.change
-        change = increase if slope > 0 else -decrease
+        change = 1 if slope > 0 else -1
         new = self._clip(old + change)
         trend = "improves" if slope > 0 else "does not improve"
         return new, f"{figures}: the reward {trend}, delta {old} {change:+d} -> {new}{self._bounds()}"
@@ -292,21 +291,21 @@ class MeasuredDelta(DeltaController):
         return self._value, f"{figures}: delta stays {self._value}"
 
     def _shrink(self, signal: str, figures: str) -> tuple[int, str]:
-        old, decrease = self._value, self._config.change[1]
-        new = self._clip(old - decrease)
+        old = self._value
+        new = self._clip(old - 1)
         if new < old and self._grown:
             self._ceiling = Ceiling(old - 1, signal)
         self._moved(new, grown=False)
-        return new, f"{figures}: delta {old} {-decrease:+d} -> {new}{self._bounds()}"
+        return new, f"{figures}: delta {old} -1 -> {new}{self._bounds()}"
 
     def _grow(self, figures: str) -> tuple[int, str]:
-        old, ceiling, increase = self._value, self._ceiling_now(), self._config.change[0]
-        new = self._clip(old + increase)
+        old, ceiling = self._value, self._ceiling_now()
+        new = self._clip(old + 1)
         if ceiling is not None and new > ceiling.delta:
             new = max(old, ceiling.delta)
             figures += f", {ceiling.delta + 1} was taken back for its {ceiling.signal.replace('_', ' ')}"
         self._moved(new, grown=True)
-        return new, f"{figures}: delta {old} {increase:+d} -> {new}{self._bounds()}"
+        return new, f"{figures}: delta {old} +1 -> {new}{self._bounds()}"
 
     def _ceiling_now(self) -> Ceiling | None:
         """The ceiling at the end of a window at one delta (law 3)."""

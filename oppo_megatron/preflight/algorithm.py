@@ -8,7 +8,6 @@ from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.derived import least_micro_batch
 from oppo_megatron.config.ppo import KLConfig, PPOConfig, RolloutConfig
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.preflight.preferences import check_smoothing
 
 OF_POLICIES = ("clip", "clip_high", "dual_clip", "entropy_coefficient", "staleness")
 """Settings of `ppo` about ratios of policies, and its entropy."""
@@ -163,7 +162,6 @@ def _check_pairs(config: TrainConfig) -> Iterator[str]:
                 "loss or none, or preset online_dpo"
             )
         return
-    yield from check_smoothing(config.dpo)
     if mode != "margin":
         why = "without which no margin is known" if mode == "none" else "and has no term of the KL"
         yield (

@@ -10,7 +10,6 @@ rejected/           batches that a guard rejected, for `python -m tools.replay`
 rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
 stacks/           stacks of each rank's threads when the run stood still
 ended-step-<n>/   summary, weights and trace of the run that had ended there, before it was given more steps
-memory_limits.json  limits of work at once, after memory ran out among ranks
 reference.safetensors  log-probs of the reference (`oppo dpo`, `oppo kto`); later attempts reuse them
 holder.json       the process at work here, removed at its end; the lock is on the directory itself
 placement.json    measurements of `placement.mode: auto`, from the runs under placement/; later attempts reuse it
@@ -33,7 +32,6 @@ from typing import Any, TextIO
 import yaml
 
 from oppo_megatron.config.paths import irregular_path
-from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.nesting import read_json, read_yaml
 from oppo_megatron.rundir.checkpoints import CheckpointStore
@@ -78,7 +76,6 @@ class RunDirectory:
         self.wandb = self.path / "wandb"
         self.rejected = self.path / "rejected"
         self.rollbacks = self.path / "rollbacks.jsonl"
-        self.memory_limits = self.path / "memory_limits.json"
         self.reference = self.path / "reference.safetensors"
         self.placement = self.path / "placement.json"
         self.placement_runs = self.path / "placement"
@@ -145,12 +142,12 @@ class RunDirectory:
             raise ConfigError(problems)
 
     def settings(self) -> dict[str, Any]:
-        """What the run's `config.yaml` says, unchecked, by this version's names; nothing where none can be read."""
+        """What the run's `config.yaml` says, unchecked; empty if they cannot be read."""
         try:
             tree = read_yaml(self.config.read_bytes()) if self.config.is_file() else None
         except (yaml.YAMLError, ValueError):
             return {}
-        return with_new_names(tree) if isinstance(tree, dict) else {}
+        return tree if isinstance(tree, dict) else {}
 
     def last_saved(self) -> tuple[str, int] | None:
         """Name and time (ns) of the last checkpoint, which are others once another has been written; None where there is none."""
@@ -211,14 +208,12 @@ class RunDirectory:
         """For one process at a time: two would cut off, and remove, what the other writes.  Raises ConfigError."""
         return held(self.path, self.holder, wait_s)
 
-    def take_up(self, state: Mapping[str, Any] | None, *, resume: bool) -> None:
-        """Go on from a checkpoint's state, or begin (None); `resume`: whether the run was asked to go on."""
-        if state is not None:
+    def take_up(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a checkpoint's state, or begin a new run (None)."""
+        if state is None:
+            self.prepare()
+        else:
             self.reopen(state["done"], state["saved_at"])
-            return
-        self.prepare()
-        if not resume:  # else an attempt of this very run may have met them
-            self.memory_limits.unlink(missing_ok=True)
 
     def reopen(self, step: int, saved_at: float) -> None:
         """Go on after `step` steps: cut off what an interrupted run wrote beyond its checkpoint of `saved_at` (epoch seconds).

@@ -6,7 +6,7 @@ Legend: T response tokens of a batch (packed), R rows of a micro-batch (its toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,7 +22,6 @@ from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.layers.vocab_parallel import largest_logits, token_logprobs
-from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits, in_smaller_ones
 from oppo_megatron.mcore.training import forward_rows, read_reports
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.records import Rollout
@@ -55,7 +54,6 @@ class Actor:
 
     `ess` is the effective sample size of the last update, on every rank of the actor; before the first nothing can be stale.
     `gap_limit` is how far decoding and training may be apart.
-    `memory_limit` bounds its micro-batches on this rank.
     """
 
     role: TrainedRole
@@ -63,7 +61,6 @@ class Actor:
     temperature: float
     ess: float = 1.0
     gap_limit: GapLimit = GapLimit()
-    memory_limit: MemoryLimit = field(default_factory=lambda: MemoryLimits().train)
     _begun: BegunUpdate | None = None
 
     def begin(self, batch: Sequence[Rollout], settings: UpdateSettings) -> None:
@@ -73,7 +70,7 @@ class Actor:
         """
         self._begun = self._prepare(batch, settings)
         if self.algorithm.reads_known:
-            begin_update(self.role.trained, batch, settings, self.memory_limit, self.algorithm.units)
+            begin_update(self.role.trained, batch, settings, self.algorithm.units)
 
     def abandon(self) -> None:
         """The update that was begun, if one was, is not made: the weights serve on as they are."""
@@ -110,13 +107,12 @@ class Actor:
             return self.algorithm.row_weights(lengths, None if counted is None else [counted[i] for i in rows])
 
         units = partial(self.algorithm.units, experience=experience)
-        reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit, weights, units)
+        reports = run_update(self.role.trained, batch, extra, loss, settings, weights, units)
         names = (*self.algorithm.figure_names, *STATS)
         summary = self.role.share(self._summary(reports, begun.gap), names)
         self.ess = summary["ess"]
         moved = self.role.publish()
-        most = self.memory_limit.within(settings.micro_batch_tokens)
-        packing = update_packing(batch, self._groups.dp, settings, most, units)
+        packing = update_packing(batch, self._groups.dp, settings, units)
         return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
 
     def set_aside(self) -> Callable[[], None]:
@@ -180,14 +176,9 @@ class Actor:
             logp_R, _ = token_logprobs(output, micro.targets_R, self._vocab, self.temperature)
             return torch.stack([logp_R, largest_logits(output, self._vocab)], -1)
 
-        def forward(most: int) -> Tensor | None:
-            micros = pack_responses(prompts, responses, most, settings.device)
-            outputs = forward_rows(trained.chunks, micros, logprobs, trained.begun)
-            return join_rows(outputs, [len(tokens) for tokens in responses], micros) if outputs else None
-
-        mine = in_smaller_ones(
-            forward, settings.micro_batch_tokens, self.memory_limit, trained.begun, trained.bound_to_peers
-        )
+        micros = pack_responses(prompts, responses, settings.micro_batch_tokens, settings.device)
+        outputs = forward_rows(trained.chunks, micros, logprobs)
+        mine = join_rows(outputs, [len(tokens) for tokens in responses], micros) if outputs else None
         if not groups.is_last_stage:
             return BegunUpdate()
         lengths_B = torch.tensor([len(r.tokens) for r in batch])

@@ -47,7 +47,7 @@ def configs_of(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured(configs_of: Make) -> None:
-    base = with_critic(overlap={"chunk": {"adaptive": [4, 8], "period": 9}})
+    base = with_critic(overlap={"chunk": {"adaptive": [4, 8]}})
     configs = configs_of("chunk", base, "--sizes", "8,64,128")
     assert list(configs) == ["8", "64", "adaptive"], "128 is beyond the limit"
     assert configs["8"].overlap.chunk.tokens == 8 and not configs["8"].overlap.chunk.adaptive
@@ -103,7 +103,7 @@ def test_the_tuner_is_compared_over_the_same_steps(configs_of: Make) -> None:
 
 
 def test_deltas_fixed_and_by_rule(configs_of: Make) -> None:
-    base = with_critic(overlap={"delta": {"rule": "eq4", "initial": 2, "min": 1, "max": 4}})
+    base = with_critic(overlap={"delta": {"rule": "eq4", "initial": 2, "max": 4}})
     configs = configs_of("delta", base, "--fixed", "0,8", "--rules", "eq4,algorithm1")
     assert {name: c.overlap.delta.rule for name, c in configs.items()} == {
         "fixed-0": "fixed", "fixed-8": "fixed", "eq4": "eq4", "algorithm1": "algorithm1",

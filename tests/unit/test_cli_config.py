@@ -52,7 +52,7 @@ def test_a_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_section_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "--explain", "overlap.delta")
-    assert "overlap.delta.change" in out and "4 prompts" in out and "value:   section" in out
+    assert "overlap.delta.window" in out and "4 prompts" in out and "value:   section" in out
     assert "rewards[].entry_point" in shown(capsys, "--explain", "rewards")
 
 

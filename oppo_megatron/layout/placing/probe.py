@@ -13,7 +13,10 @@ from oppo_megatron import __version__
 from oppo_megatron.config.model import PlacementConfig
 from oppo_megatron.config.run import LoggingConfig, TrainConfig, TrainSettings
 from oppo_megatron.errors import PlacementError
-from oppo_megatron.layout.placing.candidates import Machine, auto_settings
+from oppo_megatron.layout.placing.candidates import Machine
+
+MEASURED_STEPS = 3
+"""PPO steps of a measuring run; the first is a warm-up and does not count."""
 
 
 class Run(NamedTuple):
@@ -45,7 +48,7 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
     chunk = config.overlap.chunk.model_copy(update={"adaptive": False})
     changes = {
         "run_dir": run_dir,
-        "steps": auto_settings(settings).steps,
+        "steps": MEASURED_STEPS,
         "epochs": None,
         "overlap": config.overlap.model_copy(update={"chunk": chunk}),
         "logging": LoggingConfig(console="off", trace=False),
@@ -59,7 +62,7 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
 def fingerprint(settings: TrainSettings, machine: Machine) -> str:
     """Equal where the same would be measured: of what the measuring runs replace, nothing counts."""
     probe = probe_config(settings, PlacementConfig(mode="single"), Path())
-    measured = [__version__, asdict(machine), auto_settings(settings).model_dump(), probe.model_dump(mode="json")]
+    measured = [__version__, asdict(machine), MEASURED_STEPS, probe.model_dump(mode="json")]
     return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -69,7 +72,7 @@ def read_run(lines: Sequence[Mapping[str, Any]]) -> Run:
     if not steady:
         raise PlacementError(
             f"the measuring run has {len(lines)} step{'s' * (len(lines) != 1)}, but the first one only warms up and another "
-            "must follow; raise placement.auto.steps, or give more prompts"
+            "must follow; give more prompts"
         )
     tokens = sum(line["trained_len_mean"] * sum(line["deferred"].values()) for line in steady)
     seconds, decode_s, train_s = (sum(line[name] for line in steady) for name in ("step_s", "decode_s", "train_s"))

@@ -192,8 +192,8 @@ def _deltas(task: Task, best: Confirmed) -> list[int]:
     delta = best.config.overlap.delta
     if not best.config.overlap.inter:
         return []
-    sizes = {delta.min, *(delta.max // part for part in (8, 4, 2, 1))} - {delta.initial}
-    tried = [size for size in sorted(sizes) if size >= delta.min and not task.check(with_delta(best.config, size))]
+    sizes = {0, *(delta.max // part for part in (8, 4, 2, 1))} - {delta.initial}
+    tried = [size for size in sorted(sizes) if not task.check(with_delta(best.config, size))]
     return [delta.initial, *tried]
 
 
