@@ -103,8 +103,13 @@ def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:
     """The function that reads the rows of a command's configuration."""
     from oppo_megatron.config.preference import DPOConfig, KTOConfig
     from oppo_megatron.config.run import ProcessRewardModelConfig, SFTConfig
-    from oppo_megatron.data.preference_rows import load_marked, load_unequal_pairs
-    from oppo_megatron.data.supervised_rows import load_completions, load_pairs, load_steps
+    from oppo_megatron.data.supervised_rows import (
+        load_completions,
+        load_marked,
+        load_pairs,
+        load_steps,
+        load_unequal_pairs,
+    )
 
     if isinstance(settings, DPOConfig):
         return load_unequal_pairs
@@ -118,9 +123,8 @@ def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:
 def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     from oppo_megatron.clock import by_time
     from oppo_megatron.config.data import DataConfig
-    from oppo_megatron.data.heldout_split import describe_seen, read_heldout
     from oppo_megatron.data.rows import Quarantine
-    from oppo_megatron.data.supervised_rows import num_duplicates
+    from oppo_megatron.data.supervised_rows import describe_seen, num_duplicates, read_heldout
     from oppo_megatron.data.tokenizer import load_tokenizer
     from oppo_megatron.train.inputs import describe_first, describe_quarantine
 

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "oppo_megatron"
-SHARED = {"errors", "nesting", "chunks", "records", "columns", "cores", "clock", "processes", "token_text", "uniforms"}
+SHARED = {"errors", "plugins", "nesting", "chunks", "records", "columns", "cores", "clock", "processes", "token_text", "uniforms"}
 """Files of the package itself, which every room may use."""
 ALLOWED: dict[str, set[str]] = {
     "config": set(),

@@ -27,11 +27,15 @@ from fastapi.responses import Response
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.aligner import StreamConfig
+from oppo_megatron.config.model import RoleConfig, RuntimeConfig
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.errors import CapacityError, RewardError
 from oppo_megatron.rewards import streaming
+from oppo_megatron.rewards.protocol import Item
 from oppo_megatron.rewards.streaming import ScorerStream, checksum
+from oppo_megatron.serving.app import build_app
 from oppo_megatron.serving.bodies import RequestLimits
+from oppo_megatron.serving.model_scorer import ModelScorer, open_reward_model
 from oppo_megatron.serving.stream_app import Extend, Known, Piece, build_stream_app
 from oppo_megatron.serving.stream_scorer import StreamScorer, open_stream_scorer
 from tests.support.hf import save_tiny
@@ -125,7 +129,7 @@ def test_caches_that_memory_does_not_hold_are_a_capacity_error(tmp_path: Path) -
         reward={"checkpoint": tmp_path}, sequences=10**9, max_tokens=64, runtime={"device": "cpu"}
     )
     with (
-        pytest.raises(CapacityError, match="caches of 1000000000 sequences of 64 tokens.*lower sequences"),
+        pytest.raises(CapacityError, match="caches for 1000000000 sequences of 64 tokens.*lower sequences"),
         open_stream_scorer(config),
     ):
         pass
@@ -175,6 +179,23 @@ class Failing(TorchDispatchMode):
         if self.num_operations == self._at:
             raise MemoryError
         return operation(*args, **(kwargs or {}))
+
+
+def test_a_request_that_memory_does_not_hold_gets_an_error_and_the_next_one_its_scores(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", "scalar", num_hidden_layers=1)
+    short, items = [False, True, False], [{"id": 0, "prompt": "", "response": "", "tokens": list(range(1, 50))}]
+    config = RoleConfig(checkpoint=tmp_path)
+    with open_reward_model(config, RuntimeConfig(device="cpu"), max_tokens=64) as (model, device):
+        scorer = ModelScorer(model, mock.Mock(), 64, 64, device)
+
+        def scores(asked: Sequence[Item]) -> list[float]:
+            with Failing(20) if short.pop(0) else nullcontext():
+                return scorer.scores(asked)
+
+        with served_app(build_app(scores, None)) as address:
+            answers = [httpx.post(f"{address}/score", json={"items": items}) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 500, 200]
+    assert answers[0].json() == answers[2].json() and "tokens" not in answers[1].text
 
 
 def test_wherever_memory_runs_out_the_same_request_again_gets_the_same_scores(tmp_path: Path) -> None:
