@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.base import ImportPath, Section, Unit
 
 USUAL_CHUNKS = (16, 32, 64)
 SEARCH_STEPS = 50
@@ -31,8 +31,8 @@ class ChunkConfig(Section):
 class DeltaConfig(Section):
     """The number of prompts decoded beyond the batch (the paper's delta)."""
 
-    rule: Literal["eq4", "algorithm1", "eq4_literal", "measured", "fixed"] = Field(
-        "eq4", description="rule that changes delta; see docs/algorithm.md"
+    rule: Literal["eq4", "algorithm1", "eq4_literal", "measured", "fixed"] | ImportPath = Field(
+        "eq4", description="rule that changes delta (docs/algorithm.md), or your own function (docs/extending.md)"
     )
     initial: Annotated[int, Unit("prompts")] = Field(4, ge=0, description="delta of the first step")
     max: Annotated[int, Unit("prompts")] = Field(
@@ -61,10 +61,11 @@ class OverlapConfig(CarryConfig):
 
     intra: bool = Field(True, description="stream chunks to the scorers while the actor decodes")
     inter: bool = Field(True, description="overcommit delta prompts and carry unfinished rollouts to the next step")
-    schedule: Literal["auto", "intra", "woven"] = Field(
+    schedule: Literal["auto", "intra", "woven"] | ImportPath = Field(
         "auto",
         description="schedule of a round with `intra`: on ranks that score and decode, scoring comes before decoding, "
-        "or is woven into the bubbles of the decode pipeline; auto: woven if some rank does both",
+        "or is woven into the bubbles of the decode pipeline; auto: woven if some rank does both; or your own function "
+        "(docs/extending.md)",
     )
     weave: Annotated[list[PositiveInt | Literal["auto"]], Unit("micro-batches, tokens")] = Field(
         default=["auto", "auto"],

@@ -24,6 +24,7 @@ def check_algorithm(config: TrainConfig) -> list[str]:
         *_check_objective(config),
         *_check_kl(config.ppo),
         *_check_pairs(config),
+        *_check_custom(config),
     ]
 
 
@@ -96,6 +97,8 @@ def _check_unread(config: TrainConfig) -> Iterator[str]:
     if algorithm.pairs:
         unread["a pair is compared by the policy and the reference alone, whoever drew it"] = OF_POLICIES
         unread["of a pair only which response is the better one counts"] = ("gamma", "reward_normalization")
+    elif algorithm.loss is not None:
+        unread["algorithm.loss is your own function"] = ("clip", "clip_high", "dual_clip")
     elif algorithm.objective == "plain":
         unread["algorithm.objective is plain, which has no ratio"] = ("clip", "clip_high", "dual_clip")
     elif algorithm.objective == "cispo":
@@ -150,6 +153,21 @@ def _check_objective(config: TrainConfig) -> Iterator[str]:
         yield f"algorithm.ratio is {algorithm.ratio}, but algorithm.objective {algorithm.objective} has no ratio; remove it"
     if algorithm.scale != "none" and algorithm.pairs:
         yield f"algorithm.scale is {algorithm.scale}, but a pair has no advantage to be scaled; remove it"
+
+
+def _check_custom(config: TrainConfig) -> Iterator[str]:
+    """Choices that a user's functions replace, and pairs, which have no place for one."""
+    algorithm = config.algorithm
+    preset = PRESETS[algorithm.preset]
+    for name, replaced in (("advantage", ("baseline", "scale")), ("loss", ("ratio", "objective"))):
+        if getattr(algorithm, name) is None:
+            continue
+        if algorithm.pairs:
+            yield f"algorithm.{name} is set, but algorithm.preset online_dpo has pairs; remove it, or choose another preset"
+            continue
+        for choice in replaced:
+            if getattr(algorithm, choice) != getattr(preset, choice):
+                yield f"algorithm.{choice} is {getattr(algorithm, choice)}, but algorithm.{name} replaces it; remove one of them"
 
 
 def _check_pairs(config: TrainConfig) -> Iterator[str]:

@@ -21,9 +21,8 @@ from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
 from oppo_megatron.config.run import ProcessRewardModelConfig, RewardModelConfig, SupervisedConfig
-from oppo_megatron.data.heldout_split import read_heldout
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import BEGINNING
+from oppo_megatron.data.supervised_rows import BEGINNING, read_heldout
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.shape import check_shape

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.data.heldout_split import split_rows
+from oppo_megatron.data.supervised_rows import split_rows
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from tests.e2e.test_supervised import (

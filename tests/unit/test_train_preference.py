@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from oppo_megatron.config.preference import DPOConfig, KTOConfig
-from oppo_megatron.data.preference_rows import Marked
-from oppo_megatron.data.supervised_rows import Pair
+from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.train.preference.logprob_file import (
     LogprobTable,
     UnusableFileError,

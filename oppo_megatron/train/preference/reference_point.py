@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.cluster.world import World
-from oppo_megatron.data.preference_rows import Marked
+from oppo_megatron.data.supervised_rows import Marked
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.vocab_shards import VocabShards
