@@ -51,7 +51,7 @@ PATTERNS = (
         "is-no",
         r"\b(is|are|was|were|be) no (?!(more|longer|less|such|need|way|other|room)\b)[a-z]",
         '"is not a ..."',
-        177,
+        195,
     ),
     Pattern("for-clause", r", for (it|they|there|he|she|what|nothing|no one) ", '"because"', 19),
     Pattern("told", r"\b(told|tells?)\b", "the exact verb: report, distinguish, know, log", 209),
