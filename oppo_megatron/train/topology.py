@@ -29,7 +29,7 @@ class Topology:
 
 
 def build_topology(config: TrainConfig, device: torch.device) -> Topology:
-    """Create all process groups (`schedule/groups.py` lists them) and use each once, the links as links.
+    """Create all process groups (`schedule/links.py` lists them) and use each once, the links as links.
 
     The world's own, too, which carries scores and statistics.  Every rank makes the call.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo_megatron.schedule.actions import Action, Op
-from oppo_megatron.schedule.checking.faults import Fault
+from oppo_megatron.schedule.checking.checker import Fault
 from oppo_megatron.schedule.checking.timeline import COMPUTE, Timeline
 from oppo_megatron.schedule.drawing.render import failing_times
 

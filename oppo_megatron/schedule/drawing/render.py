@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oppo_megatron.schedule.actions import Action, Op
-from oppo_megatron.schedule.checking.faults import Fault
+from oppo_megatron.schedule.checking.checker import Fault
 from oppo_megatron.schedule.checking.timeline import COMPUTE, Span, Timeline
 
 LETTERS = {"actor": "P", "reference": "F", "critic": "C", "reward": "R"}

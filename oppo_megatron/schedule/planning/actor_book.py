@@ -102,7 +102,7 @@ class ActorBook(Book):
             lined = self._in_line(rows, here[~new[here]], opened, order)
             forks = here[sources[here] != ABSENT]
             work.fork = self._forks(rows[forks], depth[forks], sources[forks])
-            work.prefill = packed(stale, lined[stale.new[lined] > 0], work.fork, budget, self._alike)
+            work.prefill = packed(stale, lined[stale.new[lined] > 0], work.fork, budget, self._memo)
             work.decode = Batches(decode.table[:, lined], even_ends(len(lined), micro_batches))
         return self._works(ours)
 

@@ -18,8 +18,7 @@ import numpy as np
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import packed_in_order
-from oppo_megatron.schedule.planning.alike import Alike
-from oppo_megatron.schedule.planning.ledger import ABSENT
+from oppo_megatron.schedule.planning.ledger import ABSENT, Memo
 from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas, pairs_of
 from oppo_megatron.schedule.rounds import Batch, Batches, Fork, Growths
 
@@ -79,14 +78,14 @@ class Book:
         columns: Mapping[str, int],
         groups: Grouping,
         most: int | None = None,
-        alike: Alike | None = None,
+        memo: Memo | None = None,
     ):
         self.slots, self.groups, self.forked_tokens = slots, groups, 0
-        self._alike = alike or Alike()
+        self._memo = memo or Memo()
         self.prefilled = np.zeros((3, replicas), dtype=np.int64)
         none = np.zeros(0, dtype=np.int64)
         self.grown: tuple[Ints, Ints, Ints, Bools] = none, none, none, none > 0
-        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most, self._alike)
+        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most, self._memo)
         self._ledger = self._replicas.ledger
         self._num_open = np.zeros(replicas, dtype=np.int64)
         self._num_opened = 0
@@ -223,18 +222,18 @@ class Book:
         return list(map(Fork, *(column.tolist() for column in table)))
 
 
-def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int, alike: Alike) -> Batches:
+def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int, memo: Memo) -> Batches:
     """Those of `growths` at `which` in prefill micro-batches of at most `budget` tokens, each in the order of `which`.
 
     What continues a fork comes behind what computes its source.
     """
     waiting = [fork.target for fork in forks if fork.held < fork.tokens]
     if not waiting:
-        return _packed(growths, which, budget, alike)
+        return _packed(growths, which, budget, memo)
     late = np.isin(growths.seq_ids[which], waiting)
-    return Batches.of([batch for part in (~late, late) for batch in _packed(growths, which[part], budget, alike)])
+    return Batches.of([batch for part in (~late, late) for batch in _packed(growths, which[part], budget, memo)])
 
 
-def _packed(growths: Growths, which: Ints, budget: int, alike: Alike) -> Batches:
-    members, ends = alike.once(packed_in_order, growths.new[which], budget)
+def _packed(growths: Growths, which: Ints, budget: int, memo: Memo) -> Batches:
+    members, ends = memo.once(packed_in_order, growths.new[which], budget)
     return Batches(growths.table[:, which[members]], ends)

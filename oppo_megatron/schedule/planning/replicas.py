@@ -9,8 +9,7 @@ import numpy as np
 
 from oppo_megatron.columns import Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.planning.alike import Alike
-from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger
+from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger, Memo
 
 Pairs = list[tuple[int, int]]
 """A mapping of numbers as JSON keeps it: keys stay numbers, and their order stays."""
@@ -25,7 +24,7 @@ class Replicas:
     """Each sequence's replica, where it stays until it leaves.  `slots`: the number of slots of one replica's cache.
 
     Of sequences in groups, `group_size` with neighbouring ids, a group has one replica, and no more than `most` of a group
-    are placed (None: all).  `alike` may be shared with other roles.
+    are placed (None: all).  `memo` may be shared with other roles.
     `ledger` has the replicas in its column REPLICA, and what else a book keeps of its sequences (`columns`).
     """
 
@@ -36,11 +35,11 @@ class Replicas:
         columns: Mapping[str, int] | None = None,
         group_size: int = 1,
         most: int | None = None,
-        alike: Alike | None = None,
+        memo: Memo | None = None,
     ):
         self._num_replicas, self._slots, self._group_size = num_replicas, slots, group_size
         self._most = group_size if most is None else most
-        self._alike = alike or Alike()
+        self._memo = memo or Memo()
         self.ledger = Ledger(REPLICA, {REPLICA: ABSENT} | dict(columns or {}))
 
     def of(self, seq_id: int) -> int:
@@ -120,7 +119,7 @@ class Replicas:
             return np.bincount(homes, weights, self._num_replicas).astype(np.int64)
 
         parts = np.stack([by_replica(known.num_tokens), by_replica(), by_replica((~known.finished).astype(np.int64))])
-        return self._alike.once(dealt, parts, self._slots, arrivals, self._most)
+        return self._memo.once(dealt, parts, self._slots, arrivals, self._most)
 
 
 def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:

@@ -9,7 +9,6 @@ import numpy as np
 
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.book import (
     ALONE,
     CACHED,
@@ -19,7 +18,7 @@ from oppo_megatron.schedule.planning.book import (
     ReplicaWork,
     packed,
 )
-from oppo_megatron.schedule.planning.ledger import ABSENT
+from oppo_megatron.schedule.planning.ledger import ABSENT, Memo
 from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, pairs_of
 from oppo_megatron.schedule.rounds import Growths
 
@@ -62,10 +61,10 @@ class ScoringBook(Book):
         *,
         every_token: bool = False,
         reads_greedy: bool = True,
-        alike: Alike | None = None,
+        memo: Memo | None = None,
     ):
         self._leaves_out = groups.greedy and not reads_greedy
-        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out, alike)
+        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out, memo)
         self.role, self.every_token = role, every_token or role != "reward"
         self.perishable = role == "critic"  # each update makes what it has computed stale
 
@@ -105,7 +104,7 @@ class ScoringBook(Book):
         homes = admitted.homes[grown]
         self._tally(homes, table.new[grown], table.rows[grown], late[grown])
         for replica, work in ours.items():
-            work.prefill = packed(table, grown[homes == replica], work.fork, budget, self._alike)
+            work.prefill = packed(table, grown[homes == replica], work.fork, budget, self._memo)
             work.done = table.seq_ids[ended[admitted.homes[ended] == replica]].tolist()
         self._close(admitted.rows[ended])
         return self._works(ours)

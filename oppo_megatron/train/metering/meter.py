@@ -20,7 +20,7 @@ from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.trace import SpanRecorder
-from oppo_megatron.schedule.scoring_delay import scoring_delay
+from oppo_megatron.schedule.plan import scoring_delay
 from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.round_trace import RoundTracer
