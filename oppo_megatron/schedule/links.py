@@ -1,6 +1,6 @@
-"""The links of a schedule, the process groups of a run, and the waves in which links are first used.
+"""The links of a schedule, the process groups of a run, and the waves of first use.
 
-A link is directed: (source, destination, role, payload).  Messages of decoding and prefill between the same ranks must not wait
+A link is directed: (source, destination, role, payload). Messages of decoding and prefill between the same ranks must not wait
 for each other, so no two links of the same ranks share a group.
 """
 
@@ -35,7 +35,7 @@ class Lane(NamedTuple):
 
 
 def lanes_of(site: Site) -> Iterator[Lane]:
-    """Yield all lanes, in the order in which their groups are made."""
+    """Yield all lanes in creation order."""
     for role, placement in site.placements.items():
         if placement.pp == 1:
             continue
@@ -62,9 +62,9 @@ def links_of(site: Site) -> Iterator[Link]:
 def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
     """Divide the links into waves with at most one link per rank.
 
-    If ranks use their links wave by wave and wait at each for the other end, no ranks wait in a cycle: both ends of the earliest
-    waiting link are present.  A link is in the first wave in which both ends are free, so n links per rank give at most 2 n - 1
-    waves, for any number of ranks.
+    If ranks use their links wave by wave and wait at each for the other end, no ranks wait in a cycle: both ends of the
+    earliest waiting link are present. A link is in the first wave that has both ends free, so n links per rank give at most 2 n
+    - 1 waves, for any number of ranks.
     """
     engaged: dict[int, int] = defaultdict(int)  # by rank: its waves, as bits
     waves: list[list[Link]] = []
@@ -80,9 +80,9 @@ def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
 
 
 def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement]) -> list[GroupName]:
-    """List all process groups of a run without the world's, in the order in which they are made.
+    """List all process groups of a run, except the world's, in creation order.
 
-    Groups of single ranks, of the roles' work, of their training (`trained`), of links, and of checkpoints.
+    They are for single ranks, the roles' work, their training (`trained`), links, and checkpoints.
     """
     site = Site(placements)
     world = tuple(range(1 + max(site.ranks)))

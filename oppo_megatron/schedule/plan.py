@@ -76,10 +76,10 @@ def late_scorers(site: Site) -> frozenset[str]:
 
 
 def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[float]) -> float:
-    """Seconds by which an update at the start of the scorers' step delays the end of its scoring.
+    """Seconds that an update at the start of scoring adds to its end.
 
-    The scorers are a queue with one server.  `work` are the scorers' seconds per round (`StepClock.work`), `arrivals` the actor's
-    chunk times (`StepClock.ends`), for which the scorers wait after each of the first rounds.
+    The scorers are a queue with one server. `work` are the scorers' seconds per round (`StepClock.work`), `arrivals` the
+    actor's chunk times (`StepClock.ends`), for which the scorers wait after each of the first rounds.
     """
 
     def end(spared_s: float) -> float:

@@ -120,7 +120,7 @@ def sends_pass(table: Timetable, most: int) -> bool:
 
 
 def _waits(table: Timetable, numbers: dict[Team, Ints], most: int) -> Iterator[tuple[Ints, Ints]]:
-    """Yield pairs of unit numbers, the second of which waits for the first; `numbers` are [stages, units] by replica."""
+    """Yield pairs of unit numbers: the second waits for the first.  `numbers` are [stages, units] by replica."""
     releases = np.full(sum(own.size for own in numbers.values()), -1)
     for team, own in numbers.items():
         count = table.count(team)

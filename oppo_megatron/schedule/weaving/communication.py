@@ -17,8 +17,8 @@ from oppo_megatron.schedule.rounds import Round, Site
 def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
     """Return the schedule with its messages.
 
-    Activations go from each stage to the next.  Drawn tokens go from the last stage to all others of the replica, which receive
-    them before the next decode micro-step of the same sequences; those of the last step at the end of the list.  Then the
+    Activations go from each stage to the next. Drawn tokens go from the last stage to all others of the replica, which receive
+    them before the next decode micro-step of the same sequences, or at the end of the list after the last step. Then the
     actor's replicas gather their chunks, and each rank without the actor receives the whole chunk (`Site.feeds`).
     """
     lists = {rank: messages_of(rank, schedule, round, site) for rank in site.ranks}
