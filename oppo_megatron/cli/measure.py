@@ -36,6 +36,11 @@ START = (
     "from oppo_megatron.cli.main import main; sys.exit(main())"
 )
 """`oppo` with the import path of this process: a reward function that is found here is found there."""
+AUTO = [
+    "placement.mode=auto", "placement.actor={tp: 1, pp: 1, dp: 1}", "placement.scorer=null",
+    "placement.reference=scorer",
+]  # fmt: skip
+"""Overrides that replace a configuration's placement by `auto`."""
 LAST_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
 
 
@@ -196,7 +201,7 @@ def refuse_given_ranks(what: str) -> None:
     if ranks is not None:
         raise ConfigError(
             f"{what}, but the launcher has started {ranks['WORLD_SIZE']} ranks, and placements of other numbers cannot be "
-            "measured with these; measure on one machine, without the launcher, with `oppo placement CONFIG`, then write "
+            "measured with these; measure on one machine, without the launcher, with `oppo plan measure CONFIG`, then write "
             "the placement that it prints into the configuration"
         )
 
@@ -231,7 +236,7 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
 
 
 def describe_options(settings: TrainSettings) -> list[str]:
-    """The lines of `--dry-run`, `oppo validate` and `oppo schedule`: what would be measured, and what not."""
+    """The lines of `--dry-run`, `oppo validate` and `oppo plan schedule`: what would be measured, and what not."""
     from oppo_megatron.layout.placing.candidates import auto_settings, find_candidates
 
     options, auto = find_candidates(settings, this_machine(settings.runtime)), auto_settings(settings)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from oppo_megatron.cli.plan.measure import report
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.cli.measure import START, describe_work, failure, run_logged, this_machine
-from oppo_megatron.cli.placement import report
 from oppo_megatron.cli.run import load_settings
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.config.run import TrainSettings
@@ -132,7 +132,7 @@ def test_ranks_of_a_launcher_cannot_be_placed(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([command, str(config)]) == 2
     err = capsys.readouterr().err
-    assert "the launcher has started 2 ranks" in err and "`oppo placement CONFIG`" in err
+    assert "the launcher has started 2 ranks" in err and "`oppo plan measure CONFIG`" in err
 
 
 def test_commands_that_do_not_measure_say_who_does(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured:
 
 
 def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequences: int, prefill_tokens: int) -> Costs:
-    """The cost lines of a configuration, which `oppo schedule --costs` reads.
+    """The cost lines of a configuration, which `oppo plan schedule --costs` reads.
 
     Decoding is at the batch's size of a replica, halfway through; prefill from an eighth of a micro-batch to a whole one,
     behind half a sequence.

@@ -1,4 +1,4 @@
-"""`oppo schedule`: draws every rank's actions in a round, with the predicted time and the checker's verdict."""
+"""`oppo plan schedule`: draw every rank's actions in a round, with the predicted time and the checker's verdict."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from oppo_megatron.schedule.planning.preview import Preview
     from oppo_megatron.schedule.weaving.costs import Costs
 
+HELP = "draw and check what every rank does in a round"
 EXIT_FAULT = 2
 WITHOUT_TERMINAL = (100, 24)
 GENERATORS = ("sequential", "intra", "woven")

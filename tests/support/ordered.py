@@ -1,4 +1,4 @@
-"""Rounds action by action: every rank carries out its planned list in virtual time."""
+"""The oracle of runs in virtual time: every rank carries out its planned list of actions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.runs.loop import Growing, Recorded
 from oppo_megatron.sim.runs.played import Floats, Piece, Played
 from oppo_megatron.sim.runs.units import Units
+from oppo_megatron.sim.runs.virtual import VirtualRun
 
 SCORING = (Op.PREFILL, Op.SCORE)
 
@@ -111,3 +112,10 @@ def _waited_s(timeline: Timeline, rank: int) -> float:
     """What a rank without the actor waits for the chunk, which is the last thing in its list that can make it wait."""
     own = timeline.spans[rank]
     return sum(s.end_s - s.start_s for s in own if s.action.payload is Payload.CHUNK and s.action.op is Op.RECV)
+
+
+class OrderedRun(VirtualRun):
+    """A run in virtual time, played action by action."""
+
+    player = Ordered
+    single_ranks = True

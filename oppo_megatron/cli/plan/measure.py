@@ -1,4 +1,4 @@
-"""`oppo placement`: measures the placements possible on this machine, and says which is fastest and why."""
+"""`oppo plan measure`: measure the placements that are possible on this machine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from typing import Any
 
 from oppo_megatron.cli.parser import add_config_arguments
 
-AUTO = [
-    "placement.mode=auto", "placement.actor={tp: 1, pp: 1, dp: 1}", "placement.scorer=null",
-    "placement.reference=scorer",
-]  # fmt: skip
-"""Overrides that put `auto` in the place of what a configuration says."""
-
+HELP = "measure the placements that are possible on this machine, and say which is fastest"
 COLUMNS = {
     "placement": "name", "ranks": "ranks", "runs": "runs", "s/step": "step_seconds", "decode s": "step_decode_s",
     "update s": "step_train_s", "other s": "step_other_s", "tokens/s": "tokens_per_s", "x fastest": "times_fastest",
@@ -23,17 +18,17 @@ COLUMNS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser, help="its placement is not looked at")
+    add_config_arguments(parser, help="its placement is ignored")
 
 
 def run(args: argparse.Namespace) -> int:
-    from oppo_megatron.cli.measure import measure_placements, refuse_given_ranks, this_machine
+    from oppo_megatron.cli.measure import AUTO, measure_placements, refuse_given_ranks, this_machine
     from oppo_megatron.cli.run import load_settings
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.layout.placing.candidates import find_candidates
     from oppo_megatron.rundir.directory import RunDirectory
 
-    refuse_given_ranks("`oppo placement` starts ranks of its own")
+    refuse_given_ranks("`oppo plan measure` starts ranks of its own")
     settings = load_settings("train", args.config, [*args.overrides, *AUTO])
     assert isinstance(settings, TrainSettings)
     directory = RunDirectory(settings.run_dir)
@@ -46,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(record: Mapping[str, Any]) -> list[str]:
-    """The table, the placements left out, the reason, and the chosen placement in YAML."""
+    """Return the table, the placements left out, the reason, and the chosen placement in YAML."""
     import yaml
 
     from oppo_megatron.bench.figures import format_table
