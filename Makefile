@@ -75,6 +75,7 @@ test-long: $(INSTALLED_TEST)
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tools/english.py
 	if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; fi
 
 # Not --quiet, which would keep warnings from --strict.

@@ -14,8 +14,7 @@ from typing import Any
 
 from oppo_megatron.bench.figures import steady
 from oppo_megatron.bench.suite import Lines
-from oppo_megatron.report.colours import SPAN_COLOURS
-from oppo_megatron.report.plots import new_figure
+from oppo_megatron.report.charts import SPAN_COLOURS, new_figure
 
 TRL = "TRL"
 REWARD_TOLERANCE = 1e-5  # of means in float32

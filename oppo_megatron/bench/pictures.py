@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
-from oppo_megatron.report.colours import COLOURS, RUN_COLOURS, SPAN_COLOURS
-from oppo_megatron.report.plots import moving_mean, new_figure
+from oppo_megatron.report.charts import RUN_COLOURS, SPAN_COLOURS, moving_mean, new_figure
 from oppo_megatron.report.run_records import ALL_PARTS, split_step
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def draw_steps(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str
     left = [0.0] * len(rows)
     for key, (label, colour) in ALL_PARTS.items():
         widths = [part[key] for part in parts]
-        axes.barh(names, widths, left=left, color=COLOURS[colour][0], label=label)
+        axes.barh(names, widths, left=left, color=colour, label=label)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for place, row in enumerate(rows):
         axes.text(row["step_s"], place, f" {row['step_s']:.2f}", va="center", fontsize=8)

@@ -71,7 +71,6 @@ def _explanation(kinds: Mapping[str, type[Section]], key: str, here: Section | N
     Raises ConfigError with the nearest keys where there is none.
     """
     from oppo_megatron.config.describe import find_setting, near_keys
-    from oppo_megatron.config.renamed import renamed
     from oppo_megatron.errors import ConfigError
 
     found: dict[tuple[str, ...], list[str]] = {}
@@ -80,8 +79,6 @@ def _explanation(kinds: Mapping[str, type[Section]], key: str, here: Section | N
         if setting is not None:
             found.setdefault((setting.key, *_described(setting, key, here)), []).append(f"oppo {command}")
     if not found:
-        if now := renamed(key):
-            raise ConfigError(now)
         near = [f"`{each}`" for each in near_keys(dict(kinds), key)]
         raise ConfigError(
             f"`{key}` is not a setting; "

@@ -12,9 +12,11 @@ from rich.table import Table
 
 from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.nesting import read_json
-from oppo_megatron.report.plots import plot_reward, plot_timeline
+from oppo_megatron.report.charts import draw
+from oppo_megatron.report.curves import REWARD, curve_chart
+from oppo_megatron.report.run_records import read_runs
+from oppo_megatron.report.timeline import draw_windows, step_window
 from oppo_megatron.rundir.directory import RunDirectory, write_json
-from oppo_megatron.rundir.metrics_log import read_metrics
 
 FIGURES = (
     "step_s", "scoring_hidden", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "deferred",
@@ -31,8 +33,10 @@ def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str
     base, other = (figures[name]["step_s"] for name in names)
     lengths = read_json((out / "tokenizer" / "lengths.json").read_text(encoding="utf-8"))
     write_json(out / "demo.json", {"speedup": base / other, **figures, "solution_tokens": lengths})
-    plot_reward({name: read_metrics(run.metrics) for name, run in runs.items()}, out / "reward.png")
-    plot_timeline({name: run.trace for name, run in runs.items()}, out / "timeline.png")
+    records = read_runs(list(runs.values()))
+    if (reward := curve_chart(records, REWARD[0])) is not None:
+        draw(reward).savefig(out / "reward.png")
+    draw_windows({each.name: step_window(each.name, each.spans, None) for each in records}).savefig(out / "timeline.png")
     console = Console()
     console.print(comparison(figures, base / other, algorithm))
     files = ", ".join(str(out / file) for file in ("reward.png", "timeline.png", "demo.json"))

@@ -16,11 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import yaml
-
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.paths import missing_path
-    from oppo_megatron.config.renamed import with_new_names
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.errors import ConfigError
 
@@ -32,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     rejected = read_rejected(args.batch)
     with tempfile.TemporaryDirectory(prefix="oppo-") as folder:
         own = Path(folder) / "config.yaml"
-        own.write_text(yaml.safe_dump(with_new_names(yaml.safe_load(rejected.facts.config))), encoding="utf-8")
+        own.write_text(rejected.facts.config, encoding="utf-8")
         config = one_process(load_config(TrainSettings, args.config or own, args.overrides))
     found = replay(rejected, config)
     print(f"step {rejected.facts.step}, {len(rejected.batch)} rollouts; the run: {rejected.facts.reason}")

@@ -8,31 +8,25 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory; several are compared")
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run directory; several are shown side by side"
+        "--out", type=Path, metavar="DIR", help="folder for index.html and the PNGs (default: report/ in the first RUN)"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where index.html and the PNGs go (default: report/ in the first RUN)"
-    )
-    parser.add_argument(
-        "--step",
-        type=int,
-        action="append",
-        default=[],
-        metavar="N",
-        help="keep the timeline of step N whole, and draw it in timeline.png; may be repeated",
-    )
+        "--step", type=int, action="append", default=[], metavar="N",
+        help="draw the timeline of step N in place of the step of median length; repeatable",
+    )  # fmt: skip
     parser.add_argument("--no-png", action="store_true", help="write the page only")
 
 
 def run(args: argparse.Namespace) -> int:
     from oppo_megatron.report.build import write_report
 
-    out: Path = args.out or args.runs[0] / "report"
-    def tell(line: str) -> None:
+    def progress(line: str) -> None:
         print(f"oppo report: {line}", file=sys.stderr, flush=True)
 
-    written = write_report(args.runs, out, args.step, pictures=not args.no_png, tell=tell)
+    out: Path = args.out or args.runs[0] / "report"
+    written = write_report(args.runs, out, args.step, pictures=not args.no_png, progress=progress)
     pictures = f" and {len(written) - 1} pictures" if len(written) > 1 else ""
     print(f"{written[0]}{pictures}")
     return 0

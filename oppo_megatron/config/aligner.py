@@ -10,7 +10,6 @@ from pydantic import Field, ValidationError
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.explain import explain
 from oppo_megatron.config.overlap import CarryConfig, DeltaConfig
-from oppo_megatron.config.renamed import take_out_renamed
 from oppo_megatron.errors import ConfigError
 
 
@@ -42,11 +41,8 @@ class AlignerConfig(CarryConfig):
 
 def read_aligner_config(tree: Mapping[str, Any]) -> AlignerConfig:
     """The block as a typed configuration.  Raises ConfigError with every problem in it."""
-    left, problems = take_out_renamed(tree, "trainer.ppo.oppo.")
-    if problems:
-        raise ConfigError(problems)
     try:
-        config = AlignerConfig.model_validate(left)
+        config = AlignerConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError([f"trainer.ppo.oppo: {problem}" for problem in explain(AlignerConfig, error)]) from error
     delta = config.delta

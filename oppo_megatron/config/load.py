@@ -24,7 +24,6 @@ from pydantic import ValidationError
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import explain, takes_null, wrong_paths
 from oppo_megatron.config.paths import missing_path
-from oppo_megatron.config.renamed import take_out_renamed
 from oppo_megatron.config.secrets import shown_secrets
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.nesting import DEEPEST_YAML, check_yaml
@@ -62,10 +61,9 @@ def load_config(
 ) -> SectionT:
     """Read `path`, lay `overrides` (`a.b=c`, `c` in YAML; null takes out a key that cannot be null) over it and build a `kind`.
 
-    Raises `ConfigError` with every problem found: syntax (file, line, column), old keys with their new
-    names, unknown keys with the nearest, missing keys, wrong types, values out of range, secrets of the environment, and
-    what `check` (cross-checks) says of the result.  Where single keys are wrong, `check` still sees the rest, with defaults
-    in their place.
+    Raises `ConfigError` with every problem found: syntax (file, line, column), unknown keys with the nearest known one, missing
+    keys, wrong types, values out of range, secrets of the environment, and the results of `check` (cross-checks). If single
+    keys are wrong, `check` still sees the rest, with defaults in their place.
     """
     tree, overrides = _without_removed(kind, _read_yaml(Path(path)), overrides)
     problems = _apply_overrides(tree, overrides)
@@ -78,8 +76,6 @@ def load_config(
         ) from error
     if secrets := shown_secrets(data, os.environ):
         raise ConfigError(secrets)  # before anything else could show them
-    data, renamed = take_out_renamed(data)
-    problems += renamed
     config: SectionT | None
     wrong: Sequence[Sequence[str | int]] = ()
     try:

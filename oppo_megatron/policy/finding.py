@@ -16,7 +16,6 @@ from oppo_megatron.config.load import read_tree
 from oppo_megatron.config.model import Dtype, ModelConfig, ParallelConfig, TrainedRoleConfig
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.preference import DPOConfig, KTOConfig
-from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.config.run import SFTConfig, SupervisedConfig, TrainSettings
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
@@ -109,7 +108,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
 
 def read_run(directory: Path) -> RunConfig:
     """The settings that a run wrote down.  Raises ConfigError for those of another command or version."""
-    tree = with_new_names(read_tree(directory / RUN_CONFIG))
+    tree = read_tree(directory / RUN_CONFIG)
     sections: dict[str, type[RunConfig]] = {"actor": TrainSettings, "dpo": DPOConfig, "kto": KTOConfig}
     kind = next((kind for name, kind in sections.items() if name in tree), SFTConfig)
     try:

@@ -1,58 +1,55 @@
-"""Charts as data: `svg.py` draws them into the page, `png.py` into pictures."""
+"""Charts as data, and the matplotlib figures made from them.
+
+matplotlib is imported on first use and without its global state, so no display is needed.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from io import BytesIO
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
 
-Style = Literal["plain", "faint", "stepped", "dashed", "dotted"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# The palette of Okabe and Ito, which is legible with every kind of colour vision.
+RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+OTHER_COLOUR = "#666666"
+COLOURS = {
+    "prefill": "#56B4E9", "decode": "#0072B2", "score": "#E69F00", "update": "#009E73", "critic": "#7FCDB6",
+    "send": "#CC79A7", "experience": "#F0E442", "evaluate": "#D55E00", "idle": "#D5D5D5", "other": OTHER_COLOUR,
+}  # fmt: skip
+SPAN_COLOURS = {name: COLOURS[name] for name in COLOURS if name not in ("idle", "other", "critic")}
+GRID = "#E6E6E6"
+DPI = 150
+WIDTH_IN = 7.0
 MAX_POINTS = 2000
-MAX_BARS = 120
-STROKE = 2.0
-SAME = 1e-9
+MAX_ROWS = 64
+
+UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+
+Style = Literal["plain", "dashed", "dotted", "faint", "stepped"]
 
 
 @dataclass(frozen=True)
 class Line:
-    """Values `ys` at `xs`; None is a gap.  `colour` is a name of `colours.COLOURS`; `notes` are shown beside the values."""
+    """Values `ys` at `xs`; None is a gap.  `errors` are standard errors, drawn as bars."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float | None]
     colour: str
     style: Style = "plain"
-    notes: Sequence[str] = ()
-
-    def thinned(self) -> Line:
-        """Every k-th point, the last one too, where there are more than a page can show."""
-        every = math.ceil(len(self.xs) / MAX_POINTS)
-        if every <= 1:
-            return self
-        kept = sorted({*range(0, len(self.xs), every), len(self.xs) - 1})
-        notes = [self.notes[i] for i in kept] if self.notes else ()
-        return Line(self.name, [self.xs[i] for i in kept], [self.ys[i] for i in kept], self.colour, self.style, notes)
-
-    def stretches(self) -> Iterator[list[tuple[float, float]]]:
-        """The points between gaps."""
-        stretch: list[tuple[float, float]] = []
-        for x, y in zip(self.xs, self.ys, strict=True):
-            if y is not None:
-                stretch.append((x, y))
-            elif stretch:
-                yield stretch
-                stretch = []
-        if stretch:
-            yield stretch
+    errors: Sequence[float | None] = ()
 
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over one x axis.  `name` becomes the file's name and the element's id; labels name quantity and unit.
-
-    `note` says how to read it.
-    """
+    """Lines over one x axis.  `name` is the picture's file name; the labels state quantity and unit; `note` explains."""
 
     name: str
     title: str
@@ -62,16 +59,10 @@ class LineChart:
     from_zero: bool = False
     note: str = ""
 
-    def widths(self) -> list[float]:
-        """Stroke of each line: wider where later ones lie exactly over it, so that its colour is seen on both sides."""
-        points = [(line.style, list(line.xs), list(line.ys)) for line in self.lines]
-        over = [sum(later == mine for later in points[place + 1 :]) for place, mine in enumerate(points)]
-        return [STROKE + 3.0 * min(count, 4) for count in over]
-
 
 @dataclass(frozen=True)
 class Bars:
-    """A value for each category of a chart; None: there is none."""
+    """One value per category of a chart, None if it is missing."""
 
     name: str
     values: Sequence[float | None]
@@ -80,9 +71,9 @@ class Bars:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Bars of each category, beside each other or `stacked`; `horizontal` ones have a row a category.
+    """Bars per category: stacked rows if `horizontal`, else columns, stacked or side by side.
 
-    `ends` are texts at the end of each row of a horizontal chart.
+    `ends` are texts at the ends of rows; `high` is the least upper end of the value axis.
     """
 
     name: str
@@ -94,53 +85,147 @@ class BarChart:
     stacked: bool = False
     horizontal: bool = False
     ends: Sequence[str] = ()
-    high: float = 0.0  # the axis goes at least so far
-
-    @property
-    def tallest(self) -> float:
-        """The highest value that the axis has to show."""
-        columns = zip(*(bars.values for bars in self.bars), strict=True)
-        heights = [[value or 0.0 for value in column] for column in columns]
-        return max([self.high, *(sum(column) if self.stacked else max(column) for column in heights)])
-
-    @property
-    def lowest(self) -> float:
-        """The lowest value, at most 0."""
-        return min((value for bars in self.bars for value in bars.values if value is not None), default=0.0)
+    high: float = 0.0
+    note: str = ""
 
 
 Chart = LineChart | BarChart
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) that lie within `low` and `high`."""
-    if not high > low:
-        return [low]
-    raw = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.7)
-    first = math.ceil(low / step - 1e-9)
-    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+def run_colour(number: int) -> str:
+    """Colour of the run with this number; colours repeat."""
+    return RUN_COLOURS[number % len(RUN_COLOURS)]
 
 
-def extent(values: Sequence[float], from_zero: bool = False) -> tuple[float, float]:
-    """What an axis has to show, with some air above and below; never empty."""
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
-    if high - low <= SAME * max(abs(low), abs(high)):  # but for rounding, as of the mean of a constant
-        high = low
-    if from_zero:
-        low, high = min(low, 0.0), max(high, 0.0)
-    air = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
-    return (low if from_zero and low == 0.0 else low - air), high + air
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Centred mean over `window` values, or over those that exist near the ends."""
+    before, after = window // 2, window - window // 2
+    return [fmean(values[max(0, at - before) : at + after]) for at in range(len(values))]
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Moving mean over a tenth of the values."""
+    return moving_mean(values, window=max(1, len(values) // 10))
 
 
 def short(value: float) -> str:
-    """A number for an axis or a table: three figures and no noise; thousands are grouped, of millions a power."""
-    if value == 0:
-        return "0"
+    """Format with three significant digits; thousands are grouped, ten millions and more get an exponent."""
     if abs(value) >= 1e7:
         return f"{value:.3g}"
-    if abs(value) >= 1000 or float(value).is_integer():
-        return f"{value:,.0f}"
-    text = f"{value:.3g}"
-    return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
+    return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"
+
+
+def show(text: str) -> str:
+    """Replace characters that a file, browser or terminal cannot hold, or that reverse the text, by \ufffd."""
+    return UNSHOWABLE.sub("\ufffd", text)
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """Return an empty figure at this package's resolution."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
+
+
+def image(figure: Figure, kind: Literal["png", "svg"]) -> bytes:
+    """Return the figure as the content of a PNG or SVG file."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format=kind)
+    figure.set_layout_engine("none")  # the next call keeps the layout, which takes half of the time
+    return buffer.getvalue()
+
+
+def draw(chart: Chart) -> Figure:
+    """Draw the chart with its title and legend."""
+    import matplotlib
+
+    rows = 0.34 * len(chart.categories) if isinstance(chart, BarChart) and chart.horizontal else 0.0
+    with matplotlib.rc_context({"text.parse_math": False}):  # a `$` in the name of a run is a dollar sign
+        figure = new_figure(WIDTH_IN, 1.5 + rows if rows else 3.9)
+        axes = figure.subplots()
+        axes.set_title(show(chart.title), loc="left", fontsize=11)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        if isinstance(chart, LineChart):
+            _draw_lines(axes, chart)
+        elif chart.horizontal:
+            _draw_rows(axes, chart)
+        else:
+            _draw_columns(axes, chart)
+        add_legend(figure, *axes.get_legend_handles_labels())
+    return figure
+
+
+def add_legend(figure: Figure, handles: Sequence[Any], names: Sequence[str], columns: int = 4) -> None:
+    """Put a legend below the axes, in as many columns as fit."""
+    if names:
+        width_in = 0.6 + 0.08 * max(map(len, names))
+        columns = max(1, min(columns, len(names), int(figure.get_figwidth() / width_in)))
+        figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
+
+
+def _label(name: str) -> str:
+    """The name as shown; a legend would leave out one that begins with an underscore."""
+    return f" {show(name)}" if name.startswith("_") else show(name)
+
+
+def _draw_lines(axes: Axes, chart: LineChart) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for place, line in enumerate(chart.lines):
+        every = -(-len(line.xs) // MAX_POINTS) or 1
+        xs, ys = list(line.xs[::every]), [float("nan") if y is None else y for y in line.ys[::every]]
+        faint = line.style == "faint"
+        # A line that later ones cover exactly is wider, so that its colour shows on both sides of theirs.
+        covers = sum((later.style, later.xs, later.ys) == (line.style, line.xs, line.ys) for later in chart.lines[place + 1 :])
+        axes.plot(
+            xs, ys, color=line.colour, alpha=0.25 if faint else 1.0, linewidth=1.0 if faint else 2.0 + 3.0 * min(covers, 4),
+            linestyle={"dashed": "--", "dotted": ":"}.get(line.style, "-"),
+            drawstyle="steps-post" if line.style == "stepped" else "default",
+            marker="o" if len(ys) == 1 else "", label=None if faint else _label(line.name),
+        )  # fmt: skip
+        if any(error is not None for error in line.errors):
+            errors = [error or 0.0 for error in line.errors[::every]]
+            axes.errorbar(xs, ys, yerr=errors, fmt="none", ecolor=line.colour, elinewidth=1.0, capsize=2.0)
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    if all(isinstance(x, int) for line in chart.lines for x in line.xs):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if chart.from_zero:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.grid(color=GRID, linewidth=0.8)
+
+
+def _draw_rows(axes: Axes, chart: BarChart) -> None:
+    places = list(range(len(chart.categories)))
+    left = [0.0] * len(places)
+    for bars in chart.bars:
+        widths = [max(0.0, value or 0.0) for value in bars.values]
+        axes.barh(places, widths, left=left, color=bars.colour, label=_label(bars.name))
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for place, end in enumerate(chart.ends):
+        axes.text(left[place], place, f" {end}", va="center", fontsize=8)
+    axes.set_yticks(places, [show(category) for category in chart.categories])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(chart.value_label)
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+
+
+def _draw_columns(axes: Axes, chart: BarChart) -> None:
+    places = list(range(len(chart.categories)))
+    count = 1 if chart.stacked else max(1, len(chart.bars))
+    width, bottom = 0.82 / count, [0.0] * len(places)
+    for number, bars in enumerate(chart.bars):
+        heights = [value or 0.0 for value in bars.values]
+        shift = 0.0 if chart.stacked else width * (number - (count - 1) / 2)
+        at = [place + shift for place in places]
+        axes.bar(at, heights, width, bottom=bottom, color=bars.colour, label=_label(bars.name))
+        if chart.stacked:
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    every = -(-len(places) // 12) or 1
+    axes.set_xticks(places[::every], list(chart.categories[::every]))
+    axes.set_ylim(top=max(1.05 * chart.high, axes.get_ylim()[1]))
+    axes.set_xlabel(chart.category_label)
+    axes.set_ylabel(chart.value_label)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)

@@ -1,23 +1,22 @@
-"""The sections of the page about time and memory."""
+"""The sections of the report about time and memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from statistics import fmean, median
-from typing import Any, TypeGuard
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.report.charts import MAX_BARS, BarChart, Bars, Line, LineChart, short
-from oppo_megatron.report.colours import run_colour
+from oppo_megatron.report.charts import COLOURS, MAX_ROWS, BarChart, Bars, Line, LineChart, run_colour, short
 from oppo_megatron.report.page import Section, Table
-from oppo_megatron.report.progress import STEP_AXIS
-from oppo_megatron.report.run_records import ALL_PARTS, RunRecord, number, split_step
+from oppo_megatron.report.run_records import ALL_PARTS, RunRecord, memory_peaks, number, split_step
+from oppo_megatron.report.timeline import StepWindow, Timeline, step_bounds, step_window, waits
 from oppo_megatron.report.utilization import shares
 
-DOT = " \N{MIDDLE DOT} "
-MANY_RANKS = 8
-USES = {"decode": "decode", "score": "score", "update": "update", "idle": "idle"}
+MAX_BARS = 120
+MANY_ROWS = 12
+USES = ("decode", "score", "update", "idle")
 
 
 def step_section(records: Sequence[RunRecord]) -> Section:
@@ -25,8 +24,8 @@ def step_section(records: Sequence[RunRecord]) -> Section:
     section = Section(
         "steps",
         "Where a step's time goes",
-        "Seconds of each step on the actor's output rank. Exposed scoring: what nothing hid. Idle and other: waits for the "
-        "pipeline and for other ranks, planning, logs.",
+        "Seconds of each step on the actor's output rank. Exposed scoring: not hidden by other work. Idle and other: waits "
+        "for the pipeline and for other ranks, planning, logs.",
     )
     splits: dict[int, list[tuple[int, dict[str, float]]]] = {}
     for i, record in enumerate(records):
@@ -35,36 +34,36 @@ def step_section(records: Sequence[RunRecord]) -> Section:
             section.lacks(record, "split of the step time")
         else:
             splits[i] = found
-    if splits:
-        means = {records[i].name: _mean_split(steady(found)) for i, found in splits.items()}
-        left_out = any(len(steady(found)) < len(found) for found in splits.values())
-        section.charts.append(_mean_chart(means, ", first step left out" if left_out else ""))
-        binned = {i: _bins(found) for i, found in splits.items()}
-        high = max(sum(parts.values()) for bins in binned.values() for _, parts in bins)
-        section.charts += [_step_chart(records[i], i, bins, high) for i, bins in binned.items()]
-        section.tables.append(_mean_table(means))
+    if not splits:
+        return section
+    means = {records[i].name: _mean_split(steady(found)) for i, found in splits.items()}
+    totals = [sum(mean.values()) for mean in means.values()]
+    bars = [Bars(label, [mean[key] for mean in means.values()], colour) for key, (label, colour) in ALL_PARTS.items()]
+    left_out = ", first step left out" if any(len(steady(found)) < len(found) for found in splits.values()) else ""
+    section.charts.append(
+        BarChart(
+            "steps-mean", f"Mean step{left_out}", "run", "seconds per step", list(means), bars, stacked=True, horizontal=True,
+            ends=[f"{total:.3g} s" for total in totals],
+        )
+    )  # fmt: skip
+    binned = {i: _bins(found) for i, found in splits.items()}
+    high = max(sum(parts.values()) for bins in binned.values() for _, parts in bins)
+    for i, bins in binned.items():
+        columns = [Bars(label, [parts[k] for _, parts in bins], colour) for k, (label, colour) in ALL_PARTS.items()]
+        title = f"Step time: {records[i].name}{', means of neighbouring steps' if len(bins) < len(splits[i]) else ''}"
+        categories = [label for label, _ in bins]
+        section.charts.append(
+            BarChart(f"steps-{i}", title, "PPO step", "seconds", categories, columns, stacked=True, high=high)
+        )
+    rows = []
+    for (name, mean), total in zip(means.items(), totals, strict=True):
+        rows.append([name, *(f"{mean[key]:.3g} s ({100 * mean[key] / (total or 1.0):.0f} %)" for key in ALL_PARTS)])
+    section.tables.append(Table("", ["mean of a step", *(label for label, _ in ALL_PARTS.values())], rows))
     return section
 
 
-def _mean_chart(means: Mapping[str, Mapping[str, float]], of: str) -> BarChart:
-    bars = [Bars(label, [mean[key] for mean in means.values()], colour) for key, (label, colour) in ALL_PARTS.items()]
-    ends = [f"{sum(mean.values()):.3g} s" for mean in means.values()]
-    title = f"Mean step{of}"
-    return BarChart(
-        "steps-mean", title, "run", "seconds a step", list(means), bars, stacked=True, horizontal=True, ends=ends
-    )
-
-
-def _mean_table(means: Mapping[str, Mapping[str, float]]) -> Table:
-    rows = []
-    for name, mean in means.items():
-        total = sum(mean.values()) or 1.0
-        rows.append([name, *(f"{mean[key]:.3g} s ({100 * mean[key] / total:.0f} %)" for key in ALL_PARTS)])
-    return Table("", ["mean of a step", *(label for label, _ in ALL_PARTS.values())], rows)
-
-
 def steady(found: Sequence[Any]) -> Sequence[Any]:
-    """All but the first step, which warms up, of more than three."""
+    """Leave out the first step, which warms up, of more than three."""
     return found[1:] if len(found) > 3 else found
 
 
@@ -76,125 +75,113 @@ def _bins(found: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[str, dict
     """At most `MAX_BARS` bars; with more steps, each bar is a mean of neighbouring steps."""
     width = math.ceil(len(found) / MAX_BARS)
     groups = [found[start : start + width] for start in range(0, len(found), width)]
-    return [
-        (str(group[0][0]) if len(group) == 1 else f"{group[0][0]}–{group[-1][0]}", _mean_split(group))
-        for group in groups
-    ]
+    return [(f"{each[0][0]}–{each[-1][0]}" if len(each) > 1 else str(each[0][0]), _mean_split(each)) for each in groups]
 
 
-def _step_chart(
-    record: RunRecord, number_of_run: int, bins: list[tuple[str, dict[str, float]]], high: float
-) -> BarChart:
-    of = "" if len(bins) == len(record.lines) else ", means of neighbouring steps"
-    return BarChart(
-        f"steps-{number_of_run}",
-        f"Step time: {record.name}{of}",
-        STEP_AXIS,
-        "seconds",
-        [label for label, _ in bins],
-        [Bars(label, [parts[key] for _, parts in bins], colour) for key, (label, colour) in ALL_PARTS.items()],
-        stacked=True,
-        high=high,
+def timeline_section(records: Sequence[RunRecord], steps: Sequence[int] = ()) -> Section:
+    """Timelines of `steps` (default: each run's step of median length), and who waits for how long in the last of them."""
+    section = Section(
+        "timeline",
+        "Timeline of a step",
+        "Work of each rank for each role, in the step of median length (or of `--step`). Paler: work of another step. For "
+        "all steps, open the run's trace.json in Perfetto (ui.perfetto.dev).",
     )
+    bounds = {record.name: step_bounds(record.spans) for record in records}
+    for step in steps or (None,):
+        windows = {}
+        for record in records:
+            if bounds[record.name] and (step is None or step in bounds[record.name]):
+                windows[record.name] = step_window(record.name, record.spans, step)
+        if windows:
+            section.charts.append(Timeline("timeline" if step is None else f"timeline-{step}", windows))
+    for record in records:
+        if not bounds[record.name]:
+            section.missing.append(
+                f"{record.name}: no timeline ({record.no_spans or 'its trace has no work of any step'})."
+            )
+    if section.charts:
+        head = ["who waits", "share of the step", "for what"]
+        rows = list(_waits(windows))
+        section.tables.append(Table("Waits", head, rows, folded=len(rows) > MANY_ROWS))
+    return section
+
+
+def _waits(windows: Mapping[str, StepWindow]) -> Iterator[list[str]]:
+    for name, window in windows.items():
+        for (rank, role), kinds in waits(window).items():
+            text = ", ".join(f"{kind} {s:.3g} s" for kind, s in sorted(kinds.items(), key=lambda each: -each[1]))
+            share = 100 * sum(kinds.values()) / window.seconds
+            yield [f"{name}, rank {rank} {role}", f"{share:.0f} %", text or "–"]
 
 
 def utilization_section(records: Sequence[RunRecord]) -> Section:
-    """What share of its time each rank does useful work (the paper's Figure 5)."""
+    """Share of its time in which each rank does useful work (the paper's Figure 5)."""
     section = Section(
         "utilization",
         "Utilisation of each rank",
         "Share of the time after the first step in which a rank decodes, scores or updates, from the trace (Figure 5 of the "
         "OPPO paper). Waiting, messages and the exchange of scores count as idle.",
     )
-    rows = []
+    rows: list[tuple[str, dict[str, float]]] = []
     for record in records:
-        try:
-            found = shares([(record.name, record.spans)]) if record.spans else []
-        except DataError:
-            found = []
+        found = utilization_of(record)
         if not found:
             section.lacks(record, "utilisation", record.no_spans or "its trace has no work of any step")
-        rows += [(f"{record.name}{DOT}rank {row['rank']:.0f}", row) for row in found]
+        rows += [(f"{record.name} \N{MIDDLE DOT} rank {row['rank']:.0f}", row) for row in found]
+    title = "Utilisation by rank; at the right: useful work"
+    if len(rows) > MAX_ROWS:
+        title = f"Utilisation, the {MAX_ROWS} least used of {len(rows)} ranks; at the right: useful work"
+        rows = sorted(rows, key=lambda row: -row[1]["idle"])[:MAX_ROWS]
     if rows:
+        bars = [Bars(use, [max(0.0, row[use]) for _, row in rows], COLOURS[use]) for use in USES]
+        ends = [f"{100 - row['idle']:.0f} %" for _, row in rows]
+        names = [name for name, _ in rows]
         section.charts.append(
-            BarChart(
-                "utilization",
-                "Utilisation by rank; at the right: useful work",
-                "rank",
-                "% of the time",
-                [name for name, _ in rows],
-                [Bars(use, [max(0.0, row[use]) for _, row in rows], colour) for use, colour in USES.items()],
-                stacked=True,
-                horizontal=True,
-                ends=[f"{100 - row['idle']:.0f} %" for _, row in rows],
-            )
+            BarChart("utilization", title, "rank", "% of the time", names, bars, stacked=True, horizontal=True, ends=ends)
         )
     return section
 
 
+def utilization_of(record: RunRecord) -> list[dict[str, float]]:
+    """The rows of `utilization.shares`; none without a trace of work."""
+    try:
+        return shares([(record.name, record.spans)]) if record.spans else []
+    except DataError:
+        return []
+
+
 def memory_section(records: Sequence[RunRecord]) -> Section:
-    """What each rank has held at most."""
+    """Peak memory of the ranks, against the plan."""
     section = Section(
         "memory",
         "Memory",
-        "The most that each rank's process has held up to the end of each step (CPU: resident set; CUDA: torch's allocator), "
-        "and how it compares with what `oppo train --dry-run` plans.",
+        "Peak of each rank's process up to the end of each step (CPU: resident set; CUDA: torch's allocator), for the fullest "
+        "and the emptiest rank; and by rank against the plan of `oppo train --dry-run`.",
     )
+    lines = []
     for i, record in enumerate(records):
-        peaks = [(line["step"], found) for line in record.lines if (found := memory_peaks(line))]
+        peaks = [(line["step"], [p for p in found if p is not None]) for line in record.lines if (found := memory_peaks(line))]
         if peaks:
-            title = f"Peak memory by rank: {record.name}"
-            lines = _rank_lines(peaks)
-            section.charts.append(LineChart(f"memory-{i}", title, STEP_AXIS, "MiB", lines, from_zero=True))
+            steps, ranks = [step for step, _ in peaks], [values for _, values in peaks]
+            lines.append(Line(f"{record.name}, fullest rank", steps, [max(each) for each in ranks], run_colour(i)))
+            least = [min(each) for each in ranks]
+            lines.append(Line(f"{record.name}, emptiest rank", steps, least, run_colour(i), "dashed"))
         else:
             section.lacks(record, "memory of the ranks")
-        if rows := _memory_rows(record.summary or {}):
+        summary = record.summary or {}
+        keys = ("memory_base_mb", "memory_peak_mb", "memory_planned_mb", "memory_ratio")
+        columns = [column for key in keys if isinstance(column := summary.get(key), list) and column]
+        if len(columns) == len(keys):
+            rows = [
+                [str(rank), *(_figure(value) for value in values)] for rank, values in enumerate(zip(*columns, strict=False))
+            ]
             head = ["rank", "before models, MiB", "peak, MiB", "planned, MiB", "(peak - before) / planned"]
-            section.tables.append(Table(record.name, head, rows, folded=len(rows) > MANY_RANKS))
+            section.tables.append(Table(record.name, head, rows, folded=len(rows) > MANY_ROWS))
         elif peaks and record.summary is None:
             section.missing.append(f"{record.name}: planned memory is compared when the run has ended.")
+    if lines:
+        section.charts.append(LineChart("memory", "Peak memory", "PPO step", "MiB", lines, from_zero=True))
     return section
-
-
-def memory_peaks(line: Mapping[str, Any]) -> list[float | None]:
-    """MiB of each rank; None where the line has no number of it, no rank where it has none of any."""
-    value = line.get("memory_peak_mb")
-    peaks = [number({"peak": peak}, "peak") for peak in value] if isinstance(value, list) else []
-    return peaks if any(peak is not None for peak in peaks) else []
-
-
-def _is_list(value: object) -> TypeGuard[list[float | None]]:
-    return isinstance(value, list) and bool(value)
-
-
-def _rank_lines(peaks: Sequence[tuple[int, Sequence[float | None]]]) -> list[Line]:
-    """A line a rank; of many ranks the most, the middle and the least."""
-    steps = [step for step, _ in peaks]
-    count = max(len(ranks) for _, ranks in peaks)
-    if count <= MANY_RANKS:
-        return [
-            Line(
-                f"rank {rank}",
-                steps,
-                [ranks[rank] if rank < len(ranks) else None for _, ranks in peaks],
-                run_colour(rank),
-            )
-            for rank in range(count)
-        ]
-    known = [[value for value in ranks if value is not None] or [0.0] for _, ranks in peaks]
-    most = Line("most of all ranks", steps, [max(ranks) for ranks in known], run_colour(0))
-    middle = Line("median", steps, [median(ranks) for ranks in known], run_colour(1))
-    return [most, middle, Line("least", steps, [min(ranks) for ranks in known], run_colour(2))]
-
-
-def _memory_rows(summary: Mapping[str, Any]) -> list[list[str]]:
-    keys = ("memory_base_mb", "memory_peak_mb", "memory_planned_mb", "memory_ratio")
-    columns: list[list[float | None]] = [column for key in keys if _is_list(column := summary.get(key))]
-    if len(columns) < len(keys):
-        return []
-    return [
-        [str(rank), *(_figure(value) for value in values)] for rank, values in enumerate(zip(*columns, strict=False))
-    ]
 
 
 def _figure(value: object) -> str:

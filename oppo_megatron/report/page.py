@@ -1,9 +1,9 @@
-"""The page: its sections, and the one HTML file that they become, which needs nothing beside it."""
+"""The report: its sections, and the one HTML file made of them, which needs no other file and no script."""
 
 from __future__ import annotations
 
-import json
 import re
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -11,20 +11,36 @@ from importlib.resources import files
 from typing import Any
 
 from oppo_megatron import __version__
-from oppo_megatron.report.charts import BarChart, Chart, LineChart, short
-from oppo_megatron.report.colours import css_variables
+from oppo_megatron.report.charts import Chart, short, show
 from oppo_megatron.report.run_records import RunRecord
-from oppo_megatron.report.svg import chart_svg, hover_data
+from oppo_megatron.report.timeline import Timeline
+
+LONGEST_TEXT = 4000
+HEADING = "<h1>Run report</h1>"
+"""Marks a page that this program wrote."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under `head`; the first column names the row.  `folded`: hidden under its title until it is opened."""
+    """Rows of text under `head`; the first column names the row.  A `folded` table is hidden under its title."""
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     folded: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawn chart: the content of an SVG or PNG file, and a note below it."""
+
+    name: str
+    title: str
+    content: bytes
+    kind: str
+    note: str = ""
+    wide: bool = False
 
 
 @dataclass
@@ -34,66 +50,35 @@ class Section:
     name: str
     heading: str
     about: str
-    charts: list[Chart] = field(default_factory=list)
+    charts: list[Chart | Timeline] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
+    samples: list[tuple[str, list[Mapping[str, Any]]]] = field(default_factory=list)
 
     def lacks(self, record: RunRecord, what: str, why: str = "") -> None:
-        """Say in its place that a run did not record something."""
-        if not why:
+        """Record that a run does not have something."""
+        if not record.lines:
+            why = "no step has ended yet"
+        elif not why:
             why = "it was `oppo sft` or `oppo rm`" if record.kind == "supervised" else "no step has it"
-            if not record.lines:
-                why = "no step has ended yet"
         self.missing.append(f"{record.name}: no {what} ({why}).")
 
 
-LONGEST_TEXT = 4000
-UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
-
-HEADING = "<h1>Run report</h1>"
-"""The mark of a page of ours."""
-
-
-@dataclass
-class Page:
-    """The content of the page, in order.  `samples` and `timelines` are by run, with notes on missing ones."""
-
-    runs: Sequence[str]
-    sections: list[Section]
-    timelines: list[dict[str, Any]] = field(default_factory=list)
-    no_timeline: list[str] = field(default_factory=list)
-    samples: list[tuple[str, list[Mapping[str, Any]]]] = field(default_factory=list)
-    no_samples: list[str] = field(default_factory=list)
-
-
-def render(page: Page) -> str:
-    """The HTML text.  Every text from a run is escaped, also within the data of the script."""
-    parts = [(section.name, section.heading, _section(section)) for section in page.sections]
-    after_steps = 1 + next((k for k, part in enumerate(parts) if part[0] == "steps"), len(parts) - 1)
-    parts.insert(after_steps, ("timeline", "Timeline of a step", _timelines(page)))
-    parts.append(("samples", "Sample responses", _samples(page)))
-    links = "".join(f'<a href="#{name}">{escape(heading)}</a>' for name, heading, _ in parts)
-    body = "".join(
-        f'<section id="{name}"><h2>{escape(heading)}</h2>{inner}</section>' for name, heading, inner in parts
-    )
-    charts = {c.name: hover_data(c) for s in page.sections for c in s.charts if isinstance(c, LineChart)}
-    names = ", ".join(escape(show(run)) for run in page.runs)
+def render(runs: Sequence[str], sections: Sequence[Section]) -> str:
+    """Return the HTML; every text from a run is escaped."""
+    links = "".join(f'<a href="#{each.name}">{escape(each.heading)}</a>' for each in sections)
+    body = "".join(_section(section) for section in sections)
+    names = ", ".join(_text(run) for run in runs)
+    style = files("oppo_megatron.report").joinpath("files/page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "script-src 'unsafe-inline'; img-src data:\">"
-        f"<title>{names}: run report</title><style>{css_variables()}{_file('page.css')}</style></head><body>"
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<title>{names}: run report</title><style>{style}</style></head><body>"
         f'<header>{HEADING}<p class="runs">{names}</p><nav>{links}</nav></header><main>{body}</main>'
-        f"<footer>oppo_megatron {escape(__version__)}</footer>"
-        f"{_data('charts', charts)}{_data('timelines', page.timelines)}"
-        f"<script>{_file('page.js')}</script></body></html>\n"
+        f"<footer>oppo_megatron {escape(__version__)}</footer></body></html>\n"
     )
-
-
-def show(text: str) -> str:
-    """Text that a file and a browser can hold: non-characters, and marks that reverse the text, become \ufffd."""
-    return UNSHOWABLE.sub("\ufffd", text)
 
 
 def _text(text: str) -> str:
@@ -101,54 +86,32 @@ def _text(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Text in which what stands between backticks is code."""
+    """Escape a text and set what is between backticks as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", _text(text))
 
 
-def _file(name: str) -> str:
-    return files("oppo_megatron.report").joinpath("files").joinpath(name).read_text(encoding="utf-8")
-
-
-def _data(name: str, value: Any) -> str:
-    """JSON for the script; no `<` is left that could end its element."""
-    text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
-    return f'<script type="application/json" id="data-{name}">{text}</script>'
-
-
 def _section(section: Section) -> str:
-    charts = "".join(_figure(chart) for chart in section.charts)
-    grid = f'<div class="grid">{charts}</div>' if charts else ""
+    missing = "".join(f'<p class="missing">{_prose(note)}</p>' for note in section.missing)
+    pictures = "".join(_picture(picture) for picture in section.pictures)
+    grid = f'<div class="grid">{pictures}</div>' if pictures else ""
     tables = "".join(_table(table) for table in section.tables)
-    return f'<p class="about">{_prose(section.about)}</p>{_missing(section.missing)}{grid}{tables}'
-
-
-def _missing(notes: Sequence[str]) -> str:
-    return "".join(f'<p class="missing">{_prose(note)}</p>' for note in notes)
-
-
-def _figure(chart: Chart) -> str:
-    wide = " wide" if isinstance(chart, BarChart) and chart.horizontal else ""
-    hover = ' data-hover="1"' if isinstance(chart, LineChart) else ""
+    samples = "".join(
+        f'<h3>{_text(name)}</h3><div class="samples">{"".join(_sample(row) for row in rows)}</div>'
+        for name, rows in section.samples
+    )
     return (
-        f'<figure class="panel{wide}" data-chart="{escape(chart.name)}"{hover}><figcaption>{_text(chart.title)}</figcaption>'
-        f"{chart_svg(chart)}{_legend(chart)}{_note(chart)}</figure>"
+        f'<section id="{section.name}"><h2>{escape(section.heading)}</h2><p class="about">{_prose(section.about)}</p>'
+        f"{missing}{grid}{tables}{samples}</section>"
     )
 
 
-def _note(chart: Chart) -> str:
-    return f'<p class="note">{_prose(chart.note)}</p>' if isinstance(chart, LineChart) and chart.note else ""
-
-
-def _legend(chart: Chart) -> str:
-    if isinstance(chart, BarChart):
-        entries = [(bars.name, bars.colour, "bar") for bars in chart.bars]
-    else:
-        entries = [(line.name, line.colour, line.style) for line in chart.lines if line.style != "faint"]
-    items = "".join(
-        f'<li><span class="key {style}" style="--colour:var(--c-{colour})"></span>{_text(name)}</li>'
-        for name, colour, style in entries
+def _picture(picture: Picture) -> str:
+    source = f"data:image/{picture.kind};base64,{b64encode(picture.content).decode()}"
+    note = f'<p class="note">{_prose(picture.note)}</p>' if picture.note else ""
+    return (
+        f'<figure id="chart-{_text(picture.name)}" class="panel{" wide" if picture.wide else ""}">'
+        f'<img src="{source}" alt="{_text(picture.title)}">{note}</figure>'
     )
-    return f'<ul class="legend">{items}</ul>'
 
 
 def _table(table: Table) -> str:
@@ -161,25 +124,6 @@ def _table(table: Table) -> str:
     if table.folded:
         return f"<details><summary>{_text(table.title)}</summary>{whole}</details>"
     return (f"<h3>{_text(table.title)}</h3>" if table.title else "") + whole
-
-
-def _timelines(page: Page) -> str:
-    about = (
-        "What each rank did for each role. Choose a step; the wheel zooms, dragging moves, a double click shows the whole "
-        "step. Paler: work of another step. trace.json of the run opens in Perfetto (ui.perfetto.dev), too."
-    )
-    widgets = "".join(f'<div class="timeline" data-run="{place}"></div>' for place in range(len(page.timelines)))
-    without = '<noscript><p class="about">The timelines need JavaScript; timeline.png shows a step of each run.</p></noscript>'
-    return f'<p class="about">{about}</p>{_missing(page.no_timeline)}{without if widgets else ""}{widgets}'
-
-
-def _samples(page: Page) -> str:
-    about = "Of the first, the middle and the last step: the responses of lowest, middle and highest reward, and the longest."
-    runs = "".join(
-        f'<h3>{_text(name)}</h3><div class="samples">{"".join(_sample(row) for row in rows)}</div>'
-        for name, rows in page.samples
-    )
-    return f'<p class="about">{about}</p>{_missing(page.no_samples)}{runs}'
 
 
 def _sample(row: Mapping[str, Any]) -> str:

@@ -1,11 +1,15 @@
-"""A run as its run directory shows it, ended or under way, and the split of its steps' time."""
+"""A run, ended or under way, as read from its run directory."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +17,35 @@ import yaml
 
 from oppo_megatron.errors import DataError
 from oppo_megatron.nesting import read_json, read_yaml
-from oppo_megatron.report.downtime import without_downtime
+from oppo_megatron.report.charts import COLOURS
 from oppo_megatron.rundir.directory import RUN_FORMAT, RunDirectory
-from oppo_megatron.rundir.metrics_log import read_metrics
+from oppo_megatron.rundir.metrics_log import iter_json_lines, read_metrics
 from oppo_megatron.rundir.trace import Span, read_spans
 
-Line = Mapping[str, Any]
+MetricsLine = Mapping[str, Any]
+SHORTEST_PAUSE_S = 1.0
+STEP_OF_LINE = re.compile(rb'\{"step": (\d+),')
+# field -> label, colour
+STEP_PARTS = {
+    "decode_s": ("decode", COLOURS["decode"]),
+    "score_exposed_s": ("exposed scoring", COLOURS["score"]),
+    "train_s": ("training: actor", COLOURS["update"]),
+    "critic_exposed_s": ("training: critic, exposed", COLOURS["critic"]),
+}
+IDLE = "idle_s"
+ALL_PARTS = {**STEP_PARTS, IDLE: ("idle and other", COLOURS["idle"])}
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """One run: `lines` of metrics.jsonl in step order; `summary` is None until the run has ended.
 
-    `spans` are in seconds from the first, without the time in which the run did not run; where there are none,
-    `no_spans` says why.
+    `spans` are in seconds from the first, without the time between attempts; if there are none, `no_spans` says why.
     """
 
     name: str
     run: RunDirectory
-    lines: Sequence[Line]
+    lines: Sequence[MetricsLine]
     summary: Mapping[str, Any] | None
     config: Mapping[str, Any]
     spans: Sequence[Span] = field(repr=False, default=())
@@ -43,17 +57,19 @@ class RunRecord:
         supervised = any("loss" in line for line in self.lines[:1]) if self.lines else "rollout" not in self.config
         return "supervised" if supervised else "train"
 
-    def column(self, key: str) -> tuple[list[int], list[float | None]]:
-        """Steps and values of a field; one of a mapping is named `field.key`."""
-        return [line["step"] for line in self.lines], [number(line, key) for line in self.lines]
+    def known(self, key: str, x_key: str = "step") -> tuple[list[Any], list[float]]:
+        """The numbers of a field and their steps (or `x_key`), without the lines that lack either."""
+        found = [(line["step"] if x_key == "step" else number(line, x_key), number(line, key)) for line in self.lines]
+        points = [(x, y) for x, y in found if x is not None and y is not None]
+        return [x for x, _ in points], [y for _, y in points]
 
     def has(self, key: str) -> bool:
-        """Whether any step has the field."""
+        """True if any step has the field."""
         return any(number(line, key) is not None for line in self.lines)
 
 
-def number(line: Mapping[str, Any], key: str) -> float | None:
-    """A field's number; None where the line has none that is finite."""
+def number(line: Mapping[Any, Any], key: str) -> float | None:
+    """The finite number in a field, else None; `field.key` names an entry of a mapping."""
     value: Any = line
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -61,8 +77,40 @@ def number(line: Mapping[str, Any], key: str) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None
 
 
+def split_step(line: MetricsLine) -> dict[str, float]:
+    """Split `line["step_s"]` into the parts of `ALL_PARTS`; they add up to it, or to more if the measured parts do.
+
+    Scoring within decoding rounds is taken off decoding, because it has a part of its own; waits for the actor's
+    pipeline count as idle.  Idle is the rest: these waits, waits for other ranks, planning, logs.
+    """
+    parts = {key: number(line, key) or 0.0 for key in STEP_PARTS}
+    step_s = number(line, "step_s") or 0.0
+    parts["decode_s"] = max(0.0, parts["decode_s"] - max(0.0, sum(parts.values()) - step_s))
+    parts["decode_s"] *= 1.0 - (number(line, "bubble_share") or 0.0)
+    return {**parts, IDLE: max(0.0, step_s - sum(parts.values()))}
+
+
+def deferred_counts(lines: Sequence[MetricsLine]) -> Counter[int]:
+    """Number of trained responses that were carried over 0, 1, 2 ... steps."""
+    total: Counter[int] = Counter()
+    for line in lines:
+        deferred = line.get("deferred")
+        for times in deferred if isinstance(deferred, Mapping) else {}:
+            count = number(line, f"deferred.{times}")
+            if times.isdecimal() and count is not None and count > 0:
+                total[int(times)] += int(count)
+    return total
+
+
+def memory_peaks(line: MetricsLine) -> list[float | None]:
+    """Peak MiB by rank, None if unknown; empty if the line has none."""
+    value = line.get("memory_peak_mb")
+    peaks = [number({"peak": peak}, "peak") for peak in value] if isinstance(value, list) else []
+    return peaks if any(peak is not None for peak in peaks) else []
+
+
 def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[RunRecord]:
-    """The records of run directories, under names that tell them apart.  Raises DataError."""
+    """Read run directories; names are the shortest ends of the paths that differ.  Raises DataError."""
     resolved = [Path(path).resolve() for path in paths]
     for place, path in enumerate(resolved):
         if path in resolved[:place]:
@@ -74,7 +122,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[RunRecord]:
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None, *, spans: bool = True) -> RunRecord:
-    """The record of one run directory, which may be written to meanwhile.  Raises DataError."""
+    """Read one run directory, which may be written to meanwhile.  Raises DataError."""
     check_run_directory(path)
     run = RunDirectory(path)
     lines = read_metrics(run.metrics) if run.metrics.exists() else []
@@ -85,14 +133,14 @@ def read_run(path: str | os.PathLike[str], name: str | None = None, *, spans: bo
                 "repair or remove the line"
             )
     found, no_spans = _spans(run, lines) if spans else ([], "")
-    return RunRecord(
-        name or run.path.resolve().name, run, lines, _read_summary(run), _read_config(run), found, no_spans
-    )
+    summary, config = _read_object(run.summary) if run.finished else None, _read_object(run.config)
+    return RunRecord(name or run.path.resolve().name, run, lines, summary, config, found, no_spans)
 
 
 def check_run_directory(path: str | os.PathLike[str]) -> None:
-    """Raises DataError where `path` is not what a run wrote, or was written by a later version of this package, and
-    ConfigError where a file in it is a pipe, a socket or a device.
+    """Raise DataError unless `path` is a run directory of this version or an earlier one.
+
+    Raises ConfigError if a file in it is a pipe, a socket or a device.
     """
     run = RunDirectory(path)
     if not run.path.is_dir():
@@ -101,9 +149,9 @@ def check_run_directory(path: str | os.PathLike[str]) -> None:
     if not run.metrics.exists() and not run.config.exists():
         inside = sorted(entry.parent.name for entry in run.path.glob("*/metrics.jsonl"))
         remedy = f"it holds the runs {', '.join(inside)}: name those" if inside else "give the run_dir of a run"
-        raise DataError(f"{run.path}: no run directory, for it has neither metrics.jsonl nor config.yaml; {remedy}")
+        raise DataError(f"{run.path}: not a run directory: it has neither metrics.jsonl nor config.yaml; {remedy}")
     run.require_regular()
-    written = _read_json(run.hosts).get("format", RUN_FORMAT)
+    written = _read_object(run.hosts).get("format", RUN_FORMAT)
     if not isinstance(written, int) or written > RUN_FORMAT:
         raise DataError(
             f"{run.path}: its files have format {written!r} (hosts.json), and this version of oppo_megatron reads "
@@ -112,7 +160,7 @@ def check_run_directory(path: str | os.PathLike[str]) -> None:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths, of the same number of folders, that tell all of them apart."""
+    """The shortest ends of the paths, all of the same number of folders, that differ."""
     for depth in range(1, 1 + max(len(path.parts) for path in paths)):
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
@@ -120,7 +168,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     raise AssertionError("resolved paths differ")
 
 
-def _spans(run: RunDirectory, lines: Sequence[Line]) -> tuple[list[Span], str]:
+def _spans(run: RunDirectory, lines: Sequence[MetricsLine]) -> tuple[list[Span], str]:
     try:
         spans = without_downtime(read_spans(run), lines)
     except DataError as error:
@@ -128,47 +176,73 @@ def _spans(run: RunDirectory, lines: Sequence[Line]) -> tuple[list[Span], str]:
     return spans, "" if spans else "no trace was recorded (run with logging.trace=true)"
 
 
-def _read_summary(run: RunDirectory) -> dict[str, Any] | None:
-    return _read_json(run.summary) if run.finished else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file is not there or is none."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON or YAML mapping; empty if the file is missing or is something else."""
     try:
-        value = read_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _read_config(run: RunDirectory) -> dict[str, Any]:
-    try:
-        value = read_yaml(run.config.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        value = read_yaml(text) if path.suffix == ".yaml" else read_json(text)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-# field -> label, colour
-STEP_PARTS = {
-    "decode_s": ("decode", "decode"),
-    "score_exposed_s": ("exposed scoring", "score"),
-    "train_s": ("training: actor", "update"),
-    "critic_exposed_s": ("training: critic, exposed", "critic"),
-}
-IDLE = "idle_s"
-ALL_PARTS = {**STEP_PARTS, IDLE: ("idle and other", "idle")}
+def without_downtime(spans: Sequence[Span], lines: Sequence[MetricsLine]) -> list[Span]:
+    """Remove the pauses between a run's attempts; returns the spans in order of their starts.
 
-
-def split_step(line: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of `line["step_s"]` by part; they add up to it, or to more where the parts alone are more.
-
-    Where a rank scores within decoding rounds, that scoring is taken off decoding, for it has a part of its own; so are
-    the waits for the actor's pipeline, which are idle time.  Idle is the rest: those waits, waits for other ranks,
-    planning, and writing of logs.
+    A pause is a stretch in which no rank has a span, longer than the metrics say that the steps on both sides of it
+    took.  The last span before it and the first after it name these steps.
     """
-    parts = {key: number(line, key) or 0.0 for key in STEP_PARTS}
-    step_s = number(line, "step_s") or 0.0
-    parts["decode_s"] = max(0.0, parts["decode_s"] - max(0.0, sum(parts.values()) - step_s))
-    parts["decode_s"] *= 1.0 - (number(line, "bubble_share") or 0.0)
-    return {**parts, IDLE: max(0.0, step_s - sum(parts.values()))}
+    took_s = {
+        line["step"]: (number(line, "step_s") or 0.0) + (number(line, "checkpoint_s") or 0.0) for line in lines
+    }
+    order = sorted(spans, key=lambda span: span.start)
+    ends, gaps = [], []  # end and seconds of each pause
+    reached = order[0] if order else None
+    for span in order:
+        assert reached is not None
+        gap = span.start - reached.end
+        if gap > max(SHORTEST_PAUSE_S, *(took_s.get(step, math.inf) for step in (reached.step, span.step))):
+            ends.append(span.start)
+            gaps.append(gap)
+        if span.end >= reached.end:
+            reached = span
+    shifts = [0.0, *accumulate(gaps)]
+    moved = []
+    for span in order:
+        shift = shifts[bisect_right(ends, span.start)]
+        moved.append(replace(span, start=span.start - shift, end=span.end - shift) if shift else span)
+    return moved
+
+
+def sample_responses(record: RunRecord) -> tuple[list[Mapping[str, Any]], str]:
+    """Trained responses of the first, middle and last step: lowest, middle and highest reward, and the longest.
+
+    In the order of steps; the text is the reason if there are none.
+    """
+    if not record.run.rollouts.exists():
+        return [], "run with logging.rollouts=true"
+    steps = [line["step"] for line in record.lines if not line.get("skipped")]
+    wanted = {steps[0], steps[len(steps) // 2], steps[-1]} if steps else set()
+    by_step: dict[int, list[Mapping[str, Any]]] = {step: [] for step in sorted(wanted)}
+
+    def is_wanted(line: bytes) -> bool:  # the journal writes the step first: other lines of a large file stay unparsed
+        match = STEP_OF_LINE.match(line)
+        return match is None or int(match[1]) in wanted
+
+    try:
+        for row in iter_json_lines(record.run.rollouts, is_wanted):
+            if row.get("step") in by_step and number(row, "reward") is not None and not row.get("greedy"):
+                by_step[row["step"]].append(row)
+    except DataError as error:
+        return [], str(error)
+    chosen: list[Mapping[str, Any]] = []
+    for rows in filter(None, by_step.values()):
+        by_reward = sorted(rows, key=lambda row: row["reward"])
+        few = [by_reward[0], by_reward[len(rows) // 2], by_reward[-1], max(rows, key=_num_tokens)]
+        chosen += {id(row): row for row in few}.values()
+    return chosen, "" if chosen else "rollouts.jsonl has none of the steps in metrics.jsonl"
+
+
+def _num_tokens(row: Mapping[str, Any]) -> int:
+    tokens = row.get("tokens")
+    return len(tokens) if isinstance(tokens, list) else 0

@@ -13,17 +13,17 @@ KINDS = ("decode", "score", "update")
 
 
 def utilization(runs: Sequence[Path]) -> list[dict[str, float]]:
-    """Each rank's number, and the percent of the steps after the first in which it decodes, scores, updates, is idle.
+    """Return each rank's number and the percent of the steps after the first in which it decodes, scores, updates, is idle.
 
-    The time counts from the first work of step 2 on any rank (of step 1, where there is no other) to the last work of
-    the run.  A stretch of decoding or scoring holds what the loop does between its actions.  Waiting, messages and the
-    exchange of scores count as idle.  Over several runs: sums.
+    The time counts from the first work of step 2 on any rank (of step 1 if it is the only one) to the last work of the
+    run.  A span of decoding or scoring includes what the loop does between its actions.  Waiting, messages and the
+    exchange of scores count as idle.  Several runs are summed.
     """
     return shares([(str(run), read_trace(RunDirectory(run).trace)) for run in runs])
 
 
 def shares(traces: Sequence[tuple[str, Sequence[Span]]]) -> list[dict[str, float]]:
-    """`utilization` of the spans of runs, with the runs' names for the error."""
+    """Compute `utilization` from (name, spans) of each run; the name is for the error."""
     busy: dict[int, dict[str, float]] = {}
     total_s = 0.0
     for name, spans in traces:
@@ -41,7 +41,7 @@ def shares(traces: Sequence[tuple[str, Sequence[Span]]]) -> list[dict[str, float
 
 
 def work_seconds(run: Path) -> dict[int, dict[int, float]]:
-    """Seconds of work of each rank in each step of a run: by rank, then by step.  Waits are left out."""
+    """Seconds of work by rank, then by step, without waits."""
     work: dict[int, dict[int, float]] = {}
     for span in _work(str(run), read_trace(RunDirectory(run).trace)):
         steps = work.setdefault(span.rank, {})
@@ -50,8 +50,8 @@ def work_seconds(run: Path) -> dict[int, dict[int, float]]:
 
 
 def untraced_percent(runs: Sequence[Path]) -> float:
-    """Percent of the same time in which the first rank is in no span of work and in none of waiting: the loop itself,
-    and what the exchange of scores and the writing of metrics take beside their waits.  Over several runs: sums."""
+    """Percent of the same time in which the first rank is in no span: the loop itself, and the exchange of scores and
+    the writing of metrics apart from their waits.  Several runs are summed."""
     total_s = covered_s = 0.0
     for run in runs:
         spans = read_trace(RunDirectory(run).trace)
@@ -65,7 +65,7 @@ def untraced_percent(runs: Sequence[Path]) -> float:
 
 
 def kind_of(span: Span) -> str | None:
-    """Which of `KINDS` the span's work is of; None where it is none, or waits.
+    """The entry of `KINDS` for the span's work; None for other work and waits.
 
     Spans are named by label, or by action (`prefill reward m0 c3`) in a run with `logging.trace: actions`.
     """
@@ -78,7 +78,7 @@ def kind_of(span: Span) -> str | None:
 
 
 def _work(run: str, spans: Iterable[Span]) -> list[Span]:
-    """Those of work.  Raises DataError where there are none."""
+    """The spans of work.  Raises DataError if there are none."""
     work = [span for span in spans if kind_of(span) is not None]
     if not work:
         raise DataError(f"{run}: its trace has no work of any step; run it again with logging.trace=true")

@@ -33,7 +33,6 @@ from typing import Any, TextIO
 import yaml
 
 from oppo_megatron.config.paths import irregular_path
-from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.nesting import read_json, read_yaml
 from oppo_megatron.rundir.checkpoints import CheckpointStore
@@ -145,12 +144,12 @@ class RunDirectory:
             raise ConfigError(problems)
 
     def settings(self) -> dict[str, Any]:
-        """What the run's `config.yaml` says, unchecked, by this version's names; nothing where none can be read."""
+        """What the run's `config.yaml` says, unchecked; empty if they cannot be read."""
         try:
             tree = read_yaml(self.config.read_bytes()) if self.config.is_file() else None
         except (yaml.YAMLError, ValueError):
             return {}
-        return with_new_names(tree) if isinstance(tree, dict) else {}
+        return tree if isinstance(tree, dict) else {}
 
     def last_saved(self) -> tuple[str, int] | None:
         """Name and time (ns) of the last checkpoint, which are others once another has been written; None where there is none."""

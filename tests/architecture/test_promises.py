@@ -11,15 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from oppo_megatron.config.renamed import renamed
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "promises.md"
 NONE = "**none**"
 BREAK = "<br>"
 ROW = re.compile(r"^\| (?P<promise>.+) \| (?P<tests>.+) \| (?P<tiers>.*?) ?\|$")
 NAME = re.compile(r"`(tests/[\w/]+\.py)::(\w+(?:::\w+)?)`")
-KEY = re.compile(r"`([a-z_.]+)(?:: [^`]*)?`")
 COUNTS = re.compile(r"^Promises: (\d+), guarded: (\d+), unguarded: (\d+)\.$", re.MULTILINE)
 LISTS = (ast.List, ast.Tuple)
 
@@ -131,7 +128,6 @@ def problems(page: str) -> list[str]:
         expected = tuple(right) if len(set(right)) > 1 else tuple(right[:1])
         if len(right) == len(row.tests) and row.tiers != expected:
             wrong.append(f"{row.text}: tier {BREAK.join(row.tiers)!r}, but the marks say {BREAK.join(expected)!r}")
-    wrong += [f"{row.text}: {told}" for row in rows for key in KEY.findall(row.text) if (told := renamed(key))]
     texts = [row.text for row in rows]
     wrong += [f"{text}: stands there twice" for text in sorted({text for text in texts if texts.count(text) > 1})]
     guarded = sum(bool(row.tests) for row in rows)
@@ -187,13 +183,6 @@ def test_each_fault_of_a_page_is_found(
     page = f"| promise | test | tier |\n|---|---|---|\n| It holds | {cells} | {BREAK.join(tiers)} |\n\n{last}\n"
     found = problems(page)
     assert [says in each for each in found] == [True] if says else found == []
-
-
-@pytest.mark.parametrize("text", ["`preempt.enabled: false` does it", "`max_steps` extends a run", "up to `preempt.deadline_s`"])
-def test_an_old_name_of_a_setting_is_found(text: str) -> None:
-    page = f"| promise | test | tier |\n|---|---|---|\n| {text} | `{HERE}` | check |\n\nPromises: 1, guarded: 1, unguarded: 0.\n"
-    (found,) = problems(page)
-    assert "is now" in found
 
 
 @pytest.mark.parametrize(

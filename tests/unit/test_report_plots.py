@@ -1,33 +1,16 @@
-"""Which part of a trace is one step, what the pictures draw, and that they are written."""
+"""The part of a trace that is one step, and what its picture draws."""
 
 from __future__ import annotations
 
-import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.report.colours import SPAN_COLOURS
-from oppo_megatron.report.plots import (
-    OTHER_STEP_ALPHA,
-    draw_window,
-    moving_mean,
-    new_figure,
-    plot_reward,
-    plot_timeline,
-)
-from oppo_megatron.rundir.directory import RunDirectory
-from oppo_megatron.rundir.step_window import StepWindow, step_window
-from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces
-
-
-def png_size(path: Path) -> tuple[int, int]:
-    head = path.read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    return struct.unpack(">II", head[16:24])
+from oppo_megatron.report.charts import COLOURS, MAX_ROWS, SPAN_COLOURS, moving_mean, new_figure
+from oppo_megatron.report.timeline import OTHER_STEP_ALPHA, StepWindow, draw_window, draw_windows, step_window, waits
+from oppo_megatron.rundir.trace import Span
 
 
 def overlapped_spans(lengths: list[float]) -> list[Span]:
@@ -98,7 +81,7 @@ def test_bars_are_clipped_coloured_and_pale_for_other_steps() -> None:
         drawn[row, to_hex(bars.get_facecolor()[0]).upper()] = (corners.x0, corners.x1, bars.get_alpha())
     assert drawn == {
         (0, SPAN_COLOURS["decode"]): (0.0, 5.0, 1.0),
-        (0, SPAN_COLOURS["wait_scores"]): (5.0, 10.0, 1.0),
+        (0, COLOURS["idle"]): (5.0, 10.0, 1.0),
         (1, SPAN_COLOURS["update"]): (0.0, 2.0, OTHER_STEP_ALPHA),
     }
     assert [label.get_text() for label in axes.get_yticklabels()] == [
@@ -108,46 +91,26 @@ def test_bars_are_clipped_coloured_and_pale_for_other_steps() -> None:
     assert axes.get_title(loc="left") == "oppo: step 2, 10 s"
 
 
-def write_trace(folder: Path, decode_s: float) -> Path:
-    now = [1000.0]
-    spans = SpanRecorder(0, RunDirectory(folder).prepare(), clock=lambda: now[0])
-    for step in (1, 2, 3):
-        for name in ("decode", "experience", "update", "something_new"):
-            with spans.span(name, role="actor", step=step):
-                now[0] += decode_s if name == "decode" else 0.2
-    spans.flush()
-    path = merge_traces(folder)
-    assert path is not None
-    return path
-
-
 @pytest.mark.parametrize("num_runs", [1, 2, 3])
-def test_timeline_of_any_number_of_runs(tmp_path: Path, num_runs: int) -> None:
-    traces = {f"run {number}": write_trace(tmp_path / str(number), 1.0 + number) for number in range(num_runs)}
-    out = tmp_path / "timeline.png"
-    plot_timeline(traces, out)
-    width, height = png_size(out)
-    assert width == 1650
-    assert 250 < height < 1500
-    assert out.stat().st_size > 5000
+def test_a_timeline_has_a_panel_per_run(num_runs: int) -> None:
+    windows = {f"run {k}": step_window("run", overlapped_spans([5.0 + k, 6.0]), 1) for k in range(num_runs)}
+    figure = draw_windows(windows)
+    assert [axes.get_title(loc="left").split(":")[0] for axes in figure.axes] == list(windows)
+    (legend,) = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == {
+        "decode", "score", "update", "waiting", "paler: work of another step", "end of the step",
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_runs", "num_steps"), [(1, 1), (2, 30), (9, 12)])
-def test_reward_of_any_number_of_runs(tmp_path: Path, num_runs: int, num_steps: int) -> None:
-    runs = {
-        f"run {number}": [{"step": s, "time_s": s * (number + 1.0), "reward_mean": s**0.5} for s in range(num_steps)]
-        for number in range(num_runs)
-    }
-    runs["run 0"].append({"step": num_steps, "time_s": 1.0, "reward_mean": None})
-    out = tmp_path / "reward.png"
-    plot_reward(runs, out)
-    assert png_size(out) == (1500, 630)
-    assert out.stat().st_size > 10_000
+def test_a_timeline_of_many_ranks_shows_the_first_rows() -> None:
+    window = StepWindow(1, 0.0, 1.0, [Span(rank, "actor", "decode", 1, 0.0, 1.0) for rank in range(500)])
+    (axes,) = draw_windows({"run": window}).axes
+    assert len(axes.get_yticks()) == MAX_ROWS and f"first {MAX_ROWS} of 500 rows" in axes.get_title(loc="left")
 
 
-def test_a_run_without_reward_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="sft: none of 1 metrics lines"):
-        plot_reward({"sft": [{"step": 1, "time_s": 1.0, "loss": 2.0}]}, tmp_path / "reward.png")
+def test_waits_are_summed_by_rank_role_and_kind_within_the_step() -> None:
+    spans = overlapped_spans([5.0, 6.0]) + [Span(0, "actor", "wait_scores", 2, 5.5, 6.0)]
+    assert waits(step_window("run", spans, 2)) == {(0, "actor"): {"wait_scores": 0.5}, (1, "critic"): {"wait_tokens": 1.0}}
 
 
 def test_moving_mean() -> None:
@@ -159,7 +122,7 @@ def test_moving_mean() -> None:
 
 def test_loading_what_a_run_writes_loads_neither_torch_nor_matplotlib() -> None:
     rundir = ("rundir.directory", "rundir.metrics_log", "rundir.trace")
-    names = (*rundir, "train.logs.console", "train.logs.trackers", "report.plots")
+    names = (*rundir, "train.logs.console", "train.logs.trackers", "report.build")
     modules = ", ".join(f"oppo_megatron.{name}" for name in names)
     heavy = {"torch", "matplotlib", "tensorboard", "wandb", "megatron"}
     code = f"import sys, {modules}; print(sorted({heavy} & sys.modules.keys()))"

@@ -12,7 +12,6 @@ from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import batch_rows, best_standard, members
 from oppo_megatron.config.evaluation import REWARD
-from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
@@ -165,7 +164,7 @@ class Saver(CheckpointKeeper):
     def _other_models(self, found: Found) -> bool:
         """Whether reference or reward model are not those that computed what is cached, as far as the checkpoint says."""
         then = found.state.get("config")
-        return then is not None and frozen_models(with_new_names(then)) != frozen_models(self._told["config"])
+        return then is not None and frozen_models(then) != frozen_models(self._told["config"])
 
     def _data_now(self) -> dict[str, Any]:
         if self._data is None:

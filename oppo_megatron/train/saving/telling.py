@@ -13,7 +13,6 @@ import yaml
 
 from oppo_megatron.config.changes import changed_settings
 from oppo_megatron.config.load import plain_settings
-from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.errors import DataError
 from oppo_megatron.nesting import read_yaml
@@ -44,7 +43,7 @@ def tell_of_changes(
     then: Mapping[str, Any], now: Mapping[str, Any], sources: Mapping[str, str], sources_now: Mapping[str, str]
 ) -> list[str]:
     """A line for each setting, and each reward function's file, that is not what the checkpoint's run had."""
-    lines = [f"changed: {change}" for change in changed_settings(with_new_names(then), now)]
+    lines = [f"changed: {change}" for change in changed_settings(then, now)]
     return lines + [
         f"changed: the file of {name}" for name, digest in sources_now.items() if sources.get(name, digest) != digest
     ]
