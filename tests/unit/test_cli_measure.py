@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oppo_megatron.cli.plan.measure import report
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.cli.measure import START, describe_work, failure, run_logged, this_machine
+from oppo_megatron.cli.plan.measure import report
 from oppo_megatron.cli.run import load_settings
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.config.run import TrainSettings

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from oppo_megatron.cli.plan.schedule import GENERATORS, TRANSPORTS
 
 from oppo_megatron.cli.main import main
+from oppo_megatron.cli.plan.schedule import GENERATORS, TRANSPORTS
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError

@@ -12,12 +12,14 @@ from math import lcm
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from oppo_megatron.sim.search.blocks import Blocks
 from oppo_megatron.sim.search.layouts import Bytes, Option
 from oppo_megatron.sim.search.step import Mode, StepRule, Times
 
 ROWS_AT_ONCE = 64
+Bounds = npt.NDArray[np.float64]
 
 
 class Offers(Protocol):
@@ -111,8 +113,10 @@ class _Layouts:
 
 def enumerate_plans(space: Space, best: Best, *, any_plan: bool = False) -> None:
     """Put the plans of `space` that are among the best into `best`.  `any_plan`: stop at the first plan."""
-    for bound_ns, number in sorted((bound_ns, number) for number, bound_ns in lower_bounds(space)):
-        if bound_ns >= best.limit() or (any_plan and best.plans):
+    bounds = lower_bounds(space)
+    near = np.flatnonzero(bounds < best.limit())
+    for number in near[np.argsort(bounds[near], kind="stable")].tolist():
+        if bounds[number] >= best.limit() or (any_plan and best.plans):
             return
         blocks = space.places[number]
         layouts = space.layouts(blocks)
@@ -120,13 +124,14 @@ def enumerate_plans(space: Space, best: Best, *, any_plan: bool = False) -> None
             _Chooser(space, blocks, layouts, best).choose()
 
 
-def lower_bounds(space: Space) -> Iterator[tuple[int, int]]:
-    """Yield (number of a place, price that none of its plans undercuts); not if a role has no layout there.
+def lower_bounds(space: Space) -> Bounds:
+    """Return for each place a price that none of its plans undercuts; infinite if a role has no layout there.
 
     Places with the same pattern of blocks that contain each other are computed together.
     """
+    found: Bounds = np.full(len(space.places), np.inf)
     if not space.places:
-        return
+        return found
     table = np.array([[(block.first, block.size) for block in each] for each in space.places], dtype=np.int64)
     times, known = list[Times](), np.ones(len(table), dtype=bool)
     for role, name in enumerate(space.offers.roles):
@@ -141,8 +146,8 @@ def lower_bounds(space: Space) -> Iterator[tuple[int, int]]:
         rows = np.flatnonzero((pattern.reshape(-1) == number) & known)
         if len(rows):
             own = [Times(*(column[rows] for column in each)) for each in times]
-            bounds = np.broadcast_to(space.rule(space.places[rows[0]]).step_ns(own), len(rows))
-            yield from zip(rows.tolist(), bounds.tolist(), strict=True)
+            found[rows] = space.rule(space.places[rows[0]]).step_ns(own)
+    return found
 
 
 class _Chooser:
