@@ -10,13 +10,13 @@ import numpy as np
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.records import Rollout
+from oppo_megatron.rundir.trace import Span as TraceSpan
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.timeline import Running, Span, Timeline, simulate
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.runs.loop import Growing, Recorded
-from oppo_megatron.sim.runs.played import Floats, Piece, Played
-from oppo_megatron.sim.runs.units import Units
+from oppo_megatron.sim.runs.units import Floats, Played, Units
 from oppo_megatron.sim.runs.virtual import VirtualRun
 
 SCORING = (Op.PREFILL, Op.SCORE)
@@ -48,7 +48,7 @@ class Ordered:
         ends = [own[-1].end_s if (own := timeline.spans[rank]) else starts[rank] for rank in ranks]
         scored, waited = (np.array([of(timeline, rank) for rank in ranks]) for of in (_scored_s, _waited_s))
         arrived = None if done.chunk is None else ends[self.units.source]
-        return Played(np.array(ends), scored, waited, arrived, lambda: _pieces(timeline))
+        return Played(np.array(ends), scored, waited, arrived, lambda: _spans(timeline, done.step))
 
     def _lanes(self, done: Recorded[PlannedRound], grown: Growing) -> Lanes:
         """A sequence that ends leaves its micro-batch; a single replica stops when the batch is complete."""
@@ -83,13 +83,13 @@ def _running(lanes: Lanes) -> Running:
     return running
 
 
-def _pieces(timeline: Timeline) -> Iterator[Piece]:
+def _spans(timeline: Timeline, step: int) -> Iterator[TraceSpan]:
     """Stretches of a rank's actions of one kind."""
     for rank, spans in timeline.spans.items():
         kinds = ((_kind(span), span) for span in spans if span.end_s > span.start_s)
         for (role, name), own in groupby(kinds, key=itemgetter(0)):
             stretch = [span for _, span in own]
-            yield Piece(rank, role, name, stretch[0].start_s, stretch[-1].end_s)
+            yield TraceSpan(rank, role, name, step, stretch[0].start_s, stretch[-1].end_s)
 
 
 def _kind(span: Span) -> tuple[str, str]:

@@ -23,8 +23,8 @@ from oppo_megatron.schedule.planning.book import packed
 from oppo_megatron.schedule.rounds import Fork, Growths
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.sim.runs import virtual
-from oppo_megatron.sim.runs.laps import micro_batches, packed_bins, portions
 from oppo_megatron.sim.runs.lines import metrics_lines
+from oppo_megatron.sim.runs.player import micro_batches, packed_bins, portions
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep
 from tests.support.ordered import OrderedRun
@@ -192,7 +192,9 @@ def test_void_micro_steps_cost_nothing(player: type[VirtualRun]) -> None:
     none, second = Linear(0.0, 0.0), Linear(1.0, 0.0)
     costs = StepCosts(Costs(second, none, {}, none, none, message_s=0.25))
     overlap = tree()["overlap"] | {"chunk": {"tokens": 64, "adaptive": False}, "weave": [1, "auto"]}
-    config = plain(actor=(1, 2, 1), scorer=(1, 1, 1), overlap=overlap, rollout={"batch_size": 4, "max_response_tokens": 96})
+    config = plain(
+        actor=(1, 2, 1), scorer=(1, 1, 1), overlap=overlap, rollout={"batch_size": 4, "max_response_tokens": 96}
+    )
     run = player(config, costs, lambda seq_id: 10 if seq_id < 4 else 90, prompt_tokens=PROMPT)
     step = next(run.steps(1))
     assert step.clock == 10 and step.parts.decode_s == pytest.approx(10 * 2 * 1.0 + (10 + 9) * 0.25)
@@ -216,9 +218,7 @@ def furthest(config: TrainConfig, costs: StepCosts = COSTS, count: int = 3) -> f
 @pytest.mark.parametrize("mode", ["sequential", "full"])
 @pytest.mark.parametrize(("actor", "scorer"), NEAR)
 @pytest.mark.parametrize("schedule", ["intra", "woven"])
-def test_laps_are_within_two_percent_of_actions(
-    actor: Layout, scorer: Layout | None, schedule: str, mode: str
-) -> None:
+def test_laps_are_within_two_percent_of_actions(actor: Layout, scorer: Layout | None, schedule: str, mode: str) -> None:
     config = switched(plain(actor=actor, scorer=scorer, overlap={"schedule": schedule}), mode)
     assert furthest(config) < 0.02
 
@@ -265,7 +265,11 @@ def test_formulas_of_many_ranks_are_within_two_percent_of_actions(
     """Of more kinds of ranks than are walked through, all but the output rank's component follow from formulas."""
     own = {} if reference is None else {"parallel": dict(zip(SIZES, reference, strict=True))}
     batch = {"batch_size": 50, "max_response_tokens": 96}
-    changes: dict[str, Any] = {"rollout": batch, "runtime": {"micro_batch_tokens": 256}, "reference": {"init": MODEL_70B, **own}}
+    changes: dict[str, Any] = {
+        "rollout": batch,
+        "runtime": {"micro_batch_tokens": 256},
+        "reference": {"init": MODEL_70B, **own},
+    }
     config = switched(plain(actor=actor, scorer=scorer, **changes), mode)
     assert VirtualRun(config, DEAR, lambda _: 1).planner.rank is not None
     assert furthest(config, DEAR, count=2) < 0.02

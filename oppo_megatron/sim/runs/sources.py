@@ -43,7 +43,9 @@ def file_costs(config: TrainConfig, path: Path, prompt_tokens: int) -> StepCosts
     placements = role_placements(config)
     actions = read_costs(path, placements)
     stray = sorted(set(actions.prefill) - set(placements))
-    missing = [] if actions.default_prefill != Costs().default_prefill else sorted(set(placements) - set(actions.prefill))
+    missing = (
+        [] if actions.default_prefill != Costs().default_prefill else sorted(set(placements) - set(actions.prefill))
+    )
     problems = [f"{path}: prefill of {role}, a role that the configuration does not have" for role in stray]
     problems += [f"{path}: no prefill of {role}, a role of the configuration" for role in missing]
     if problems:

@@ -22,11 +22,10 @@ from oppo_megatron.schedule.planning.new_planner import new_planner
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.scoring_delay import scoring_delay
 from oppo_megatron.schedule.weaving.costs import Linear
-from oppo_megatron.sim.runs.laps import Laps, planned_rank
 from oppo_megatron.sim.runs.loop import PureLoop, Recorded, StepEnd, made_up_prompts
-from oppo_megatron.sim.runs.played import Floats, Played
+from oppo_megatron.sim.runs.player import Player, planned_rank
 from oppo_megatron.sim.runs.step_costs import StepCosts
-from oppo_megatron.sim.runs.units import Units
+from oppo_megatron.sim.runs.units import Floats, Played, Units
 
 
 class Parts(NamedTuple):
@@ -120,7 +119,7 @@ class VirtualRun(PureLoop[Any]):
     `player` plays the rounds; with `single_ranks` each rank is a unit, and the planner plans all ranks.
     """
 
-    player: Callable[..., Rounds] = Laps
+    player: Callable[..., Rounds] = Player
     single_ranks = False
 
     def __init__(
@@ -176,7 +175,12 @@ class VirtualRun(PureLoop[Any]):
         return self.rounds.plan(self.num_rounds, active, score, chunk, readable)
 
     def _recorded(self, done: Recorded[Any]) -> None:
-        played, times, source, scorer = self.rounds.play(done, self.now), self._times, self.units.source, self.units.scorer
+        played, times, source, scorer = (
+            self.rounds.play(done, self.now),
+            self._times,
+            self.units.source,
+            self.units.scorer,
+        )
         seconds = float(played.ends[source] - self.now[source])
         own_s = float(played.scored[source])
         times.busy_s += float(played.scored[scorer])
@@ -196,7 +200,7 @@ class VirtualRun(PureLoop[Any]):
             times.arrivals.append(played.arrived - times.met)
         self.now = played.ends
         if done.step <= self.traced_steps:
-            self.spans += [Span(p.rank, p.role, p.name, done.step, p.start, p.end) for p in played.pieces()]
+            self.spans += played.spans()
 
     def _trace(self, step: int, role: str, name: str, starts: Floats, ends: Floats) -> None:
         """A span on every unit for which it lasts."""
@@ -218,7 +222,9 @@ class VirtualRun(PureLoop[Any]):
         self._trace(end.step, "actor", "update", self.now, np.where(holds, arrived, self.now))
         self._trace(end.step, "actor", "wait_scores", arrived, np.where(holds, met, arrived))
         self._trace(end.step, "scorer", "send", arrived, np.where(holds, arrived, met))
-        spent_s = max(0.0, times.met - times.begun - ahead_s)  # of a step that decodes nothing, the last bits of the sums
+        spent_s = max(
+            0.0, times.met - times.begun - ahead_s
+        )  # of a step that decodes nothing, the last bits of the sums
         return StepCost(spent_s, end.occupancy.num_steps, times.tokens, times.law)
 
     def _critic_delay(self, times: _Times) -> float:
@@ -262,7 +268,11 @@ class VirtualRun(PureLoop[Any]):
         decode_s = times.decode_s - (times.own_score_s - times.own_drain_s)
         spent = decode_s, scored_s, actor_s, times.critic_delay_s + waited_s + own_critic_s, moved_s
         parts = Parts(*spent, round(step_s - sum(spent), 12) + 0.0)  # no last bits of the sums
-        facts = {"delta_reason": delta.reason, "chunk_reason": chunk.reason if chunk else "", "critic_update_s": own_critic}
+        facts = {
+            "delta_reason": delta.reason,
+            "chunk_reason": chunk.reason if chunk else "",
+            "critic_update_s": own_critic,
+        }
         self._ended.append(
             VirtualStep(
                 end.step, times.begun, step_s, parts, end.occupancy.num_steps, end.clock, end.delta, end.chunk_tokens,

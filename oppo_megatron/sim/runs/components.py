@@ -1,9 +1,9 @@
-"""A component's round as its ranks carry it out: the generator's order, and what everything takes once lengths are known.
+"""A component's round in the generator's order, with the seconds of everything once lengths are known.
 
-A unit (`schedule/weaving/timetable.py`) begins when its ranks are done with the one before it, and when what it continues is
-there.  That passes along a *thread*: a prefill micro-batch from stage to stage; a decode micro-batch from stage to stage, and
-with its tokens from the last stage to the first.  So a round is one pass over its units in their planned order, with a clock
-for each rank and each thread, and no action or message is made.
+A unit of work (`schedule/weaving/timetable.py`) begins when its ranks have ended the one before it and its input is there.  Input
+passes along a *thread*: a prefill micro-batch from stage to stage; a decode micro-batch from stage to stage, and with its tokens
+from the last stage to the first.  So a round is one pass over its units in their planned order, with a clock for each rank and
+each thread; no action or message is made.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS
 from oppo_megatron.schedule.weaving.timetable import Team, Timetable, count_of
-from oppo_megatron.sim.runs.played import Floats
+from oppo_megatron.sim.runs.units import Floats
 
 KEPT_UNITS = 1 << 19
-"""Of the orders that a component keeps."""
+"""Units of all orders that a component keeps."""
 
 NOTHING, NOBODY = 0, 1
-"""Threads: what needs nothing waits for the first, what nobody waits for is left to the second."""
+"""Threads: units without input wait for the first, units without successors give to the second."""
 VOID, AWAITED = -2.0, -1.0
-"""In place of seconds: a decode micro-step that is skipped, and the first one that is, for which tokens are still received."""
+"""In place of seconds: a skipped decode micro-step, and the first skipped one, for which tokens are still received."""
 
 
 class Counts(NamedTuple):
@@ -44,7 +44,7 @@ class Counts(NamedTuple):
         return cls(seq_ids[order], tokens[order])
 
     def running(self, batch: Batch, steps: int) -> Ints:
-        """How many sequences of a decode micro-batch run in each step, [steps]."""
+        """Number of running sequences of a decode micro-batch in each step, [steps]."""
         tokens = self.tokens[np.searchsorted(self.seq_ids, Growths.of(batch).seq_ids)]
         ended = np.bincount(np.minimum(tokens, steps), minlength=steps + 1)
         found: Ints = len(tokens) - np.cumsum(ended[:steps])
@@ -55,8 +55,8 @@ NONE_GROWS = Counts(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True)
-class Walk:
-    """How a round went on the ranks of the component's model that had anything to do: by rank, its end and what it scored."""
+class ComponentRound:
+    """End of a round and seconds of scoring, by rank of the component's model, for ranks with any work."""
 
     ends: Mapping[int, float]
     scored: Mapping[int, float]
@@ -64,27 +64,30 @@ class Walk:
 
 @dataclass(frozen=True)
 class _Order:
-    """The units of all stages in the planned order, `table` [4, n]: their places among the durations, their stage (a number of
-    `Component._stages`), the threads that they take up and those that they give on; and the number of threads."""
+    """The units of all stages in the planned order.
+
+    `table` [4, n]: their places among the durations, their stage (a number of `Component._stages`), the threads that they wait
+    for and those that they pass on; `threads`: number of threads.
+    """
 
     table: npt.NDArray[np.int32]
     threads: int
 
 
 class Component:
-    """What is tied to one rank, round by round.
+    """The ranks that are tied to one rank, played round by round.
 
-    Orders are kept by the shape of its part of a round, as a planner of that rank keeps them; or, as one of all ranks does, by
-    that of the whole round, where all components are played (`beside_all`).
+    Orders are kept by the shape of the component's part of a round, as a planner of that rank keeps them; with `all_played`, as
+    a planner of all ranks does, by the shape of the whole round.
     """
 
-    def __init__(self, site: Site, rank: int, generator: str, costs: Costs, *, beside_all: bool = False):
+    def __init__(self, site: Site, rank: int, generator: str, costs: Costs, *, all_played: bool = False):
         self._component = component_of(site, rank)
         self.site, self.generator, self.costs = self._component.model, generator, costs
         self.replicas = self._component.replicas
         placements = self.site.placements
         self._teams: list[Team] = [(role, d) for role in self.replicas for d in range(placements[role].dp)]
-        self._all_teams = [(r, d) for r, own in site.placements.items() for d in range(own.dp)] if beside_all else []
+        self._all_teams = [(r, d) for r, own in site.placements.items() for d in range(own.dp)] if all_played else []
         self._stages = [(team, stage) for team in self._teams for stage in range(placements[team[0]].pp)]
         numbers = {each: number for number, each in enumerate(self.site.ranks)}
         self._ranks = [
@@ -95,28 +98,30 @@ class Component:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of the model: one for each class."""
+        """Ranks of the model, one of each class."""
         return self.site.ranks
 
-    def walk(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> Walk:
-        """The component's part of a round of the whole site; `begun` has all of `ranks`."""
+    def play(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> ComponentRound:
+        """Play the component's part of a round of the whole site; `begun`: seconds at which each of `ranks` begins."""
         shape = replace(self._component.part(round_), index=1)
         table, free = list(self._durations(shape, counts)), [begun[rank] for rank in self.ranks]
         seconds = np.concatenate([own for own, _ in table])
-        if len(self._own) == 1:  # it waits for nothing, in whatever order
+        if len(self._own) == 1:  # one rank waits for nothing, in any order
             free[self._own[0]] += float(seconds[seconds > 0].sum())
         else:
-            self._go_through(self._order(round_, shape), seconds, free, shape)
+            self._pass_all(self._order(round_, shape), seconds, free, shape)
         scored, worked = [0.0] * len(free), set[int]()
         for ranks, (own, scores) in zip(self._ranks, table, strict=True):
             worked |= set(ranks) if len(own) else set()
             for rank in ranks if scores else ():
                 scored[rank] += float(own.sum())
         named = {number: rank for number, rank in enumerate(self.ranks) if number in worked}
-        return Walk({rank: free[n] for n, rank in named.items()}, {rank: scored[n] for n, rank in named.items()})
+        return ComponentRound(
+            {rank: free[n] for n, rank in named.items()}, {rank: scored[n] for n, rank in named.items()}
+        )
 
-    def _go_through(self, order: _Order, seconds: Floats, free: list[float], shape: Round) -> None:
-        """The ranks' clocks, `free`, move on."""
+    def _pass_all(self, order: _Order, seconds: Floats, free: list[float], shape: Round) -> None:
+        """Advance the ranks' clocks, `free`."""
         in_order, ready = seconds[order.table[0]], [-np.inf] * order.threads
         live = in_order > VOID
         units = (*order.table[1:, live].tolist(), in_order[live].tolist())
@@ -124,7 +129,7 @@ class Component:
         self._receive(shape, free, ready)
 
     def _receive(self, shape: Round, free: list[float], ready: Sequence[float]) -> None:
-        """The last step's tokens, which a rank takes when it has done all else."""
+        """Receive the last step's tokens, after all other work."""
         first = NOBODY + 1
         for team in self._teams:
             count = count_of(team, shape)
@@ -168,7 +173,7 @@ class Component:
         return _Order(table.astype(np.int32), first)
 
     def _durations(self, shape: Round, counts: Counts) -> Iterator[tuple[Floats, bool]]:
-        """Of each stage's units, [units], in the order of the teams; and whether they score."""
+        """Yield for each stage, in the order of the teams, seconds of its units, [units], and whether they score."""
         for role, d in self._teams:
             pp, count = self.site.placements[role].pp, count_of((role, d), shape)
             batches = shape.prefill[role][d] if count.prefills else ()
@@ -188,7 +193,7 @@ class Component:
         return seconds
 
     def _decode_s(self, stage: int, pp: int, running: Ints) -> Floats:
-        """Of each micro-step, [steps, micro-batches]."""
+        """Seconds of each micro-step, [steps, micro-batches]."""
         line, sample, last = self.costs.decode_at(stage), self.costs.sample, stage == pp - 1
         seconds = line.fixed_s + running * line.per_token_s
         if last:
@@ -201,10 +206,14 @@ class Component:
 
 
 def _pass(
-    units: tuple[list[Any], ...], ranks: Sequence[tuple[int, ...]], free: list[float], ready: list[float], message_s: float
+    units: tuple[list[Any], ...],
+    ranks: Sequence[tuple[int, ...]],
+    free: list[float],
+    ready: list[float],
+    message_s: float,
 ) -> None:
-    """Each of `units` in turn, in columns: stage, threads that it takes and gives, seconds.  The ranks' clocks, `free`, move on,
-    and the threads', `ready`."""
+    """Play `units` (columns: stage, thread waited for, thread passed on, seconds) in turn, and advance the clocks of ranks,
+    `free`, and of threads, `ready`."""
     single = [own[0] for own in ranks]
     shared = any(len(own) > 1 for own in ranks)
     for stage, takes, gives, seconds in zip(*units, strict=True):
@@ -225,11 +234,11 @@ def _pass(
 
 
 def components_of(site: Site, generator: str, costs: Costs) -> Iterator[Component]:
-    """All of a site, each once."""
+    """Yield all components of a site, each once."""
     seen: set[int] = set()
     for rank in site.ranks:
         if rank not in seen:
-            found = Component(site, rank, generator, costs, beside_all=True)
+            found = Component(site, rank, generator, costs, all_played=True)
             for role, replicas in found.replicas.items():
                 seen |= {each for d in replicas for each in site.placements[role].replica_ranks(d)}
             yield found
