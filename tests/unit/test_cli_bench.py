@@ -59,7 +59,7 @@ def test_each_kind_explains_itself(kind: str, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert KINDS[kind].ABOUT.splitlines()[0] in out
     of_runs = {"--steps", "--repeats", "--prompt-tokens", "--trace", "--lognormal"}
-    studies = ("laws", "machine", "real", "recipes", "paper", "scale-study")
+    studies = ("laws", "machine", "real", "paper", "scale-study")
     without = ("decode", "gpu", "seeds", *studies)  # these have no configuration
     options = {"--out"} | (set() if kind in without else of_runs)
     own = {

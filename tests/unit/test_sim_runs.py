@@ -218,26 +218,26 @@ def furthest(config: TrainConfig, costs: StepCosts = COSTS, count: int = 3) -> f
 @pytest.mark.parametrize("mode", ["sequential", "full"])
 @pytest.mark.parametrize(("actor", "scorer"), NEAR)
 @pytest.mark.parametrize("schedule", ["intra", "woven"])
-def test_laps_are_within_two_percent_of_actions(actor: Layout, scorer: Layout | None, schedule: str, mode: str) -> None:
+def test_rounds_are_within_two_percent_of_actions(actor: Layout, scorer: Layout | None, schedule: str, mode: str) -> None:
     config = switched(plain(actor=actor, scorer=scorer, overlap={"schedule": schedule}), mode)
     assert furthest(config) < 0.02
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_laps_are_within_two_percent_of_actions_on_layouts_drawn_at_random(seed: int) -> None:
+def test_rounds_are_within_two_percent_of_actions_on_layouts_drawn_at_random(seed: int) -> None:
     assert furthest(*drawn(seed), count=2) < 0.02
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(6))
-def test_laps_are_within_two_percent_of_actions_on_many_layouts(part: int) -> None:
+def test_rounds_are_within_two_percent_of_actions_on_many_layouts(part: int) -> None:
     found = {seed: furthest(*drawn(seed)) for seed in range(100 + 75 * part, 175 + 75 * part)}
     assert {seed: share for seed, share in found.items() if share >= 0.02} == {}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["sequential", "intra", "woven"])
-def test_laps_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_ranks(schedule: str) -> None:
+def test_rounds_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_ranks(schedule: str) -> None:
     layouts = [each for each in product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8)) if np.prod(each) <= 16]
     for actor in layouts:
         beside = [each for each in ((1, 1, 1), (1, 2, 2), actor) if np.prod(actor) + np.prod(each) <= 16]

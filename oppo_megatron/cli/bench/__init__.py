@@ -20,7 +20,6 @@ from oppo_megatron.cli.bench import (
     planning,
     prices,
     real,
-    recipes,
     scale_study,
     scaling,
     seeds,
@@ -32,7 +31,7 @@ from oppo_megatron.cli.signals import ending_by_signal
 KINDS = {
     "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "fork": fork, "scaling": scaling,
     "overhead": overhead, "planning": planning, "seeds": seeds, "gpu": gpu,
-    "laws": laws, "machine": machine, "prices": prices, "real": real, "recipes": recipes, "paper": paper,
+    "laws": laws, "machine": machine, "prices": prices, "real": real, "paper": paper,
     "scale-study": scale_study,
 }  # fmt: skip
 """Each module has HELP (a line), ABOUT (what its help begins with) and `add_arguments`, which names the function to call."""

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from oppo_megatron.cli.lengths import count
-from oppo_megatron.cli.schedule import EXIT_FAULT
+from oppo_megatron.cli.plan.schedule import EXIT_FAULT
 
 HELP = "processor seconds that a rank of a large run plans, checks and books in a step"
 ABOUT = """Drives one rank's part of the loop's pure half, for rank 0 and for the last rank of each number of ranks, and prints
