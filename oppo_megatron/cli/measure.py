@@ -26,9 +26,8 @@ from oppo_megatron.processes import started
 if TYPE_CHECKING:
     from oppo_megatron.config.model import RuntimeConfig
     from oppo_megatron.config.run import TrainConfig, TrainSettings
-    from oppo_megatron.layout.placing.candidates import Candidate, Machine, Options
-    from oppo_megatron.layout.placing.probe import Run
-    from oppo_megatron.layout.placing.trials import Trial
+    from oppo_megatron.layout.candidates import Candidate, Machine, Options
+    from oppo_megatron.layout.trials import Run, Trial
 
 Tell = Callable[[str], None]
 START = (
@@ -50,8 +49,8 @@ def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
     None if it would have to be measured and `measure` is false.  Raises ConfigError where ranks are there already or the
     run directory holds a finished run, PlacementError where no placement could run.
     """
-    from oppo_megatron.layout.placing.candidates import Candidate, find_candidates
-    from oppo_megatron.layout.placing.probe import fingerprint
+    from oppo_megatron.layout.candidates import Candidate, find_candidates
+    from oppo_megatron.layout.trials import fingerprint
     from oppo_megatron.rundir.directory import RunDirectory
 
     if (config := settings.settled()) is not None:
@@ -80,9 +79,7 @@ def measure_placements(
     Raises PlacementError, and what reading the rows and rewards raises.  `tell` is told the plan of the
     measurement, `tell_runs` the result of each run.
     """
-    from oppo_megatron.layout.placing.choice import choose, to_record
-    from oppo_megatron.layout.placing.probe import fingerprint
-    from oppo_megatron.layout.placing.trials import measure_all
+    from oppo_megatron.layout.trials import choose, fingerprint, measure_all, to_record
     from oppo_megatron.rundir.directory import RunDirectory, write_json
     from oppo_megatron.train.inputs import read_inputs
 
@@ -119,7 +116,7 @@ class Prober:
     def __call__(self, candidate: Candidate, turn: int) -> Run:
         """Raises PlacementError where the run fails, with its reason."""
         from oppo_megatron.config.load import dump_config
-        from oppo_megatron.layout.placing.probe import probe_config, read_run
+        from oppo_megatron.layout.trials import probe_config, read_run
         from oppo_megatron.rundir.directory import RunDirectory
         from oppo_megatron.rundir.metrics_log import read_metrics
 
@@ -157,7 +154,7 @@ def failure(code: int, output: str) -> str:
 
 def this_machine(runtime: RuntimeConfig) -> Machine:
     """The CUDA devices that the run may use, else the cores."""
-    from oppo_megatron.layout.placing.candidates import Machine
+    from oppo_megatron.layout.candidates import Machine
 
     if runtime.device != "cpu" and (devices := cuda_devices()):
         return Machine("cuda", devices)
@@ -208,7 +205,7 @@ def refuse_given_ranks(what: str) -> None:
 
 def read_choice(path: Path, key: str) -> Candidate | None:
     """What was chosen when the same was measured before; None where it was not.  Raises ConfigError for another file."""
-    from oppo_megatron.layout.placing.candidates import Candidate
+    from oppo_megatron.layout.candidates import Candidate
 
     if not path.exists():
         return None
@@ -221,7 +218,7 @@ def read_choice(path: Path, key: str) -> Candidate | None:
 
 def describe_work(settings: TrainSettings, options: Options) -> str:
     """One line: the placements to measure, and those that leave cores idle because of the configured threads."""
-    from oppo_megatron.layout.placing.candidates import auto_settings
+    from oppo_megatron.layout.candidates import auto_settings
 
     names = ", ".join(candidate.name for candidate in options.candidates)
     work = f"measuring {names} on {options.machine}, {auto_settings(settings).steps} steps each"
@@ -237,7 +234,7 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
 
 def describe_options(settings: TrainSettings) -> list[str]:
     """The lines of `--dry-run`, `oppo validate` and `oppo plan schedule`: what would be measured, and what not."""
-    from oppo_megatron.layout.placing.candidates import auto_settings, find_candidates
+    from oppo_megatron.layout.candidates import auto_settings, find_candidates
 
     options, auto = find_candidates(settings, this_machine(settings.runtime)), auto_settings(settings)
     head = (

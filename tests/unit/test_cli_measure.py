@@ -21,10 +21,8 @@ from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.placing.candidates import Machine, find_candidates
-from oppo_megatron.layout.placing.choice import choose, to_record
-from oppo_megatron.layout.placing.probe import Run, fingerprint
-from oppo_megatron.layout.placing.trials import measure_all
+from oppo_megatron.layout.candidates import Machine, find_candidates
+from oppo_megatron.layout.trials import Run, choose, fingerprint, measure_all, to_record
 
 CONFIG = """
 run_dir: run

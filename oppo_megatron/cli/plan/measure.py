@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.cli.measure import AUTO, measure_placements, refuse_given_ranks, this_machine
     from oppo_megatron.cli.run import load_settings
     from oppo_megatron.config.run import TrainSettings
-    from oppo_megatron.layout.placing.candidates import find_candidates
+    from oppo_megatron.layout.candidates import find_candidates
     from oppo_megatron.rundir.directory import RunDirectory
 
     refuse_given_ranks("`oppo plan measure` starts ranks of its own")

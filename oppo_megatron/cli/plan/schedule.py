@@ -186,8 +186,7 @@ def _least(shown: Preview, timeline: Timeline, costs: Costs) -> str:
 
 
 def _draw(timeline: Timeline, faults: list[Fault], title: str, out: Path | None) -> None:
-    from oppo_megatron.schedule.drawing.draw import draw
-    from oppo_megatron.schedule.drawing.render import render
+    from oppo_megatron.schedule.drawing import draw, render
 
     print("\n" + render(timeline, shutil.get_terminal_size(WITHOUT_TERMINAL).columns, faults))
     if out is not None:
