@@ -24,10 +24,10 @@ from oppo_megatron.sim.search.planning import Task
 
 WARM_UP = 3
 """First steps that are not counted, at least."""
-FEW, MANY, MOST_STEPS = 3, 5, 48
-RESPONSES = 512, 2048
+FEW, MANY, MOST_STEPS = 3, 5, 32
+RESPONSES = 256, 1024
 """Counted steps of all plans and of the fastest: enough for these numbers of responses, from FEW or MANY to MOST_STEPS."""
-LONG, MOST_LONG, LONG_RESPONSES = 8, 64, 4096
+LONG, MOST_LONG, LONG_RESPONSES = 8, 32, 2048
 """The same to compare deltas, which train different responses in a step."""
 CHUNKS = (16, 1024)
 GAIN = 0.01
