@@ -21,8 +21,7 @@ INTERRUPTED = (
 """What a run says at the first Ctrl-C."""
 
 EXIT_AGAIN = 76
-"""Exit code of ranks that are to be started again from the last checkpoint, as a guard says or with less at once for want of
-memory: our own launcher does so.  Others see EXIT_REQUEUE."""
+"""Exit code of ranks that a guard wants restarted from the last checkpoint: our own launcher does so, others see EXIT_REQUEUE."""
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a write that finds no place."""
@@ -74,6 +73,10 @@ class WorldError(OppoError, ConnectionError):
 
 class RewardError(OppoError, RuntimeError):
     """A reward could not be computed or is not a finite number.  A failure is never turned into a score."""
+
+
+class PluginError(OppoError, RuntimeError):
+    """A user's function failed, or returned a value that cannot be used."""
 
 
 class SamplingError(OppoError, RuntimeError):

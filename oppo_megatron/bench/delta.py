@@ -50,7 +50,7 @@ def delta_configs(config: TrainConfig, fixed: Sequence[int], rules: Sequence[str
         raise ConfigError("overlap.inter is false: then delta is 0 whatever its rule; set overlap.inter=true")
     delta = config.overlap.delta
     changes: dict[str, dict[str, Any]] = {
-        f"fixed-{size}": {"rule": "fixed", "initial": size, "min": 0, "max": max(size, delta.max)} for size in fixed
+        f"fixed-{size}": {"rule": "fixed", "initial": size, "max": max(size, delta.max)} for size in fixed
     }
     changes |= {rule: {"rule": rule} for rule in rules}
     configs = {}

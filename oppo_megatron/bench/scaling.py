@@ -172,7 +172,7 @@ def with_batch(config: TrainConfig, value: float) -> TrainConfig:
     """Batches of `value` rollouts; delta, which counts groups, keeps its share of them."""
     before, size = config.rollout.batch_size, round(value)
     delta, most = config.overlap.delta, size // config.rollout.group_size
-    scaled = {name: min(most, round(getattr(delta, name) * size / before)) for name in ("initial", "min", "max")}
+    scaled = {name: min(most, round(getattr(delta, name) * size / before)) for name in ("initial", "max")}
     overlap = config.overlap.model_copy(update={"delta": delta.model_copy(update=scaled)})
     rollout = config.rollout.model_copy(update={"batch_size": size})
     return config.model_copy(update={"rollout": rollout, "overlap": overlap})

@@ -218,10 +218,10 @@ def read_choice(path: Path, key: str) -> Candidate | None:
 
 def describe_work(settings: TrainSettings, options: Options) -> str:
     """One line: the placements to measure, and those that leave cores idle because of the configured threads."""
-    from oppo_megatron.layout.candidates import auto_settings
+    from oppo_megatron.layout.trials import MEASURED_STEPS
 
     names = ", ".join(candidate.name for candidate in options.candidates)
-    work = f"measuring {names} on {options.machine}, {auto_settings(settings).steps} steps each"
+    work = f"measuring {names} on {options.machine}, {MEASURED_STEPS} steps each"
     threads, machine = settings.runtime.threads_per_rank, options.machine
     idle = [each.name for each in options.candidates if 0 < each.num_ranks * threads < machine.units]
     if machine.device == "cuda" or not idle:
@@ -233,12 +233,13 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
 
 
 def describe_options(settings: TrainSettings) -> list[str]:
-    """The lines of `--dry-run`, `oppo validate` and `oppo plan schedule`: what would be measured, and what not."""
-    from oppo_megatron.layout.candidates import auto_settings, find_candidates
+    """Return the lines of `--dry-run`, `oppo validate` and `oppo plan schedule`: what would be measured, and what not."""
+    from oppo_megatron.layout.candidates import find_candidates
+    from oppo_megatron.layout.trials import MEASURED_STEPS
 
-    options, auto = find_candidates(settings, this_machine(settings.runtime)), auto_settings(settings)
+    options = find_candidates(settings, this_machine(settings.runtime))
     head = (
-        f"placement.mode auto: before the run `oppo train` would measure these on {options.machine}, {auto.steps} steps each, "
+        f"placement.mode auto: `oppo train` would first measure these on {options.machine}, {MEASURED_STEPS} steps each, "
         "and take the fastest:"
     )
     if len(options.candidates) == 1:

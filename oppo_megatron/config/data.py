@@ -44,15 +44,15 @@ class PromptColumnsConfig(Section):
     """
 
     prompt: str | None = Field(None, description="the prompt: text, or a list of messages")
-    chosen: str | None = Field(
-        None, description="the better answer (`oppo rm`, `oppo dpo`, `oppo kto`); of dialogues, with the prompt before it"
-    )
-    rejected: str | None = Field(None, description="the worse answer, as `chosen`")
 
 
 class ColumnsConfig(PromptColumnsConfig):
     """The columns of a row by their part, answers among them."""
 
+    chosen: str | None = Field(
+        None, description="the better answer (`oppo rm`, `oppo dpo`, `oppo kto`); of dialogues, with the prompt before it"
+    )
+    rejected: str | None = Field(None, description="the worse answer, as `chosen`")
     completion: str | None = Field(None, description="the answer to learn or to judge (`oppo sft`, `oppo kto`)")
     label: str | None = Field(None, description="whether the answer is wanted: true or false, 1 or 0 (`oppo kto`)")
     completions: str | None = Field(None, description="the steps of the answer: a list of texts (`oppo prm`)")

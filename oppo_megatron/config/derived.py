@@ -165,17 +165,15 @@ def best_standard(config: TrainSettings | SupervisedConfig) -> Standard | None:
 
 
 BATCHES_JUDGED = 10
-"""With a filter, and no number of groups given: so many batches' groups may be judged for one."""
+"""Groups that a step with a filter may judge before it has a batch, in batches."""
 
 
 def most_judged(config: TrainConfig) -> int:
-    """Groups that a step may judge without having a batch."""
-    groups = config.rollout.batch_size // config.rollout.group_size
-    given = None if config.filter is None else config.filter.max_groups
-    return BATCHES_JUDGED * groups if given is None else given
+    """Return the number of groups that a step may judge without having a batch."""
+    return BATCHES_JUDGED * (config.rollout.batch_size // config.rollout.group_size)
 
 
-def least_lag(config: TrainConfig, metric: str) -> int:
+def verdict_lag(config: TrainConfig, metric: str) -> int:
     """Periods of the verdict clock that a filter by `metric` waits for beyond the end of a response, at the least.
 
     A reward model reads the last chunk of a response while the next one is decoded, so its scores are there a period later than

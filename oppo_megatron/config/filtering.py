@@ -22,19 +22,6 @@ class FilterConfig(Section):
         description="what a group is judged by: `reward`, the whole sum, or the label of one part of `rewards` (a verifier's "
         "name, say), before its weight; a group is dropped where it is the same for all its responses",
     )
-    lag: Annotated[int | None, Unit("periods")] = Field(
-        None,
-        ge=0,
-        description="a verdict comes into force so many admissions (`overlap.backfill`) after the one at which its response has "
-        "ended: time for a slow service; null: 0, and 1 where the metric needs the reward model",
-    )
-    max_groups: Annotated[int | None, Unit("groups")] = Field(
-        None,
-        ge=1,
-        description="the run ends with an error where a step has judged so many groups and still has no batch; null: ten times "
-        "those of a batch",
-    )
-
 
 class OverlongConfig(Section):
     """Responses near the limit of `rollout.max_response_tokens`, and those cut there."""

@@ -196,17 +196,6 @@ class ActorConfig(TrainedRoleConfig):
     USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-6, 1e-5)
 
 
-class AutoPlacementConfig(Section):
-    """The measurement of `mode: auto`.  A measuring run is a short run of the same configuration."""
-
-    steps: int = Field(3, ge=2, description="PPO steps of a measuring run; the first warms up and does not count")
-    ranks: Annotated[PositiveInt | None, Unit("ranks")] = Field(
-        None,
-        description="largest number of ranks of a placement; null: the CUDA devices, or the cores divided by a "
-        "rank's threads",
-    )
-
-
 class PlacementSettings(Section):
     """The ranks of the roles that name no ranks of their own."""
 
@@ -224,14 +213,12 @@ class PlacementSettings(Section):
         description="ranks and layout of the reference: the scorers', or the actor's, which pays if a large reward "
         "model keeps the scorers busy",
     )
-    auto: AutoPlacementConfig | None = Field(None, description="the measurement of `auto`; null: its defaults")
 
 
 class PlacementConfig(PlacementSettings):
     """A settled placement, not `auto`; runs are built on it."""
 
     mode: PlacementMode = Field("disaggregated", description="as written, or as measured")
-    auto: None = Field(None, exclude=True, description="nothing is left to measure")
 
 
 LEAST_MEETING_S = 60.0

@@ -6,9 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.base import ImportPath, Section, Unit
 
 USUAL_CHUNKS = (16, 32, 64)
+SEARCH_STEPS = 50
+"""Steps from one search for the fastest chunk size to the next."""
 
 
 class ChunkConfig(Section):
@@ -19,7 +21,6 @@ class ChunkConfig(Section):
         True,
         description="search for the fastest size among these, and the current one; true: [16, 32, 64]; false: stay at `tokens`",
     )
-    period: Annotated[int, Unit("steps")] = Field(50, ge=1, description="steps from one search to the next")
 
     @property
     def candidates(self) -> list[int]:
@@ -30,22 +31,15 @@ class ChunkConfig(Section):
 class DeltaConfig(Section):
     """The number of prompts decoded beyond the batch (the paper's delta)."""
 
-    rule: Literal["eq4", "algorithm1", "eq4_literal", "measured", "fixed"] = Field(
-        "eq4", description="rule that changes delta; see docs/algorithm.md"
+    rule: Literal["eq4", "algorithm1", "eq4_literal", "measured", "fixed"] | ImportPath = Field(
+        "eq4", description="rule that changes delta (docs/algorithm.md), or your own function (docs/extending.md)"
     )
     initial: Annotated[int, Unit("prompts")] = Field(4, ge=0, description="delta of the first step")
-    min: Annotated[int, Unit("prompts")] = Field(0, ge=0, description="smallest delta")
     max: Annotated[int, Unit("prompts")] = Field(
         8, ge=0, description="largest delta; at most the prompts of `max_staleness` batches"
     )
     window: Annotated[int, Unit("steps")] = Field(
         5, ge=1, description="steps averaged by the rule (W or w in the paper)"
-    )
-    change: Annotated[list[PositiveInt], Unit("prompts")] = Field(
-        default=[1, 1],
-        min_length=2,
-        max_length=2,
-        description="[delta_inc, delta_dec] of eq. 4; `measured` grows and shrinks by them too",
     )
 
 
@@ -67,10 +61,11 @@ class OverlapConfig(CarryConfig):
 
     intra: bool = Field(True, description="stream chunks to the scorers while the actor decodes")
     inter: bool = Field(True, description="overcommit delta prompts and carry unfinished rollouts to the next step")
-    schedule: Literal["auto", "intra", "woven"] = Field(
+    schedule: Literal["auto", "intra", "woven"] | ImportPath = Field(
         "auto",
         description="schedule of a round with `intra`: on ranks that score and decode, scoring comes before decoding, "
-        "or is woven into the bubbles of the decode pipeline; auto: woven if some rank does both",
+        "or is woven into the bubbles of the decode pipeline; auto: woven if some rank does both; or your own function "
+        "(docs/extending.md)",
     )
     weave: Annotated[list[PositiveInt | Literal["auto"]], Unit("micro-batches, tokens")] = Field(
         default=["auto", "auto"],
@@ -80,12 +75,6 @@ class OverlapConfig(CarryConfig):
         "replica, and the most tokens of a scorer's prefill micro-batch; auto: by the measured times of the stages. "
         "The choice decides which sequences are computed together, hence rounding: a run that must repeat to the bit "
         "fixes both",
-    )
-    critic_reads: Literal["sure", "likely", "all"] = Field(
-        "likely",
-        description="rollouts that the critic scores before a batch is complete: those certain to be in it (sure); "
-        "all, as long as the unfinished ones are more likely than not to be in it (likely); or all. Values of a "
-        "carried rollout are lost with the critic's update",
     )
     backfill: Annotated[bool | PositiveInt, Unit("decode steps")] = Field(
         False,

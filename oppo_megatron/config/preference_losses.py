@@ -9,28 +9,32 @@ from pydantic import Field
 from oppo_megatron.config.base import Section, Unit
 
 
-class DPOLossConfig(Section):
-    """The loss of a pair (docs/preferences.md has the formulas)."""
+class PairLossConfig(Section):
+    """The loss of a pair of responses (preset online_dpo; docs/preferences.md has the formulas)."""
 
-    loss: Literal["sigmoid", "robust", "hinge", "ipo"] = Field(
-        "sigmoid", description="loss of a pair's margin: DPO, robust DPO, SLiC's hinge, IPO"
-    )
+    loss: Literal["sigmoid", "hinge", "ipo"] = Field("sigmoid", description="loss of a pair's margin: DPO, SLiC's hinge, IPO")
     beta: Annotated[float, Unit("")] = Field(
-        0.1, gt=0, description="factor of the margin; the larger, the nearer the model stays to the reference"
+        0.1, gt=0, description="factor of the margin; a larger one keeps the model nearer to the reference"
+    )
+
+
+class DPOLossConfig(PairLossConfig):
+    """The loss of a chosen and a rejected answer (docs/preferences.md has the formulas)."""
+
+    loss: Literal["sigmoid", "robust", "hinge", "ipo"] = Field(  # type: ignore[assignment]
+        "sigmoid", description="loss of a pair's margin: DPO, robust DPO, SLiC's hinge, IPO"
     )
     label_smoothing: Annotated[float, Unit("share of the pairs")] = Field(
         0.0,
         ge=0,
         lt=0.5,
-        description="share of pairs that are taken to be the wrong way round: conservative DPO with sigmoid, unbiased "
-        "with robust",
+        description="assumed share of pairs with the wrong order: conservative DPO with sigmoid, unbiased with robust",
     )
     average: bool = Field(
-        False,
-        description="margins of the mean log-prob a token in place of the sum, so that long answers weigh no more than short",
+        False, description="compare mean log-probs per token in place of sums, so that long answers weigh no more than short"
     )
     nll: Annotated[float, Unit("factor")] = Field(
-        0.0, ge=0, description="factor of a second term: the chosen answer's negative log-prob, by its mean a token"
+        0.0, ge=0, description="factor of a second term: the chosen answer's mean negative log-prob per token"
     )
 
 

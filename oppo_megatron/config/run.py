@@ -49,7 +49,7 @@ from oppo_megatron.config.model import (
 )
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
-from oppo_megatron.config.preference_losses import DPOLossConfig
+from oppo_megatron.config.preference_losses import PairLossConfig
 from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
 from oppo_megatron.config.settling import SettleConfig
 
@@ -166,7 +166,7 @@ class TrainSettings(RunConfig):
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     ppo: PPOConfig = PPOConfig()
-    dpo: DPOLossConfig | None = Field(None, description="the loss of a pair of responses; default: DPO's with preset "
+    dpo: PairLossConfig | None = Field(None, description="the loss of a pair of responses; default: DPO's with preset "
     "online_dpo, an error with others")
     overlong: OverlongConfig = OverlongConfig()
     overlap: OverlapConfig = OverlapConfig()
@@ -242,7 +242,7 @@ class TrainSettings(RunConfig):
         """The configuration with its placement settled; None if the placement is still to be measured."""
         if self.placement.mode == "auto":
             return None
-        return self.with_placement(PlacementConfig(**self.placement.model_dump(exclude={"auto"})))
+        return self.with_placement(PlacementConfig(**self.placement.model_dump()))
 
     def with_placement(self, placement: PlacementConfig) -> TrainConfig:
         return TrainConfig.model_validate(self.model_dump() | {"placement": placement.model_dump()})

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from oppo_megatron.config.overlap import ChunkConfig
+from oppo_megatron.config.overlap import SEARCH_STEPS, ChunkConfig
 from oppo_megatron.records import Decision
 
 NANOSECOND = 1e-9
@@ -129,9 +129,9 @@ class ChunkTuner:
     limit in tokens: a chunk cannot be longer.  A step that decoded nothing says nothing: its candidate is tried again.
     """
 
-    def __init__(self, config: ChunkConfig, longest: int, trials: int = TRIALS):
+    def __init__(self, config: ChunkConfig, longest: int, trials: int = TRIALS, period: int = SEARCH_STEPS):
         assert longest >= 1, f"the response limit must be at least 1 token, not {longest}"
-        self._config, self._longest, self._trials = config, longest, trials
+        self._config, self._longest, self._trials, self._period = config, longest, trials, period
         self._settled = min(config.tokens, longest)
         self._steps_to_search = 1
         self._search: Search | None = None
@@ -173,7 +173,7 @@ class ChunkTuner:
         return self._start()
 
     def _start(self) -> str:
-        self._steps_to_search = self._config.period
+        self._steps_to_search = self._period
         sizes = candidates(self._config, self._settled, self._longest)
         if len(sizes) == 1:
             return f"chunk stays {self._settled}: no other candidate within the response limit of {self._longest}"

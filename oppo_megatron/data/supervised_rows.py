@@ -1,15 +1,17 @@
-"""Token rows for `oppo sft` (prompt, completion), `oppo rm` (prompt, chosen, rejected) and `oppo prm` (prompt, steps, labels),
-and the order of their batches.
-"""
+"""Token rows for `oppo sft`, `rm`, `prm`, `dpo` and `kto`: reading, drawing the held-out ones, and the order of batches."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from oppo_megatron.config.data import DataConfig
-from oppo_megatron.data.examples import Example, read_completions, read_pairs, read_steps
+from oppo_megatron.config.evaluation import HeldoutConfig
+from oppo_megatron.data.examples import Example, is_unequal, read_completions, read_marked, read_pairs, read_steps
 from oppo_megatron.data.prompt_tokens import encode_answers, encode_prompt, end_of_prompt
 from oppo_megatron.data.prompts import epoch_order
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
@@ -19,6 +21,8 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.token_text import StepEnds
 
 LongRows = Literal["error", "truncate", "quarantine"]
+RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
+Tokenized = list[tuple[Example, list[list[int]]]]
 
 
 class Completion(NamedTuple):
@@ -39,7 +43,7 @@ class Pair(NamedTuple):
 class Steps(NamedTuple):
     """Token ids of one answer in steps, which ends with EOS unless cut.
 
-    `ends`: the last tokens of the steps that have labels, by their places in the completion; `labels` from 0 to 1.
+    `ends`: places in the completion of the last tokens of the labelled steps; `labels` from 0 to 1.
     """
 
     prompt: list[int]
@@ -48,31 +52,160 @@ class Steps(NamedTuple):
     labels: list[float]
 
 
+class Marked(NamedTuple):
+    """Token ids of a completion; `wanted` is [1] or [0], a list like every part of a row."""
+
+    prompt: list[int]
+    completion: list[int]
+    wanted: list[int]
+
+
+class _Loader:
+    """Tokenizes the examples of one data set and gathers its refused rows.
+
+    `max_tokens` bounds prompt + longest answer, EOS counted; `long_rows` decides about longer rows.
+    """
+
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, max_tokens: int, long_rows: LongRows, quarantine: Quarantine
+    ):
+        self._config, self._tokenizer, self._max_tokens, self._long_rows = config, tokenizer, max_tokens, long_rows
+        self._quarantine, self._is_first = quarantine, not quarantine.first
+        self.problems = RowProblems(quarantine)
+
+    def tokenize(self, examples: Sequence[Example]) -> Tokenized:
+        """The usable examples with the tokens of prompt and answers.  Raises DataError if none is left."""
+        each = ((example, self.tokenize_one(example)) for example in examples)
+        tokenized = [(example, parts) for example, parts in each if parts is not None]
+        self.require_some(tokenized)
+        return tokenized
+
+    def tokenize_one(self, example: Example) -> list[list[int]] | None:
+        """Prompt and answers; None if the row is refused."""
+        tokenizer, row, max_tokens = self._tokenizer, example.row, self._max_tokens
+        self._quarantine.progress(f"{row.file}: row {row.index + 1} is tokenized")
+        prompt, *answers = encode_answers(tokenizer, example.prompt, example.answers)
+        if prompt != encode_prompt(tokenizer, example.prompt):
+            self._quarantine.note(
+                f"{row.file}: in some rows a token holds the end of the prompt and the beginning of the answer, so a policy that "
+                "is given the prompt alone reads other tokens; let answers begin with the white space that prompts end with"
+            )
+        answers = [_ended(answer, tokenizer) for answer in answers]
+        longest = max(len(answer) for answer in answers)
+        if not prompt:
+            self.refuse(example, "the prompt has no token")
+            return None
+        if len(prompt) + longest <= max_tokens:
+            return [prompt, *answers]
+        if self._long_rows != "truncate":
+            reason = f"prompt and answer have {len(prompt) + longest} tokens, more than max_tokens={max_tokens}"
+            self.problems.report(row.file, row.line, reason, self._long_rows, setting="data.long_rows")
+            return None
+        # The prompt's beginning is cut, to no less than half of `max_tokens`; then the answers' ends, and their EOS.
+        room = max(max_tokens - longest, max_tokens // 2)
+        prompt = end_of_prompt(tokenizer, prompt, room) if room < len(prompt) else prompt
+        return [prompt, *(answer[: max_tokens - len(prompt)] for answer in answers)]
+
+    def refuse(self, example: Example, reason: str, once: bool | str = False) -> None:
+        """Refuse a row under `bad_rows`; see `RowProblems.report`."""
+        self.problems.report(example.row.file, example.row.line, reason, self._config.bad_rows, once=once)
+
+    def require_some(self, rows: Sequence[Any]) -> None:
+        require_some(len(rows), self._config, self.problems)
+
+    def show_first(self, row: Completion | Pair, texts: Mapping[str, str] | None = None, **more: str) -> None:
+        """Record the first row as it is trained: texts that are its very tokens, else the tokens decoded.
+
+        The row may have been cut, at its length or after its EOS; `texts` may belong to a row that was set aside.
+        """
+        if not self._is_first:
+            return
+        texts, parts = texts or self._quarantine.first, row._asdict()
+        answers = [texts[part] for part in parts if part != "prompt"]
+        known = dict(zip(parts, encode_answers(self._tokenizer, texts["prompt"], answers), strict=True))
+        eos = self._tokenizer.eos_id
+        self._quarantine.first = {
+            part: texts[part] if ids in (known[part], [*known[part], eos]) else self._tokenizer.decode(ids)
+            for part, ids in parts.items()
+        } | more
+
+
+def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+    """`tokens` with one EOS at the end, added if there is none; white space that a chat template writes after it is dropped."""
+    last = max((place for place, token in enumerate(tokens) if token in tokenizer.eos_ids), default=None)
+    if last is not None and not tokenizer.decode(tokens[last + 1 :]).strip():
+        return tokens[: last + 1]
+    return [*tokens, tokenizer.eos_id]
+
+
 def load_completions(
     config: DataConfig, tokenizer: Tokenizer, *, max_tokens: int, long_rows: LongRows, quarantine: Quarantine
 ) -> list[Completion]:
-    """Rows for SFT.  `max_tokens` bounds prompt + completion (EOS counted); `long_rows` says what becomes of longer
-    ones.
-
-    Raises `DataError` with every refused row at once, or if no row is left.
-    """
-    problems, is_first = RowProblems(quarantine), not quarantine.first
-    examples = read_completions(config, tokenizer, problems)
-    rows = [Completion(*parts) for _, parts in tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
-    if is_first:
-        quarantine.first = as_trained(quarantine.first, rows[0], tokenizer)
+    """Rows for SFT.  Raises DataError with every refused row at once, or if no row is left."""
+    loader = _Loader(config, tokenizer, max_tokens, long_rows, quarantine)
+    tokenized = loader.tokenize(read_completions(config, tokenizer, loader.problems))
+    rows = [Completion(*parts) for _, parts in tokenized]
+    loader.show_first(rows[0])
     return rows
 
 
 def load_pairs(
     config: DataConfig, tokenizer: Tokenizer, *, max_tokens: int, long_rows: LongRows, quarantine: Quarantine
 ) -> list[Pair]:
-    """Rows for the reward model; `max_tokens` bounds prompt + the longer answer.  Otherwise as `load_completions`."""
-    problems, is_first = RowProblems(quarantine), not quarantine.first
-    examples = read_pairs(config, tokenizer, problems)
-    rows = [Pair(*parts) for _, parts in tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
-    if is_first:
-        quarantine.first = as_trained(quarantine.first, rows[0], tokenizer)
+    """Rows for the reward model.  Raises DataError as `load_completions`."""
+    loader = _Loader(config, tokenizer, max_tokens, long_rows, quarantine)
+    rows = [Pair(*parts) for _, parts in loader.tokenize(read_pairs(config, tokenizer, loader.problems))]
+    loader.show_first(rows[0])
+    return rows
+
+
+def load_unequal_pairs(
+    config: DataConfig, tokenizer: Tokenizer, *, max_tokens: int, long_rows: LongRows, quarantine: Quarantine
+) -> list[Pair]:
+    """Rows for DPO: pairs whose answers differ, because the margin of equal ones is always 0.
+
+    Raises DataError as `load_completions`.
+    """
+    loader = _Loader(config, tokenizer, max_tokens, long_rows, quarantine)
+    problems, cut = loader.problems, f" once they are cut to max_tokens={max_tokens}"
+    examples = [each for each in read_pairs(config, tokenizer, problems) if is_unequal(each, each.answers, config, problems)]
+    rows = [
+        Pair(*parts)
+        for example, parts in loader.tokenize(examples)
+        if is_unequal(example, parts[1:], config, problems, cut)
+    ]
+    loader.require_some(rows)
+    loader.show_first(rows[0])
+    return rows
+
+
+def load_marked(
+    config: DataConfig, tokenizer: Tokenizer, *, max_tokens: int, long_rows: LongRows, quarantine: Quarantine
+) -> list[Marked]:
+    """Rows for KTO: completions with a label, or pairs, each of which gives two rows, the chosen answer wanted.
+
+    Raises DataError as `load_completions`, and if no column holds labels or all rows are of one kind.
+    """
+    loader = _Loader(config, tokenizer, max_tokens, long_rows, quarantine)
+    marked = read_marked(config, tokenizer, loader.problems)
+    wanted = {id(example): mark for example, mark in marked}
+    tokenized = loader.tokenize([example for example, _ in marked])
+    rows = [Marked(prompt, answer, [int(wanted[id(example)])]) for example, (prompt, answer) in tokenized]
+    first = tokenized[0][0]
+    texts = {"prompt": first.prompt, "completion": first.answers[0]}
+    label = "wanted" if rows[0].wanted[0] else "unwanted"
+    loader.show_first(Completion(rows[0].prompt, rows[0].completion), texts, label=label)
+    num_wanted = sum(row.wanted[0] for row in rows)
+    if num_wanted in (0, len(rows)):
+        kind = "wanted" if num_wanted else "unwanted"
+        raise DataError(
+            f"all {len(rows)} rows are {kind}: KTO learns from both; give rows of both kinds, or fine-tune on wanted ones with "
+            "`oppo sft`"
+        )
+    quarantine.note(f"{num_wanted} of {len(rows)} completions are wanted, {len(rows) - num_wanted} are not")
+    kinds = [{(*row.prompt, -1, *row.completion) for row in rows if row.wanted[0] == kind} for kind in (0, 1)]
+    if both := len(kinds[0] & kinds[1]):
+        quarantine.note(f"{both} completions are wanted in one row and unwanted in another")
     return rows
 
 
@@ -85,130 +218,90 @@ def load_steps(
     long_rows: LongRows,
     quarantine: Quarantine,
 ) -> list[Steps]:
-    """Rows for the process reward model: the steps joined by the separator and tokenized as one text, as a policy writes it.
+    """Rows for the process reward model: steps joined by the separator and tokenized as one text, as a policy writes it.
 
-    A row whose text has another number of steps than labels is refused.  Otherwise as `load_completions`; ConfigError for a
-    separator that no answer can have.
+    A row whose text has another number of steps than labels is refused.  Raises DataError as `load_completions`, and
+    ConfigError for a separator that no answer can have.
     """
     require_stop_texts([separator], tokenizer, "separator")
-    problems, is_first = RowProblems(quarantine), not quarantine.first
+    loader = _Loader(config, tokenizer, max_tokens, long_rows, quarantine)
     step_ends = StepEnds(separator, tokenizer.decode)
     rows: list[Steps] = []
-    for example, labels in read_steps(config, tokenizer, problems, separator):
-        tokenized = _tokenize_one(example, config, tokenizer, max_tokens, long_rows, problems)
-        if tokenized is None:
+    for example, labels in read_steps(config, tokenizer, loader.problems, separator):
+        if (parts := loader.tokenize_one(example)) is None:
             continue
-        prompt, completion = tokenized
+        prompt, completion = parts
         is_cut = completion[-1] not in tokenizer.eos_ids
         ends = step_ends.of(encode_answers(tokenizer, example.prompt, example.answers)[1] if is_cut else completion)
         kept = [(end, label) for end, label in zip(ends, labels, strict=False) if label is not None and end < len(completion)]
         if len(ends) != len(labels):
-            reason = _miscounted(len(ends), len(labels), separator)
-            problems.report(example.row.file, example.row.line, reason, config.bad_rows, once="by the separator")
+            loader.refuse(
+                example,
+                f"the text has {len(ends)} steps by the separator {separator!r}, but the row has {len(labels)}: a step has the "
+                "separator within it, or a token holds several steps; split the step, or set another separator",
+                once="by the separator",
+            )
         elif not kept:
-            reason = f"no step with a label ends within max_tokens={max_tokens}"
-            problems.report(example.row.file, example.row.line, reason, config.bad_rows)
+            loader.refuse(example, f"no step with a label ends within max_tokens={max_tokens}")
         else:
             rows.append(Steps(prompt, completion, [end for end, _ in kept], [label for _, label in kept]))
-    require_some(len(rows), config, problems)
-    if is_first:
-        quarantine.first = as_trained(quarantine.first, Completion(*rows[0][:2]), tokenizer)
+    loader.require_some(rows)
+    loader.show_first(Completion(*rows[0][:2]))
     return rows
 
 
-def _miscounted(found: int, labelled: int, separator: str) -> str:
-    return (
-        f"the text has {found} steps by the separator {separator!r}, but the row has {labelled}: a step has the separator within "
-        "it, or a token holds several steps; split the step, or set another separator"
-    )
-
-
-def tokenize(
-    examples: Sequence[Example],
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    max_tokens: int,
-    long_rows: LongRows,
-    problems: RowProblems,
-) -> list[tuple[Example, list[list[int]]]]:
-    """The examples that can be used, each with the tokens of its prompt and answers.  Raises DataError as `load_completions`."""
-    each = ((example, _tokenize_one(example, config, tokenizer, max_tokens, long_rows, problems)) for example in examples)
-    tokenized = [(example, parts) for example, parts in each if parts is not None]
-    require_some(len(tokenized), config, problems)
-    return tokenized
-
-
-def _tokenize_one(
-    example: Example,
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    max_tokens: int,
-    long_rows: LongRows,
-    problems: RowProblems,
-) -> list[list[int]] | None:
-    """Prompt and answers; None if the row is refused, which `problems` hears of."""
-    problems.quarantine.progress(f"{example.row.file}: row {example.row.index + 1} is tokenized")
-    prompt, *answers = encode_answers(tokenizer, example.prompt, example.answers)
-    if prompt != encode_prompt(tokenizer, example.prompt):
-        problems.quarantine.note(
-            f"{example.row.file}: in some rows a token holds the end of the prompt and the beginning of the answer, so a policy "
-            "that is asked with the prompt alone reads other tokens; let answers begin with the white space that prompts end with"
-        )
-    answers = [_ended(answer, tokenizer) for answer in answers]
-    num_tokens = len(prompt) + max(len(answer) for answer in answers)
-    if not prompt:
-        problems.report(example.row.file, example.row.line, "the prompt has no token", config.bad_rows)
-        return None
-    if num_tokens <= max_tokens:
-        return [prompt, *answers]
-    if long_rows == "truncate":
-        return _cut(tokenizer, prompt, answers, max_tokens)
-    reason = f"prompt and answer have {num_tokens} tokens, more than max_tokens={max_tokens}"
-    problems.report(example.row.file, example.row.line, reason, long_rows, setting="data.long_rows")
-    return None
-
-
-def as_trained(texts: Mapping[str, str], row: Completion | Pair, tokenizer: Tokenizer) -> dict[str, str]:
-    """The parts of `row` as text: those of `texts` that are its very tokens, the others read back from them.
-
-    A row may have been cut, at its length or after its EOS, and `texts` may be of one that was set aside.
-    """
-
-    parts = row._asdict()
-    prompt, *answers = encode_answers(tokenizer, texts["prompt"], [texts[part] for part in parts if part != "prompt"])
-    known = dict(zip(parts, [prompt, *answers], strict=True))
-    return {
-        part: texts[part] if ids in (known[part], [*known[part], tokenizer.eos_id]) else tokenizer.decode(ids)
-        for part, ids in parts.items()
-    }
-
-
-def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """`tokens` with one EOS at the end, the tokenizer's where they have none.
-
-    What a chat template writes after its own EOS (a newline) is left out.
-    """
-    last = max((place for place, token in enumerate(tokens) if token in tokenizer.eos_ids), default=None)
-    if last is not None and not tokenizer.decode(tokens[last + 1 :]).strip():
-        return tokens[: last + 1]
-    return [*tokens, tokenizer.eos_id]
-
-
-def _cut(tokenizer: Tokenizer, prompt: list[int], answers: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Cut the prompt's beginning, to no less than half of `max_tokens`; then the answers' ends, and their EOS."""
-    longest = max(len(answer) for answer in answers)
-    room = max(max_tokens - longest, max_tokens // 2)
-    prompt = end_of_prompt(tokenizer, prompt, room) if room < len(prompt) else prompt
-    return [prompt, *(answer[: max_tokens - len(prompt)] for answer in answers)]
-
-
 def num_duplicates(rows: Sequence[Any]) -> int:
-    """Completions or pairs whose tokens an earlier one has too."""
+    """Number of rows whose tokens an earlier row has too."""
     return len(rows) - len({tuple(tuple(part) for part in row) for row in rows})
 
 
+def read_heldout(
+    evaluation: HeldoutConfig | None, seed: int, rows: list[RowT], read: Callable[[DataConfig], list[RowT]]
+) -> tuple[list[RowT], list[RowT]]:
+    """(rows to train on, rows held out): a fraction of `rows`, or files of their own, read by `read`.  Raises DataError."""
+    if evaluation is None:
+        return rows, []
+    if evaluation.data is not None:
+        return rows, read(evaluation.data)
+    assert evaluation.fraction is not None, "the cross-checks require one of both"
+    return split_rows(rows, evaluation.fraction, seed)
+
+
+def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[RowT], list[RowT]]:
+    """(rows to train on, rows held out), each in the order of `rows`.
+
+    Rows of one prompt (their first part) stay together, so that no held-out prompt is trained on.  Prompts are drawn by
+    a hash of prompt and seed until `fraction` of the rows, rounded and at least one, is reached; a prompt with more rows than
+    are still wanted is skipped.  Raises DataError if either side is empty.
+    """
+    by_prompt: dict[bytes, list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        by_prompt[hashlib.sha256(array("q", [seed, *row[0]]).tobytes()).digest()].append(place)
+    wanted = max(1, round(fraction * len(rows)))
+    held: set[int] = set()
+    for _, places in sorted(by_prompt.items()):
+        if len(held) + len(places) <= wanted:
+            held.update(places)
+    if not held or len(held) == len(rows):
+        raise DataError(
+            f"evaluation.fraction is {fraction}, which of {len(rows)} rows with {len(by_prompt)} different prompts holds out "
+            f"{len(held)}: rows of one prompt stay together, and both sides need some; name files of held-out rows with "
+            "evaluation.data, or give more rows"
+        )
+    return [row for place, row in enumerate(rows) if place not in held], [rows[place] for place in sorted(held)]
+
+
+def describe_seen(held: Iterable[Sequence[int]], trained: Iterable[Sequence[int]]) -> list[str]:
+    """A line if held-out prompts, given as tokens, are trained on, too."""
+    ours, theirs = list(map(tuple, held)), set(map(tuple, trained))
+    seen = sum(prompt in theirs for prompt in ours)
+    if not seen:
+        return []
+    return [f"{seen} of {len(ours)} held-out prompts are trained on, too: their figures say little about other prompts"]
+
+
 class Passed(NamedTuple):
-    """How far a run is: steps made, and rows that they have taken, each as often as it was."""
+    """Steps that a run has made, and rows that they have used, counted each time."""
 
     steps: int = 0
     rows: int = 0
@@ -223,7 +316,7 @@ BEGINNING = Passed()
 def num_batches(
     num_rows: int, batch_size: int, epochs: float, max_steps: int | None, passed: Passed = BEGINNING
 ) -> int:
-    """Steps of the whole run: those made, and the batches that `batches` gives from there."""
+    """Steps of the whole run: those made, and the batches that `batches` yields from there."""
     left = max(0, math.ceil(epochs * num_rows) - passed.rows)
     steps = passed.steps + math.ceil(left / batch_size)
     return steps if max_steps is None else min(steps, max_steps)
@@ -238,9 +331,9 @@ def batches(
     shuffle: bool = True,
     passed: Passed = BEGINNING,
 ) -> Iterator[list[int]]:
-    """Row indices of each optimizer step from `passed` on.
+    """Row indices of each optimizer step after `passed`.
 
-    The epochs' permutations follow each other without a gap, so every batch is full but the last.  A fraction of an
+    The epochs' permutations follow each other without a gap, so only the last batch may be smaller.  A fraction of an
     epoch is the beginning of its permutation.
     """
     if num_rows < 1:

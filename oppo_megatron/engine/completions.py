@@ -12,7 +12,6 @@ from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.records import Prompt, Rollout
 
 ROUND_STEPS = 64
@@ -36,18 +35,15 @@ class PromptDecoder:
         stopping: Stopping,
         kv_budget_bytes: int | None = None,
         round_steps: int = ROUND_STEPS,
-        memory_limits: MemoryLimits | None = None,
         activity: Activity | None = None,
     ):
         """`num_slots`: sequences that a replica decodes at once, where `kv_budget_bytes` (None: no limit) holds as many.
 
-        `round_steps`: decode steps after which prompts may take the places of those that have ended.  `memory_limits`: what there
-        is memory for at once, as far as the caller knows.
+        `round_steps`: decode steps after which prompts may take the places of those that have ended.
         """
         self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
         self._num_slots, self._kv_budget_bytes = num_slots, kv_budget_bytes
         self.sampling, self.stopping, self.round_steps = sampling, stopping, round_steps
-        self._memory_limits = memory_limits
         self._rounds: RoundRunner | None = None
         self._clock = 0
 
@@ -100,7 +96,6 @@ class PromptDecoder:
             micro_batch_tokens=runtime.micro_batch_tokens,
             timeout_s=runtime.timeout_s,
             sync_steps=runtime.sync_steps(cache.device.type),
-            memory_limits=self._memory_limits,
             activity=self._activity,
         )
 

@@ -22,8 +22,7 @@ class DecodeRound:
 
     `local`: this rank's knowledge of the batch's completion within the round; `stop`: the signal that the merge uses.
     The rest is by micro-batch: `lanes` are its running sequences, `steps` its decode steps, `ended` its first void step,
-    `hidden` what the stage gave last, `drawn` the tokens of its last step, `tables` those of a step that was made in
-    splits, `by_step` micro-batches that are left to the host for the rest of the round.
+    `hidden` the stage's last output, `drawn` the tokens of its last step.
     """
 
     work: ReplicaWork
@@ -42,8 +41,6 @@ class DecodeRound:
     ended: dict[int, int] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     drawn: dict[int, Drawn] = field(default_factory=dict)
-    tables: dict[int, Drawn] = field(default_factory=dict)
-    by_step: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.lanes = [[self.growing[g.seq_id] for g in batch] for batch in self.work.decode]

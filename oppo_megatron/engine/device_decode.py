@@ -110,11 +110,6 @@ class DeviceLane:
         drawn_K4R = self._drawn_4KM[:, : self._done, : len(self._rows)].permute(1, 0, 2).tolist()
         return drawn_K4R
 
-    def give_up(self) -> list[list[list[float]]]:
-        """A step, or the loading of rows, could not be done: what the window's steps before it have drawn, as `read` says it."""
-        self._window = self._done
-        return self.read() if self._done else []
-
     def _state(self, row: Row, length: int) -> tuple[int, ...]:
         """Token, cached length, position, limit, the state of its random numbers, 64 bits, and 1 where it is greedy."""
         chain, greedy = row_state(self._sampling.seed, row.seq_id), self._sampling.members.is_greedy(row.seq_id)

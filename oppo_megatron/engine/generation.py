@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,11 +25,10 @@ from torch import Tensor
 from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows
 from oppo_megatron.engine.decode_round import DecodeRound
 from oppo_megatron.engine.device_decode import DeviceLane, Row
-from oppo_megatron.engine.growing import Drawn, Growing, beside, joined
+from oppo_megatron.engine.growing import Drawn, Growing
 from oppo_megatron.engine.row_exchange import gather_rows
 from oppo_megatron.engine.row_words import DRAWN
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
-from oppo_megatron.engine.splits import by_rows, obstacle, prefill
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import ChunkOutlet
 from oppo_megatron.engine.taking_up import TakenUp
@@ -39,15 +36,12 @@ from oppo_megatron.mcore.cuda_graphs import CapturedSteps, run_eagerly
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import Done, MemoryLimits, attempt
+from oppo_megatron.mcore.out_of_memory import memory_for, too_many_sequences, too_many_tokens
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.book import ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal
-from oppo_megatron.schedule.rounds import Batch
-
-ResultT = TypeVar("ResultT")
 
 
 class DecodeWorker:
@@ -62,16 +56,13 @@ class DecodeWorker:
         stopping: Stopping,
         outlet: ChunkOutlet | None = None,
         sync_steps: int = 1,
-        memory_limits: MemoryLimits | None = None,
     ):
         """`outlet` makes the messages for ranks without the actor, on the rank that sends them.
 
         Drawn tokens are read once in `sync_steps` micro-steps, where the model has a single pipeline stage; else in each.
-        `memory_limits` bound the work that this rank prefills and decodes at once, if memory does not suffice for the plan.
         """
         self.model, self.cache, self.outlet = model, cache, outlet
         self.sampling, self.stopping = sampling, stopping
-        self.memory_limits = memory_limits or MemoryLimits()
         self._weight = next(model.parameters())
         self._sync_steps = sync_steps if model.groups.pp == 1 else 1
         self._resident: dict[int, DeviceLane] = {}  # by micro-batch
@@ -137,11 +128,12 @@ class DecodeWorker:
         if action.op is Op.GATHER:
             self._gather()
             return 0
-        if action.op is Op.PREFILL:
-            return self._prefill_step(action.micro_batch)
-        if action.op is Op.DECODE:
-            return self._decode_step(action) if self._sync_steps == 1 else self._device_step(action)
-        return self._sample(action) if self._sync_steps == 1 else self._read(action)
+        with memory_for(lambda: self._exhausted(action)):
+            if action.op is Op.PREFILL:
+                return self._prefill(action.micro_batch)
+            if action.op is Op.DECODE:
+                return self._decode(action) if self._sync_steps == 1 else self._start_step(action)
+            return self._sample(action) if self._sync_steps == 1 else self._read(action)
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
         if action.payload is Payload.CHUNK:
@@ -180,108 +172,54 @@ class DecodeWorker:
             self.cache.close(seq_id)
         return chunk
 
-    def _prefill_step(self, micro_batch: int) -> int:
-        batch = tuple(sorted(self._round.prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
-        hidden_T = None if self.model.pre_process else self._round.hidden[micro_batch]
-        splits = prefill(self.cache, batch, hidden_T, self._advance, self.memory_limits.score, obstacle(self.model))
-        self._round.hidden[micro_batch] = joined([out for _, out in splits])
-        self._round.taken.prefilled(batch)
-        return sum(growth.new for growth in batch)
+    def _exhausted(self, action: Action) -> tuple[str, str]:
+        if action.op is Op.PREFILL:
+            return too_many_tokens("the actor's prefill", [growth.new for growth in self._round.prefill[action.micro_batch]])
+        return too_many_sequences("a decode step", self._round.num_tokens(action), self.cache.num_bytes)
 
-    def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
+    def _prefill(self, micro_batch: int) -> int:
         """Prefill prompts, or stale sequences, without output."""
+        batch = tuple(sorted(self._round.prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
+        self._round.taken.check(batch)
         tokens = [t for g in batch for t in self._round.growing[g.seq_id].tokens[g.past : g.past + g.new]]
         no_rows = torch.empty(0, dtype=torch.int64, device=self.cache.device)
-        return self._stage([g.seq_id for g in batch], [g.new for g in batch], tokens, hidden_T, no_rows)
+        self._stage(micro_batch, [g.seq_id for g in batch], [g.new for g in batch], tokens, no_rows)
+        self._round.taken.prefilled(batch)
+        return len(tokens)
 
-    def _decode_step(self, action: Action) -> int:
-        micro_batch, lane = action.micro_batch, self._round.lanes[action.micro_batch]
-        hidden_R = None if self.model.pre_process else self._round.hidden[micro_batch]
-        splits = self._in_splits(lane, hidden_R, self._decode_rows, self._uncache)
-        tensors = [split for split in splits if isinstance(split, Tensor)]
-        if tensors:
-            self._round.hidden[micro_batch] = joined(tensors)
-        else:
-            self._round.tables[micro_batch] = beside([split for split in splits if not isinstance(split, Tensor)])
+    def _decode(self, action: Action) -> int:
+        lane = self._round.lanes[action.micro_batch]
+        self._stage(action.micro_batch, [g.seq_id for g in lane], [1] * len(lane), [g.tokens[-1] for g in lane], None)
         return len(lane)
 
-    def _in_splits(
-        self,
-        lane: list[Growing],
-        inputs_R: Tensor | None,
-        work: Callable[[list[Growing], Tensor | None, bool], ResultT],
-        undo: Callable[[list[Growing]], None],
-    ) -> list[ResultT]:
-        return by_rows(lane, inputs_R, work, undo, self.memory_limits.decode, obstacle(self.model), Growing.describe)
-
-    def _uncache(self, lane: list[Growing]) -> None:
-        """The last tokens are cached no longer: those that a decode step begins with."""
-        for growing in lane:
-            self.cache.truncate(growing.seq_id, len(growing.tokens) - 1)
-
-    def _decode_rows(self, lane: list[Growing], hidden_R: Tensor | None, whole: bool) -> Tensor | Drawn:
-        """This stage's output for one more token.  On the last one, of a split: what it draws."""
-        tokens = [g.tokens[-1] for g in lane]
-        out = self._stage([g.seq_id for g in lane], [1] * len(lane), tokens, hidden_R, None)
-        return out if whole or not self.model.groups.is_last_stage else self._draw(lane, out, whole)
-
     def _stage(
-        self, seq_ids: list[int], lens: list[int], tokens: list[int], hidden_T: Tensor | None, rows_R: Tensor | None
-    ) -> Tensor:
-        inputs = hidden_T
-        if inputs is None:
-            inputs = on_device(tokens, self.cache.device)
-        return step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
-
-    def _draw(self, lane: list[Growing], logits_RV: Tensor | None, whole: bool) -> Drawn:
-        assert logits_RV is not None
-        seq_ids, positions = [g.seq_id for g in lane], [g.position for g in lane]
-        drawn = draw(logits_RV, self.sampling, seq_ids, positions, self.model.vocab)
-        return drawn.read(self.sampling, seq_ids, positions)
+        self, micro_batch: int, seq_ids: list[int], lens: list[int], tokens: list[int], rows_R: Tensor | None
+    ) -> None:
+        """Replace the micro-batch's input by this stage's output; the first stage's input are the tokens."""
+        first = self.model.pre_process
+        inputs = on_device(tokens, self.cache.device) if first else self._round.hidden[micro_batch]
+        self._round.hidden[micro_batch] = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
 
     def _sample(self, action: Action) -> int:
-        micro_batch = action.micro_batch
-        drawn = self._round.tables.pop(micro_batch, None)
-        if drawn is None:
-            lane, logits_RV = self._round.lanes[micro_batch], self._round.hidden[micro_batch]
-            drawn = beside(self._in_splits(lane, logits_RV, self._draw, lambda _: None))
-        self._round.drawn[micro_batch] = drawn
+        lane, logits_RV = self._round.lanes[action.micro_batch], self._round.hidden[action.micro_batch]
+        seq_ids, positions = [g.seq_id for g in lane], [g.position for g in lane]
+        draws = draw(logits_RV, self.sampling, seq_ids, positions, self.model.vocab)
+        drawn = draws.read(self.sampling, seq_ids, positions)
+        self._round.drawn[action.micro_batch] = drawn
         return self._absorb(action, [drawn])
 
-    def _device_step(self, action: Action) -> int:
-        """Decode and draw without looking at what was drawn; where memory runs out, the host takes over for this round."""
-        micro_batch, lane = action.micro_batch, self._round.lanes[action.micro_batch]
-        if micro_batch not in self._round.by_step:
-            outcome = attempt(lambda: self._start_step(action))
-            if isinstance(outcome, Done):
-                return len(lane)
-            self._take_over(action, outcome.told)
-        return self._decode_step(action) if self.live(action) else 0
-
-    def _start_step(self, action: Action) -> None:
+    def _start_step(self, action: Action) -> int:
+        """Decode and draw on the device; the drawn tokens are read later."""
         assert action.step is not None
         lane, resident = self._round.lanes[action.micro_batch], self._resident_lane(action.micro_batch)
         if not resident.loaded:
             rows = [Row(g.seq_id, g.tokens[-1], g.position, g.limit) for g in lane]
             resident.load(rows, self._round.steps[action.micro_batch] - action.step)
         resident.step()
-
-    def _take_over(self, action: Action, told: str) -> None:
-        """Take up what the steps before `action` have drawn on the device."""
-        assert action.step is not None
-        lane = self._round.lanes[action.micro_batch]
-        name = lane[0].describe() if len(lane) == 1 else None
-        self.memory_limits.decode.lower(len(lane), told, last=name, obstacle=obstacle(self.model))
-        self._round.by_step.add(action.micro_batch)
-        resident = self._resident.get(action.micro_batch)
-        drawn = [] if resident is None else resident.give_up()
-        if drawn:
-            self._absorb(replace(action, step=action.step - 1), drawn, resident=True)
+        return len(lane)
 
     def _read(self, action: Action) -> int:
-        """Look at what was drawn, where it is time to."""
-        if action.micro_batch in self._round.by_step:
-            return self._sample(action)
+        """Read the drawn tokens if the window is over."""
         lane, resident = self._round.lanes[action.micro_batch], self._resident[action.micro_batch]
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
 

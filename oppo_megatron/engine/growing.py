@@ -5,11 +5,7 @@ Legend: R rows (running sequences of a micro-batch).
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from oppo_megatron.chunks import ChunkRow
-from oppo_megatron.engine.row_words import DRAWN
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.records import Rollout
 
@@ -32,10 +28,6 @@ class Growing:
         """Response position of the next token."""
         return self.row.offset + len(self.row.tokens)
 
-    def describe(self) -> str:
-        """The description for an error."""
-        return f"sequence {self.seq_id}, {len(self.tokens)} tokens long,"
-
     def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:
         """Take a drawn token; whether it is the last.  The round began at clock `start`."""
         self.tokens.append(token)
@@ -47,13 +39,3 @@ class Growing:
         if self.row.finish_reason is not None:
             self.row.finish_clock = start + len(self.row.tokens)
         return self.row.finish_reason is not None
-
-
-def joined(splits: list[Tensor]) -> Tensor:
-    """One after the other along the first axis; a single one is not copied."""
-    return splits[0] if len(splits) == 1 else torch.cat(splits)
-
-
-def beside(splits: list[Drawn]) -> Drawn:
-    """The rows of one split behind those of another."""
-    return [[value for split in splits for value in split[row]] for row in range(DRAWN)]

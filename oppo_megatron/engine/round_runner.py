@@ -26,7 +26,6 @@ from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.checking.transport import transport_of
 from oppo_megatron.schedule.groups import most_streams
@@ -202,7 +201,6 @@ def decoder(
     micro_batch_tokens: int,
     timeout_s: float,
     sync_steps: int = 1,
-    memory_limits: MemoryLimits | None = None,
     activity: Activity | None = None,
 ) -> RoundRunner:
     """Rounds that only decode, on the ranks of one model (held-out evaluation, benchmarks)."""
@@ -211,9 +209,7 @@ def decoder(
     rank = dist.get_rank()
     coords = placement.coords(rank)
     assert coords is not None, "only ranks that hold the model decode with it"
-    worker = DecodeWorker(
-        model, cache, sampling=sampling, stopping=stopping, sync_steps=sync_steps, memory_limits=memory_limits
-    )
+    worker = DecodeWorker(model, cache, sampling=sampling, stopping=stopping, sync_steps=sync_steps)
     book = ActorBook(placement.dp, cache.num_slots, stopping.limit)
     site = Site({"actor": placement})
     planner = RoundPlanner(

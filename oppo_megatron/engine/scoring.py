@@ -15,13 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from oppo_megatron.engine.splits import Splits, obstacle, prefill
 from oppo_megatron.engine.taking_up import TakenUp
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import Done, MemoryLimit, MemoryLimits, attempt, halves
+from oppo_megatron.mcore.out_of_memory import memory_for, too_many_tokens
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op
@@ -33,17 +32,13 @@ ScorerRole = Literal["reward", "reference", "critic"]
 
 @dataclass
 class _ScoringRound:
-    """The input of a round: tokens of its sequences, micro-batches, the sequences complete at its end, and what still forks.
-
-    `hidden`: the stage's last output; `splits`: the same, if it was computed in splits.
-    """
+    """A round: tokens of its sequences, micro-batches, the sequences complete at its end, forks, and the stage's last output."""
 
     sequences: Mapping[int, list[int]] = field(default_factory=dict)
     batches: Sequence[Batch] = ()
     done: Sequence[int] = ()
     taken: TakenUp | None = None
     hidden: Tensor | None = None
-    splits: Splits = field(default_factory=list)
 
 
 class ScoringWorker:
@@ -60,11 +55,8 @@ class ScoringWorker:
         cache: SequenceCache,
         *,
         temperature: float,
-        memory_limit: MemoryLimit | None = None,
     ):
-        """`memory_limit` bounds the tokens of a micro-batch on this rank, where memory does not suffice for the planned ones."""
         self.role, self.model, self.cache, self.temperature = role, model, cache, temperature
-        self.memory_limit = memory_limit or MemoryLimits().score
         self._round = _ScoringRound()
         self._outputs: dict[int, list[Tensor]] = {}
         self._weight = next(model.parameters())
@@ -88,7 +80,7 @@ class ScoringWorker:
 
     def outputs(self) -> dict[int, Tensor]:
         """What has been computed so far, by sequence, each [R]."""
-        return {seq_id: torch.cat(splits) for seq_id, splits in self._outputs.items()}
+        return {seq_id: torch.cat(parts) for seq_id, parts in self._outputs.items()}
 
     def resume(self, stored: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
         """Open sequences with what was cached, in the order of their slots, and take up what had been computed."""
@@ -98,8 +90,8 @@ class ScoringWorker:
 
     def collect(self, rollouts: Sequence[Rollout]) -> Tensor:
         """Outputs of finished rollouts of this replica, concatenated in their order; last stage only."""
-        splits = [split for r in rollouts for split in self._outputs[r.seq_id]]
-        return torch.cat(splits) if splits else torch.empty(0, device=self.cache.device)
+        parts = [part for r in rollouts for part in self._outputs[r.seq_id]]
+        return torch.cat(parts) if parts else torch.empty(0, device=self.cache.device)
 
     def begin(self, work: ReplicaWork, rollouts: Sequence[Rollout]) -> None:
         """A round of this replica's `work` begins."""
@@ -118,7 +110,8 @@ class ScoringWorker:
 
     def compute(self, action: Action) -> int:
         batch = self._round.batches[action.micro_batch]
-        return self._score(batch) if action.op is Op.SCORE else self._prefill(batch)
+        with memory_for(lambda: too_many_tokens(f"the {self.role} model's prefill", [growth.new for growth in batch])):
+            return self._score(batch) if action.op is Op.SCORE else self._prefill(batch)
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
         assert self._round.hidden is not None
@@ -135,17 +128,8 @@ class ScoringWorker:
         return tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id)))
 
     def _prefill(self, batch: Batch) -> int:
-        hidden_T = None if self.model.pre_process else self._round.hidden
-        splits = prefill(self.cache, batch, hidden_T, self._advance, self.memory_limit, obstacle(self.model))
         if self._round.taken is not None:
-            self._round.taken.prefilled(batch)
-        whole, last_stage = len(splits) == 1, self.model.groups.is_last_stage
-        self._round.splits = [] if whole or not last_stage else splits
-        self._round.hidden = splits[0][1] if whole else None if last_stage else torch.cat([out for _, out in splits])
-        return sum(growth.new for growth in batch)
-
-    def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
-        """This stage's output.  On the last stage only the kept part of a split, because all splits together may be too large."""
+            self._round.taken.check(batch)
         tokens = [t for g in batch for t in self._round.sequences[g.seq_id][g.past : g.past + g.new]]
         rows: list[int] = []
         end = 0
@@ -153,35 +137,22 @@ class ScoringWorker:
             end += growth.new
             rows += range(end - growth.rows, end)
         device = self.cache.device
-        inputs = on_device(tokens, device) if self.model.pre_process else hidden_T
+        inputs = on_device(tokens, device) if self.model.pre_process else self._round.hidden
         assert inputs is not None
-        rows_R = on_device(rows, device)
         seq_ids, lens = [g.seq_id for g in batch], [g.new for g in batch]
-        out = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
-        return out if whole or not self.model.groups.is_last_stage else self._reduce(batch, out)
+        self._round.hidden = step(self.model, self.cache, seq_ids, lens, inputs, on_device(rows, device))
+        if self._round.taken is not None:
+            self._round.taken.prefilled(batch)
+        return len(tokens)
 
     def _score(self, batch: Batch) -> int:
-        """The last stage's output rows become log-probs, values or scores of their sequences."""
-        if not self._round.splits:
-            assert self._round.hidden is not None
-            self._round.splits = self._reduced(batch, self._round.hidden)
-        for part, out_R in self._round.splits:
-            for growth, split in zip(part, out_R.split([g.rows for g in part]), strict=True):
-                self._outputs.setdefault(growth.seq_id, []).append(split)
-        self._round.splits = []
+        """Store the last stage's output rows as log-probs, values or scores of their sequences."""
+        assert self._round.hidden is not None
+        outputs_R = self._reduce(batch, self._round.hidden)
+        for growth, part in zip(batch, outputs_R.split([g.rows for g in batch]), strict=True):
+            self._outputs.setdefault(growth.seq_id, []).append(part)
+        self._round.hidden = None
         return sum(g.rows for g in batch)
-
-    def _reduced(self, batch: Batch, out_R: Tensor) -> Splits:
-        """`_reduce`, in splits where memory does not suffice."""
-        outcome = attempt(lambda: self._reduce(batch, out_R))
-        if isinstance(outcome, Done):
-            return [(batch, outcome.result)]
-        tokens = sum(growth.new for growth in batch)
-        last = f"sequence {batch[0].seq_id}, {batch[0].past + 1} tokens long," if tokens == 1 else None
-        self.memory_limit.lower(tokens, outcome.told, last=last, obstacle=obstacle(self.model))
-        first, second = halves(batch)
-        at = sum(growth.rows for growth in first)
-        return [*self._reduced(first, out_R[:at]), *self._reduced(second, out_R[at:])]
 
     def _reduce(self, batch: Batch, out_R: Tensor) -> Tensor:
         """The kept part of the output rows: the reference's log-probs of the tokens that followed, else the rows themselves."""

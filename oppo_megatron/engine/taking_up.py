@@ -22,6 +22,14 @@ class TakenUp:
         for source in self._forks.sources:
             self._make(source)
 
+    def check(self, batch: Batch) -> None:
+        """Assert that the cache has what the plan says: otherwise other tokens would be computed."""
+        for growth in batch:
+            held = self._cache.length(growth.seq_id)
+            assert held == growth.past, (
+                f"sequence {growth.seq_id} has {held} tokens cached, but {growth.past} are planned"
+            )
+
     def prefilled(self, batch: Batch) -> None:
         """The micro-batch is in the cache."""
         for growth in batch if self._forks.sources else ():

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from oppo_megatron.config.model import AutoPlacementConfig, ParallelConfig, PlacementConfig, PlacementMode
+from oppo_megatron.config.model import ParallelConfig, PlacementConfig, PlacementMode
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.cores import asked_threads
 from oppo_megatron.errors import ConfigError
@@ -98,11 +98,6 @@ class Options:
     left_out: tuple[LeftOut, ...]
 
 
-def auto_settings(settings: TrainSettings) -> AutoPlacementConfig:
-    """`placement.auto`, or its defaults."""
-    return settings.placement.auto or AutoPlacementConfig()
-
-
 def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
     """The placements of a checked configuration with `placement.mode: auto`.  Raises ConfigError where there is none."""
     finder = _Finder(settings, machine, most_ranks(settings, machine))
@@ -113,22 +108,16 @@ def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
         reasons = "; ".join(f"{option.name}: {option.reason}" for option in left_out)
         raise ConfigError(
             f"placement.mode is auto, but none of {', '.join(MODES)} is possible on {machine} ({reasons}); "
-            "change placement.auto.ranks, or choose a placement yourself"
+            "change runtime.threads_per_rank, or choose a placement yourself"
         )
     return Options(machine, candidates, left_out)
 
 
 def most_ranks(settings: TrainSettings, machine: Machine) -> int:
-    """Ranks that the machine is divided into (W)."""
-    asked, threads = auto_settings(settings).ranks, settings.runtime.threads_per_rank or asked_threads()
+    """Return the number of ranks (W) of a measured placement: one per CUDA device, else cores over threads per rank."""
     if machine.device == "cuda":
-        if asked is not None and asked > machine.units:
-            raise ConfigError(
-                f"placement.auto.ranks is {asked}, but there are {machine} and each rank needs one of its own; "
-                f"lower it to {machine.units} or fewer"
-            )
-        return asked or machine.units
-    return asked or max(1, machine.units // max(1, threads))
+        return machine.units
+    return max(1, machine.units // max(1, settings.runtime.threads_per_rank or asked_threads()))
 
 
 class _Finder:

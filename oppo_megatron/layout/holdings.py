@@ -212,7 +212,7 @@ def _deltas(config: TrainConfig) -> list[int]:
     delta = config.overlap.delta
     if not config.overlap.inter:
         return [0]
-    return [delta.initial] if delta.rule == "fixed" else [delta.min, delta.max]
+    return [delta.initial] if delta.rule == "fixed" else [0, delta.max]
 
 
 def _chunks(config: TrainConfig) -> list[int]:

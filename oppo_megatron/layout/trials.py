@@ -14,7 +14,7 @@ from oppo_megatron import __version__
 from oppo_megatron.config.model import PlacementConfig
 from oppo_megatron.config.run import LoggingConfig, TrainConfig, TrainSettings
 from oppo_megatron.errors import PlacementError
-from oppo_megatron.layout.candidates import Candidate, Machine, Options, auto_settings
+from oppo_megatron.layout.candidates import Candidate, Machine, Options
 
 PARTS = {
     "decode_s": "rounds that decode",
@@ -22,6 +22,8 @@ PARTS = {
     "other_s": "scoring and waiting that nothing hides",
 }
 """Parts of a step on the actor's output rank: attributes of `Run`, in words."""
+MEASURED_STEPS = 3
+"""PPO steps of a measuring run; the first is a warm-up and does not count."""
 CLOSE = 0.05
 """A placement whose time is within this share of the least is measured again."""
 CONFIRMED_RUNS = 3
@@ -119,7 +121,7 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
     chunk = config.overlap.chunk.model_copy(update={"adaptive": False})
     changes = {
         "run_dir": run_dir,
-        "steps": auto_settings(settings).steps,
+        "steps": MEASURED_STEPS,
         "epochs": None,
         "overlap": config.overlap.model_copy(update={"chunk": chunk}),
         "logging": LoggingConfig(console="off", trace=False),
@@ -133,7 +135,7 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
 def fingerprint(settings: TrainSettings, machine: Machine) -> str:
     """Return a key that is equal if the same would be measured; settings that measuring runs replace do not count."""
     probe = probe_config(settings, PlacementConfig(mode="single"), Path())
-    measured = [__version__, asdict(machine), auto_settings(settings).model_dump(), probe.model_dump(mode="json")]
+    measured = [__version__, asdict(machine), MEASURED_STEPS, probe.model_dump(mode="json")]
     return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -143,7 +145,7 @@ def read_run(lines: Sequence[Mapping[str, Any]]) -> Run:
     if not steady:
         raise PlacementError(
             f"the measuring run has {len(lines)} step{'s' * (len(lines) != 1)}, but the first one only warms up and another "
-            "must follow; raise placement.auto.steps, or give more prompts"
+            "must follow; give more prompts"
         )
     tokens = sum(line["trained_len_mean"] * sum(line["deferred"].values()) for line in steady)
     seconds, decode_s, train_s = (sum(line[name] for line in steady) for name in ("step_s", "decode_s", "train_s"))

@@ -47,11 +47,6 @@ class MicroBatch:
     def is_dummy(self) -> bool:
         return not self.index
 
-    @property
-    def part(self) -> str:
-        """What is never divided between micro-batches, in a word; `index` counts these."""
-        return "pair" if len(self.lengths) == 2 * len(self.index) else "sequence"
-
     def padded(self, num_tokens: int, longest: int) -> tuple[list[int], Tensor]:
         """Lengths and tokens [num_tokens], with sequences of at most `longest` tokens added that no row looks at."""
         missing = num_tokens - len(self.tokens_T)

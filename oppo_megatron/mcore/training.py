@@ -28,7 +28,7 @@ from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.layers.attention import PackedPlan
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import Begun
+from oppo_megatron.mcore.out_of_memory import memory_for, too_many_tokens
 from oppo_megatron.mcore.stage_messages import StageMessages
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -73,14 +73,13 @@ def _run(
     chunks: Sequence[RoleModel],
     batches: Sequence[MicroBatch],
     finish: Loss,
-    begun: Begun,
     forward_only: bool,
     ahead: Ahead | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Drive the pipeline over the micro-batches.  Returns what `finish` reported for each, on the last stage.
+    """Run the pipeline over the micro-batches.  Returns `finish`'s report for each, on the last stage.
 
-    `modules` are the chunks or what wraps them; `begun` is told of each micro-batch.  Dummies run like the others, but
-    weigh nothing and report nothing.  The micro-batch that has been run `ahead` is not run again.
+    `modules` are the chunks or their wrappers.  Dummies run like the others, but have weight 0 and no report.  The
+    micro-batch of `ahead` is not run again.  Raises CapacityError if memory runs out.
     """
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
@@ -90,17 +89,18 @@ def _run(
         sizes = [max(sizes)] * len(sizes)
 
     work = list(zip(batches, sizes, strict=True))
-    reports = get_forward_backward_func(groups.pp, len(chunks) if interleaved else None)(
-        forward_step_func=_forward_step(first, finish, begun, ahead),
-        data_iterator=[iter(work) for _ in modules] if interleaved else iter(work),
-        model=list(modules) if interleaved else modules[0],
-        num_microbatches=len(batches),
-        seq_length=max(sizes),
-        micro_batch_size=1,
-        forward_only=forward_only,
-        p2p_communicator=StageMessages(groups.collection.pp, first.config, sizes),
-        pg_collection=groups.collection,
-    )
+    with memory_for(lambda: _largest(batches, "a forward pass" if forward_only else "a training micro-batch")):
+        reports = get_forward_backward_func(groups.pp, len(chunks) if interleaved else None)(
+            forward_step_func=_forward_step(first, finish, ahead),
+            data_iterator=[iter(work) for _ in modules] if interleaved else iter(work),
+            model=list(modules) if interleaved else modules[0],
+            num_microbatches=len(batches),
+            seq_length=max(sizes),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            p2p_communicator=StageMessages(groups.collection.pp, first.config, sizes),
+            pg_collection=groups.collection,
+        )
     for chunk in chunks:
         chunk.set_input_tensor(None)  # of the last micro-batch; nobody else would let it go
     if not groups.is_last_stage:
@@ -115,14 +115,13 @@ def _forward(model: RoleModel, module: torch.nn.Module, batch: MicroBatch, size:
     return out
 
 
-def _forward_step(model: RoleModel, finish: Loss, begun: Begun, ahead: Ahead | None) -> Callable[..., Any]:
+def _forward_step(model: RoleModel, finish: Loss, ahead: Ahead | None) -> Callable[..., Any]:
     """The function by which megatron's schedules run a micro-batch through a chunk, and get its loss on the last stage."""
 
     def forward_step(
         work_left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch, size = next(work_left)
-        begun.note(len(batch.index), len(batch.tokens_T), batch.part)
         out = None if ahead is None else ahead.take(batch)
         if out is None:
             out = _forward(model, module, batch, size)
@@ -134,6 +133,12 @@ def _forward_step(model: RoleModel, finish: Loss, begun: Begun, ahead: Ahead | N
         return out, loss
 
     return forward_step
+
+
+def _largest(batches: Sequence[MicroBatch], work: str) -> tuple[str, str]:
+    """Work and remedy if memory ran out in one of the micro-batches."""
+    largest = max(batches, key=lambda batch: len(batch.tokens_T))
+    return too_many_tokens(work, largest.lengths, len(largest.lengths) // max(1, len(largest.index)))
 
 
 def _filled(batches: Sequence[MicroBatch], multiple: int, device: torch.device) -> list[MicroBatch]:
@@ -156,11 +161,10 @@ def forward_rows(
     model: Chunks,
     batches: Sequence[MicroBatch],
     finish: Callable[[MicroBatch, Tensor], Tensor],
-    begun: Begun | None = None,
 ) -> list[Tensor]:
     """Full forward of every micro-batch without a cache.  On the last stage: finish(batch, rows' output) of each; else [].
 
-    The micro-batches are this replica's; replicas do not wait for each other.  `begun` is told of each.
+    The micro-batches are this replica's; replicas do not wait for each other.  Raises CapacityError if memory runs out.
     """
     if not batches:
         return []
@@ -169,15 +173,8 @@ def forward_rows(
         return output.new_zeros(()), {"out": finish(batch, output)}
 
     chunks = as_chunks(model)
-    reports = _run(chunks, chunks, batches, as_loss, begun or Begun(), forward_only=True)
+    reports = _run(chunks, chunks, batches, as_loss, forward_only=True)
     return [report["out"] for report in reports]
-
-
-def shared_with_peers(groups: RoleGroups) -> str | None:
-    """Why a rank cannot make micro-batches of a full forward again while others are at theirs; None where it can."""
-    if groups.tp == groups.pp == 1:
-        return None
-    return "the other ranks of its tensor- or pipeline-parallel group compute the same micro-batch"
 
 
 class TrainedModel:
@@ -211,7 +208,6 @@ class TrainedModel:
         self.optimizer = _optimizer(self.ddp, config, groups, sharded)
         self.scheduler = _scheduler(self.optimizer, config, total_steps)
         settings.finalize_model_grads_func = self._finalize
-        self.begun, self._broken_off = Begun(), False
         self._ahead: Ahead | None = None
         settings.no_sync_func = [ddp.no_sync for ddp in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
         settings.grad_scale_func = self.optimizer.scale_loss if settings.bf16 else None
@@ -229,13 +225,12 @@ class TrainedModel:
         """
         assert self.goes_ahead
         self._ahead = None
-        self.begun.note(len(batch.index), len(batch.tokens_T), batch.part)
         model, ddp = self.model, self.ddp[0]
         ddp.train()
         try:
-            self._ahead = Ahead(
-                batch, _forward(model, ddp, batch, _multiple(len(batch.tokens_T), model.token_multiple))
-            )
+            with memory_for(lambda: _largest([batch], "a training micro-batch")):
+                output = _forward(model, ddp, batch, _multiple(len(batch.tokens_T), model.token_multiple))
+            self._ahead = Ahead(batch, output)
         finally:
             ddp.eval()
 
@@ -252,30 +247,18 @@ class TrainedModel:
         """
         for ddp in self.ddp:
             ddp.train()
-            if self._broken_off:  # what a step that ran out of memory has noted of its last micro-batch
-                for bucket in ddp.bucket_groups:
-                    bucket.per_param_grad_ready_counts = {}
             ddp.zero_grad_buffer()
-        self._broken_off = True
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]
         ahead, self._ahead = self._ahead, None
         try:
-            reports = _run(self.ddp, self.chunks, batches, loss, self.begun, forward_only=False, ahead=ahead)
-            self._broken_off = False
-            norm = self._checked_step()
+            reports = _run(self.ddp, self.chunks, batches, loss, forward_only=False, ahead=ahead)
+            with memory_for(lambda: ("the optimizer step", "use more ranks, or dp > 1 with train.distributed_optimizer")):
+                norm = self._checked_step()
         finally:
             for ddp in self.ddp:
                 ddp.eval()
         return StepReport(norm, lr, _total(reports, self.model.groups))
-
-    def bound_to_peers(self) -> str | None:
-        """Why this rank cannot make the step's micro-batches again while others are at theirs; None where it can."""
-        if (shared := shared_with_peers(self.model.groups)) is not None:
-            return shared
-        if any(bucket.grad_reduce_handle is not None for ddp in self.ddp for bucket in ddp.bucket_groups):
-            return "gradients of its last micro-batch are on their way to other replicas; set train.overlap_grad_reduce to false"
-        return None
 
     @property
     def updates(self) -> int:
@@ -291,7 +274,6 @@ class TrainedModel:
         self, model: list[torch.nn.Module], num_tokens: Tensor | None, *, pg_collection: Any, force_all_reduce: bool
     ) -> None:
         """Sum the gradients over replicas and over the copies of shared weights; never divided by a token count."""
-        self.begun.forget()
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
     def _checked_step(self) -> float:

@@ -39,7 +39,7 @@ never holds more than B + delta groups, and no round is ended by the last respon
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -49,8 +49,6 @@ from oppo_megatron.errors import StreamError
 from oppo_megatron.overcommit.readiness import JudgedReadiness, Readiness
 from oppo_megatron.overcommit.staleness import due, settled
 from oppo_megatron.records import Prompt, Rollout
-
-CriticReads = Literal["sure", "likely", "all"]
 
 
 class RolloutBuffer:
@@ -148,17 +146,16 @@ class RolloutBuffer:
         """
         return self._table.columns.at(self._sure()).seq_ids
 
-    def worth_reading(self, reads: CriticReads) -> Ints:
-        """Sequences that the critic reads now, though what it computes is lost where they are carried on.
+    def worth_reading(self) -> Ints:
+        """Return the sequences that the critic reads now; its values of a sequence that is carried to the next step are lost.
 
-        sure: those that the next batch will have.  likely: all, while no more of the unfinished will be left behind than
-        will be in the batch; then `sure`.  all: all.
+        These are all, while at least half of the undecided ones will be in the batch; then those certain to be in it.
         """
         sure, columns = self._sure(), self._table.columns
         unsure = ~columns.finished
         unsure[sure] = False
         missing, num_unsure = self.target - len(sure), int(unsure.sum())
-        if reads == "all" or (reads == "likely" and 2 * missing >= num_unsure):
+        if 2 * missing >= num_unsure:
             return self._everything()
         return columns.at(sure).seq_ids
 

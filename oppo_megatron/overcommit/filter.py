@@ -206,5 +206,5 @@ class GroupFilter:
                 f"{counts.judged} groups were judged in this step, and {counts.kept} of them kept ({counts.keep_rate:.1%}), but "
                 f"a batch has {self.scheduler.buffer.batch_size // size} ({self.known} more will be kept when they have ended): "
                 "the responses to most prompts are all equally good; "
-                "use prompts that the policy answers rightly now and then, or raise rollout.group_size or filter.max_groups"
+                "use prompts that the policy answers rightly now and then, or raise rollout.group_size"
             )

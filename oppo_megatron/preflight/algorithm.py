@@ -8,7 +8,6 @@ from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.derived import least_micro_batch
 from oppo_megatron.config.ppo import KLConfig, PPOConfig, RolloutConfig
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.preflight.preferences import check_smoothing
 
 OF_POLICIES = ("clip", "clip_high", "dual_clip", "entropy_coefficient", "staleness")
 """Settings of `ppo` about ratios of policies, and its entropy."""
@@ -25,6 +24,7 @@ def check_algorithm(config: TrainConfig) -> list[str]:
         *_check_objective(config),
         *_check_kl(config.ppo),
         *_check_pairs(config),
+        *_check_custom(config),
     ]
 
 
@@ -97,6 +97,8 @@ def _check_unread(config: TrainConfig) -> Iterator[str]:
     if algorithm.pairs:
         unread["a pair is compared by the policy and the reference alone, whoever drew it"] = OF_POLICIES
         unread["of a pair only which response is the better one counts"] = ("gamma", "reward_normalization")
+    elif algorithm.loss is not None:
+        unread["algorithm.loss is your own function"] = ("clip", "clip_high", "dual_clip")
     elif algorithm.objective == "plain":
         unread["algorithm.objective is plain, which has no ratio"] = ("clip", "clip_high", "dual_clip")
     elif algorithm.objective == "cispo":
@@ -153,6 +155,21 @@ def _check_objective(config: TrainConfig) -> Iterator[str]:
         yield f"algorithm.scale is {algorithm.scale}, but a pair has no advantage to be scaled; remove it"
 
 
+def _check_custom(config: TrainConfig) -> Iterator[str]:
+    """Choices that a user's functions replace, and pairs, which have no place for one."""
+    algorithm = config.algorithm
+    preset = PRESETS[algorithm.preset]
+    for name, replaced in (("advantage", ("baseline", "scale")), ("loss", ("ratio", "objective"))):
+        if getattr(algorithm, name) is None:
+            continue
+        if algorithm.pairs:
+            yield f"algorithm.{name} is set, but algorithm.preset online_dpo has pairs; remove it, or choose another preset"
+            continue
+        for choice in replaced:
+            if getattr(algorithm, choice) != getattr(preset, choice):
+                yield f"algorithm.{choice} is {getattr(algorithm, choice)}, but algorithm.{name} replaces it; remove one of them"
+
+
 def _check_pairs(config: TrainConfig) -> Iterator[str]:
     """What pairs of responses need, and what they have no place for."""
     mode, tokens = config.ppo.kl.mode, config.runtime.micro_batch_tokens
@@ -163,7 +180,6 @@ def _check_pairs(config: TrainConfig) -> Iterator[str]:
                 "loss or none, or preset online_dpo"
             )
         return
-    yield from check_smoothing(config.dpo)
     if mode != "margin":
         why = "without which no margin is known" if mode == "none" else "and has no term of the KL"
         yield (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from oppo_megatron.config.derived import least_lag
 from oppo_megatron.config.evaluation import REWARD, part_labels
 from oppo_megatron.config.filtering import FilterConfig, OverlongConfig
 from oppo_megatron.config.run import TrainConfig
@@ -35,25 +34,6 @@ def _check_filter(config: TrainConfig, asked: FilterConfig) -> Iterator[str]:
         near = difflib.get_close_matches(asked.metric, known, n=1)
         remedy = f"did you mean `{near[0]}`?" if near else f"choose from {', '.join(known)}"
         yield f"filter.metric is {asked.metric!r}, but no part of rewards has that name; {remedy}"
-    elif asked.lag is not None and asked.lag < (least := least_lag(config, asked.metric)):
-        yield (
-            f"filter.lag is {asked.lag}, but filter.metric {asked.metric} needs the reward model, which reads the end of a "
-            f"response a period later; set filter.lag to {least} or more, leave it out, or judge by a part that needs no model"
-        )
-    period = config.overlap.admission_period
-    most = least_lag(config, REWARD) + -(-rollout.max_response_tokens // period) if period else 0
-    if period and (asked.lag or 0) > most:
-        yield (
-            f"filter.lag is {asked.lag} periods of {period} decode steps, but rollout.max_response_tokens is "
-            f"{rollout.max_response_tokens}: nothing would be left to decode long before a verdict, and every step would wait "
-            f"for it; set filter.lag to {most} or less, or leave it out"
-        )
-    groups = rollout.batch_size // rollout.group_size
-    if asked.max_groups is not None and asked.max_groups < groups:
-        yield (
-            f"filter.max_groups is {asked.max_groups}, but a batch alone has {groups} groups; raise it, or leave it out for ten "
-            "times as many"
-        )
 
 
 def _check_overlong(overlong: OverlongConfig, longest: int) -> Iterator[str]:

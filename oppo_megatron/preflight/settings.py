@@ -150,10 +150,9 @@ def check_overlap(overlap: OverlapConfig, batch_size: int, group_size: int = 1) 
     """delta's order and bound (only where it is used), the chunk candidates, and when backfill admits."""
     problems = _check_backfill(overlap)
     delta, candidates = overlap.delta, overlap.chunk.candidates
-    if overlap.inter and not delta.min <= delta.initial <= delta.max:
+    if overlap.inter and delta.initial > delta.max:
         problems.append(
-            f"overlap.delta has min {delta.min}, initial {delta.initial}, max {delta.max}, "
-            "but min <= initial <= max must hold; reorder them"
+            f"overlap.delta.initial is {delta.initial}, but overlap.delta.max is {delta.max}; lower initial, or raise max"
         )
     groups = batch_size // group_size
     if overlap.inter and delta.max > overlap.max_staleness * groups:

@@ -1,10 +1,10 @@
 """The checkpoints of a run: `checkpoints/step-<steps done>`, or `step-<steps done>-clock-<decode steps>` within a step.
 
-A checkpoint is written into a folder whose name begins with a dot and is renamed when it is whole, so a folder with a
-checkpoint's name is complete, unless a disk has failed since: the manifest tells.
+A checkpoint is written into a folder whose name begins with a dot and renamed when it is complete, so a folder with a
+checkpoint's name is complete unless a disk has failed since, which its manifest shows.
 
-    .step-000003             being written, or left by a writer that was killed    .removed-step-000001    on its way out
-    .replaced-step-000003    whole, moved away for its successor; it gets its name back if there is none
+    .step-000003             being written, or left by a writer that was killed    .removed-step-000001    being removed
+    .replaced-step-000003    complete, moved away for its successor; renamed back if there is none
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ ASIDE, REPLACED, REMOVED = ".", ".replaced-", ".removed-"
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """Where in a run: `step` steps are done; `clock` is the logical clock within the next one, -1 between steps."""
+    """A position in a run: `step` steps are done; `clock` is the logical clock within the next one, -1 between steps."""
 
     step: int
     clock: int = -1
 
     @property
     def name(self) -> str:
-        """The name of the checkpoint's folder."""
+        """Name of the checkpoint's folder."""
         return f"step-{self.step:06d}" + ("" if self.clock < 0 else f"-clock-{self.clock:08d}")
 
     @classmethod
     def of(cls, name: str) -> Position | None:
-        """None if it is not a checkpoint's name."""
+        """Parse a folder's name; None if it is not a checkpoint's."""
         match = NAME.fullmatch(name)
         position = None if match is None else cls(int(match[1]), -1 if match[2] is None else int(match[2]))
         return None if position is None or position.name != name else position
 
 
 class CheckpointStore:
-    """Below `root`.  One rank writes the folders' names, all ranks files into them."""
+    """The checkpoints below `root`.  One rank makes and renames the folders, all ranks write files into them."""
 
     def __init__(self, root: Path):
         self.root = root
 
     def positions(self) -> list[Position]:
-        """Those of the checkpoints that are here, the latest last."""
+        """Positions of the checkpoints, the latest last."""
         names = (path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else iter(())
-        # One whose successor has not got its name yet counts: `recover` gives it back.
+        # A replaced one whose successor has no name yet counts: `recover` renames it back.
         found = {Position.of(name.removeprefix(REPLACED)) for name in names}
         return sorted(position for position in found if position is not None)
 
     def folder(self, position: Position) -> Path:
-        """Of a checkpoint that is whole."""
+        """Folder of a complete checkpoint."""
         return self.root / position.name
 
     def aside(self, position: Position) -> Path:
-        """Where a checkpoint is written."""
+        """Folder of a checkpoint that is being written."""
         return self.root / f"{ASIDE}{position.name}"
 
     def begin(self, position: Position) -> Path:
-        """An empty folder to write the checkpoint into; what interrupted writers left is removed."""
+        """Make an empty folder for the checkpoint; leftovers of interrupted writers are removed."""
         self.root.mkdir(parents=True, exist_ok=True)
         self.recover()
         folder = self.aside(position)
@@ -71,7 +71,7 @@ class CheckpointStore:
         return folder
 
     def recover(self) -> None:
-        """Clear up behind a process that was killed: what has no checkpoint's name goes, what has lost it gets it back."""
+        """Clean up after a killed process: rename replaced checkpoints back, remove incomplete ones."""
         for left in self.root.glob(f"{REPLACED}step-*"):
             whole = self.root / left.name.removeprefix(REPLACED)
             if not whole.exists():
@@ -82,14 +82,14 @@ class CheckpointStore:
             sync_folder(self.root)
 
     def abandon(self, position: Position) -> None:
-        """The checkpoint could not be written: nothing is left of it."""
+        """Remove what was written of a checkpoint that failed."""
         shutil.rmtree(self.aside(position), ignore_errors=True)
 
     def commit(self, position: Position) -> Path:
-        """The checkpoint's files and its manifest are on the disk: give it its name."""
+        """Give the checkpoint its name, once its files and manifest are on the disk."""
         folder = self.folder(position)
         replaced = self.root / f"{REPLACED}{position.name}"
-        if folder.exists():  # a resumed run has come here again
+        if folder.exists():  # a resumed run has reached this position again
             folder.rename(replaced)
         self.aside(position).rename(folder)
         sync_folder(self.root)
@@ -98,20 +98,19 @@ class CheckpointStore:
         return folder
 
     def prune(self, keep: int, best: Position | None = None) -> list[Position]:
-        """Remove all but the last `keep`, and but for `best`.  Returns what was removed."""
+        """Remove all but the last `keep` and `best`; returns the removed positions."""
         removed = [position for position in self.positions()[:-keep] if position != best]
         for position in removed:
             self.remove(position)
         return removed
 
     def remove(self, position: Position) -> None:
-        """Remove one."""
         trash = self.root / f"{REMOVED}{position.name}"
-        self.folder(position).rename(trash)  # a checkpoint's name never stands for half of one
+        self.folder(position).rename(trash)  # a folder with a checkpoint's name is never incomplete
         shutil.rmtree(trash)
 
     def set_aside(self, position: Position) -> None:
-        """A damaged checkpoint is one no longer, but is kept for a look at it, as `damaged-...`."""
+        """Rename a damaged checkpoint to `damaged-...`, to be examined."""
         target = self.root / f"damaged-{position.name}"
         if target.exists():
             shutil.rmtree(target)

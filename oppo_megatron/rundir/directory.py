@@ -1,18 +1,17 @@
 """The run directory: the paths of a run's files, and writing them so that a crash leaves no half-written file.
 
 config.yaml       resolved configuration          summary.json      figures of the whole run; marks it finished
-checkpoints/      what `--resume` continues from
-metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
+checkpoints/      `--resume` continues from the last
+metrics.jsonl     a line per step                  quarantine.jsonl  refused rows and reasons
 trace.json        each rank's work over time      weights/          final weights
-date.txt          the date that chat templates print, of the first start here, for all ranks and attempts
-hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.trace: actions`)
+date.txt          the date that chat templates print in all attempts: that of the first start
+hosts.json        host of each rank               schedules.txt     each round's schedule (`logging.trace: actions`)
 rejected/           batches that a guard rejected, for `oppo replay`
 rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
-stacks/           stacks of each rank's threads when the run stood still
-ended-step-<n>/   summary, weights and trace of the run that had ended there, before it was given more steps
-memory_limits.json  limits of work at once, after memory ran out among ranks
+stacks/           stacks of each rank's threads when the run was stuck
+ended-step-<n>/   summary, weights and trace of a run that ended there and was then given more steps
 reference.safetensors  log-probs of the reference (`oppo dpo`, `oppo kto`); later attempts reuse them
-holder.json       the process at work here, removed at its end; the lock is on the directory itself
+holder.json       the process that holds the directory; the lock is on the directory itself
 placement.json    measurements of `placement.mode: auto`, from the runs under placement/; later attempts reuse it
 """
 
@@ -50,14 +49,11 @@ PRODUCTS = (
 
 
 RESOLVED = frozenset({"run_dir", "logging", "checkpoint", "preempt_deadline_s", "stall_deadline_s"})
-"""Sections that each run's own `config.yaml` has, where a user writes down those alone that are to differ."""
+"""Sections that the `config.yaml` written by a run always has; a user's own file rarely has them all."""
 
 
 class RunDirectory:
-    """Paths of one run.  Making one touches no disk, so every rank may; `prepare` is for the one that owns the run.
-
-    Accepted wherever a path is (`os.PathLike`).
-    """
+    """Paths of one run (an `os.PathLike`).  Constructing it does not touch the disk; one rank calls `prepare`."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -77,7 +73,6 @@ class RunDirectory:
         self.wandb = self.path / "wandb"
         self.rejected = self.path / "rejected"
         self.rollbacks = self.path / "rollbacks.jsonl"
-        self.memory_limits = self.path / "memory_limits.json"
         self.reference = self.path / "reference.safetensors"
         self.placement = self.path / "placement.json"
         self.placement_runs = self.path / "placement"
@@ -90,37 +85,34 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """Whether a run ended here: `summary.json` is the last thing a run writes."""
+        """True if a run ended here: it writes `summary.json` last."""
         return self.summary.exists()
 
     def rank_trace(self, rank: int) -> Path:
-        """The spans of one rank until `merge_traces` puts all into `trace.json`."""
+        """Spans of one rank, until `merge_traces` merges all into `trace.json`."""
         return self.path / f"trace.rank{rank}.jsonl"
 
     def rank_traces(self) -> list[Path]:
-        """The per-rank span files that exist, in the order of ranks."""
+        """The existing span files, in the order of ranks."""
         return sorted(self.path.glob("trace.rank*.jsonl"), key=lambda path: int(path.name.split(".")[1][len("rank") :]))
 
     def require_unfinished(self) -> None:
-        """Raises ConfigError if a finished run is here."""
+        """Raise ConfigError if the directory has a finished run."""
         if self.finished:
             raise ConfigError(
-                f"run_dir: {self.path} holds a finished run (it has a summary.json) and a finished run is not "
-                "written over; choose another run_dir, or remove this one"
+                f"run_dir: {self.path} holds a finished run (it has a summary.json), which is not written over; "
+                "choose another run_dir, or remove this one"
             )
 
     def require_regular(self) -> None:
-        """Raises ConfigError where a pipe, a socket or a device is named as a run's file: to read it would never end."""
+        """Raise ConfigError if one of a run's files is a pipe, a socket or a device, which reading would block on."""
         remedy = "remove it, or put what the run wrote in its place"
         found = [irregular_path("the run's file", self.path / name, remedy) for name in PRODUCTS]
         if problems := [problem for problem in found if problem is not None]:
             raise ConfigError(problems)
 
     def require_own(self) -> None:
-        """Raises ConfigError where files here are named as a run's, and no run wrote them: a run would remove them.
-
-        A run that has ended here is another matter: see `require_unfinished`.
-        """
+        """Raise ConfigError if files have the names of a run's files but no run wrote them: a run would remove them."""
         self.require_regular()
         signs = (self.hosts, self.metrics, self.summary)
         if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
@@ -132,7 +124,7 @@ class RunDirectory:
             )
 
     def require_apart(self, named: Iterable[tuple[str, Path]]) -> None:
-        """Raises ConfigError where a path that a configuration names, by its key, lies among what the run here writes."""
+        """Raise ConfigError if a configured path, given with its key, is among the files that the run writes."""
         products = {(self.path / name).resolve() for name in PRODUCTS}
         problems = [
             f"{key} is {path}, which lies among what the run in {self.path} writes, and moves or removes where it begins or goes "
@@ -152,7 +144,7 @@ class RunDirectory:
         return tree if isinstance(tree, dict) else {}
 
     def last_saved(self) -> tuple[str, int] | None:
-        """Name and time (ns) of the last checkpoint, which are others once another has been written; None where there is none."""
+        """Name and time (ns) of the last checkpoint; None if there is none."""
         store = CheckpointStore(self.checkpoints)
         folders = [store.folder(position) for position in store.positions()]
         times = [(folder.stat().st_mtime_ns, folder.name) for folder in folders if folder.exists()]
@@ -163,7 +155,7 @@ class RunDirectory:
         return bool(CheckpointStore(self.checkpoints).positions())
 
     def require_no_checkpoints(self) -> None:
-        """Raises ConfigError where a run that begins anew would leave checkpoints behind."""
+        """Raise ConfigError if there are checkpoints, which a new run would not use."""
         if self.has_checkpoints:
             raise ConfigError(
                 f"run_dir: {self.path} holds the checkpoints of a run that did not finish; continue it with --resume "
@@ -171,19 +163,19 @@ class RunDirectory:
             )
 
     def require_space(self, needed: int) -> None:
-        """Raises ConfigError where the file system of the directory has fewer than `needed` bytes free."""
+        """Raise ConfigError if the file system of the directory has fewer than `needed` bytes free."""
         if (free := free_bytes(self.path)) < needed:
             raise ConfigError(
                 f"run_dir: {self.path}: {megabytes(free)} are free on its disk, but the run writes at least about "
-                f"{megabytes(needed)}: one checkpoint where it makes any, and its weights; free some, or choose a run_dir on a "
+                f"{megabytes(needed)}: one checkpoint, if it makes any, and its weights; free some, or choose a run_dir on a "
                 "larger disk"
             )
 
     def prepare(self, overwrite: bool = False) -> RunDirectory:
         """Create the directory, empty of an earlier run's products, and return self.
 
-        A finished run is removed only with `overwrite`.  What an interrupted run had measured is moved to
-        `attempt-<n>/`. Files that are not a run's products are left alone.  Raises ConfigError.
+        A finished run is removed only with `overwrite`.  Measurements of an interrupted run are moved to `attempt-<n>/`.
+        Files that no run writes are left alone.  Raises ConfigError.
         """
         if not overwrite:
             self.require_unfinished()
@@ -207,27 +199,25 @@ class RunDirectory:
         return self
 
     def held(self, wait_s: float = HELD_WAIT_S) -> AbstractContextManager[None]:
-        """For one process at a time: two would cut off, and remove, what the other writes.  Raises ConfigError."""
+        """Lock the directory for one process: two would remove each other's files.  Raises ConfigError."""
         return held(self.path, self.holder, wait_s)
 
-    def take_up(self, state: Mapping[str, Any] | None, *, resume: bool) -> None:
-        """Go on from a checkpoint's state, or begin (None); `resume`: whether the run was asked to go on."""
-        if state is not None:
+    def take_up(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a checkpoint's state, or begin a new run (None)."""
+        if state is None:
+            self.prepare()
+        else:
             self.reopen(state["done"], state["saved_at"])
-            return
-        self.prepare()
-        if not resume:  # else an attempt of this very run may have met them
-            self.memory_limits.unlink(missing_ok=True)
 
     def reopen(self, step: int, saved_at: float) -> None:
-        """Go on after `step` steps: cut off what an interrupted run wrote beyond its checkpoint of `saved_at` (epoch seconds).
+        """Continue after `step` steps: cut off what was written after the checkpoint of `saved_at` (epoch seconds).
 
-        What a finished run has come to is moved to `ended-step-<n>/`, and is lost by nothing that happens later.
+        The results of a finished run are moved to `ended-step-<n>/`.
         """
         if self.finished:
             self._set_ending_aside()
         for weights in (self.weights, self.best):
-            if weights.exists():  # the run had come to its end, and was ended while it wrote them
+            if weights.exists():  # the run was ended while it wrote its final weights
                 shutil.rmtree(weights)
         for path in (self.metrics, self.rollouts):
             _keep_lines(path, lambda line: line["step"] <= step)
@@ -235,12 +225,12 @@ class RunDirectory:
             _keep_lines(path, lambda span: span["end"] <= saved_at)
 
     def first_date(self, now: datetime) -> datetime:
-        """The time of the first start in this directory: `now`, unless another process, or an earlier run, has written one."""
-        with suppress(OSError):  # it is there, or `prepare` reports the fault
+        """Time of the first start in this directory: `now`, unless another process or an earlier run has written one."""
+        with suppress(OSError):  # it exists, or `prepare` reports the fault
             self.path.mkdir(parents=True, exist_ok=True)
             with self.date.open("x", encoding="utf-8") as file:
                 file.write(now.isoformat(timespec="seconds") + "\n")
-        for _ in range(20):  # the process that made the file is about to write the line
+        for _ in range(20):  # another process has made the file and not yet written the line
             with suppress(OSError, ValueError):
                 return datetime.fromisoformat(self.date.read_text(encoding="utf-8").rstrip("\n"))
             time.sleep(0.05)
@@ -248,7 +238,7 @@ class RunDirectory:
 
     @property
     def ended_after(self) -> int | None:
-        """Steps of the finished run that is here; None where there is none, or its summary does not say."""
+        """Steps of the finished run; None if there is none, or its summary does not say."""
         if not self.finished:
             return None
         try:
@@ -258,7 +248,7 @@ class RunDirectory:
         return steps if isinstance(steps, int) else None
 
     def _set_ending_aside(self) -> None:
-        """`summary.json` is moved last: until then the run counts as finished, and the next call moves the rest."""
+        """Move `summary.json` last: until then the run counts as finished, and the next call moves the rest."""
         products = [product for product in (self.weights, self.best, self.trace, self.summary) if product.exists()]
         folder = self._place_of_ending({product.name for product in products})
         folder.mkdir(exist_ok=True)
@@ -266,7 +256,7 @@ class RunDirectory:
             product.rename(folder / product.name)
 
     def _place_of_ending(self, names: Set[str]) -> Path:
-        """A folder that has none of the `names`: a run may have ended after the same step before, and gone on in vain."""
+        """A folder without any of `names`: a run may have ended after the same step before."""
         steps = self.ended_after
         name, number = "ended" if steps is None else f"ended-step-{steps:06d}", 1
         while any((self.path / name / each).exists() for each in names):
@@ -283,7 +273,7 @@ class RunDirectory:
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a JSONL file with the lines that are wanted; one that a crash cut short is none."""
+    """Rewrite a JSONL file with the wanted lines, without one that a crash cut short."""
     if not path.exists():
         return
     with atomic_writer(path) as file, path.open("rb") as old:
@@ -302,7 +292,7 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 @contextmanager
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """A text file that appears at `path` whole, or (the block raises) not at all: written aside, synced, renamed."""
+    """Write a text file that appears at `path` complete, or not at all if the block raises."""
     target = Path(path)
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -322,12 +312,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
-    """Write one JSON object atomically, indented for reading; see `encode_json` for numbers that are not finite."""
+    """Write one JSON object atomically, indented; see `encode_json` for numbers that are not finite."""
     write_text(path, encode_json(value, indent=2) + "\n")
 
 
 def encode_json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    """A JSON object as text.  NaN and infinities, which JSON lacks, become null; `non_finite` lists their keys."""
+    """Encode a JSON object.  NaN and infinities become null, and `non_finite` lists their keys."""
     non_finite: list[str] = []
     plain = _plain(value, "", non_finite)
     if non_finite:
@@ -336,7 +326,7 @@ def encode_json(value: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def _plain(value: Any, key: str, non_finite: list[str]) -> Any:
-    """`value` in JSON's own types; the dotted keys of numbers that are not finite are added to `non_finite`."""
+    """Convert to JSON's types; dotted keys of numbers that are not finite are added to `non_finite`."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Integral):

@@ -1,4 +1,4 @@
-"""One process at a time works in a run directory: a lock on the directory, and a file that names who has it."""
+"""The lock on a run directory, and the file that names the process that holds it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pathlib import Path
 from oppo_megatron.errors import ConfigError
 
 HELD_WAIT_S = 20.0
-"""Ranks that were killed a moment ago may still be ending."""
+"""Ranks that were just killed may still be ending."""
 
 
 @contextmanager
 def held(folder: Path, holder: Path, wait_s: float) -> Iterator[None]:
-    """For one process at a time, until the block or the process ends; where the file system has no locks, for any.
+    """Lock the folder until the block or the process ends; without effect if the file system has no locks.
 
-    The file `holder` only informs: one that a killed process left behind is in nobody's way.  Raises ConfigError where
-    another has the folder.
+    The file `holder` only informs; one left by a killed process does not matter.  Raises ConfigError if another process
+    holds the folder for `wait_s`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # `prepare` reports its fault
+    except OSError:  # `prepare` reports the fault
         yield
         return
     try:
@@ -36,7 +36,7 @@ def held(folder: Path, holder: Path, wait_s: float) -> Iterator[None]:
         while not _locked(handle):
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"run_dir: another run is at work in {folder}{_described(holder)}, and has been for {wait_s:g} s; wait for "
+                    f"run_dir: another run uses {folder}{_described(holder)}, and has been for {wait_s:g} s; wait for "
                     "its end, end it (SIGTERM saves it), or choose another run_dir"
                 )
             time.sleep(0.1)
@@ -60,7 +60,7 @@ def _described(holder: Path) -> str:
 
 
 def _launcher_pid() -> int:
-    """The process to end if the run is to end: the launcher of this rank, or a rank that runs alone or under another launcher."""
+    """The process to signal to end the run: this rank's launcher, or the rank itself under another launcher."""
     launcher = multiprocessing.parent_process()
     return os.getpid() if launcher is None or launcher.pid is None else launcher.pid
 
@@ -70,6 +70,6 @@ def _locked(handle: int) -> bool:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks, or without those of folders
+    except OSError:  # a file system without locks on folders
         pass
     return True

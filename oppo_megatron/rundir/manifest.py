@@ -15,30 +15,30 @@ from oppo_megatron.nesting import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""The format of the files under a manifest; it changes when files of older versions cannot be read any more."""
+"""The format of the files under a manifest; it changes when older files can no longer be read."""
 BLOCK_BYTES = 2**22
 
 
 class OtherFormatError(CheckpointError):
-    """A checkpoint that another version of this program wrote: no damaged one."""
+    """Another version of this program wrote the checkpoint; it is not damaged."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a file must be."""
+    """Expected size and checksum of a file."""
 
     size_bytes: int
     sha256: str
 
 
 def list_files(folder: Path) -> list[str]:
-    """The files below a folder but for its manifest, by names relative to it, in a fixed order."""
+    """Sorted relative names of the files below a folder, without its manifest."""
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Bring files to the disk for good, and say what they are."""
+    """Sync files to the disk and return their entries."""
     entries = {}
     for name in names:
         with (folder / name).open("rb") as file:
@@ -48,7 +48,7 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 
 def describe(path: Path) -> Entry:
-    """Size and checksum of a file as it is now."""
+    """Return the current size and checksum of a file."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -58,7 +58,7 @@ def describe(path: Path) -> Entry:
 
 
 def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
-    """The last file that is written into a checkpoint."""
+    """Write and sync the manifest, the last file of a checkpoint."""
     tree = {"format": FORMAT, "files": {name: asdict(entry) for name, entry in sorted(entries.items())}}
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(tree, file, indent=1)
@@ -69,10 +69,7 @@ def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:
-    """What the folder's files must be.
-
-    Raises CheckpointError for a folder that has no readable manifest, OtherFormatError for one of another version.
-    """
+    """Read the manifest.  Raises CheckpointError if there is no readable one, OtherFormatError for another version's."""
     path = folder / MANIFEST
     try:
         tree = read_json(path.read_text(encoding="utf-8"))
@@ -87,25 +84,25 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"{path}: no readable manifest ({type(error).__name__}: {error}); a whole checkpoint has one; resume from "
+            f"{path}: not a readable manifest ({type(error).__name__}: {error}); a complete checkpoint has one; resume from "
             "another checkpoint, or remove this one"
         ) from error
 
 
 def _entry(name: str, tree: Any) -> Entry:
-    """Raises ValueError or TypeError for one that `write_manifest` would not have written."""
+    """Raise ValueError or TypeError for an entry that `write_manifest` would not have written."""
     entry = Entry(**tree)
     if not name.isprintable() or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise ValueError(f"{name!r:.100} is no file of its folder")
+        raise ValueError(f"{name!r:.100} is not a file of its folder")
     if type(entry.size_bytes) is not int or entry.size_bytes < 0 or not isinstance(entry.sha256, str):
-        raise ValueError(f"{name}: {tree!r:.100} is no size and checksum")
+        raise ValueError(f"{name}: {tree!r:.100} is not a size and checksum")
     return entry
 
 
 def find_misfits(
     folder: Path, entries: Mapping[str, Entry], required: Iterable[str], closed: Iterable[str]
 ) -> str | None:
-    """What a manifest does not speak of: a file that it must have, or one that is there below the `closed` folders."""
+    """Describe the first required file that the manifest lacks, or the first unlisted file below a `closed` folder."""
     for name in required:
         if name not in entries:
             return f"its manifest does not have {name}"
@@ -118,30 +115,30 @@ def find_misfits(
 def find_damage(
     folder: Path, entries: Mapping[str, Entry], part: int = 0, parts: int = 1, *, checksums: bool = True
 ) -> str | None:
-    """The fault of the first damaged file, or None.  `part` of `parts`: check that share of the files only.
+    """Describe the first damaged file; None if there is none.  Only the share `part` of `parts` of the files is checked.
 
-    Without `checksums` no file is read: only missing files and other sizes are found.
+    Without `checksums` no file is read: only missing files and wrong sizes are found.
     """
     for name in sorted(entries)[part::parts]:
         path, due = folder / name, entries[name]
         if not path.is_file():
             return f"{name} is missing"
         if (size := path.stat().st_size) != due.size_bytes:
-            return f"{name} has {size} bytes where {due.size_bytes} were written"
+            return f"{name} has {size} bytes, but {due.size_bytes} were written"
         if checksums and describe(path).sha256 != due.sha256:
             return f"{name} is not what was written: its SHA-256 differs"
     return None
 
 
 def require_whole(folder: Path) -> None:
-    """Raises CheckpointError, naming the file, where the folder is not what was written."""
+    """Raise CheckpointError, naming the file, if the folder is damaged."""
     damage = find_damage(folder, read_manifest(folder))
     if damage is not None:
         raise CheckpointError(f"{folder}: {damage}; resume from another checkpoint, or restore the file from a copy")
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

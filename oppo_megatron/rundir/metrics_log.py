@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a step, written in step order, and the figures of a whole run drawn from it."""
+"""`metrics.jsonl`: one JSON object per step, in step order, and the figures of a whole run computed from it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,9 @@ MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s", "critic_updat
 class MetricsLog:
     """Appends the lines of a run.
 
-    A line may be completed later than the next one is begun (the critic's update of step n ends while the actor decodes
-    step n + 1), so a line lives thus:
-
-        stage(step) -> pending -> complete(step) -> ready -> written, once every earlier line is
-
-    `close` writes what still waits; a line that was never completed then carries `"incomplete": true`.
+    A line may be completed after the next one is begun (the critic's update of step n ends while the actor decodes
+    step n + 1): `stage` begins a line, `complete` ends it, and it is written once every earlier line is.  `close` writes the
+    remaining lines; one that was never completed has `"incomplete": true`.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -38,18 +35,18 @@ class MetricsLog:
         self._last_step: int | None = None
 
     def stage(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Begin the line of `step`, which is later than any begun before."""
+        """Begin the line of `step`, which must be later than all begun before."""
         assert self._last_step is None or step > self._last_step, f"line {step} begun after line {self._last_step}"
         assert len(self._lines) < MAX_PENDING, f"lines {list(self._lines)} wait to be completed"
         self._last_step = step
         self._lines[step] = {"step": step, **fields}
 
     def extend(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Add to the line of `step`, which still waits."""
+        """Add fields to the pending line of `step`."""
         self._lines[step].update(fields)
 
     def complete(self, step: int, more_fields: Mapping[str, Any] | None = None) -> None:
-        """Add what was still to come to the line of `step`; it is written as soon as every earlier line is."""
+        """Add the last fields to the line of `step`; it is written as soon as every earlier line is."""
         assert step in self._lines and step not in self._ready, f"line {step} is not pending"
         self._lines[step].update(more_fields or {})
         self._ready.add(step)
@@ -58,12 +55,12 @@ class MetricsLog:
             self._write(self._lines.pop(first))
 
     def write(self, step: int, fields: Mapping[str, Any]) -> None:
-        """A line that is whole at once."""
+        """Write a complete line."""
         self.stage(step, fields)
         self.complete(step)
 
     def close(self) -> None:
-        """Write the lines that wait, in step order, and close the file.  May be called again."""
+        """Write the pending lines in step order and close the file; may be called again."""
         for step, line in self._lines.items():
             self._write(line if step in self._ready else {**line, "incomplete": True})
         self._lines.clear()
@@ -85,9 +82,9 @@ class MetricsLog:
 def iter_json_lines(
     path: str | os.PathLike[str], wanted: Callable[[bytes], bool] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file.  A last line that a crash cut short is left out; another bad line is a DataError.
+    """Yield the objects of a JSONL file, without a last line that a crash cut short; another bad line is a DataError.
 
-    Lines that are not `wanted` are passed over unread.
+    Lines that are not `wanted` are skipped unparsed.
     """
     if not Path(path).is_file():
         raise DataError(
@@ -115,15 +112,14 @@ def iter_json_lines(
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, a run that was killed included.  Raises DataError."""
+    """Read a `metrics.jsonl`, also of a killed run.  Raises DataError."""
     return list(iter_json_lines(path))
 
 
 def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of a run.  A figure whose fields no line has is None.
+    """Compute the figures of a run; a figure is None if no line has its fields.
 
-    Times, `tokens_per_s` and `scoring_hidden` leave out the first step, which warms up, where there are more than
-    three.
+    Times, `tokens_per_s` and `scoring_hidden` leave out the first of more than three steps, which warms up.
     `scoring_hidden` is the share of the scorers' busy seconds that other work hid: 1 - exposed / busy, at least 0.
     `reward_first` and `reward_last` are means of `reward_mean` over the first and last tenth of the steps, at least 3.
     `deferred` counts the trained sequences by how often they were carried over a step.
@@ -156,7 +152,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _ratio(lines: Sequence[Mapping[str, Any]], above: str, below: str) -> float | None:
-    """sum(above) / sum(below) over the lines that have both; None where the lower sum is 0."""
+    """sum(above) / sum(below) over the lines that have both; None if the lower sum is 0."""
     both = [line for line in lines if line.get(above) is not None and line.get(below) is not None]
     total = sum(line[below] for line in both)
     return sum(line[above] for line in both) / total if total else None

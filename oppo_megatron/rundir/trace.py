@@ -22,7 +22,7 @@ KEPT_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one rank did for one role, from `start` to `end` (seconds on the clock that all ranks share)."""
+    """Work of one rank for one role, from `start` to `end` in seconds on the ranks' common clock."""
 
     rank: int
     role: str
@@ -33,11 +33,10 @@ class Span:
 
 
 class SpanRecorder:
-    """Times the spans of one rank.  Used from one thread; spans of one role may nest but not cross.
+    """Records the spans of one rank, from one thread; spans of one role may nest but not cross.
 
-    Memory is bounded: a full buffer is flushed, and totals are kept for the last `KEPT_STEPS` steps.  Without a
-    `run_dir` nothing is written and only totals are kept.  `clock` must be common to all ranks (seconds since the
-    epoch) and never go back; null: a `SteadyClock`.
+    A full buffer is flushed, and totals are kept for the last `KEPT_STEPS` steps; without a `run_dir` only totals are
+    kept.  `clock` (default: `SteadyClock`) gives seconds since the epoch, common to all ranks, and never goes back.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str, *, role: str, step: int) -> Iterator[None]:
-        """Record the block, also where it raises."""
+        """Record the block, also if it raises."""
         start = self.clock()
         try:
             yield
@@ -61,7 +60,7 @@ class SpanRecorder:
             self.write(span)
 
     def totals(self, step: int, role: str | None = None) -> dict[str, float]:
-        """Seconds by span name in one of the last `KEPT_STEPS` steps, of a role or of all; nested spans each count."""
+        """Seconds by span name in one of the last `KEPT_STEPS` steps, for one role or all; nested spans each count."""
         seconds: dict[str, float] = {}
         for (span_role, name), value in self._totals.get(step, {}).items():
             if role is None or span_role == role:
@@ -69,7 +68,7 @@ class SpanRecorder:
         return seconds
 
     def flush(self) -> None:
-        """Append the buffered spans to this rank's file, a JSON object a line.  Meant for the end of each step."""
+        """Append the buffered spans to this rank's file, one JSON object per line."""
         if self._path is not None and self._buffer:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(span)) + "\n" for span in self._buffer)
@@ -84,7 +83,7 @@ class SpanRecorder:
             del self._totals[min(self._totals)]
 
     def write(self, span: Span) -> None:
-        """Put the span into the trace."""
+        """Buffer the span for the trace."""
         if self._path is not None:
             self._buffer.append(span)
             if len(self._buffer) >= MAX_BUFFERED_SPANS:
@@ -94,9 +93,9 @@ class SpanRecorder:
 def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
     """Merge the per-rank files into `trace.json` (Trace Event Format), remove them, and return its path.
 
-    A process a rank and a thread a (rank, role); times in microseconds from the first span of the run.  For one rank,
-    after every rank's last flush.  Returns None where no rank recorded anything.  Spans are read twice instead of held
-    in memory.
+    Each rank is a process and each (rank, role) a thread; times are in microseconds from the run's first span.  One rank
+    calls this after every rank's last flush.  Returns None if nothing was recorded.  Spans are read twice instead of
+    being held in memory.
     """
     run = RunDirectory(run_dir)
     files = run.rank_traces()
@@ -119,22 +118,21 @@ def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Span]:
-    """The spans of a `trace.json` that `merge_traces` wrote, in seconds from the run's start.  Raises DataError."""
+    """Read the spans of a `trace.json`, in seconds from the run's start.  Raises DataError."""
     try:
         events = read_json(Path(path).read_text(encoding="utf-8"))["traceEvents"]
         return [_span(event) for event in events if event["ph"] == "X"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{os.fspath(path)}: no readable trace ({type(error).__name__}: {error}); expected the trace.json of a run "
+            f"{os.fspath(path)}: not a readable trace ({type(error).__name__}: {error}); expected the trace.json of a run "
             "with logging.trace on; check the path, or run again with it on"
         ) from error
 
 
 def read_spans(run_dir: str | os.PathLike[str]) -> list[Span]:
-    """All spans that a run has recorded so far, in seconds from the first; empty where it recorded none.
+    """All spans that a run has recorded so far, in seconds from the first.
 
-    From `trace.json`, or, while the run goes on or where it was ended early, from the ranks' own files.  Raises
-    DataError.
+    They are read from `trace.json`, or from the ranks' own files if the run has not finished.  Raises DataError.
     """
     run = RunDirectory(run_dir)
     if run.trace.exists():
@@ -142,9 +140,9 @@ def read_spans(run_dir: str | os.PathLike[str]) -> list[Span]:
     try:
         spans = list(_read_spans(run.rank_traces()))
     except (DataError, TypeError) as error:
-        if run.trace.exists():  # merged in this very moment
+        if run.trace.exists():  # merged meanwhile
             return read_trace(run.trace)
-        raise DataError(f"{run.path}: no readable spans ({error}); remove or repair its trace.rank*.jsonl") from error
+        raise DataError(f"{run.path}: unreadable spans ({error}); remove or repair its trace.rank*.jsonl") from error
     origin = min((span.start for span in spans), default=0.0)
     return [replace(span, start=span.start - origin, end=span.end - origin) for span in spans]
 
@@ -161,7 +159,7 @@ def _read_spans(files: Iterable[Path]) -> Iterator[Span]:
 
 
 def _lane_names(thread_of: dict[tuple[int, str], int]) -> list[dict[str, Any]]:
-    """Metadata events that name a rank's process and a role's thread."""
+    """Metadata events that name the processes (ranks) and threads (roles)."""
     processes = [
         {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
         for rank in sorted({rank for rank, _ in thread_of})
@@ -174,7 +172,7 @@ def _lane_names(thread_of: dict[tuple[int, str], int]) -> list[dict[str, Any]]:
 
 
 def _event(span: Span, thread: int, origin: float) -> dict[str, Any]:
-    """A complete ("X") event; microseconds, to the nanosecond."""
+    """A complete ("X") event in microseconds, rounded to nanoseconds."""
     return {
         "ph": "X",
         "name": span.name,

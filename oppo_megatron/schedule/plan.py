@@ -37,11 +37,11 @@ def plan_step(config: TrainConfig) -> StepPlan:
 
 def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
     """The delta rule in force: without inter-step overlap it is fixed at 0, which is plain PPO."""
-    return overlap.delta if overlap.inter else DeltaConfig(rule="fixed", initial=0, min=0, max=0)
+    return overlap.delta if overlap.inter else DeltaConfig(rule="fixed", initial=0, max=0)
 
 
 def round_generator(overlap: OverlapConfig, site: Site) -> str:
-    """Name of the generator of the rounds: woven only where there are ranks that decode and score."""
+    """Name of the generator of the rounds (woven only if some rank decodes and scores), or the user's function."""
     if not overlap.intra:
         return "sequential"
     if overlap.schedule != "auto":

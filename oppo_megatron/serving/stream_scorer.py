@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from oppo_megatron.config.serve import ServeScorerConfig
-from oppo_megatron.errors import CapacityError, RewardError
+from oppo_megatron.config.serve import ServeConfig
+from oppo_megatron.errors import RewardError
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import Exhausted, attempt
+from oppo_megatron.mcore.out_of_memory import memory_for
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.rewards.streaming import checksum
 from oppo_megatron.serving.model_scorer import open_reward_model
@@ -134,20 +134,16 @@ class StreamScorer:
 
 
 @contextmanager
-def open_stream_scorer(config: ServeScorerConfig) -> Iterator[StreamScorer]:
+def open_stream_scorer(config: ServeConfig) -> Iterator[StreamScorer]:
     """Load the reward model.  Raises ConfigError, CheckpointError, or CapacityError for a cache that memory does not hold."""
+    assert config.reward is not None, "a rule of ServeConfig"
     with open_reward_model(config.reward, config.runtime, max_tokens=config.max_tokens) as (model, _):
-        made = attempt(
-            lambda: StreamScorer(
+        caches = f"making KV caches for {config.sequences} sequences of {config.max_tokens} tokens"
+        with memory_for(lambda: (caches, "lower sequences or max_tokens")):
+            scorer = StreamScorer(
                 model,
                 sequences=config.sequences,
                 max_tokens=config.max_tokens,
                 micro_batch_tokens=config.runtime.micro_batch_tokens,
             )
-        )
-        if isinstance(made, Exhausted):
-            raise CapacityError(
-                f"there is no memory for the caches of {config.sequences} sequences of {config.max_tokens} tokens ({made.told}); "
-                "lower sequences or max_tokens"
-            )
-        yield made.result
+        yield scorer

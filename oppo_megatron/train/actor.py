@@ -6,7 +6,7 @@ Legend: T response tokens of a batch (packed), R rows of a micro-batch (its toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,7 +22,6 @@ from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.layers.vocab_parallel import largest_logits, token_logprobs
-from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits, in_smaller_ones
 from oppo_megatron.mcore.training import forward_rows, read_reports
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.records import Rollout
@@ -55,7 +54,6 @@ class Actor:
 
     `ess` is the effective sample size of the last update, on every rank of the actor; before the first nothing can be stale.
     `gap_limit` is how far decoding and training may be apart.
-    `memory_limit` bounds its micro-batches on this rank.
     """
 
     role: TrainedRole
@@ -63,7 +61,6 @@ class Actor:
     temperature: float
     ess: float = 1.0
     gap_limit: GapLimit = GapLimit()
-    memory_limit: MemoryLimit = field(default_factory=lambda: MemoryLimits().train)
     _begun: BegunUpdate | None = None
 
     def begin(self, batch: Sequence[Rollout], settings: UpdateSettings) -> None:
@@ -73,7 +70,7 @@ class Actor:
         """
         self._begun = self._prepare(batch, settings)
         if self.algorithm.reads_known:
-            begin_update(self.role.trained, batch, settings, self.memory_limit, self.algorithm.units)
+            begin_update(self.role.trained, batch, settings, self.algorithm.units)
 
     def abandon(self) -> None:
         """The update that was begun, if one was, is not made: the weights serve on as they are."""
@@ -93,13 +90,19 @@ class Actor:
         """
         begun, self._begun = self._begun or self._prepare(batch, settings), None
         extra = self._loss_inputs(batch, experience, begun.proximal_T, settings)
+        columns_T = self._custom_columns(batch, experience, settings)
+        counts = {"batch_size": len(batch), "group_size": settings.group_size}
+        extra |= columns_T
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
             logp, entropy = token_logprobs(output, micro.targets_R, self._vocab, self._compared_at)
             old_T, advantages_T, stale_T = (micro.extra[name] for name in ("old_logp", "advantages", "stale"))
             reference_T, weight_T, share_T = (micro.extra.get(name) for name in ("reference_logp", "weight", "share"))
             lengths_R = on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None
-            targets = ActorTargets(old_T, advantages_T, reference_T, weight_T, share_T, lengths_R, stale_T)
+            columns = {name: micro.extra[name] for name in columns_T} | ({"tokens": micro.targets_R} if columns_T else {})
+            targets = ActorTargets(
+                old_T, advantages_T, reference_T, weight_T, share_T, lengths_R, stale_T, columns, counts
+            )
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output.detach()) if first else {})
 
@@ -110,13 +113,12 @@ class Actor:
             return self.algorithm.row_weights(lengths, None if counted is None else [counted[i] for i in rows])
 
         units = partial(self.algorithm.units, experience=experience)
-        reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit, weights, units)
+        reports = run_update(self.role.trained, batch, extra, loss, settings, weights, units)
         names = (*self.algorithm.figure_names, *STATS)
         summary = self.role.share(self._summary(reports, begun.gap), names)
         self.ess = summary["ess"]
         moved = self.role.publish()
-        most = self.memory_limit.within(settings.micro_batch_tokens)
-        packing = update_packing(batch, self._groups.dp, settings, most, units)
+        packing = update_packing(batch, self._groups.dp, settings, units)
         return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
 
     def set_aside(self) -> Callable[[], None]:
@@ -167,6 +169,25 @@ class Actor:
         optional = {"reference_logp": experience.reference_logp_T, "weight": weight_T}
         return inputs | {name: x_T for name, x_T in optional.items() if x_T is not None}
 
+    def _custom_columns(
+        self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings
+    ) -> dict[str, Tensor]:
+        """The columns that a custom loss reads besides those of the built-in ones, [T] each."""
+        if self.algorithm.loss is None or not self._groups.is_last_stage:
+            return {}
+        assert experience.scores_B is not None
+        rows_T = on_device([row for row, rollout in enumerate(batch) for _ in rollout.tokens], settings.device)
+        cut_B = on_device([rollout.finish_reason == "length" for rollout in batch], settings.device, torch.bool)
+        columns = {
+            "behaviour_logp": experience.old_logp_T,
+            "versions": on_device([v for rollout in batch for v in rollout.versions], settings.device),
+            "score": experience.scores_B[rows_T],
+            "truncated": cut_B[rows_T],
+            "group": rows_T // settings.group_size,
+        }
+        values_T = experience.old_values_T
+        return columns if values_T is None else columns | {"values": values_T}
+
     def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
         """Log-probs of the whole batch under the weights that the step begins with; nothing before the last stage.
 
@@ -180,14 +201,9 @@ class Actor:
             logp_R, _ = token_logprobs(output, micro.targets_R, self._vocab, self.temperature)
             return torch.stack([logp_R, largest_logits(output, self._vocab)], -1)
 
-        def forward(most: int) -> Tensor | None:
-            micros = pack_responses(prompts, responses, most, settings.device)
-            outputs = forward_rows(trained.chunks, micros, logprobs, trained.begun)
-            return join_rows(outputs, [len(tokens) for tokens in responses], micros) if outputs else None
-
-        mine = in_smaller_ones(
-            forward, settings.micro_batch_tokens, self.memory_limit, trained.begun, trained.bound_to_peers
-        )
+        micros = pack_responses(prompts, responses, settings.micro_batch_tokens, settings.device)
+        outputs = forward_rows(trained.chunks, micros, logprobs)
+        mine = join_rows(outputs, [len(tokens) for tokens in responses], micros) if outputs else None
         if not groups.is_last_stage:
             return BegunUpdate()
         lengths_B = torch.tensor([len(r.tokens) for r in batch])

@@ -14,7 +14,6 @@ from torch import Tensor
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.mcore.batch import MicroBatch
-from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.trained_role import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, run_update, stats_dict
@@ -24,15 +23,11 @@ CRITIC_STATS = ("critic_loss", "critic_clip_fraction", "critic_error", "critic_g
 
 @dataclass
 class Critic:
-    """The value model and its optimizer.  `stats`: of its last update, on every rank of the critic.
-
-    `memory_limit` bounds its micro-batches on this rank.
-    """
+    """The value model and its optimizer.  `stats`: of its last update, on every rank of the critic."""
 
     role: TrainedRole
     algorithm: Algorithm
     stats: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CRITIC_STATS, 0.0))
-    memory_limit: MemoryLimit = field(default_factory=lambda: MemoryLimits().train)
 
     def update(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, float]:
         """Value epochs over the batch, then the new weights to where they score.  Returns statistics, on every rank.
@@ -50,7 +45,7 @@ class Critic:
         assert experience.old_values_T is not None, "a critic has given values"
         extra = {"old_values": experience.old_values_T, "returns": experience.returns_T}
         self.role.retire()
-        reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit)
+        reports = run_update(self.role.trained, batch, extra, loss, settings)
         stats = {}
         if "num_tokens" in reports[0]:
             tokens = sum(r["num_tokens"] for r in reports)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,12 @@ from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.derived import describe_batch, describe_settle
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, CapacityError
-from oppo_megatron.layout.placements import layout_tree, named_roles
+from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE
+from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.mcore.cpu.private_ops import require_private_ops
-from oppo_megatron.mcore.out_of_memory import LessAtOnce, is_out_of_memory
+from oppo_megatron.mcore.out_of_memory import memory_for
 from oppo_megatron.overcommit.ahead import NEW_RUN
 from oppo_megatron.rundir.directory import RunDirectory, write_json
-from oppo_megatron.rundir.memory_limits import lower_memory_limit, read_memory_limits
 from oppo_megatron.rundir.space import clear_when_full
 from oppo_megatron.rundir.trace import merge_traces
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
@@ -48,16 +45,10 @@ def run_rank(kind: str, config: Any) -> int:
     """
     choose_device(config.runtime)
     stacks_on_request()
-    run = RunDirectory(config.run_dir)
-    try:
-        with _told_of_memory(), clear_when_full(config.run_dir):
-            if kind == "train":
-                return _run_train(config)
-            return 0 if run_supervised(config) else EXIT_REQUEUE
-    except LessAtOnce as error:
-        lower_memory_limit(run, layout_tree(config), error.limit, error.most)
-        print(f"{error}; from the last checkpoint on at most {error.most}", file=sys.stderr, flush=True)
-        return EXIT_AGAIN
+    with memory_for(_other_work), clear_when_full(config.run_dir):
+        if kind == "train":
+            return _run_train(config)
+        return 0 if run_supervised(config) else EXIT_REQUEUE
 
 
 def _run_train(config: TrainConfig) -> int:
@@ -78,19 +69,11 @@ def _run_train(config: TrainConfig) -> int:
         return EXIT_AGAIN
 
 
-@contextmanager
-def _told_of_memory() -> Iterator[None]:
-    """Memory that runs out where less at once would be of no help: CapacityError."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        told = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CapacityError(
-            f"memory ran out outside of decoding, prefill and training micro-batches ({told}): compare "
-            "`--dry-run` with what this machine has; use more ranks, or lower rollout.batch_size or runtime.kv_cache_mb"
-        ) from error
+def _other_work() -> tuple[str, str]:
+    return (
+        "work outside of decoding, prefill and training micro-batches",
+        "compare `--dry-run` with this machine's memory; use more ranks, or lower rollout.batch_size or runtime.kv_cache_mb",
+    )
 
 
 def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preemption) -> bool:
@@ -119,7 +102,6 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             loop.journal.progress.note("\n".join(told))
         if found is not None:
             saver.restore(loop.state, found)
-        loop.bound_memory(read_memory_limits(run, layout_tree(config)) if config.checkpoint.resume else {})
         if not loop.run():
             return False
         keeps = config.checkpoint.writes_weights
@@ -160,6 +142,6 @@ def _prepare(config: TrainConfig, world: World, found: Found | None) -> None:
     """The run directory, made by one rank before any other writes into it."""
     run = RunDirectory(config.run_dir)
     if world.rank == 0:
-        run.take_up(None if found is None else found.state, resume=config.checkpoint.resume)
+        run.take_up(None if found is None else found.state)
         dump_config(config, run.config)
     share_run_directory(run, world, owner=world.rank == 0, show=config.logging.console != "off")

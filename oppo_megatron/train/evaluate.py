@@ -25,8 +25,7 @@ from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.mcore.batch import join_rows, pack_at
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import Begun, MemoryLimits, in_smaller_ones
-from oppo_megatron.mcore.training import forward_rows, shared_with_peers
+from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
@@ -55,7 +54,6 @@ class Loop(Protocol):
 class Evaluator:
     """Decodes on a cache of its own that lives only as long, of at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
 
-    `memory_limits` are its own, too: what it does at once is no measure of the run's, nor the run's of it.
     Every rank of the world makes the calls, with the same result.
     """
 
@@ -76,7 +74,6 @@ class Evaluator:
         self.runtime, self.max_slots, self.kv_budget_bytes = runtime, max_slots, kv_budget_bytes
         self.steps = StepRewards.of(config.judges, tokenizer)
         self.sampling = Sampling(temperature=config.temperature, seed=seed)
-        self.memory_limits = MemoryLimits()
         self.stop = None if early_stop is None else EarlyStop(early_stop)
         count = min(len(prompts), config.max_rows)
         once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)
@@ -141,7 +138,6 @@ class Evaluator:
             sampling=self.sampling,
             stopping=self.stopping,
             kv_budget_bytes=self.kv_budget_bytes,
-            memory_limits=self.memory_limits,
             activity=loop.world.activity,
         )
         return sorted(decoder.decode(self.prompts), key=lambda rollout: rollout.seq_id)
@@ -186,16 +182,9 @@ class Evaluator:
         self, places: Sequence[Sequence[int]], sequences: Sequence[list[int]], model: RoleModel, device: torch.device
     ) -> Tensor | None:
         """The reward model's outputs of each sequence at `places`, one after the other; None before its last stage."""
-        begun = Begun()
-
-        def forward(most: int) -> Tensor | None:
-            batches = pack_at(sequences, places, most, device)
-            with torch.no_grad():
-                outputs = forward_rows(model, batches, lambda _, scores_S: scores_S.float(), begun)
-            return join_rows(outputs, [len(row) for row in places], batches) if outputs else None
-
-        most, limit = self.runtime.micro_batch_tokens, self.memory_limits.score
-        return in_smaller_ones(forward, most, limit, begun, lambda: shared_with_peers(model.groups))
+        batches = pack_at(sequences, places, self.runtime.micro_batch_tokens, device)
+        outputs = forward_rows(model, batches, lambda _, scores_S: scores_S.float())
+        return join_rows(outputs, [len(row) for row in places], batches) if outputs else None
 
     def _judge(self, rollouts: Sequence[Rollout], scores_N: Tensor | None) -> list[tuple[float, float]]:
         """Mean and standard error (below 0: none) of each metric, in the order of their names."""

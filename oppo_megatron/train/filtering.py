@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oppo_megatron.config.derived import least_lag, most_judged
+from oppo_megatron.config.derived import most_judged, verdict_lag
 from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.overcommit.filter import GroupFilter, Rule, Scores, VerdictClock
@@ -14,9 +14,9 @@ def verdict_clock(config: TrainConfig) -> VerdictClock | None:
     """When a response that has ended is judged; None where groups are not filtered."""
     if config.filter is None:
         return None
-    period, lag = config.overlap.admission_period, config.filter.lag
+    period = config.overlap.admission_period
     assert period is not None, "a filter asks for backfill"
-    return VerdictClock(period, least_lag(config, config.filter.metric) if lag is None else lag)
+    return VerdictClock(period, verdict_lag(config, config.filter.metric))
 
 
 def build_filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: RewardSum) -> GroupFilter | None:

@@ -17,7 +17,6 @@ from oppo_megatron.config.evaluation import EarlyStopConfig, HeldoutConfig
 from oppo_megatron.control.early_stop import EarlyStop
 from oppo_megatron.control.estimates import Figures, moments_of, ratios
 from oppo_megatron.mcore.batch import MicroBatch
-from oppo_megatron.mcore.out_of_memory import MemoryLimit, in_smaller_ones
 from oppo_megatron.mcore.training import TrainedModel, forward_rows
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.train.score_exchange import sum_over_ranks
@@ -60,8 +59,6 @@ class Heldout(Generic[RowT]):
         self.every, self.task, self.metrics, self.world = config.every_steps, task, metrics, world
         self.rows = rows[: config.max_rows]
         self.stop = None if stop is None else EarlyStop(stop)
-        # By the name of training's: where peers end with it, their next start takes less of both at once.
-        self.memory_limit = MemoryLimit("train", "a held-out micro-batch", "tokens")
 
     @property
     def over(self) -> bool:
@@ -81,7 +78,7 @@ class Heldout(Generic[RowT]):
         if self.point is not None:
             self.point.take(trained, self.rows, step, budget)
         width, what = 1 + len(self.metrics), f"held-out metrics after step {step}"
-        moments = measure_rows(self.world, trained, self.rows, self.task, width, budget, self.memory_limit, what)
+        moments = measure_rows(self.world, trained, self.rows, self.task, width, budget, what)
         figures = dict(zip(self.metrics, ratios(moments, width), strict=True))
         if self.stop is not None:
             self.stop.observe(step, figures[self.stop.config.standard.metric][0])
@@ -103,7 +100,6 @@ def measure_rows(
     task: Measured[RowT],
     width: int,
     budget: int,
-    memory_limit: MemoryLimit,
     what: str,
 ) -> list[float]:
     """Moments of the table of `width` columns that the task makes of `rows`, which the replicas share.
@@ -114,10 +110,7 @@ def measure_rows(
     mine = rows[groups.dp_rank :: groups.dp]
     device, finish = next(trained.model.parameters()).device, task.measure(mine, trained.model.vocab)
 
-    def forward(most: int) -> list[Tensor]:
-        return forward_rows(trained.chunks, task.micro_batches(mine, most, device), finish, trained.begun)
-
-    tables = in_smaller_ones(forward, budget, memory_limit, trained.begun, trained.bound_to_peers)
+    tables = forward_rows(trained.chunks, task.micro_batches(mine, budget, device), finish)
     speaks = groups.is_last_stage and groups.tp_rank == 0  # one rank for each replica
     table = torch.cat(tables).tolist() if speaks and tables else []
     with waiting_for(what, world.activity):

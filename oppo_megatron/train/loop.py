@@ -13,7 +13,7 @@ A rank that has both does both, as the round's schedule says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -55,14 +55,6 @@ class TrainingLoop:
     saver: Saver
     meter: StepMeter
     state: RunState
-
-    def bound_memory(self, most: Mapping[str, int]) -> None:
-        """Do no more than this at once, by the names of limits, which are alike on every rank."""
-        limits = self.meter.memory.memory_limits
-        limits.bound(most)
-        self.rounds.planner.actor.most = limits.decode.most
-        if self.evaluator is not None:
-            self.evaluator.memory_limits.bound(most)
 
     def run(self) -> bool:
         """Train until the prompts end and every rollout has been trained; False: told to stop, and saved."""
@@ -174,7 +166,7 @@ class TrainingLoop:
                 batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work, self.meter.measured,
                 self.rollouts.judged,
             )  # fmt: skip
-            self.rounds.planner.actor.most = self.meter.all_memory().decode_most
+            self.meter.all_memory()
             self.saver.meet(step, float(scored.scores_B.double().mean()))
         self.meter.scored(scored, report, self.adaptation.kl.value)
         self.rollouts.retire(batch)

@@ -15,7 +15,6 @@ from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.holdings import lasting_memory
 from oppo_megatron.layout.memory import shortage
-from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.train.score_exchange import by_rank
 
 MEBIBYTE = 2**20
@@ -39,15 +38,14 @@ def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None
 
 @dataclass
 class MemoryMeter:
-    """This rank's memory: `base_bytes` held before any model was built, and the most up to the last `look`.
+    """This rank's memory: `base_bytes` before any model was built, and the peak up to the last `look`.
 
-    `memory_limits` bound this rank's work at once, after memory has run out; `by_rank`: the last report of all ranks.
+    `by_rank`: the last report of all ranks.
     """
 
     device: torch.device
     base_bytes: int
     peak_bytes: int
-    memory_limits: MemoryLimits = field(default_factory=MemoryLimits)
     by_rank: MemoryByRank = field(default_factory=lambda: MemoryByRank([], []))
 
     @classmethod
@@ -62,47 +60,19 @@ class MemoryMeter:
 
     def of_all_ranks(self) -> MemoryByRank:
         """Collective of the world."""
-        values = [self.base_bytes, self.peak_bytes, *self.memory_limits.vector()]
-        base, peak, train, score, decode, halved = by_rank(values, self.device)
-        self.by_rank = MemoryByRank(base, peak, train, score, decode, int(sum(halved)))
+        self.by_rank = MemoryByRank(*by_rank([self.base_bytes, self.peak_bytes], self.device))
         return self.by_rank
 
 
 @dataclass(frozen=True)
 class MemoryByRank:
-    """Base and peak of every rank, in bytes, in the order of ranks, and what each has memory for at once.
-
-    `train` and `score` are tokens of a micro-batch, `decode` sequences of one; 0: no bound has been met.  `halved`: how often
-    one was, on all ranks.
-    """
+    """Base and peak of every rank, in bytes, in the order of ranks."""
 
     base: Sequence[float]
     peak: Sequence[float]
-    train: Sequence[float] = ()
-    score: Sequence[float] = ()
-    decode: Sequence[float] = ()
-    halved: int = 0
-
-    @property
-    def decode_most(self) -> int | None:
-        """Sequences of a decode micro-batch that every rank has memory for; None: no rank has met a bound."""
-        return _smallest(self.decode)
-
-    def bounds(self) -> dict[str, Any]:
-        """What a step's line and `summary.json` say of memory that ran out: the smallest bounds of all ranks."""
-        return {
-            "memory_halved": self.halved,
-            "memory_train_tokens": _smallest(self.train),
-            "memory_prefill_tokens": _smallest(self.score),
-            "memory_decode_sequences": self.decode_most,
-        }
-
-    def state_dict(self) -> list[list[int]]:
-        """The limits of training, prefill and decoding by rank, in plain JSON types."""
-        return [[int(each) for each in rank] for rank in zip(self.train, self.score, self.decode, strict=True)]
 
     def peak_fields(self) -> dict[str, Any]:
-        """What a step's line says."""
+        """The fields of a step's line."""
         return {"memory_peak_mb": _mebibytes(self.peak)}
 
     def summary(self, planned: Sequence[float]) -> dict[str, Any]:
@@ -112,7 +82,7 @@ class MemoryByRank:
             "memory_peak_mb": _mebibytes(self.peak),
             "memory_planned_mb": _mebibytes(planned),
             "memory_ratio": [round(ratio, 3) for ratio in self.ratios(planned)],
-        } | self.bounds()
+        }
 
     def ratios(self, planned: Sequence[float]) -> list[float]:
         """(peak - base) / planned of each rank."""
@@ -129,10 +99,6 @@ class MemoryByRank:
                 f"libraries hold for any model (up to {FIXED_MEBIBYTES} MiB), which the plan does not count"
             )
         return f"memory: at most {ratios[rank]:.2f} of the plan (rank {rank}: {used} of {plan} MiB, peak above base)"
-
-
-def _smallest(bounds: Sequence[float]) -> int | None:
-    return min((int(bound) for bound in bounds if bound), default=None)
 
 
 def _mebibytes(sizes: Sequence[float]) -> list[float]:

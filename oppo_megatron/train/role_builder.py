@@ -22,7 +22,6 @@ from oppo_megatron.layout.placements import named_roles, shares_weights
 from oppo_megatron.mcore.kv.paged_kernels import find_kernel
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
-from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.mcore.roles import as_it_began, load_role
 from oppo_megatron.schedule.checking.transport import transport_of
 from oppo_megatron.schedule.groups import most_streams
@@ -48,7 +47,6 @@ class RoleBuilder:
     tokenizer: Tokenizer
     total_steps: int  # of the run
     lengths: Quantile | None  # of a length trace
-    memory_limits: MemoryLimits
 
     def __post_init__(self) -> None:
         """What `runtime.kv_layout: auto` comes to here: planner and caches must count slots alike."""
@@ -75,11 +73,11 @@ class RoleBuilder:
             return None
         config, temperature = self.config, self.config.rollout.temperature
         gap_limit = GapLimit.of(config.guards.logprob_gap, config.actor.dtype, temperature)
-        return Actor(role, self.algorithm, temperature, gap_limit=gap_limit, memory_limit=self.memory_limits.train)
+        return Actor(role, self.algorithm, temperature, gap_limit=gap_limit)
 
     def critic(self) -> Critic | None:
         role = self._trained("critic", "scalar")
-        return None if role is None else Critic(role, self.algorithm, memory_limit=self.memory_limits.train)
+        return None if role is None else Critic(role, self.algorithm)
 
     def rounds(self, actor: Actor | None, critic: Critic | None, tracer: RoundTracer) -> RoundRunner:
         """The workers of this rank and the planner of its rounds."""
@@ -139,7 +137,6 @@ class RoleBuilder:
             stopping=self._stopping,
             outlet=ChunkOutlet(device) if sends else None,
             sync_steps=self.config.runtime.sync_steps(device.type),
-            memory_limits=self.memory_limits,
         )
 
     def _scoring_workers(self, actor: Actor | None, critic: Critic | None) -> dict[str, ScoringWorker]:
@@ -159,9 +156,7 @@ class RoleBuilder:
                 model = self._model(name, head).requires_grad_(False)
             cache = self._cache(name, model)
             temperature = self.config.algorithm.temperature(self.config.rollout.temperature)
-            workers[name] = ScoringWorker(
-                name, model, cache, temperature=temperature, memory_limit=self.memory_limits.score
-            )
+            workers[name] = ScoringWorker(name, model, cache, temperature=temperature)
         return workers
 
     def _model(self, name: str, head: Head) -> RoleModel:

@@ -68,7 +68,7 @@ class Rollouts:
             backfilled = self.scheduler.backfill()
             self.rounds.admit(backfilled)
             active, score = buffer.active, buffer.rollouts if stream else []
-            readable = buffer.worth_reading(self.overlap.critic_reads)
+            readable = buffer.worth_reading()
         decoding = Decoding(buffer.clock, version, buffer.readiness, halt)
         chunk = self.rounds.run(active, score, self._steps(most), decoding, readable)
         assert chunk is not None

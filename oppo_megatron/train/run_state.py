@@ -6,10 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from oppo_megatron.engine.round_runner import RoundRunner
-from oppo_megatron.layout.placements import layout_tree
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Rollout
@@ -101,11 +98,6 @@ class RunState:
             "kl": self.adaptation.kl.state_dict(),
             "early_stop": None if self.evaluator is None else self.evaluator.state_dict(),
             "guard": self.updates.guard.state_dict(),
-            "memory": {
-                "layout": layout_tree(self.updates.config),
-                "decode": self.rounds.planner.actor.most,
-                "ranks": self.meter.memory.by_rank.state_dict(),
-            },
             "actor": {"version": self.updates.version, "ess": actor.ess},
             "history": self.updates.history.numbers(),
             "updates": actor.role.trained.updates,  # the critic has made as many, and those of its warm-up
@@ -133,7 +125,3 @@ class RunState:
         if self.meter.journal is not None:
             self.meter.journal.load_state_dict(state["journal"])
         self.rounds.admit(self.buffer.rollouts)
-        memory, ranks = state["memory"], state["memory"]["ranks"]
-        if memory.get("layout") == layout_tree(self.updates.config) and len(ranks) == dist.get_world_size():
-            self.rounds.planner.actor.most = memory["decode"]  # elsewhere other bounds would be met
-            self.meter.memory.memory_limits.resume(ranks[dist.get_rank()])

@@ -56,8 +56,7 @@ def build_loop(
     with world.activity.doing("process groups", waits=True):
         topology = build_topology(config, world.device)
     algorithm, memory = Algorithm.of(config), MemoryMeter.begin(world.device)
-    limits = memory.memory_limits
-    builder = RoleBuilder(config, algorithm, world, topology, inputs.tokenizer, total_steps, inputs.lengths, limits)
+    builder = RoleBuilder(config, algorithm, world, topology, inputs.tokenizer, total_steps, inputs.lengths)
     keeps_journal = world.rank == topology.site.source
     tracer = _tracer(config, world.rank, topology.site)
     trackers = open_trackers(config.logging, config.run_dir) if keeps_journal else None  # may refuse to begin

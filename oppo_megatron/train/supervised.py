@@ -21,12 +21,10 @@ from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
 from oppo_megatron.config.run import ProcessRewardModelConfig, RewardModelConfig, SupervisedConfig
-from oppo_megatron.data.heldout_split import read_heldout
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import BEGINNING
+from oppo_megatron.data.supervised_rows import BEGINNING, read_heldout
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.placements import layout_tree
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.mcore.cpu.private_ops import require_private_ops
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
@@ -36,7 +34,6 @@ from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
-from oppo_megatron.rundir.memory_limits import read_memory_limits
 from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
 from oppo_megatron.train.heldout_rows import Heldout, Point
 from oppo_megatron.train.logs.supervised_report import Report
@@ -127,7 +124,6 @@ def _build(
     rows, heldout = _load_rows(config, task, tokenizer, quarantine, world, point)
     saver = SupervisedSaver(config, task.title, world, rows, preemption)
     found, start = _continued(config, saver, world)
-    limits = read_memory_limits(run, layout_tree(config)) if config.checkpoint.resume else {}
     trackers = _prepare(config, run, found, quarantine, world, is_owner=is_owner)
     spans = SpanRecorder(world.rank, run if config.logging.trace else None)
     memory = MemoryMeter.begin(world.device)
@@ -139,7 +135,7 @@ def _build(
         reference = _reference(config, task, world, groups, report)
         saver.compare(None if reference is None else reference.fingerprint, found)
         load = partial(_load, config=config, head=task.head, groups=groups, world=world)
-        model = load(config.model) if reference is None else reference.make(rows, held, began, load, limits)
+        model = load(config.model) if reference is None else reference.make(rows, held, began, load)
     trained = TrainedModel(model, config.optimizer, steps)
     trainer = SupervisedTrainer(
         config, task, rows, heldout, trained, saver, report, spans, world.activity, memory, began, steps, point
@@ -147,7 +143,6 @@ def _build(
     if found is not None:
         saver.restore(trained, found)
         trainer.resume(found.state)
-    memory.memory_limits.bound(limits)
     return trainer
 
 
@@ -218,7 +213,7 @@ def _prepare(
 ) -> Tracker | None:
     """The run directory and the trackers, which may refuse to begin, by the rank that owns it; the others see it then."""
     if is_owner:
-        run.take_up(None if found is None else found.state, resume=config.checkpoint.resume)
+        run.take_up(None if found is None else found.state)
         dump_config(config, run.config)
         if quarantine:
             quarantine.write(run.quarantine)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from oppo_megatron.algorithms.supervised_losses import means
 from oppo_megatron.cluster.activity import Activity
@@ -17,11 +16,9 @@ from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Passed, batches
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.layout.placements import layout_tree
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.model import Head
-from oppo_megatron.mcore.out_of_memory import in_smaller_ones
-from oppo_megatron.mcore.training import Loss, StepReport, TrainedModel
+from oppo_megatron.mcore.training import Loss, TrainedModel
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
@@ -112,19 +109,15 @@ class SupervisedTrainer(Generic[RowT]):
 
     @property
     def beside(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the model and the place in the data; memory as the ranks of the layout said last."""
-        stop = None if self.heldout is None else self.heldout.state_dict()
-        return {"early_stop": stop, "memory": self.memory.by_rank.state_dict(), "layout": layout_tree(self.config)}
+        """The content of a checkpoint in addition to the model and the position in the data."""
+        return {"early_stop": None if self.heldout is None else self.heldout.state_dict()}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the rest of a checkpoint's state; memory limits only if the layout is the same."""
+        """Restore the rest of a checkpoint's state."""
         if self.heldout is not None:
             self.heldout.load_state_dict(state.get("early_stop"))
         if self.report is not None:
             self.report.heldout.load_state_dict(state.get("heldout", ()))
-        ranks = state.get("memory", ())
-        if state.get("layout") == layout_tree(self.config) and len(ranks) == dist.get_world_size():
-            self.memory.memory_limits.resume(ranks[dist.get_rank()])
 
     def _order(self) -> Iterator[list[int]]:
         config = self.config
@@ -143,7 +136,7 @@ class SupervisedTrainer(Generic[RowT]):
         step = self.passed.steps
         if self.heldout is None or not self.heldout.due(step, last=step >= self.steps):
             return None
-        budget = self.memory.memory_limits.train.within(self.config.runtime.micro_batch_tokens)
+        budget = self.config.runtime.micro_batch_tokens
         with (
             self.spans.span("evaluate", role="model", step=step),
             self.activity.doing(f"evaluation after step {step}"),
@@ -160,18 +153,14 @@ class SupervisedTrainer(Generic[RowT]):
         step, chosen = self.passed.steps, [self.rows[i] for i in index]
         groups, device = self.trained.model.groups, next(self.trained.model.parameters()).device
         lengths, budget = [self.task.num_tokens(row) for row in chosen], self.config.runtime.micro_batch_tokens
-        shares, memory_limit = balance(lengths, groups.dp), self.memory.memory_limits.train
+        shares = balance(lengths, groups.dp)
         if self.point is not None:
             with self.spans.span("point", role="model", step=step):
-                self.point.take(self.trained, chosen, step, memory_limit.within(budget))
+                self.point.take(self.trained, chosen, step, budget)
         mine, loss = [chosen[i] for i in shares[groups.dp_rank]], self.task.loss(chosen, self.trained.model.vocab)
-
-        def make(most: int) -> StepReport:
-            return self.trained.step(self.task.micro_batches(mine, most, device), loss)
-
         with self.spans.span("update", role="model", step=step), self.activity.doing(f"update, step {step}"):
-            report = in_smaller_ones(make, budget, memory_limit, self.trained.begun, self.trained.bound_to_peers)
-        packing = Packing.of([[lengths[i] for i in share] for share in shares], memory_limit.within(budget))
+            report = self.trained.step(self.task.micro_batches(mine, budget, device), loss)
+        packing = Packing.of([[lengths[i] for i in share] for share in shares], budget)
         self.spans.flush()
         step_s, num_tokens = time.monotonic() - start, sum(lengths)
         return {

@@ -18,8 +18,7 @@ from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.mcore.batch import MicroBatch, pack_together, split_rows
 from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits, in_smaller_ones
-from oppo_megatron.mcore.training import StepReport, TrainedModel
+from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
 
@@ -87,23 +86,17 @@ def begin_update(
     trained: TrainedModel,
     batch: Sequence[Rollout],
     settings: UpdateSettings,
-    memory_limit: MemoryLimit | None = None,
     units: Units = each_alone,
 ) -> None:
     """The part of `run_update` with the same batch that needs nothing but the batch: the first micro-batch's forward pass.
 
     Nothing where the pipeline has stages.  Every rank of every replica makes the call, as that of `run_update`.
     """
-    groups, memory_limit = trained.model.groups, memory_limit or MemoryLimits().train
+    groups = trained.model.groups
     mine = next(_shares(batch, groups.dp, settings, units))[groups.dp_rank]
-    if not (trained.goes_ahead and mine):
-        return
-    lengths = torch.tensor([len(r.tokens) for r in batch])
-
-    def first(most: int) -> None:
-        trained.ahead(_micro_batches(batch, mine, lengths, {}, most, settings.device)[0])
-
-    in_smaller_ones(first, settings.micro_batch_tokens, memory_limit, trained.begun, trained.bound_to_peers)
+    if trained.goes_ahead and mine:
+        lengths = torch.tensor([len(r.tokens) for r in batch])
+        trained.ahead(_micro_batches(batch, mine, lengths, {}, settings)[0])
 
 
 def run_update(
@@ -112,7 +105,6 @@ def run_update(
     extra_T: dict[str, Tensor],
     loss: UpdateLoss,
     settings: UpdateSettings,
-    memory_limit: MemoryLimit | None = None,
     weights: RowWeights | None = None,
     units: Units = each_alone,
 ) -> list[dict[str, float]]:
@@ -120,10 +112,9 @@ def run_update(
     it has another, `share`, for each token of a minibatch's rows, which are those of its `units`.
 
     Every rank of every replica gives the whole batch.  A minibatch is divided among the replicas by tokens; its loss and its
-    report are the whole minibatch's, whatever their number.  Where this rank runs out of memory in a micro-batch, it makes
-    its share anew with smaller ones, as its `memory_limit` then says, while the other replicas wait with the gradients.
+    report are the whole minibatch's, whatever their number.
     """
-    reports, memory_limit = [], memory_limit or MemoryLimits().train
+    reports = []
     lengths = torch.tensor([len(r.tokens) for r in batch])
     groups = trained.model.groups
     for number, shares in enumerate(_shares(batch, groups.dp, settings, units)):
@@ -135,15 +126,7 @@ def run_update(
         ) -> tuple[Tensor, dict[str, Tensor]]:
             return loss(micro, output, num_tokens, first)
 
-        def step(
-            most: int,
-            mine: list[list[int]] = mine,
-            extra: dict[str, Tensor] = shared_T,
-            loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = minibatch_loss,
-        ) -> StepReport:
-            return trained.step(_micro_batches(batch, mine, lengths, extra, most, settings.device), loss)
-
-        report = in_smaller_ones(step, settings.micro_batch_tokens, memory_limit, trained.begun, trained.bound_to_peers)
+        report = trained.step(_micro_batches(batch, mine, lengths, shared_T, settings), minibatch_loss)
         reports.append({"grad_norm": report.grad_norm, "lr": report.lr} | report.stats)
     return reports
 
@@ -165,13 +148,12 @@ def _micro_batches(
     units: list[list[int]],
     lengths: Tensor,
     extra_T: dict[str, Tensor],
-    most: int,
-    device: torch.device,
+    settings: UpdateSettings,
 ) -> list[MicroBatch]:
-    """Units of the batch's rows in micro-batches of at most `most` tokens, each with its part of `extra_T`."""
+    """Pack units of the batch's rows into micro-batches, each with its part of `extra_T`."""
     answered = [[(batch[i].prompt.tokens, batch[i].tokens) for i in unit] for unit in units]
-    micros = pack_together(answered, most, device)
-    chosen = on_device(tokens_of_rows(lengths, [i for unit in units for i in unit]), device)
+    micros = pack_together(answered, settings.micro_batch_tokens, settings.device)
+    chosen = on_device(tokens_of_rows(lengths, [i for unit in units for i in unit]), settings.device)
     unit_lengths = [sum(len(response) for _, response in unit) for unit in answered]
     for name, values_T in extra_T.items():
         for micro, piece in zip(micros, split_rows(values_T[chosen], unit_lengths, micros), strict=True):
@@ -183,19 +165,15 @@ def update_packing(
     batch: Sequence[Rollout],
     num_replicas: int,
     settings: UpdateSettings,
-    most: int | None = None,
     units: Units = each_alone,
 ) -> dict[str, float]:
-    """How full the micro-batches of an update by so many replicas are: as `run_update` packs them, on all replicas.
-
-    `most`: this rank's bound, if another than the settings'; the other replicas are taken to have the same.
-    """
+    """Statistics of the packing of `run_update` over `num_replicas` replicas."""
     read = [rollout.num_tokens - 1 for rollout in batch]  # a last token predicts nothing and is not read
     steps = [
         [[sum(read[i] for i in unit) for unit in share] for share in shares]
         for shares in _shares(batch, num_replicas, settings, units)
     ]
-    return packing_figures([Packing.of(parts, most or settings.micro_batch_tokens) for parts in steps])
+    return packing_figures([Packing.of(parts, settings.micro_batch_tokens) for parts in steps])
 
 
 def stats_dict(stats: TokenStats) -> dict[str, Tensor]:

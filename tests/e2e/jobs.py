@@ -21,13 +21,11 @@ from torch import Tensor
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine import generation
-from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import OppoError
-from oppo_megatron.mcore.out_of_memory import LessAtOnce
 from oppo_megatron.mcore.training import StepReport, TrainedModel
-from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo, run_rank
@@ -41,7 +39,8 @@ from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.update import UpdateSettings, minibatches_of
-from tests.support.limits import begun_within, room_for
+from oppo_megatron.train.updates import Updates
+from tests.support.limits import room_for
 from tests.support.traffic import Traffic
 
 
@@ -219,65 +218,21 @@ def train_while_the_clock_is_set_back(config: dict[str, Any]) -> None:
         train(config)
 
 
-def train_within(config: dict[str, Any], mebibytes: int, rank: int = 0) -> None:
-    """`train`, where the process of `rank` may not grow by more than so much once its models are built."""
-    run = TrainingLoop.run
-
-    def bounded(loop: TrainingLoop) -> bool:
-        with room_for(mebibytes) if dist.get_rank() == rank else nullcontext():
-            return run(loop)
-
-    with mock.patch.object(TrainingLoop, "run", bounded):
-        train(config)
-
-
-def train_with_short_evaluation(
-    config: dict[str, Any], most: int, decode: int | None = None
-) -> tuple[str | None, int, list[int]]:
-    """`train`, where held-out evaluation has memory for decode steps of `most` sequences, and the run's own bound is `decode`.
-
-    The limit that ended this rank and to what it is to be lowered, if one did, and how many sequences were decoded at once.
-    """
-    sizes: list[int] = []
-    respond, step = PromptDecoder.decode, generation.step
-
-    def failing(model: Any, cache: Any, seq_ids: Any, lens: Any, *rest: Any) -> torch.Tensor:
-        if set(lens) == {1}:
-            sizes.append(len(lens))
-            if len(lens) > most:
-                raise MemoryError("no more")
-        return step(model, cache, seq_ids, lens, *rest)
-
-    def short(decoder: PromptDecoder, prompts: Sequence[Prompt]) -> list[Rollout]:
-        with mock.patch.object(generation, "step", failing):
-            return list(respond(decoder, prompts))
-
-    with mock.patch.object(PromptDecoder, "decode", short), begun_within(decode=decode):
-        try:
-            train(config)
-        except LessAtOnce as error:
-            return error.limit, error.most, sizes
-    return None, 0, sizes
-
-
 def run_rank_within(kind: str, config: Any) -> int:
-    """`run_rank`, where the process of the last rank may not grow by more than BOUND_MB once its models are built."""
-    run = TrainingLoop.run
+    """`run_rank`, where the process of the last rank may not grow by more than BOUND_MB in its second update."""
+    make = Updates.make
 
-    def bounded(loop: TrainingLoop) -> bool:
+    def bounded(updates: Updates, step: int, *args: Any) -> Any:
         last = dist.get_rank() == dist.get_world_size() - 1
-        with room_for(int(os.environ["BOUND_MB"])) if last else nullcontext():
-            return run(loop)
+        with room_for(int(os.environ["BOUND_MB"])) if last and step == 2 else nullcontext():
+            return make(updates, step, *args)
 
-    with mock.patch.object(TrainingLoop, "run", bounded):
+    with mock.patch.object(Updates, "make", bounded):
         return run_rank(kind, config)
 
 
-def train_until(config: dict[str, Any], rounds: int, rank: int = 0, most: int | None = None) -> bool:
-    """`train`, where `rank` alone is told to stop once it has begun so many rounds; whether the run ended by itself.
-
-    `most`: memory has run out with more tokens of a micro-batch that is trained.
-    """
+def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
+    """`train`, where `rank` alone is told to stop once it has begun so many rounds; whether the run ended by itself."""
     checked = TrainConfig(**config)
     preemption = Preemption(checked.preempt_deadline_s)
     run, begun = RoundRunner.run, 0
@@ -290,7 +245,7 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0, most: int | 
         return run(runner, *args)
 
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    with mock.patch.object(RoundRunner, "run", counting), begun_within(train=most):
+    with mock.patch.object(RoundRunner, "run", counting):
         return run_ppo(checked, world, read_inputs(checked), preemption)
 
 

@@ -14,21 +14,16 @@ from oppo_megatron.config.model import LearningModelConfig
 from oppo_megatron.train.preference.fingerprint import reference_fingerprint
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.supervised import task_of, train_supervised
-from tests.support.limits import begun_within
 
 
-def train(kind: str, settings: dict[str, Any], stop_after: int | None = None, most: int | None = None) -> None:
-    """As `run_supervised`, in the process group that the test's ranks already have.
-
-    `most`: memory has run out with micro-batches of more tokens.
-    """
+def train(kind: str, settings: dict[str, Any], stop_after: int | None = None) -> None:
+    """Run `run_supervised` in the process group that the test's ranks already have."""
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     preemption = Preemption()
     if stop_after is not None:
         preemption = StopAfter(stop_after)
-    with begun_within(train=most):
-        config = SUPERVISED[kind](**settings)
-        train_supervised(config, task_of(config), world, preemption)
+    config = SUPERVISED[kind](**settings)
+    train_supervised(config, task_of(config), world, preemption)
 
 
 def fingerprints(models: list[dict[str, Any]]) -> list[str]:

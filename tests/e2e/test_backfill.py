@@ -17,7 +17,7 @@ BACKFILL = {
     "steps": STEPS,
     "overlap.intra": True,
     "overlap.inter": True,
-    "overlap.delta": {"rule": "fixed", "initial": DELTA, "min": DELTA, "max": DELTA},
+    "overlap.delta": {"rule": "fixed", "initial": DELTA, "max": DELTA},
     "overlap.chunk.tokens": EVERY,
     "overlap.backfill": EVERY,
 }

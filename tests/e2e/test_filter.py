@@ -32,7 +32,7 @@ def dapo(workspace: Workspace, name: str, *others: dict[str, Any], delta: int = 
         "ppo": {"minibatches": 1},
         "overlong": {"buffer": 10, "penalty": 0.5, "mask": True},
         "overlap.inter": True,
-        "overlap.delta": {"rule": "fixed", "initial": delta, "min": delta, "max": delta},
+        "overlap.delta": {"rule": "fixed", "initial": delta, "max": delta},
         "overlap.backfill": EVERY,
         "overlap.chunk.tokens": EVERY,
     }
@@ -124,14 +124,6 @@ def test_every_layout_trains_as_one_rank(
     assert_same(outcome, by_model)
     assert dropped(outcome) == dropped(by_model) > 1
     assert_once(workspace, name, outcome)
-
-
-def test_verdicts_that_are_given_time_are_those_of_a_slower_part(workspace: Workspace, by_model: Outcome) -> None:
-    """With a lag a function is judged by as late as a reward model beside it, and batches are the same."""
-    outcome = run_ppo_ranks(dapo(workspace, "lag", delta=1, filter={"lag": 1}, **{"overlap.intra": True}))
-    assert_same(outcome, by_model)
-    assert dropped(outcome) == dropped(by_model)
-    assert_once(workspace, "lag", outcome)
 
 
 def test_dropped_groups_leave_scorers_that_have_read_a_part_of_them(workspace: Workspace) -> None:

@@ -19,7 +19,7 @@ from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 from tests.support.virtual import assert_unfolds_alike
 
-FULL = CARRIED | {"overlap.delta": {"rule": "fixed", "initial": 0, "min": 0, "max": 0}}
+FULL = CARRIED | {"overlap.delta": {"rule": "fixed", "initial": 0, "max": 0}}
 SCHEDULES = {"intra": {"overlap.intra": True}, "full": FULL}
 IN_MAKE_TEST = ("full", "PP2 | TP2")
 LONGEST = 40
@@ -109,7 +109,7 @@ def test_greedy_responses_are_carried_with_their_group_in_any_layout(workspace: 
 
     Losses are not compared: with this reduction they are sums over a response, and their roundings as much larger.
     """
-    delta = {"rule": "fixed", "initial": 16 // size, "min": 16 // size, "max": 16 // size}
+    delta = {"rule": "fixed", "initial": 16 // size, "max": 16 // size}
     carried = CARRIED | {"overlap.delta": delta, "steps": 3}
     config = remax(workspace, f"carried-{size}", size, **carried)
     one = run_ppo_ranks(config)

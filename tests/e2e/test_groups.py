@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CARRIED: dict[str, Any] = {
     "overlap.intra": True,
     "overlap.inter": True,
-    "overlap.delta": {"rule": "fixed", "initial": 2, "min": 2, "max": 2},
+    "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2},
 }
 BY_RULE = {"reward": None, "rewards": [{"kind": "verifier", "name": "arithmetic"}], "filter": None}
 
@@ -78,7 +78,7 @@ def paired(workspace: Workspace) -> Outcome:
     return run_ppo_ranks(grouped(workspace, "paired", "online_dpo", 4, **{"rollout.temperature": 0.9}))
 
 
-ZERO_DELTA: dict[str, Any] = {"overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 0, "min": 0, "max": 0}}
+ZERO_DELTA: dict[str, Any] = {"overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 0, "max": 0}}
 
 
 @pytest.mark.parametrize("inter", [{}, ZERO_DELTA], ids=["intra", "both overlaps"])

@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 OVERCOMMITTED = {
     "overlap.intra": True,
     "overlap.inter": True,
-    "overlap.delta": {"rule": "fixed", "initial": 4, "min": 4, "max": 4},
+    "overlap.delta": {"rule": "fixed", "initial": 4, "max": 4},
 }
 
 

@@ -26,7 +26,7 @@ BY_LENGTH: dict[str, Any] = {
 FILTERED: dict[str, Any] = BY_LENGTH | {
     "filter": {},
     "overlap.inter": True,
-    "overlap.delta": {"rule": "fixed", "initial": 1, "min": 1, "max": 1},
+    "overlap.delta": {"rule": "fixed", "initial": 1, "max": 1},
     "overlap.backfill": EVERY,
     "overlap.chunk.tokens": EVERY,
 }

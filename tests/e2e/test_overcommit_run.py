@@ -26,7 +26,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def overcommitted(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
-    delta = {"rule": "fixed", "initial": DELTA, "min": 0, "max": DELTA}
+    delta = {"rule": "fixed", "initial": DELTA, "max": DELTA}
     settings = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": delta, "steps": STEPS}
     return workspace.config(name, placement=DISAGGREGATED, **(settings | changes))
 
@@ -162,7 +162,7 @@ def test_the_end_of_the_data_is_a_smaller_batch(workspace: Workspace) -> None:
 
 def test_adaptive_chunk_and_delta_run(workspace: Workspace) -> None:
     changes = {
-        "overlap.chunk": {"tokens": 8, "adaptive": [2, 8, 32], "period": 20},
+        "overlap.chunk": {"tokens": 8, "adaptive": [2, 8, 32]},
         "overlap.delta": {"rule": "eq4", "initial": 2, "max": 4, "window": 1},
         "overlap.max_staleness": 2,
     }
@@ -173,7 +173,7 @@ def test_adaptive_chunk_and_delta_run(workspace: Workspace) -> None:
     assert sorted(run.tokens()) == list(range(STEPS * BATCH))
 
 
-MEASURED = {"rule": "measured", "initial": 2, "min": 0, "max": DELTA, "window": 1}
+MEASURED = {"rule": "measured", "initial": 2, "max": DELTA, "window": 1}
 
 
 @pytest.mark.parametrize("placement", [DISAGGREGATED, {"mode": "disaggregated", "actor": {"dp": 2}}], ids=["1", "dp2"])

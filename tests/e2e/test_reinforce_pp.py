@@ -27,7 +27,7 @@ EPOCHS, CLIP, KL, ENTROPY, GAMMA, CLIP_GRAD = 2, 0.2, 0.05, 0.01, 0.97, 1.0
 CARRIED: dict[str, Any] = {
     "overlap.intra": True,
     "overlap.inter": True,
-    "overlap.delta": {"rule": "fixed", "initial": 3, "min": 3, "max": 3},
+    "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
 }
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "actor | scorers": {"mode": "disaggregated"},

@@ -16,7 +16,7 @@ STEPS = 4
 
 def test_a_real_run_has_every_part(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path)
-    delta = {"rule": "eq4", "initial": 4, "min": 0, "max": 4, "window": 1}
+    delta = {"rule": "eq4", "initial": 4, "max": 4, "window": 1}
     overlaps = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": delta}
     config = workspace.config("oppo", placement={"mode": "disaggregated"}, steps=STEPS, **overlaps)
     run_ppo_ranks(config)

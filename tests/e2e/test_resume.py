@@ -6,7 +6,6 @@ step) or within a rollout (by being told to stop on one rank).
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ import pytest
 
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import train_sentencepiece
-from oppo_megatron.layout.placements import layout_tree, world_size
-from oppo_megatron.rundir.directory import RunDirectory
-from oppo_megatron.rundir.memory_limits import lower_memory_limit, read_memory_limits
+from oppo_megatron.layout.placements import world_size
 from tests.support.layouts import DEEP, STEADY_ADAM, WITHOUT_CRITIC, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
@@ -61,8 +58,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 COVERED = ("one rank, plain", "actor | scorers", "PP2 | 1, tied, bfloat16", "actor | scorers, without a critic")
 """What these stop and resume, other cases or files do, too."""
-MEMORY_LIMIT = 1_000_000
-"""Tokens of a micro-batch: more than there are, so that it is known of without a change."""
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +71,10 @@ def carried(workspace: Workspace) -> Outcome:
     return run_ppo_ranks(deep(workspace, "carried", **CARRIED))
 
 
-def stop(config: dict[str, Any], rounds: int, rank: int = 0, most: int | None = None) -> None:
-    """Run until `rank` is told to stop in its round number `rounds`; `most`: a bound of memory that has been met."""
+def stop(config: dict[str, Any], rounds: int, rank: int = 0) -> None:
+    """Run until `rank` is told to stop in its round number `rounds`."""
     world = world_size(TrainConfig(**config))
-    ended = run_ranks(world, "tests.e2e.jobs:train_until", config=config, rounds=rounds, rank=rank, most=most)
+    ended = run_ranks(world, "tests.e2e.jobs:train_until", config=config, rounds=rounds, rank=rank)
     assert ended == [False] * world, "the run was over before it was to stop"
 
 
@@ -93,13 +88,6 @@ def checkpoints(config: dict[str, Any]) -> list[str]:
 
 def last_checkpoint(config: dict[str, Any]) -> Path:
     return Path(config["run_dir"]) / "checkpoints" / checkpoints(config)[-1]
-
-
-def memory_bounds(config: dict[str, Any]) -> list[list[int]]:
-    """Of training, prefill and decoding (0: none), by rank, in the last checkpoint."""
-    state = json.loads((last_checkpoint(config) / "state.json").read_text())
-    bounds: list[list[int]] = state["memory"]["ranks"]
-    return bounds
 
 
 def assert_bit_equal(outcome: Outcome, plain: Outcome) -> None:
@@ -206,21 +194,14 @@ def test_a_critic_warms_up_alone(warmed_up: tuple[dict[str, Any], Outcome]) -> N
 
 
 def test_resume_in_another_layout(workspace: Workspace, carried: Outcome) -> None:
-    """Within a rollout, from 1 | 1 over TP2 | 1 and PP2 | 1 to replicas with a distributed optimizer: caches are filled anew.
-
-    Memory that ran out in a layout, on a rank alone or among peers, bounds nothing in the next, on as many ranks.
-    """
+    """Within a rollout, from 1 | 1 over TP2 | 1 and PP2 | 1 to replicas with a distributed optimizer: caches are filled anew."""
     config = deep(workspace, "layout", **CARRIED, **TWO_RANKS)
     stop(config, rounds=3)
     config["checkpoint"] = {"resume": True}
     config["placement"] = {"mode": "disaggregated", "actor": {"tp": 2}}
-    stop(config, rounds=2, most=MEMORY_LIMIT)
-    run, layout = RunDirectory(config["run_dir"]), layout_tree(TrainConfig(**config))
-    lower_memory_limit(run, layout, "score", MEMORY_LIMIT)
-    assert memory_bounds(config) == [[MEMORY_LIMIT, 0, 0]] * 3
+    stop(config, rounds=2)
     config["placement"] = {"mode": "disaggregated", "actor": {"pp": 2}}
     stop(config, rounds=2)
-    assert memory_bounds(config) == [[0, 0, 0]] * 3 and read_memory_limits(run, layout) == {"score": MEMORY_LIMIT}
     config["placement"] = {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}
     config["actor"]["train"] = {"distributed_optimizer": True}
     assert_same(run_ppo_ranks(config), carried)
@@ -229,15 +210,13 @@ def test_resume_in_another_layout(workspace: Workspace, carried: Outcome) -> Non
 def test_resumed_without_caches_it_is_the_same_to_rounding(workspace: Workspace, carried: Outcome) -> None:
     """Within a rollout: first from a checkpoint that has caches, which are not used, then from one that has none."""
     config = deep(workspace, "no-caches", **CARRIED)
-    stop(config, rounds=3, most=MEMORY_LIMIT)
+    stop(config, rounds=3)
     assert list((last_checkpoint(config) / "caches").iterdir())
     config["checkpoint"] = {"resume": True, "caches": False}
     stop(config, rounds=2)
     assert not list((last_checkpoint(config) / "caches").iterdir())
     config["checkpoint"] = {"resume": True}
-    outcome = run_ppo_ranks(config)
-    assert_same(outcome, carried)
-    assert outcome.metrics[-1]["memory_train_tokens"] == MEMORY_LIMIT, "on the same layout a bound is found again"
+    assert_same(run_ppo_ranks(config), carried)
 
 
 def test_resumed_with_a_chunk_that_adapts_the_tokens_are_the_same(workspace: Workspace, carried: Outcome) -> None:

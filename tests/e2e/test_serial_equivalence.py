@@ -22,7 +22,7 @@ from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, w
 from tests.support.ranks import run_ranks
 
 DISAGGREGATED = {"mode": "disaggregated"}
-FIXED_ZERO = {"rule": "fixed", "initial": 0, "min": 0, "max": 0}
+FIXED_ZERO = {"rule": "fixed", "initial": 0, "max": 0}
 CHUNKS = (1, 7, 64)
 """Tokens: one, some, and more than a response has."""
 

@@ -16,7 +16,7 @@ from tests.support.ordered import OrderedRun
 from tests.support.ppo import SHAPE, Workspace, run_ppo_ranks
 from tests.support.virtual import assert_unfolds_alike
 
-DELTA = {"initial": 3, "min": 0, "max": 6, "window": 1}
+DELTA = {"initial": 3, "max": 6, "window": 1}
 CASES: dict[str, dict[str, Any]] = {
     **{f"rule {rule}": {"overlap.delta": DELTA | {"rule": rule}} for rule in RULES},
     "groups, backfill, scorers beside": {
@@ -24,12 +24,12 @@ CASES: dict[str, dict[str, Any]] = {
         "placement": {"mode": "disaggregated"},
     },
     "forced lengths, chunk searched, replicas": {
-        "debug.forced_lengths": [12, 1.0], "overlap.delta": DELTA | {"rule": "measured", "change": [2, 1]},
+        "debug.forced_lengths": [12, 1.0], "overlap.delta": DELTA | {"rule": "measured"},
         "overlap.chunk": {"tokens": 8, "adaptive": [4, 8]},
         "placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}},
     },
     "every chunk read, stale caches kept": {
-        "overlap.critic_reads": "all", "overlap.actor_kv": "keep", "overlap.delta": DELTA | {"rule": "fixed"},
+        "overlap.actor_kv": "keep", "overlap.delta": DELTA | {"rule": "fixed"},
         "placement": {"mode": "disaggregated"},
     },
 }  # fmt: skip

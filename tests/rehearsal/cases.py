@@ -31,7 +31,7 @@ PLAIN: dict[str, Any] = {
     "overlap.intra": True,
     "overlap.inter": True,
     "overlap.chunk": {"tokens": 8, "adaptive": False},
-    "overlap.delta": {"rule": "fixed", "initial": 1, "min": 0, "max": 2},
+    "overlap.delta": {"rule": "fixed", "initial": 1, "max": 2},
     "guards.logprob_gap.limit": None,
     "checkpoint.every_steps": 1,
     "runtime.timeout_s": 60,

@@ -234,7 +234,7 @@ class Reader(ScoringWorker):
         self._prefill(batch)
         if self.model.groups.is_last_stage and not draws:
             self._score(batch)
-        self._round.hidden, self._round.splits = None, []
+        self._round.hidden = None
         self._outputs.clear()
 
 

@@ -18,7 +18,7 @@ from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome, weight_di
 
 CLOSE = 1e-5
 """Largest absolute distance of a weight; they move by about 1e-2."""
-DELTA = {"rule": "fixed", "initial": 3, "min": 3, "max": 3}
+DELTA = {"rule": "fixed", "initial": 3, "max": 3}
 
 
 def save_models(root: Path) -> None:

@@ -67,9 +67,9 @@ CASES: dict[str, Case] = {
     "temperature": Case({"rollout.temperature": 0.7, "ppo.entropy_coefficient": 0.05}),
     "schedules, weight decay": Case({"actor.optimizer": SCHEDULED, "critic.optimizer": UNCLIPPED}),
     "critic warm-up": Case({"ppo.critic_warmup_steps": 2, "actor.optimizer": SCHEDULED}),
-    "the critic reads what is sure": Case(APART | {"overlap.critic_reads": "sure", "debug.wait_for": ["scores"]}),
-    "the critic reads all": Case(APART | {"overlap.critic_reads": "all", "debug.wait_for": ["critic"]}),
-    "the critic reads what is likely": Case(APART | {"overlap.critic_reads": "likely"}),
+    "the update waits for the scores": Case(APART | {"debug.wait_for": ["scores"]}),
+    "the next step waits for the critic": Case(APART | {"debug.wait_for": ["critic"]}),
+    "the critic apart": Case(APART),
     "backfill": Case(APART | {"overlap.backfill": True, "ppo.staleness": "decoupled"}),
 }
 GROUPED: dict[str, dict[str, Any]] = {
@@ -81,7 +81,7 @@ CHOSEN = {"gspo": {"clip_low": 0.1, "clip_high": 0.2}}
 for preset, beside in GROUPED.items():
     common = {
         "algorithm": {"preset": preset}, "critic": None, "ppo.kl": {}, "rollout.batch_size": 8, "rollout.group_size": 2,
-        "overlap.delta": {"rule": "fixed", "initial": 4, "min": 4, "max": 4}, **beside,
+        "overlap.delta": {"rule": "fixed", "initial": 4, "max": 4}, **beside,
     }  # fmt: skip
     CASES[preset] = Case(common, CHOSEN.get(preset, {}))
     CASES[f"{preset}, decoupled, replicas"] = Case(
@@ -89,7 +89,7 @@ for preset, beside in GROUPED.items():
     )
 PAIRED = {
     "algorithm": {"preset": "online_dpo"}, "critic": None, "ppo.kl": {}, "ppo.gamma": 1.0, "rollout.batch_size": 8,
-    "rollout.group_size": 2, "overlap.delta": {"rule": "fixed", "initial": 4, "min": 4, "max": 4},
+    "rollout.group_size": 2, "overlap.delta": {"rule": "fixed", "initial": 4, "max": 4},
 }  # fmt: skip
 """Pairs, in two minibatches and two epochs as all; a narrow `reward_clip` beside them makes ties."""
 CASES |= {
@@ -107,7 +107,7 @@ CASES["remax, one response, replicas"] = Case(
     WITHOUT_CRITIC
     | {"algorithm": {"preset": "remax"}, "ppo.kl": {"coefficient": 0.2}, "ppo.reward_normalization": "running"}
     | {"ppo.missing_eos_penalty": 0.5, "rollout.temperature": 0.8}
-    | {"overlap.delta": {"rule": "fixed", "initial": 6, "min": 6, "max": 6}}
+    | {"overlap.delta": {"rule": "fixed", "initial": 6, "max": 6}}
     | REPLICAS
 )
 WITHOUT_VERSIONS = ("critic warm-up",)

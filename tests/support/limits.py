@@ -1,4 +1,4 @@
-"""Limits of memory: a process that may grow by so much and no more, and ranks that have met such a bound before."""
+"""A limit on the growth of this process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
-
-import torch
-
-from oppo_megatron.train.memory_meter import MemoryMeter
 
 MIB = 2**20
 
@@ -27,17 +22,3 @@ def room_for(mebibytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (before, hard))
-
-
-@contextmanager
-def begun_within(**most: int | None) -> Iterator[None]:
-    """In the block, a run begins as if memory had run out before: with these bounds, by the names of limits."""
-    begin = MemoryMeter.begin
-
-    def bounded(device: torch.device) -> MemoryMeter:
-        meter = begin(device)
-        meter.memory_limits.bound({name: bound for name, bound in most.items() if bound is not None})
-        return meter
-
-    with mock.patch.object(MemoryMeter, "begin", bounded):
-        yield

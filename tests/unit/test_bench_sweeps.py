@@ -64,7 +64,7 @@ def runs_of(seconds: Sequence[float], **more: Any) -> list[Run]:
 
 
 def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured() -> None:
-    base = config(overlap={"chunk": {"adaptive": [4, 8], "period": 9}})
+    base = config(overlap={"chunk": {"adaptive": [4, 8]}})
     configs = chunk.chunk_configs(base, [8, 64, 128], adaptive=True)
     assert list(configs) == ["8", "64", "adaptive"], "128 is beyond the limit"
     assert configs["8"].overlap.chunk.tokens == 8 and not configs["8"].overlap.chunk.adaptive
@@ -118,7 +118,7 @@ def test_the_tuner_is_compared_over_the_same_steps() -> None:
 
 
 def test_deltas_fixed_and_by_rule() -> None:
-    base = config(overlap={"delta": {"rule": "eq4", "initial": 2, "min": 1, "max": 4}})
+    base = config(overlap={"delta": {"rule": "eq4", "initial": 2, "max": 4}})
     configs = delta.delta_configs(base, [0, 8], ["eq4", "algorithm1"])
     assert {name: c.overlap.delta.rule for name, c in configs.items()} == {
         "fixed-0": "fixed", "fixed-8": "fixed", "eq4": "eq4", "algorithm1": "algorithm1",

@@ -27,7 +27,7 @@ from oppo_megatron.layout.trials import Run, choose, fingerprint, measure_all, t
 CONFIG = """
 run_dir: run
 steps: 3
-placement: {mode: auto, auto: {ranks: 2}}
+placement: {mode: auto}
 tokenizer: {path: tok}
 data: {path: rows.jsonl, max_prompt_tokens: 20}
 actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
@@ -163,7 +163,7 @@ def test_the_report_has_the_table_the_reason_and_the_lines_to_paste(config: Path
     assert lines.endswith(
         "placement:\n  mode: disaggregated\n  actor: {tp: 1, pp: 1, dp: 1}\n  scorer: {tp: 1, pp: 1, dp: 1}\n"
     )
-    config.write_text(CONFIG.replace("placement: {mode: auto, auto: {ranks: 2}}", lines[lines.index("placement:\n") :]))
+    config.write_text(CONFIG.replace("placement: {mode: auto}", lines[lines.index("placement:\n") :]))
     assert main(["validate", "--skip-data", str(config)]) == 0
 
 

@@ -165,7 +165,6 @@ FILTERED = [*GROUPS, "algorithm.preset=dapo", "critic=null", "overlap.backfill=1
         (["--round", "3"], "in this round (decode steps 13 to 18) is judged at step 36"),
         (["--round", "5"], "by decode step 20 is judged at step 36"),
         (["--round", "1", *BY_RULE], "in this round (decode steps 1 to 6) is judged at step 12"),
-        (["--round", "1", "filter={lag: 3}"], "in this round (decode steps 1 to 6) is judged at step 48"),
     ],
 )  # fmt: skip
 def test_what_a_filter_would_do_to_the_round_is_told(
@@ -175,7 +174,7 @@ def test_what_a_filter_would_do_to_the_round_is_told(
     out = shown(capsys, str(config), *arguments, *FILTERED)
     assert "\n  no filter (every group is kept)\n" in out and judged in out
     assert "\na filter, which is not drawn, judges at multiples of 12 decode steps" in out
-    lag = 0 if "reward=null" in arguments else 3 if "filter={lag: 3}" in arguments else 1
+    lag = 0 if "reward=null" in arguments else 1
     assert re.findall(r"(\d) of them later:", out) == [str(lag)] * (lag > 0)
     assert "filter" not in shown(capsys, str(config), *GROUPS)
 

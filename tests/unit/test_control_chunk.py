@@ -24,7 +24,7 @@ def drive(tuner: ChunkTuner, num_steps: int, cost: Callable[[int, int], float], 
 
 def test_a_search_after_the_warm_up_and_then_every_period() -> None:
     costs = {16: 3.0, 32: 2.0, 64: 1.0}
-    tuner = ChunkTuner(ChunkConfig(tokens=32, adaptive=[16, 32, 64], period=6), longest=1000)
+    tuner = ChunkTuner(ChunkConfig(tokens=32, adaptive=[16, 32, 64]), longest=1000, period=6)
     # Warm-up at 32, three candidates, settled on 64 until the next search 6 steps after the first began.
     assert drive(tuner, 12, lambda step, chunk: costs[chunk]) == [32, 16, 32, 64, 64, 64, 64, 16, 32, 64, 64, 64]
 
@@ -36,7 +36,7 @@ def test_the_warm_up_step_is_not_measured() -> None:
 
 
 def test_the_choice_follows_a_change_of_costs() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=8, adaptive=[8, 16], period=5), longest=1000)
+    tuner = ChunkTuner(ChunkConfig(tokens=8, adaptive=[8, 16]), longest=1000, period=5)
     used = drive(tuner, 10, lambda step, chunk: float(chunk if step < 5 else -chunk + 100))
     assert used == [8, 8, 16, 8, 8, 8, 8, 16, 16, 16]
 
@@ -63,7 +63,7 @@ def test_candidates_are_clipped_deduplicated_and_include_the_current_value() -> 
 
 
 def test_one_candidate_is_no_search() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=64, adaptive=[16, 32], period=2), longest=8)
+    tuner = ChunkTuner(ChunkConfig(tokens=64, adaptive=[16, 32]), longest=8, period=2)
     assert drive(tuner, 6, lambda step, chunk: 1.0) == [8] * 6
 
 
@@ -78,7 +78,7 @@ def test_a_step_without_tokens_is_tried_again() -> None:
 
 
 def test_not_adaptive_is_constant() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=24, adaptive=False, period=1), longest=100)
+    tuner = ChunkTuner(ChunkConfig(tokens=24, adaptive=False), longest=100, period=1)
     decisions = [tuner.observe(step, StepCost(1.0 / (step + 1), 5, 10)) for step in range(20)]
     assert {(d.value, d.changed) for d in decisions} == {(24, False)}
 
@@ -90,7 +90,7 @@ def test_not_adaptive_is_constant() -> None:
     longest=st.integers(1, 60),
 )
 def test_every_search_finds_the_cheapest(costs: dict[int, float], period: int, trials: int, longest: int) -> None:
-    config = ChunkConfig(tokens=next(iter(costs)), adaptive=list(costs), period=period)
+    config = ChunkConfig(tokens=next(iter(costs)), adaptive=list(costs))
     tuner = ChunkTuner(config, longest, trials)
     reachable = {min(c, longest) for c in costs}
     cost = {chunk: costs.get(chunk, 20.0) for chunk in reachable}
@@ -106,9 +106,9 @@ def test_every_search_finds_the_cheapest(costs: dict[int, float], period: int, t
 
 
 def test_resume_keeps_the_choice_and_the_time_of_the_next_search() -> None:
-    config = ChunkConfig(tokens=16, adaptive=[16, 32], period=6)
+    config = ChunkConfig(tokens=16, adaptive=[16, 32])
     costs = {16: 2.0, 32: 1.0}
-    whole, first, second = (ChunkTuner(config, longest=100) for _ in range(3))
+    whole, first, second = (ChunkTuner(config, longest=100, period=6) for _ in range(3))
     used = drive(first, 4, lambda step, chunk: costs[chunk])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     used += drive(second, 10, lambda step, chunk: costs[chunk], first_step=4)
@@ -116,7 +116,7 @@ def test_resume_keeps_the_choice_and_the_time_of_the_next_search() -> None:
 
 
 def test_resume_within_a_search_starts_it_again_after_a_warm_up() -> None:
-    config = ChunkConfig(tokens=16, adaptive=[16, 32], period=50)
+    config = ChunkConfig(tokens=16, adaptive=[16, 32])
     first, second = ChunkTuner(config, longest=100), ChunkTuner(config, longest=100)
     drive(first, 2, lambda step, chunk: 1.0)
     assert first.value == 32, "in the middle of the search"

@@ -36,21 +36,21 @@ def mean(rewards: list[float]) -> Fraction:
 
 
 def test_eq4_grows_while_the_reward_improves_and_decays_when_it_is_flat() -> None:
-    config = DeltaConfig(rule="eq4", initial=4, min=1, max=6, window=2, change=[2, 1])
+    config = DeltaConfig(rule="eq4", initial=4, max=6, window=2)
     rising, flat = [0.0, 0.0, 1.0, 1.0, 2.0], [2.0] * 8
-    # Waits for 4 rewards; then +2 clipped at 6; flat means shrink by 1 until 1.
-    assert values(make_delta_controller(config), rising + flat) == [4, 4, 4, 6, 6, 6, 6, 5, 4, 3, 2, 1, 1]
+    # Waits for 4 rewards; then +1; flat means shrink by 1.
+    assert values(make_delta_controller(config), rising + flat) == [4, 4, 4, 5, 6, 6, 6, 5, 4, 3, 2, 1, 0]
 
 
 def test_algorithm1_shrinks_on_a_rise_by_a_quarter_once_a_window() -> None:
-    config = DeltaConfig(rule="algorithm1", initial=16, min=0, max=20, window=2)
+    config = DeltaConfig(rule="algorithm1", initial=16, max=20, window=2)
     rewards = [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
     # d > 0: 16 - 4; d > 0: 12 - 3; d < 0: 9 + 2; d = 0: unchanged.
     assert values(make_delta_controller(config), rewards) == [16, 16, 16, 12, 12, 9, 9, 11, 11, 11]
 
 
 def test_eq4_literal_compares_two_points() -> None:
-    config = DeltaConfig(rule="eq4_literal", initial=2, min=0, max=9, window=2)
+    config = DeltaConfig(rule="eq4_literal", initial=2, max=9, window=2)
     # R_t against R_{t-2}: wait, wait, +, -, +, - (equal counts as not improving)
     assert values(make_delta_controller(config), [1.0, 5.0, 2.0, 0.0, 3.0, 0.0]) == [2, 2, 3, 2, 3, 2]
 
@@ -59,21 +59,21 @@ def test_fixed_ignores_the_reward() -> None:
     assert values(make_delta_controller(DeltaConfig(rule="fixed", initial=0)), [0.0, 9.0, -9.0]) == [0, 0, 0]
 
 
-@given(rewards=rewards_strategy, window=st.integers(1, 5), initial=st.integers(0, 12), increase=st.integers(1, 4))
-def test_eq4_against_its_definition(rewards: list[float], window: int, initial: int, increase: int) -> None:
-    config = DeltaConfig(rule="eq4", initial=initial, min=0, max=12, window=window, change=[increase, 2])
+@given(rewards=rewards_strategy, window=st.integers(1, 5), initial=st.integers(0, 12))
+def test_eq4_against_its_definition(rewards: list[float], window: int, initial: int) -> None:
+    config = DeltaConfig(rule="eq4", initial=initial, max=12, window=window)
     expected, delta = [], initial
     for t in range(1, len(rewards) + 1):
         if t >= 2 * window:
             rises = mean(rewards[t - window : t]) > mean(rewards[t - 2 * window : t - window])
-            delta = min(12, delta + increase) if rises else max(0, delta - 2)
+            delta = min(12, delta + 1) if rises else max(0, delta - 1)
         expected.append(delta)
     assert values(make_delta_controller(config), rewards) == expected
 
 
 @given(rewards=rewards_strategy, window=st.integers(1, 5), initial=st.integers(0, 40))
 def test_algorithm1_against_a_transcription(rewards: list[float], window: int, initial: int) -> None:
-    config = DeltaConfig(rule="algorithm1", initial=initial, min=0, max=40, window=window)
+    config = DeltaConfig(rule="algorithm1", initial=initial, max=40, window=window)
     expected, delta, reward_scores = [], initial, []
     for reward in rewards:
         reward_scores.append(reward)
@@ -91,7 +91,7 @@ def test_algorithm1_against_a_transcription(rewards: list[float], window: int, i
 
 @given(rewards=rewards_strategy, window=st.integers(1, 5))
 def test_eq4_literal_is_the_mean_of_differences(rewards: list[float], window: int) -> None:
-    config = DeltaConfig(rule="eq4_literal", initial=3, min=0, max=7, window=window)
+    config = DeltaConfig(rule="eq4_literal", initial=3, max=7, window=window)
     expected, delta = [], 3
     for t in range(len(rewards)):
         if t >= window:
@@ -127,11 +127,11 @@ def steps_of_signals(draw: st.DrawFn, max_size: int = 40) -> list[StepSignals]:
 def test_delta_stays_within_bounds_and_changed_tells_the_truth(
     steps: list[StepSignals], rule: Rule, window: int
 ) -> None:
-    controller = make_delta_controller(DeltaConfig(rule=rule, initial=3, min=2, max=5, window=window))
+    controller = make_delta_controller(DeltaConfig(rule=rule, initial=3, max=5, window=window))
     before = controller.value
     for step, signals in enumerate(steps):
         decision = controller.observe(step, signals)
-        assert 2 <= decision.value <= 5
+        assert 0 <= decision.value <= 5
         assert decision.value == controller.value
         assert decision.changed == (decision.value != before)
         before = decision.value
@@ -174,6 +174,6 @@ def test_a_reward_that_is_not_finite_is_our_own_bug() -> None:
 @pytest.mark.parametrize("level", [0.7, -300.0])
 def test_rewards_that_rounding_parts_are_equal(rule: Rule, level: float) -> None:
     """Another processor or layout gives rewards that are apart by a rounding of float32, and delta must be the same."""
-    config = DeltaConfig(rule=rule, initial=8, min=0, max=20, window=2)
+    config = DeltaConfig(rule=rule, initial=8, max=20, window=2)
     flat, rounded = [level] * 12, [level * (1 + (-1) ** (step // 2) * 1e-7) for step in range(12)]
     assert values(make_delta_controller(config), rounded) == values(make_delta_controller(config), flat)

@@ -37,11 +37,10 @@ def run(controller: DeltaController, steps: list[StepSignals]) -> list[int]:
 
 def test_waste_above_the_target_grows_delta_once_a_window() -> None:
     assert run(new(), [EMPTY] * 7) == [4, 5, 5, 6, 6, 7, 7]
-    assert run(new(change=[3, 1]), [EMPTY] * 6) == [4, 7, 7, 8, 8, 8]
 
 
 def test_waste_below_the_target_shrinks_delta_once_a_window() -> None:
-    assert run(new(min=2), [FULL] * 7) == [4, 3, 3, 2, 2, 2, 2]
+    assert run(new(initial=2), [FULL] * 6) == [2, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("waste", [0.375, 0.5, 0.625])
@@ -58,7 +57,6 @@ def test_the_mean_over_the_window_counts_and_windows_do_not_overlap() -> None:
 @pytest.mark.parametrize("broken", [STALE, SHORT])
 def test_a_broken_bound_shrinks_delta_at_once(broken: StepSignals) -> None:
     assert run(new(window=5), [broken] * 3) == [3, 2, 1]
-    assert run(new(window=5, change=[1, 3]), [broken] * 3) == [1, 0, 0]
 
 
 def test_one_step_of_low_ess_shrinks_and_forbids_growth_in_its_window() -> None:
@@ -178,14 +176,12 @@ class Rule:
 
 @st.composite
 def rules(draw: st.DrawFn) -> Rule:
-    low, initial, high = sorted(draw(st.lists(st.integers(0, MOST), min_size=3, max_size=3)))
+    initial, high = sorted(draw(st.lists(st.integers(0, MOST), min_size=2, max_size=2)))
     config = DeltaConfig(
         rule="measured",
-        min=low,
         initial=initial,
         max=high,
         window=draw(st.integers(1, 4)),
-        change=draw(st.lists(st.integers(1, 3), min_size=2, max_size=2)),
     )
     bounds = Bounds(
         target_waste=draw(st.sampled_from([0.1, 0.35, 0.6])),
@@ -198,7 +194,7 @@ def rules(draw: st.DrawFn) -> Rule:
 
 def settle(rule: Rule, plant: Plant) -> int:
     """Delta at rest: after the most moves that law 5 allows it stays for as long again."""
-    controller, span = rule.controller(), rule.config.max - rule.config.min + 1
+    controller, span = rule.controller(), rule.config.max + 1
     enough = (span + 1) * (span + span * rule.config.window) + 2 * rule.config.window
     for step in range(enough):
         controller.observe(step, plant(controller.value))
@@ -209,7 +205,7 @@ def settle(rule: Rule, plant: Plant) -> int:
 
 @given(rule=rules(), plant=any_plant)
 def test_delta_comes_to_rest_on_any_plant(rule: Rule, plant: Table) -> None:
-    assert rule.config.min <= settle(rule, plant) <= rule.config.max
+    assert 0 <= settle(rule, plant) <= rule.config.max
 
 
 def verdict(rule: Rule, signals: StepSignals) -> int:
@@ -229,7 +225,7 @@ def test_on_a_monotone_plant_delta_rests_where_it_should(rule: Rule, plant: Tabl
     if here == 1:
         assert rest == rule.config.max or verdict(rule, plant(rest + 1)) == -1
     elif here == -1:
-        assert rest == rule.config.min
+        assert rest == 0
 
 
 steps = st.lists(st.builds(StepSignals, st.just(0.0), share, share, share), max_size=30)

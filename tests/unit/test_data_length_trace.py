@@ -140,7 +140,7 @@ REFUSED: list[tuple[str | bytes, str | None, str]] = [
     ("", None, r"line 1: there must be a column `GeneratedTokens`, but the columns are: none; name the one"),
     ("a,b\n1,2\n", None, r"line 1: there must be a column `GeneratedTokens`, but the columns are: a, b; name the one"),
     (REQUESTS, "Length", r"line 1: there must be a column `Length`.*debug\.forced_lengths: \[FILE, COLUMN\]"),
-    ("a,a\n1,2\n", "a", r"line 1: the column `a` must stand once in the header \(a, a\); rename one"),
+    ("a,a\n1,2\n", "a", r"line 1: the column `a` must be once in the header \(a, a\); rename one"),
     (REQUESTS, None, r"no row follows the header, but at least one request is needed; add rows"),
     (REQUESTS + "t,1,-4\n", None, r"trace\.csv:2: `GeneratedTokens` is '-4', but must be a whole number of at least 0"),
     (REQUESTS + "t,1,5\n\nt,1,nan\n", None, r"trace\.csv:4: `GeneratedTokens` is 'nan', but must be a whole number"),
@@ -184,7 +184,7 @@ def test_a_wrong_file_is_refused_with_line_rule_and_remedy(
 
 
 def test_a_folder_is_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is no file; debug\.forced_lengths must be a CSV file: correct"):
+    with pytest.raises(DataError, match=r"is not a file; debug\.forced_lengths must be a CSV file: correct"):
         read_length_trace(tmp_path)
 
 

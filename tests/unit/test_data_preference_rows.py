@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.data import DataConfig, TokenizerConfig
-from oppo_megatron.data.preference_rows import Marked, load_marked, load_unequal_pairs
 from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.supervised_rows import Marked, load_marked, load_unequal_pairs
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import DataError
 

@@ -16,7 +16,7 @@ from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.evaluation import Standard
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig
 from oppo_megatron.control.estimates import moments_of, ratios
-from oppo_megatron.data.heldout_split import describe_seen, split_rows
+from oppo_megatron.data.supervised_rows import describe_seen, split_rows
 from oppo_megatron.errors import DataError
 from oppo_megatron.mcore.layers.vocab_parallel import likeliest_share
 from oppo_megatron.mcore.vocab_shards import VocabShards

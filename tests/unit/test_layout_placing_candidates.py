@@ -27,11 +27,11 @@ def shape(kv_heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def settings(kv_heads: int = 2, batch: int = 16, auto: dict[str, Any] | None = None, **changes: Any) -> TrainSettings:
+def settings(kv_heads: int = 2, batch: int = 16, **changes: Any) -> TrainSettings:
     return TrainSettings.model_validate(
         {
             "run_dir": "run",
-            "placement": {"mode": "auto", "auto": auto},
+            "placement": {"mode": "auto"},
             "tokenizer": {"path": "tok"},
             "data": {"path": "rows.jsonl", "max_prompt_tokens": 28},
             "actor": {"init": shape(kv_heads)},
@@ -117,7 +117,7 @@ def test_what_no_layout_fits_is_left_out_with_the_reason() -> None:
     reasons = {option.name: option.reason for option in options.left_out}
     assert set(reasons) == {"single", "disaggregated 7 | 1", "disaggregated 6 | 2", "colocated"}
     assert reasons["colocated"].startswith("actor has dp 8, but at most 4 sequences are in work at once")
-    with pytest.raises(ConfigError, match="colocated: actor has dp 8, .*; change placement.auto.ranks, or choose"):
+    with pytest.raises(ConfigError, match="colocated: actor has dp 8, .*; change runtime.threads_per_rank, or choose"):
         find_candidates(settings(1, 3, overlap={"inter": False}), Machine("cuda", 8))
 
 
@@ -160,14 +160,6 @@ def test_threads_of_a_rank_divide_the_cores() -> None:
     assert "disaggregated dp 3 | 1" in names(options)
 
 
-def test_ranks_can_be_bounded() -> None:
-    bounded = settings(auto={"ranks": 2})
-    assert names(find_candidates(bounded, Machine("cpu", 64))) == CPU[2]
-    assert names(find_candidates(bounded, Machine("cpu", 1))) == CPU[2], "cores may be shared"
-    with pytest.raises(ConfigError, match="placement.auto.ranks is 2, but there are 1 CUDA device .* lower it to 1"):
-        find_candidates(bounded, Machine("cuda", 1))
-
-
 def test_nothing_to_choose_from() -> None:
     with pytest.raises(
         ConfigError, match="none of single, disaggregated, colocated is possible on 3 CUDA devices .*each replica needs one"
@@ -199,21 +191,20 @@ def test_written_ranks_and_layouts_leave_nothing_to_choose(changes: dict[str, An
 
 
 def test_settings_without_auto_are_settled() -> None:
-    written = {"mode": "disaggregated", "actor": {"dp": 3}, "auto": {"steps": 5}}
+    written = {"mode": "disaggregated", "actor": {"dp": 3}}
     config = settings(placement=written).settled()
     assert isinstance(config, TrainConfig)
     assert config.placement == PlacementConfig(mode="disaggregated", actor={"dp": 3})
-    assert "auto" not in config.placement.model_dump()
     assert settings().settled() is None
 
 
 def test_a_measuring_run_is_the_configuration_but_short_and_quiet() -> None:
     from pathlib import Path
 
-    asked = settings(auto={"steps": 5}, evaluation={"data": {"path": "x"}, "verifier": "gsm8k"}, steps=900)
+    asked = settings(evaluation={"data": {"path": "x"}, "verifier": "gsm8k"}, steps=900)
     placement = PlacementConfig(mode="single")
     probe = probe_config(asked, placement, Path("scratch"))
-    assert (probe.run_dir, probe.steps, probe.evaluation, probe.checkpoint.final) == (Path("scratch"), 5, None, "nothing")
+    assert (probe.run_dir, probe.steps, probe.evaluation, probe.checkpoint.final) == (Path("scratch"), 3, None, "nothing")
     assert probe.logging.console == "off" and not probe.logging.trace and not probe.overlap.chunk.adaptive
     changed = {"run_dir", "steps", "epochs", "evaluation", "logging", "overlap", "placement"}
     changed |= {"checkpoint"}
@@ -228,7 +219,7 @@ def test_what_measuring_replaces_does_not_ask_for_another_measurement() -> None:
     key = fingerprint(settings(), machine)
     for same in ({"run_dir": "other"}, {"steps": 7}, {"logging": {"console": "off"}}, {"checkpoint": {"final": "nothing"}}):
         assert fingerprint(settings(**same), machine) == key, same
-    others = [settings(batch=8), settings(auto={"steps": 4}), settings(kv_heads=4), settings(seed=2)]
+    others = [settings(batch=8), settings(kv_heads=4), settings(seed=2)]
     others += [settings(overlap={"intra": False}), settings(runtime={"threads_per_rank": 1})]
     keys = [fingerprint(other, machine) for other in others] + [fingerprint(settings(), Machine("cpu", 3)), key]
     assert len(set(keys)) == len(keys)

@@ -8,7 +8,7 @@ import pytest
 
 from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.errors import StreamError
-from oppo_megatron.overcommit.buffer import CriticReads, RolloutBuffer
+from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.readiness import Readiness
 from oppo_megatron.records import Prompt, Rollout
 
@@ -203,17 +203,14 @@ def test_a_bad_chunk_is_an_error_and_records_nothing(case: str) -> None:
 def test_the_critic_reads_what_is_worth_it() -> None:
     buffer = filled(batch_size=4, delta=2)  # of six unfinished, four will be in the batch
 
-    def worth(reads: CriticReads) -> set[int]:
-        return set(buffer.worth_reading(reads).tolist())
+    def worth() -> set[int]:
+        return set(buffer.worth_reading().tolist())
 
     everything = set(range(6))
-    assert worth("sure") == set()
-    assert worth("likely") == worth("all") == everything
+    assert worth() == everything
     buffer.record(Chunk(0, 2, [row(0, 0, [1, 1], 2), row(3, 0, [1, 1], 1)]))
-    assert worth("sure") == {0, 3}
-    assert worth("likely") == everything, "two of four unfinished will be in it"
+    assert worth() == everything, "two of four unfinished will be in it"
     buffer.record(Chunk(1, 3, [row(1, 0, [1], 3)]))
-    assert worth("sure") == worth("likely") == {0, 1, 3}, "one of three will be"
-    assert worth("all") == everything
+    assert worth() == {0, 1, 3}, "one of three will be"
     buffer.record(Chunk(2, 4, [row(4, 0, [1], 4), row(5, 0, [1], 4)]))
-    assert worth("likely") == {0, 1, 3, 4}, "the fifth finisher is left for the next batch"
+    assert worth() == {0, 1, 3, 4}, "the fifth finisher is left for the next batch"

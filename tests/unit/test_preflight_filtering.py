@@ -29,7 +29,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 def test_dapo_filters_groups_where_backfill_can_replace_them(settings: dict[str, Any]) -> None:
     config = TrainConfig.model_validate(settings)
-    assert config.filter == FilterConfig(metric="reward", max_groups=None) and check_train(config) == []
+    assert config.filter == FilterConfig(metric="reward") and check_train(config) == []
     assert most_judged(config) == 20
     assert TrainConfig.model_validate(config.model_dump()) == config, "a resolved file is read as it is"
     for changes in ({"filter": None}, {"overlap": {"backfill": False, "delta": {"initial": 1, "max": 2}}}):
@@ -37,8 +37,8 @@ def test_dapo_filters_groups_where_backfill_can_replace_them(settings: dict[str,
         assert config.filter is None and check_train(config) == []
         assert TrainConfig.model_validate(config.model_dump()) == config
         assert "groups of equal reward are trained, too" in describe_batch(config)
-    given = TrainConfig.model_validate(settings | {"filter": {"metric": "gsm8k", "max_groups": 4}})
-    assert given.filter == FilterConfig(metric="gsm8k", max_groups=4) and most_judged(given) == 4
+    given = TrainConfig.model_validate(settings | {"filter": {"metric": "gsm8k"}})
+    assert given.filter == FilterConfig(metric="gsm8k")
     assert TrainConfig.model_validate(settings | {"algorithm": {"preset": "gspo"}}).filter is None
 
 
@@ -74,18 +74,6 @@ def test_dapo_brings_the_backfill_that_its_filter_needs(settings: dict[str, Any]
             {"filter": {"metric": "acc"}},
             "no part of rewards has that name; choose from reward, gsm8k, tests.e2e.rewards:failing",
         ),
-        (
-            {"filter": {"lag": 0}, "rewards": [{"kind": "model"}], "reward": {"init": {"model_type": "llama"}}},
-            "filter.lag is 0, but filter.metric reward needs the reward model, which reads the end of a response a period later; "
-            "set filter.lag to 1 or more",
-        ),
-        (
-            {"filter": {"lag": 9999}},
-            "filter.lag is 9999 periods of 32 decode steps, but rollout.max_response_tokens is 100: nothing would be left to "
-            "decode long before a verdict, and every step would wait for it; set filter.lag to 4 or less",
-        ),
-        ({"filter": {"lag": 5}}, "filter.lag is 5 periods of 32 decode steps"),
-        ({"filter": {"max_groups": 1}}, "filter.max_groups is 1, but a batch alone has 2 groups; raise it"),
         ({"overlong.penalty": 0.5}, "overlong.penalty is 0.5, but overlong.buffer is null, and nothing reads it"),
         ({"overlong.buffer": 101}, "overlong.buffer is 101, but rollout.max_response_tokens is 100"),
     ],
@@ -98,6 +86,6 @@ def test_broken_rule_is_the_one_problem(settings: dict[str, Any], changes: dict[
 
 
 def test_unusual_but_right(settings: dict[str, Any]) -> None:
-    for key, value in {"overlong": {"buffer": 100, "penalty": 0.5, "mask": True}, "filter": {"max_groups": 2, "lag": 4}}.items():
+    for key, value in {"overlong": {"buffer": 100, "penalty": 0.5, "mask": True}}.items():
         put(settings, key, value)
     assert check_train(TrainConfig.model_validate(settings)) == []

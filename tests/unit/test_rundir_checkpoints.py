@@ -50,7 +50,7 @@ def remove(path: Path) -> None:
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (flip, "SHA-256"),
-    (truncate, "bytes where"),
+    (truncate, "bytes, but"),
     (remove, "is missing"),
 ]
 

@@ -82,7 +82,7 @@ def test_rank_traces_are_in_numeric_order(tmp_path: Path) -> None:
 def test_one_process_at_a_time_is_at_work_in_it(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with run.held():
-        told = f"another run is at work in {run.path} .process {os.getpid()} on {socket.gethostname()}., and has been for 0 s"
+        told = f"another run uses {run.path} .process {os.getpid()} on {socket.gethostname()}., and has been for 0 s"
         with pytest.raises(ConfigError, match=told), RunDirectory(run.path).held(wait_s=0.0):
             pytest.fail("both have it")
         assert run.holder.exists()

@@ -134,5 +134,5 @@ def test_unreadable_traces_are_data_errors(tmp_path: Path) -> None:
         path = tmp_path / "trace.json"
         if content is not None:
             path.write_text(content)
-        with pytest.raises(DataError, match=r"trace\.json: no readable trace"):
+        with pytest.raises(DataError, match=r"trace\.json: not a readable trace"):
             read_trace(path)

@@ -415,33 +415,6 @@ def end_round(
     book.record(active)
 
 
-def test_where_memory_is_short_the_first_run_and_the_others_keep_what_they_have() -> None:
-    book = ActorBook(1, 4, lambda _: 9)
-    held = [rollout(i, 3) for i in range(5)]
-
-    def end(*running: int) -> None:
-        for own in held:
-            if own.seq_id in running:
-                own.tokens.append(7)
-        book.record(held)
-
-    (work,) = book.plan(held, 1, 1, BUDGET, list)
-    assert work.open == [0, 1, 2, 3]
-    end(0, 1, 2, 3)
-    book.most = 1
-    (work,) = book.plan(held, 1, 2, BUDGET, list)
-    assert [[g.seq_id for g in batch] for batch in work.decode] == [[0], [1]], "so many in each micro-batch"
-    end(0, 1)
-    book.invalidate()
-    (work,) = book.plan(held, 1, 1, 100, list)
-    assert [g.seq_id for batch in work.prefill for g in batch] == [0]
-    held[0].finish_clock = 1
-    end(0)
-    (work,) = book.plan(held[1:], 1, 2, 100, list)
-    assert work.prefill == [(Growth(1, 0, 4), Growth(2, 0, 3))], "what has waited is stale still"
-    assert work.open == [] and [g.seq_id for batch in work.decode for g in batch] == [1, 2]
-
-
 def test_a_cache_that_is_kept_is_as_old_as_its_first_tokens() -> None:
     book, held = ActorBook(1, 4, lambda _: 9), [rollout(i, 3) for i in range(2)]
 

@@ -115,7 +115,7 @@ def test_mean_deferrals_are_mean_delta_over_batch(delta: int) -> None:
 
 
 def test_mean_deferrals_follow_a_delta_that_changes() -> None:
-    rule = {"rule": "measured", "initial": 2, "max": 12, "window": 1, "change": [2, 1]}
+    rule = {"rule": "measured", "initial": 2, "max": 12, "window": 1}
     steps = play(plain(overlap={"delta": rule, "chunk": {"tokens": 16, "adaptive": False}}), 80, endless=True)[10:]
     assert len({step.delta for step in steps}) > 2
     deferrals = fmean(times for step in steps for times in step.deferrals.tolist())

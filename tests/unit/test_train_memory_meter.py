@@ -53,19 +53,7 @@ def test_the_rank_furthest_beyond_its_plan_is_named() -> None:
         "memory_peak_mb": [400, 900],
         "memory_planned_mb": [300, 500],
         "memory_ratio": [1.0, 1.4],
-        "memory_halved": 0,
-        "memory_train_tokens": None,
-        "memory_prefill_tokens": None,
-        "memory_decode_sequences": None,
     }
-    short = MemoryByRank([0], [0], train=[0, 64, 32], score=[0, 0, 0], decode=[0, 6, 0], halved=4)
-    assert short.bounds() == {
-        "memory_halved": 4,
-        "memory_train_tokens": 32,
-        "memory_prefill_tokens": None,
-        "memory_decode_sequences": 6,
-    }
-    assert short.state_dict() == [[0, 0, 0], [64, 0, 6], [32, 0, 0]]
     assert memory.describe(planned) == "memory: at most 1.40 of the plan (rank 1: 700 of 500 MiB, peak above base)"
     tiny = MemoryByRank([100 * 2**20], [160 * 2**20])
     assert "60 MiB above base on rank 0, where the plan has 16: in runs this small" in tiny.describe([16 * 2**20])

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from oppo_megatron.config.preference import DPOConfig, KTOConfig
-from oppo_megatron.data.preference_rows import Marked
-from oppo_megatron.data.supervised_rows import Pair
+from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.train.preference.logprob_file import (
     LogprobTable,
     UnusableFileError,
@@ -63,7 +62,8 @@ def test_a_pair_is_in_one_micro_batch_with_the_references_log_probs() -> None:
         assert micro.targets_R.tolist() == [token for _, answer in answered for token in answer], "the EOS, too"
         assert micro.counts == [len(answer) for _, answer in answered] == micro.extra["counts"].tolist()
         assert micro.extra["reference"].tolist() == [task.reference.of(*each) for each in answered]
-        assert len(micro.tokens_T) == sum(task.num_tokens(rows[i]) for i in micro.index) and micro.part == "pair"
+        assert len(micro.tokens_T) == sum(task.num_tokens(rows[i]) for i in micro.index)
+        assert len(micro.lengths) == 2 * len(micro.index)
 
 
 def test_signs_follow_their_rows() -> None:
@@ -72,7 +72,7 @@ def test_signs_follow_their_rows() -> None:
     know(task, rows)
     for micro in task.micro_batches(rows, 30, CPU):
         assert micro.extra["sign"].tolist() == [1.0 if rows[i].wanted[0] else -1.0 for i in micro.index]
-        assert micro.part == "sequence"
+        assert len(micro.lengths) == len(micro.index)
 
 
 def test_a_prompt_meets_the_completion_before_it_of_another_prompt() -> None:

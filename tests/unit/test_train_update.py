@@ -11,9 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.errors import CapacityError
 from oppo_megatron.mcore.batch import MicroBatch
-from oppo_megatron.mcore.out_of_memory import Begun
 from oppo_megatron.mcore.training import StepReport
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.train.update import UpdateSettings, run_update, update_packing
@@ -33,10 +31,6 @@ class Recorder:
 
     groups: Groups
     steps: list[list[MicroBatch]] = field(default_factory=list)
-    begun: Begun = field(default_factory=Begun)
-
-    def bound_to_peers(self) -> None:
-        """It has none."""
 
     @property
     def model(self) -> Recorder:
@@ -106,7 +100,7 @@ def test_a_pair_is_in_one_micro_batch_of_one_replica(
     for recorder in recorders:
         run_update(recorder, batch, {"numbers": numbers_T}, None, cut, units=side_by_side)
     micros = [micro for recorder in recorders for step in recorder.steps for micro in step]
-    assert all(len(micro.tokens_T) <= budget and micro.part == "pair" for micro in micros)
+    assert all(len(micro.tokens_T) <= budget and len(micro.lengths) == 2 * len(micro.index) for micro in micros)
     assert all(torch.equal(micro.extra["numbers"], micro.targets_R) for micro in micros), "each row has its own numbers"
     found = []
     for micro in micros:
@@ -116,27 +110,3 @@ def test_a_pair_is_in_one_micro_batch_of_one_replica(
     tokens = sum(len(micro.tokens_T) for micro in micros)
     packing = update_packing(batch, replicas, cut, units=side_by_side)
     assert packing["packing_efficiency"] == pytest.approx(tokens / (len(micros) * budget))
-
-
-@dataclass
-class ShortOfMemory(Recorder):
-    """Has no memory for a micro-batch of more than `room` tokens."""
-
-    room: int = 0
-
-    def step(self, batches: list[MicroBatch], loss: Any) -> StepReport:
-        for micro in batches:
-            self.begun.note(len(micro.index), len(micro.tokens_T), micro.part)
-            if len(micro.tokens_T) > self.room:
-                raise MemoryError
-        return super().step(batches, loss)
-
-
-def test_a_pair_is_not_divided_where_memory_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
-    batch, cut = rollouts([(3, 5)] * 8), UpdateSettings(1, 1, 56, seed=4, step=3, device=CPU, group_size=2)
-    roomy = ShortOfMemory(Groups(1, 0), room=20)
-    run_update(roomy, batch, {}, None, cut, units=side_by_side)
-    assert [micro.lengths for micro in roomy.steps[0]] == [[7, 7]] * 4
-    assert "at most 28 from here on" in capsys.readouterr().err, "halved once, and a pair of 14 fits twice"
-    with pytest.raises(CapacityError, match="of one pair, 14 tokens long, alone"):
-        run_update(ShortOfMemory(Groups(1, 0), room=13), batch, {}, None, cut, units=side_by_side)

@@ -42,6 +42,10 @@ class KVCache(SequenceCache):
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(store.nbytes for store in (*self.k, *self.v))
+
     def step_rows(self) -> StepRows:
         return _DenseRows(self)
 

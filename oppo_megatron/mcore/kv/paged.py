@@ -65,6 +65,10 @@ class PagedKVCache(SequenceCache):
         rows = [self._tables[slot][:width] for slot in slots]
         return on_device([row + [0] * (width - len(row)) for row in rows], self.device, torch.int32)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(store.nbytes for store in (*self.k, *self.v))
+
     def step_rows(self) -> StepRows:
         return _PagedRows(self)
 

@@ -37,6 +37,11 @@ class SequenceCache(ABC):
         return seq_id in self._slots
 
     @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of all slots on this rank."""
+
+    @property
     def num_free(self) -> int:
         return self.num_slots - len(self._slots)
 

@@ -15,7 +15,6 @@ from oppo_megatron.schedule.planning.book import (
     LIMIT,
     OPENED,
     OUTLIVED,
-    WAITING,
     Book,
     Grouping,
     ReplicaWork,
@@ -42,14 +41,13 @@ class ActorBook(Book):
 
     Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round
     begins with its prefill.  One that is kept beyond updates has outlived so many: what is drawn over it is of weights as
-    old.  With too few slots, or memory for `most` in a micro-batch only, those admitted first run, and others wait a round.
+    old.  With too few slots those admitted first run, and others wait a round.
     """
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int], groups: Grouping = ALONE):
         """`limit(seq_id)`: the most response tokens that the sequence may have."""
-        super().__init__(replicas, slots, {LIMIT: ABSENT, WAITING: 0, OUTLIVED: 0}, groups)
+        super().__init__(replicas, slots, {LIMIT: ABSENT, OUTLIVED: 0}, groups)
         self._limit = limit
-        self.most: int | None = None  # sequences of a decode micro-batch, where memory allows no more
 
     def active(self, rollouts: Sequence[Rollout] | Columns) -> Active:
         """The unfinished rollouts, each of which has a replica now."""
@@ -84,7 +82,7 @@ class ActorBook(Book):
         `order(seq_ids)` puts open sequences in the order of their cache slots where this rank holds them.
         """
         columns, rows, homes, rooms = active if isinstance(active, Active) else self.active(active)
-        running, new = self._admit(rows, homes, micro_batches)
+        running, new = self._admit(rows, homes)
         ours, cached = self._ours(own), self._ledger[CACHED][rows]
         due, none, depth = columns.num_tokens - 1, np.zeros_like(rooms), columns.prompt_tokens - 1
         sources = self._sources(rows, depth, running)
@@ -119,8 +117,7 @@ class ActorBook(Book):
 
     def runs(self, rollouts: Sequence[Rollout] | Columns) -> Bools:
         """Which of the rollouts run in the round planned last."""
-        rows = self._ledger.rows(columns_of(rollouts).seq_ids)
-        run: Bools = (self._ledger[CACHED][rows] != ABSENT) & (self._ledger[WAITING][rows] == 0)
+        run: Bools = self._ledger[CACHED][self._ledger.rows(columns_of(rollouts).seq_ids)] != ABSENT
         return run
 
     def record(self, rollouts: Sequence[Rollout]) -> None:
@@ -169,17 +166,12 @@ class ActorBook(Book):
         current: Bools = super()._current() & (self._ledger[OUTLIVED] == 0)
         return current
 
-    def _admit(self, rows: Ints, homes: Ints, micro_batches: int) -> tuple[Bools, Bools]:
-        """Which of the sequences run, and which of these have just been given their slots."""
-        chosen = np.ones(len(rows), dtype=np.bool_)
-        if self.most is not None:
-            chosen = ordinal(homes) < self.most * micro_batches
-        self._ledger[WAITING][:] = 0
-        self._ledger[WAITING][rows[~chosen]] = 1
-        new = chosen & (self._ledger[CACHED][rows] == ABSENT)
+    def _admit(self, rows: Ints, homes: Ints) -> tuple[Bools, Bools]:
+        """Give free slots to sequences without one.  Returns which sequences run, and which of these have a new slot."""
+        new = self._ledger[CACHED][rows] == ABSENT
         if len(self._short(homes[new])):
             places = np.flatnonzero(new)
             free = self.slots - self._num_open[homes[places]]
             new[places[ordinal(homes[places]) >= free]] = False
         self._open(rows[new])
-        return chosen & (self._ledger[CACHED][rows] != ABSENT), new
+        return self._ledger[CACHED][rows] != ABSENT, new

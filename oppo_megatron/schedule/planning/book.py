@@ -23,7 +23,7 @@ from oppo_megatron.schedule.planning.ledger import ABSENT
 from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas, pairs_of
 from oppo_megatron.schedule.rounds import Batch, Batches, Fork, Growths
 
-CACHED, OPENED, OUTPUTS, LIMIT, WAITING, OUTLIVED = "cached", "opened", "outputs", "limit", "waiting", "outlived"
+CACHED, OPENED, OUTPUTS, LIMIT, OUTLIVED = "cached", "opened", "outputs", "limit", "outlived"
 """Columns: tokens cached (ABSENT: no slot), which opening gave the slot, outputs given, most response tokens, 1 where a
 sequence has a slot and does not run, updates made since its cache was begun."""
 

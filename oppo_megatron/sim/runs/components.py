@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from oppo_megatron.columns import Ints
+from oppo_megatron.errors import ScheduleError
 from oppo_megatron.schedule.rounds import Batch, Batches, Growths, Round, Site
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.schedule.weaving.generators import GENERATORS
+from oppo_megatron.schedule.weaving.generators import generator_of
 from oppo_megatron.schedule.weaving.timetable import Team, Timetable, count_of
 from oppo_megatron.sim.runs.units import Floats
 
@@ -150,8 +151,9 @@ class Component:
         return self._orders[key]
 
     def _planned(self, shape: Round) -> _Order:
-        timetable = GENERATORS[self.generator](shape, self.site, self.costs).actions
-        assert isinstance(timetable, Timetable), f"{self.generator} gives no times"
+        timetable = generator_of(self.generator)(shape, self.site, self.costs).actions
+        if not isinstance(timetable, Timetable):
+            raise ScheduleError(f"overlap.schedule {self.generator} gives no times to simulate; choose auto, intra or woven")
         starts, placed, takes, gives, first = [], [], [], [], NOBODY + 1
         for team in self._teams:
             count, pp = count_of(team, shape), self.site.placements[team[0]].pp

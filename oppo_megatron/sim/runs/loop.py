@@ -173,7 +173,7 @@ class PureLoop(ABC, Generic[Planned]):
                     break
                 admitted, active = self.scheduler.backfill(), buffer.active
                 backfilled += len(admitted)
-                readable = buffer.worth_reading(self.config.overlap.critic_reads)
+                readable = buffer.worth_reading()
             self._open(admitted)
             yield self._round(step, active, buffer.rollouts if self.stream else [], readable, occupancy)
         with self._part("scheduler and buffer"):

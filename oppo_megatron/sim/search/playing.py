@@ -162,8 +162,8 @@ def best_delta(task: Task, config: TrainConfig, steps: int) -> int | None:
     delta, own = config.overlap.delta, config.overlap.delta.initial
     if not config.overlap.inter:
         return None
-    sizes = {delta.min, *(delta.max // part for part in (8, 4, 2, 1))} - {own}
-    tried = [own, *(size for size in sorted(sizes) if size >= delta.min and not task.check(with_delta(config, size)))]
+    sizes = {0, *(delta.max // part for part in (8, 4, 2, 1))} - {own}
+    tried = [own, *(size for size in sorted(sizes) if not task.check(with_delta(config, size)))]
     paces = dict[int, float]()
     for count in (steps, min(MOST_LONG, max(LONG, LONG_RESPONSES // config.rollout.batch_size))):
         if len(tried) < 2:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from oppo_megatron.train.score_exchange import ScoreReport
 
-LATER_FACTS = ("scores", "actor", "rewards", "greedy_rewards", "memory", "filtered")
+LATER_FACTS = ("scores", "actor", "rewards", "greedy_rewards", "filtered")
 """Those that are known after the rollout phase, within which a checkpoint may interrupt a step."""
 
 
@@ -43,7 +43,6 @@ class StepFacts:
     checkpoint_s: float = 0.0  # waiting for checkpoints before this step
     checkpoint_bytes: int = 0  # of those that became whole
     checkpoint_hidden_s: float = 0.0  # and what of their writing the run did not wait for
-    memory: dict[str, int | None] = field(default_factory=dict)  # bounds of what fits
     scores: ScoreReport | None = None
     actor: dict[str, float] = field(default_factory=dict)
     filtered: dict[str, float | None] = field(default_factory=dict)  # by a filter, and for settled rewards

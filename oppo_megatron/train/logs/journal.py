@@ -82,7 +82,7 @@ class Journal:
         fields = self._timing(facts, spans) | _experience(facts, experience)
         fields |= _lengths(facts, trained, self.members.to_train(carried))
         fields["group_length_gap"] = group_length_gap(trained, self.members.trained)
-        fields |= facts.filtered | facts.actor | facts.memory | {"skipped": facts.skipped}
+        fields |= facts.filtered | facts.actor | {"skipped": facts.skipped}
         if facts.skipped is not None:
             self.progress.note(f"step {facts.step} is skipped: {facts.skipped}")
         if not self.told_lost and (told := lost_gradient(fields, self.staleness)):

@@ -12,9 +12,8 @@ import torch
 from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
-from oppo_megatron.data.heldout_split import describe_seen
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import num_duplicates
+from oppo_megatron.data.supervised_rows import describe_seen, num_duplicates
 from oppo_megatron.layout.holdings import planned_memory
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory, write_json

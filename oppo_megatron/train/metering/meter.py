@@ -24,7 +24,7 @@ from oppo_megatron.schedule.scoring_delay import scoring_delay
 from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.round_trace import RoundTracer
-from oppo_megatron.train.memory_meter import MemoryByRank, MemoryMeter
+from oppo_megatron.train.memory_meter import MemoryMeter
 from oppo_megatron.train.metering.critical_path import CriticPlacement, StepClock
 from oppo_megatron.train.score_exchange import ScoreReport
 
@@ -159,11 +159,10 @@ class StepMeter:
         self.facts.local_score_s = totals.get("score", 0.0)
         return totals
 
-    def all_memory(self) -> MemoryByRank:
-        """What memory all ranks hold, and have room for.  Collective of the world."""
+    def all_memory(self) -> None:
+        """Exchange the memory of all ranks.  Collective of the world."""
         with self.world.activity.doing("memory of all ranks", waits=True):
-            memory = self.memory.of_all_ranks()
-        return memory
+            self.memory.of_all_ranks()
 
     def scored(self, scored: ScoredBatch, report: ScoreReport, kl_coefficient: float) -> None:
         """All ranks have met for the scores, and know what the critic's update of the step before has come to."""
@@ -172,7 +171,6 @@ class StepMeter:
         facts.scores, facts.kl_coefficient = report, kl_coefficient
         rewards, num_rows = scored.all_scores.tolist(), scored.scores_B.numel()
         facts.rewards, facts.greedy_rewards = rewards[:num_rows], rewards[num_rows:]
-        facts.memory = memory.bounds()
         before = facts.step - 1
         if self.journal is not None and self.settled < before:
             facts.critic_exposed_s = self._critic_delay(report)

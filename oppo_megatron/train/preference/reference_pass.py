@@ -25,8 +25,7 @@ from oppo_megatron.data.supervised_rows import Passed, batches
 from oppo_megatron.errors import DataError
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_responses
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import Begun, MemoryLimit, in_smaller_ones
-from oppo_megatron.mcore.training import forward_rows, shared_with_peers
+from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.preference.fingerprint import reference_fingerprint
 from oppo_megatron.train.preference.logprob_file import UnusableFileError, read_logprobs, write_logprobs
@@ -61,24 +60,18 @@ class ReferencePass(Generic[RowT]):
             others += [other for index in order for other in task.mismatched([rows[i] for i in index])]
         return [answer for row in (*rows, *held, *others) for answer in task.answers(row)]
 
-    def make(
-        self, rows: Sequence[RowT], held: Sequence[RowT], passed: Passed, load: Load, limits: Mapping[str, int]
-    ) -> RoleModel:
-        """Know the log-probs that the run needs from `passed` on; returns the model to train.
-
-        `load` makes a model; `limits`: those that memory has run out beyond, by their names.
-        """
-        own, limit = self.config.reference, MemoryLimit("train", "a micro-batch of the reference", "tokens")
-        limit.most = limits.get(limit.name)
+    def make(self, rows: Sequence[RowT], held: Sequence[RowT], passed: Passed, load: Load) -> RoleModel:
+        """Know the log-probs that the run needs from `passed` on; returns the model to train, made by `load`."""
+        own = self.config.reference
         self._read()
         missing = self.task.reference.missing(self._needed(rows, held, passed))
         if own is None:
             model = load(self.config.model)
-            self._compute(model, missing, limit)
+            self._compute(model, missing)
             return model
         if missing:
             reference = load(own)
-            self._compute(reference, missing, limit)
+            self._compute(reference, missing)
             del reference
             gc.collect()
             if torch.cuda.is_initialized():
@@ -111,7 +104,7 @@ class ReferencePass(Generic[RowT]):
         self.note(f"reference log-probs: {len(known)} answers found in {self.path}")
         return known
 
-    def _compute(self, model: RoleModel, missing: Mapping[bytes, Answered], limit: MemoryLimit) -> None:
+    def _compute(self, model: RoleModel, missing: Mapping[bytes, Answered]) -> None:
         """The log-probs of the answers that are missing, block by block, and the file."""
         if not missing:
             return
@@ -120,7 +113,7 @@ class ReferencePass(Generic[RowT]):
         while block := dict(islice(left, BLOCK)):
             with self.world.activity.doing("log-probs of the reference"):
                 values = answer_sums(
-                    model, list(block.values()), self.config.runtime.micro_batch_tokens, limit, self.world,
+                    model, list(block.values()), self.config.runtime.micro_batch_tokens, self.world,
                     partial(self._told, by_time, done, len(missing)),
                 )  # fmt: skip
             table.update(zip(block, values, strict=True))
@@ -150,7 +143,6 @@ def answer_sums(
     model: RoleModel,
     answers: Sequence[Answered],
     budget: int,
-    memory_limit: MemoryLimit,
     world: World,
     told: Callable[[float], None] = lambda share: None,
 ) -> list[float]:
@@ -158,7 +150,7 @@ def answer_sums(
 
     `told` hears, after each micro-batch of this rank, which share of its answers is done.
     """
-    groups, begun = model.groups, Begun()
+    groups = model.groups
     device = next(model.parameters()).device
     mine = range(groups.dp_rank, len(answers), groups.dp)
     prompts, responses = [answers[i][0] for i in mine], [answers[i][1] for i in mine]
@@ -167,14 +159,11 @@ def answer_sums(
 
     def finish(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
         finished.extend(batch.index)
-        told(min(1.0, len(finished) / len(mine)))  # memory may run out, and answers be computed again
+        told(min(1.0, len(finished) / len(mine)))
         return answer_logprobs(batch, logits_RV, model.vocab)
 
-    def forward(most: int) -> tuple[list[MicroBatch], list[Tensor]]:
-        batched = pack_responses(prompts, responses, most, device)
-        return batched, forward_rows(model, batched, finish, begun)
-
-    batched, sums = in_smaller_ones(forward, budget, memory_limit, begun, partial(shared_with_peers, groups))
+    batched = pack_responses(prompts, responses, budget, device)
+    sums = forward_rows(model, batched, finish)
     values = [0.0] * len(answers)
     if groups.is_last_stage and groups.tp_rank == 0:  # one rank for each replica
         for batch, sums_S in zip(batched, sums, strict=True):

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.cluster.world import World
-from oppo_megatron.data.preference_rows import Marked
+from oppo_megatron.data.supervised_rows import Marked
 from oppo_megatron.mcore.batch import MicroBatch
-from oppo_megatron.mcore.out_of_memory import MemoryLimit
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.train.heldout_rows import Measure, measure_rows
@@ -26,7 +25,6 @@ class ReferencePoint:
 
     def __init__(self, task: MarkedPreferences, world: World):
         self.task, self.world = task, world
-        self.memory_limit = MemoryLimit("train", "a micro-batch of mismatched rows", "tokens")
 
     def take(self, trained: TrainedModel, rows: Sequence[Marked], step: int, budget: int) -> None:
         """Measure the point for the batch `rows` with the weights as they are."""
@@ -34,9 +32,7 @@ class ReferencePoint:
         self.task.point = 0.0
         if mismatched:
             what = f"reference point of step {step}"
-            moments = measure_rows(
-                self.world, trained, mismatched, _Ratios(self.task), 2, budget, self.memory_limit, what
-            )
+            moments = measure_rows(self.world, trained, mismatched, _Ratios(self.task), 2, budget, what)
             self.task.point = max(0.0, moments[2] / moments[1])
 
 

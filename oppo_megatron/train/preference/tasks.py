@@ -16,9 +16,8 @@ from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, sequence_sums, table_of
 from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
 from oppo_megatron.config.run import SupervisedConfig
-from oppo_megatron.data.preference_rows import Marked, load_marked, load_unequal_pairs
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import Pair
+from oppo_megatron.data.supervised_rows import Marked, Pair, load_marked, load_unequal_pairs
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_together
 from oppo_megatron.mcore.host_copies import on_device

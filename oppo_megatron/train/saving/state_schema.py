@@ -74,6 +74,7 @@ class _Delta(_Strict):
     broken: bool | None = None
     grown: bool | None = None
     ceiling: _Ceiling | None = None
+    memory: dict[str, Any] | None = None
 
 
 class _Scheduler(_Strict):
@@ -116,12 +117,6 @@ class _Guard(_Strict):
     in_a_row: Count
     num_written: Count
     rollbacks: Count
-
-
-class _Memory(_Strict):
-    layout: dict[str, tuple[list[Count], Count, Count, Count]] = {}
-    decode: Annotated[int, Field(ge=1, lt=2**53)] | None
-    ranks: list[tuple[Count, Count, Count]]
 
 
 class _Actor(_Strict):
@@ -199,7 +194,6 @@ class _State(_Strict):
     chunk: _Chunk
     kl: _KL
     guard: _Guard
-    memory: _Memory
     actor: _Actor
     history: _History = _History(count=0, total=0.0, squares=0.0, warmed=0)  # older checkpoints have none
     updates: Count
@@ -267,9 +261,6 @@ def _check_state(state: _State) -> None:
         raise ValueError(f"books of {sorted(state.books)}, places of {sorted(state.layout)}")
     if scheduler.num_consumed != buffer.num_admitted:
         raise ValueError(f"{scheduler.num_consumed} prompts consumed, but {buffer.num_admitted} rollouts admitted")
-    num_ranks = 1 + max((rank for placement in state.layout.values() for rank in placement.ranks), default=0)
-    if len(state.memory.ranks) != num_ranks:
-        raise ValueError(f"bounds of {len(state.memory.ranks)} ranks, of {num_ranks}")
     passed_over = scheduler.position - scheduler.num_consumed
     if passed_over < 0 or (passed_over and not state.guard.rollbacks):
         raise ValueError(f"{scheduler.num_consumed} prompts consumed of the first {scheduler.position}")

@@ -65,8 +65,6 @@ class _State(_Strict):
     best_metric: str | None = None
     heldout: list[tuple[Count, dict[str, dict[str, float | None]]]] = []
     early_stop: EarlyStopState | None = None
-    memory: list[tuple[Count, Count, Count]] = []
-    layout: dict[str, tuple[list[Count], Count, Count, Count]] = {}
     reference: str | None = None
     config: dict[str, Any]
 
