@@ -209,7 +209,7 @@ def test_so_many_nodes_would_do_and_no_fewer(tokens: int, described: Path, capsy
     [
         ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 0}\n", [], "between.gb_per_s"),
         ("gpu: h100\nmeasured: mine.json\n", [], "mine.json"),
-        ("gpu: h100\n", ["--lognormal", "5000,1.0"], "rollout.max_response_tokens is 128; raise"),
+        ("gpu: h100\n", ["--lognormal", "5000,1.0"], "rollout.max_response_tokens is 128, which"),
         ("gpu: {memory_gb: 0.1, tflops: 9, gb_per_s: 3}\ngpus_per_node: 1\n", [], "GB are missing"),
         ("gpu: h100\n", ["rollout.batch_size=x"], "rollout.batch_size"),
     ],

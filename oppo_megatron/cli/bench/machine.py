@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from oppo_megatron.bench.machine import Core
     from oppo_megatron.sim.laws.points import CollectivePoint, LayerPoint
 
-HELP = "this machine's cores, measured, as a cluster.yaml for `oppo plan` and `oppo simulate`"
+HELP = "this machine's cores, measured, as a cluster.yaml for `oppo plan` and `oppo plan simulate`"
 ABOUT = """Measures one core with the layers of a configuration's actor, what further cores bring a rank, and messages between
 ranks; fits the planner's laws to them. Then it makes two short runs of the configuration on one rank, with one core and with
 all, which say what the engine takes beyond the laws of kernels. Writes layers.csv, collectives.csv, measured.json and

@@ -12,7 +12,7 @@ from oppo_megatron.cli.parser import add_config_arguments
 HELP = "seconds of each role and phase of a configuration on a cluster, by the cost laws"
 ABOUT = """Predicts a step of a configuration on the cluster that a cluster.yaml describes: seconds of each role and phase, one
 after the other, and what the fullest rank holds. Needs neither the cluster nor the weights. --costs writes the laws as the
-lines that `oppo schedule --costs` reads."""
+lines that `oppo plan schedule --costs` reads."""
 COLUMNS = {"role": "role", "phase": "phase", "layout": "layout", "seconds": "seconds", "% of a step": "percent"}
 
 
