@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.errors import ConfigError
+    from oppo_megatron.report.comparison import format_table
     from oppo_megatron.rundir.directory import RunDirectory, write_json
     from oppo_megatron.sim.runs.lines import write_run
 
