@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published.dataflow import Call, check, makespan_ns, play
 from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.layout.layouts import Sizes
-from oppo_megatron.sim.events.dataflow import Call, check, makespan_ns, play
 from oppo_megatron.sim.search.blocks import Block, Blocks, arrangements, block_sizes, part_starts, run_sizes
 from oppo_megatron.sim.search.enumeration import Best, Space, enumerate_plans, held_bytes, lower_bounds
 from oppo_megatron.sim.search.layouts import Option, undominated

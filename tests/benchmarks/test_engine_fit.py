@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fitting.engine import PARAMETERS, Observed, fit_engine, phase_seconds
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import DataError
@@ -16,7 +17,6 @@ from oppo_megatron.sim.clusters.engine import OF_CPU, Engine
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.clusters.sources import measured
 from oppo_megatron.sim.pricing.decoding import Decoding
-from oppo_megatron.sim.pricing.engine_fit import PARAMETERS, Observed, fit_engine, phase_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = measured("here")

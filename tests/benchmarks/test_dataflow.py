@@ -10,10 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.published.prediction import Costs, steady_step_s, step_calls, step_s, tie_orders
-from benchmarks.published.tables import PLANS, plan_named
-from oppo_megatron.errors import ScheduleError
-from oppo_megatron.sim.events.dataflow import (
+from benchmarks.published.dataflow import (
     Call,
     Carried,
     Span,
@@ -24,6 +21,9 @@ from oppo_megatron.sim.events.dataflow import (
     period_ns,
     play,
 )
+from benchmarks.published.prediction import Costs, steady_step_s, step_calls, step_s, tie_orders
+from benchmarks.published.tables import PLANS, plan_named
+from oppo_megatron.errors import ScheduleError
 
 DEVICES = 5
 
