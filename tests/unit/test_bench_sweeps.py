@@ -26,7 +26,6 @@ from oppo_megatron.errors import EXIT_REQUEUE, ConfigError
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.preflight.settings import check_overlap
 from oppo_megatron.rundir.trace import Span
 from tests.unit.test_bench_overlap import made
 
@@ -125,7 +124,7 @@ def test_deltas_fixed_and_by_rule() -> None:
     }  # fmt: skip
     assert configs["fixed-8"].overlap.delta.initial == 8 and configs["fixed-0"].overlap.delta.initial == 0
     assert configs["algorithm1"].overlap.delta.max == 4, "a rule is bounded as configured"
-    assert all(not check_overlap(c.overlap, 16) for c in configs.values())
+    assert all(not list(c.overlap.rules(16)) for c in configs.values())
     with pytest.raises(ConfigError, match="overlap.inter=true"):
         delta.delta_configs(config(overlap={"inter": False}), [0], [])
     assert set(delta.COMPARED_RULES) == set(RULES) - {"fixed", "eq4_literal"}
@@ -183,7 +182,7 @@ def test_delta_follows_the_batch() -> None:
     changed = scaling.with_batch(config(overlap={"delta": {"initial": 4, "max": 8}}), 4)
     assert changed.rollout.batch_size == 4
     assert (changed.overlap.delta.initial, changed.overlap.delta.max) == (1, 2)
-    assert not check_overlap(changed.overlap, 4)
+    assert not list(changed.overlap.rules(4))
 
 
 def test_growth_is_the_power_of_what_grows() -> None:
