@@ -56,12 +56,10 @@ COMMANDS = (
     Command("launch", "oppo_megatron.cli.slurm", "write the job script of a configuration: `oppo launch slurm`"),
     Command("report", "oppo_megatron.cli.report", "show what runs did: one HTML page, and pictures"),
     Command("watch", "oppo_megatron.cli.watch", "show in the terminal how a run goes"),
-    Command("replay", "oppo_megatron.cli.replay", "make one update again, from a rejected batch"),
     Command("schedule", "oppo_megatron.cli.schedule", "draw and check what every rank does in a round"),
     Command("simulate", "oppo_megatron.cli.simulate", "play the steps of a run in virtual time, without models"),
     Command("serve", "oppo_megatron.cli.serve", "serve rewards over HTTP: verifiers, functions, a reward model"),
-    Command("chaos", "oppo_megatron.cli.chaos", "kill ranks of a run, compare with an undisturbed one"),
-    Command("bench", "oppo_megatron.cli.bench", "measure decoding, what overlaps save, and what settings cost"),
+    Command("bench", "oppo_megatron.cli.bench", "measure what overlaps save, decoding, or one GPU"),
     Command("demo", "oppo_megatron.cli.demo", "run the whole chain on generated arithmetic, and compare"),
 )
 

@@ -49,7 +49,7 @@ def report(record: Mapping[str, Any]) -> list[str]:
     """The table, the placements left out, the reason, and the chosen placement in YAML."""
     import yaml
 
-    from oppo_megatron.bench.figures import format_table
+    from oppo_megatron.report.comparison import format_table
 
     rows = [_row(record, candidate) for candidate in record["candidates"] if candidate.get("seconds_per_token")]
     failed = [(each["name"], each["failure"]) for each in record["candidates"] if each.get("failure")]

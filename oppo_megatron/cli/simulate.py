@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.errors import ConfigError
+    from oppo_megatron.report.comparison import format_table
     from oppo_megatron.rundir.directory import RunDirectory
     from oppo_megatron.sim.runs.variants import variants
 
@@ -185,7 +185,7 @@ def _row(name: str, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _write(out: Path, folders: Sequence[Path], found: Sequence[Simulated]) -> None:
-    from oppo_megatron.bench.pictures import draw_deferrals, draw_steps, draw_utilization
+    from oppo_megatron.report.comparison import draw_deferrals, draw_steps, draw_utilization
     from oppo_megatron.report.utilization import utilization
     from oppo_megatron.rundir.directory import write_json
     from oppo_megatron.rundir.metrics_log import summarise

@@ -34,7 +34,6 @@ COMMANDS: tuple[Mistake, ...] = (
     Mistake("a report of a folder that is not there", ("report", "runs/dnoe"), ("runs/dnoe",),
             ("report", "runs/done", "--out", "page", "--no-png")),
     Mistake("watching no run", ("watch", "runs/nothing", "--once"), ("runs/nothing",), ("watch", "runs/done", "--once")),
-    Mistake("a replay of nothing", ("replay", "rejected.pt"), ("rejected.pt",)),
     Mistake("a generator of rounds that is none", ("schedule", "train.yaml", "--generator", "wowen"), ("wowen", "woven"),
             ("schedule", "train.yaml", "--generator", "sequential")),
     Mistake("a conversion of nothing", ("convert", "aktor", "out", "--to", "hf"), ("aktor",), ("convert", "--help")),

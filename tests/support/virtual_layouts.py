@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from oppo_megatron.bench.planning import MODEL_70B
+from benchmarks.dry_run import MODEL_70B
 from oppo_megatron.config.modes import switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import role_placements

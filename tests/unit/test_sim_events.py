@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.published.prediction import Costs, steady_step_s, step_calls, step_s, tie_orders
+from benchmarks.published.tables import PLANS, plan_named
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.sim.events.dataflow import (
     Call,
@@ -22,8 +24,6 @@ from oppo_megatron.sim.events.dataflow import (
     period_ns,
     play,
 )
-from oppo_megatron.sim.published.steps import Costs, steady_step_s, step_calls, step_s, tie_orders
-from oppo_megatron.sim.published.tables import PLANS, plan_named
 
 DEVICES = 5
 

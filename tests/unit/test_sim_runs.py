@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.bench.planning import MODEL_70B
+from benchmarks.dry_run import MODEL_70B
 from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.modes import switched
 from oppo_megatron.config.run import TrainConfig

@@ -19,7 +19,7 @@ MEASURED = {
     "disaggregated": 4.18, "single": 4.66, "disaggregated, reference: actor": 4.91, "colocated, actor: {dp: 2}": 5.56,
     "colocated, actor: {tp: 2}": 8.89,
 }  # fmt: skip
-"""Seconds a step of examples/benchmark/overlap.yaml on two cores of a Xeon (docs/measurements/xeon-amx.md)."""
+"""Seconds a step of examples/benchmark/overlap.yaml on two cores of a Xeon (docs/measurements.md)."""
 PARTED = 1.15
 CLUSTERS = {
     "named": "gpus_per_node: 2\ngpu: cpu\n",

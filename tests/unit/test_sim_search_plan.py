@@ -13,6 +13,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.prices import main as prices
+from benchmarks.published.tables import PLANS, SHAPES, PublishedPlan
 from oppo_megatron.cli.main import main
 from oppo_megatron.cli.run import load_train
 from oppo_megatron.config.load import load_config
@@ -29,7 +31,6 @@ from oppo_megatron.sim.clusters.links import INSIDE, Between
 from oppo_megatron.sim.clusters.sources import assumed, published
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.pricing.prices import Prices, total_s
-from oppo_megatron.sim.published.tables import PLANS, SHAPES, PublishedPlan
 from oppo_megatron.sim.search.calibration import scales_of_run
 from oppo_megatron.sim.search.exact import never
 from oppo_megatron.sim.search.fitted import beyond_fits
@@ -313,7 +314,7 @@ def test_a_plan_of_another_version_is_refused(described: Path, capsys: pytest.Ca
 def test_measured_costs_scale_the_laws(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Lines twice as slow as the laws make every call twice as slow, and the best step nearly so."""
     place = ["placement={mode: colocated, actor: {tp: 2, dp: 2}}"]
-    assert main(["bench", "prices", "c.yaml", "--cluster", "cluster.yaml", "--costs", "laws.json", *place]) == 0
+    assert prices(["c.yaml", "--cluster", "cluster.yaml", "--costs", "laws.json", *place]) == 0
     twice = {key: _doubled(value) for key, value in json.loads((described / "laws.json").read_text()).items()}
     (described / "twice.json").write_text(json.dumps(twice))
     found = []
