@@ -1,4 +1,4 @@
-"""Cross-checks of one part of the reward: it has all settings that its kind needs, and no others."""
+"""Rules of the parts of a reward: each has the settings that its kind needs, and no others."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ RULE_OF = {
     "max_tokens": ("length",),
     "processes": ("math", "code"),
 }
-"""Settings of kind verifier, and the rules that take them."""
+"""Settings of kind verifier, and the verifiers that read them."""
 _ENTRY_POINT = re.compile(r"(?:[\w.]+|.+\.py):[\w.]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_part(name: str, part: RewardPart) -> list[str]:
-    """Every broken rule of the part at `name`.  No message repeats what may be a secret in the wrong place."""
+    """Return every broken rule of the part at `name`.  No message repeats a value that may be a misplaced secret."""
     problems = list(_misplaced(name, part))
     if part.kind == "verifier" and part.name is None:
         problems.append(f"{name} is a verifier without a `name`; add one of {', '.join(get_args(RuleName))}")
@@ -56,11 +56,29 @@ def check_part(name: str, part: RewardPart) -> list[str]:
     return problems
 
 
-def check_waits(parts: Sequence[RewardPart], timeout_s: float, stall_s: float = 0.0) -> Iterator[str]:
-    """A rank that waits for a reward must give up before its peers take it for dead, or the watchdog takes it to hang.
+def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> list[str]:
+    """Each part has what its kind needs and nothing else; the reward model is there if and only if it is used."""
+    problems = [problem for index, part in enumerate(parts) for problem in check_part(f"rewards.{index}", part)]
+    if all(part.weight == 0 for part in parts):
+        problems.append(
+            "every part of rewards has weight 0, so that every reward is 0 and nothing is learned; give one another weight"
+        )
+    num_models = sum(part.reads_model for part in parts)
+    if num_models > 1:
+        problems.append(f"rewards names the reward model {num_models} times, but once is allowed; add their weights up")
+    if num_models and not has_reward_model:
+        problems.append(
+            "rewards has a part of kind model or process, but there is no `reward` section; add it with the model's checkpoint"
+        )
+    if has_reward_model and not num_models:
+        problems.append(
+            "a `reward` section is given, but no part of rewards has kind model or process; add `- kind: model` or remove it"
+        )
+    return problems
 
-    `stall_s` 0: there is no watchdog.
-    """
+
+def check_waits(parts: Sequence[RewardPart], timeout_s: float, stall_s: float = 0.0) -> Iterator[str]:
+    """A rank that waits for a reward must give up before its peers' timeout and the watchdog's deadline (0: no watchdog)."""
     limits = [("the other ranks wait only runtime.timeout_s", timeout_s)]
     limits += [("a rank that does not move is ended after stall_deadline_s", stall_s)] if stall_s else []
     for index, part in enumerate(parts):
@@ -74,7 +92,7 @@ def check_waits(parts: Sequence[RewardPart], timeout_s: float, stall_s: float = 
 
 
 def _longest_wait(part: RewardPart) -> tuple[float, str]:
-    """Seconds that a reward may take by its own limits, and which those are."""
+    """Return the seconds that a reward may take by its own limits, and the names of these."""
     if part.kind == "http":
         remote = part.remote
         return remote.give_up_s + remote.timeout_s, "its service (remote.give_up_s + remote.timeout_s)"
@@ -100,7 +118,7 @@ def _misplaced(name: str, part: RewardPart) -> Iterator[str]:
 
 
 def _is_given(part: RewardPart, key: str) -> bool:
-    """Whether it differs from the default, which a resolved configuration has written out for every kind."""
+    """True if it differs from the default, which a resolved configuration writes out for every kind."""
     return bool(getattr(part, key) != RewardPart.model_fields[key].get_default(call_default_factory=True))
 
 
@@ -119,7 +137,7 @@ def _check_url(name: str, url: str | None) -> Iterator[str]:
     elif valid and (parts.query or parts.fragment):
         yield f"{name} has a query or fragment, which may hold a secret and would be kept; {remedy}, and use token_env"
     elif not valid or not url.isprintable() or " " in url:
-        yield f"{name} is {url!r}, which is no address of a service; {remedy}"
+        yield f"{name} is {url!r}, which is not the address of a service; {remedy}"
 
 
 def _check_remote(name: str, part: RewardPart) -> Iterator[str]:

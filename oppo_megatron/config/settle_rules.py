@@ -1,8 +1,8 @@
-"""Rules of `settle`: where ending responses early leaves the expected gradient what it is.
+"""Rules of `settle`: when ending responses early does not change the expected gradient.
 
 An advantage that depends on rewards alone is the same whatever follows a settled prefix, and the score function of what
-follows has mean 0.  So nothing is lost where every token weighs the same whatever the length of its response, is of the policy
-that the gradient is taken at, and was drawn from the very distribution whose log-probs are trained.
+follows has mean 0.  So nothing is lost if the weight of a token does not depend on the length of its response, and if each
+token was drawn by the policy at which the gradient is taken, from the distribution whose log-probs are trained.
 """
 
 from __future__ import annotations
@@ -13,28 +13,22 @@ from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.derived import settle_period
 from oppo_megatron.config.evaluation import part_labels
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.config.settling import SettleConfig
 
 OR_OFF = "or set settle.mode to predicted, which is biased, or to off"
 
 
-def check_settle(config: TrainConfig) -> list[str]:
-    """Every broken rule of `settle`, a sentence each."""
-    settle = config.settle
-    if settle.mode == "off":
-        usual = SettleConfig()
-        given = {name: getattr(settle, name) for name in ("every", "audit")}
-        return [
-            f"settle.{name} is {value}, but settle.mode is off, and nothing reads it; remove it, or set settle.mode to certain"
-            for name, value in given.items()
-            if value != getattr(usual, name)
-        ]
-    problems = [*_never_asked(config), *_never_settled(config)]
-    return problems if settle.mode == "predicted" else [*problems, *_biased(config)]
+def settle_rules(config: TrainConfig) -> Iterator[str]:
+    """Yield a sentence for each broken rule of `settle`; settings that are not read are in `algorithm_rules.READS`."""
+    if config.settle.mode == "off":
+        return
+    yield from _never_asked(config)
+    yield from _never_settled(config)
+    if config.settle.mode == "certain":
+        yield from _biased(config)
 
 
 def _never_asked(config: TrainConfig) -> Iterator[str]:
-    """Rewards are asked so seldom that responses have ended before."""
+    """The period must be shorter than the longest response."""
     period, longest = settle_period(config), config.rollout.max_response_tokens
     if period is not None and period >= longest:
         what = "settle.every is" if config.settle.every else "settle.every is null, and rewards are asked once in"
@@ -46,7 +40,7 @@ def _never_asked(config: TrainConfig) -> Iterator[str]:
 
 
 def _never_settled(config: TrainConfig) -> Iterator[str]:
-    """Parts of a kind that says nothing before the end of a response; one is enough, and no response ends early."""
+    """Every part of the reward must be able to settle a prefix."""
     for part, label in zip(config.rewards, part_labels(config.rewards), strict=True):
         if (why := _silent(part)) is not None:
             yield (
@@ -56,7 +50,7 @@ def _never_settled(config: TrainConfig) -> Iterator[str]:
 
 
 def _silent(part: RewardPart) -> str | None:
-    """Why a part of this kind settles nothing; None where it may."""
+    """Return why a part of this kind settles nothing; None if it may."""
     if part.reads_model:
         return "is a model's score"
     if part.kind == "http":
@@ -77,7 +71,7 @@ def _biased(config: TrainConfig) -> Iterator[str]:
 
 
 Refused = Iterator[tuple[str, str, str]]
-"""What is set, why ending early would then change the expected gradient, and what to set instead."""
+"""A setting, why ending early would then change the expected gradient, and what to set instead."""
 
 
 def _reductions(config: TrainConfig) -> Refused:
