@@ -75,6 +75,10 @@ class RewardError(OppoError, RuntimeError):
     """A reward could not be computed or is not a finite number.  A failure is never turned into a score."""
 
 
+class PluginError(OppoError, RuntimeError):
+    """A user's function failed, or returned a value that cannot be used."""
+
+
 class SamplingError(OppoError, RuntimeError):
     """No batch can be sampled: of the prompts' responses too few are worth training."""
 

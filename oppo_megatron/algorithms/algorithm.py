@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
+from oppo_megatron.algorithms.custom import ADVANTAGE, LOSS, CustomAdvantage, CustomLoss
 from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience, with_pairs
 from oppo_megatron.algorithms.losses import (
+    BOUND_FIGURES,
     POLICY_FIGURES,
     ActorTargets,
     Surrogate,
@@ -31,6 +33,7 @@ from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.preference_losses import DPOLossConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.plugins import Plugin
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Algorithm:
     drawn_at: float = 1.0
     dpo: DPOLossConfig | None = None
     dtype: str = "float32"
+    advantage: CustomAdvantage | None = None
+    loss: CustomLoss | None = None
 
     @classmethod
     def of(cls, config: TrainConfig) -> Algorithm:
@@ -56,13 +61,19 @@ class Algorithm:
         overlong = Overlong(config.overlong, longest)
         drawn_at, dtype = rollout.temperature, config.actor.dtype
         pair = None if config.dpo is None else DPOLossConfig.model_validate(config.dpo.model_dump())
-        return cls(config.algorithm, config.ppo, rollout.group_size, longest, overlong, drawn_at, pair, dtype)
+        choices, advantage, loss = config.algorithm, None, None
+        if choices.advantage is not None:
+            advantage = CustomAdvantage(Plugin.load("algorithm.advantage", choices.advantage, ADVANTAGE))
+        if choices.loss is not None:
+            plugin = Plugin.load("algorithm.loss", choices.loss, LOSS)
+            loss = CustomLoss(plugin, mean=choices.reduction == "sequence_mean")
+        return cls(choices, config.ppo, rollout.group_size, longest, overlong, drawn_at, pair, dtype, advantage, loss)
 
     def experience(
         self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN
     ) -> Experience:
         """What the update trains on.  Raises as `build_experience` does."""
-        made = build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.overlong)
+        made = build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.overlong, self.advantage)
         return with_pairs(made, scored, knows_kl=self.drawn_at == 1) if self.choices.pairs else made
 
     @property
@@ -73,7 +84,7 @@ class Algorithm:
     @property
     def needs_lengths(self) -> bool:
         """Whether the actor's loss needs to know where responses end."""
-        return self.choices.ratio != "token" or self.choices.pairs
+        return self.choices.ratio != "token" or self.choices.pairs or self.loss is not None
 
     @property
     def reads_known(self) -> bool:
@@ -96,8 +107,12 @@ class Algorithm:
     def ratio_base(
         self, behaviour_logp_T: Tensor, proximal_logp_T: Tensor | None, lengths_B: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """What the ratio is taken against, and each token's importance weight (None: 1), both [T]."""
-        return ratio_base(behaviour_logp_T, proximal_logp_T, self.ppo.staleness, self.choices.ratio, lengths_B)
+        """Return the log-probs that the ratio is taken against, and each token's importance weight (None: 1), both [T].
+
+        A custom loss weights its tokens itself: it has the log-probs at sampling, too.
+        """
+        base_T, weight_T = ratio_base(behaviour_logp_T, proximal_logp_T, self.ppo.staleness, self.choices.ratio, lengths_B)
+        return base_T, None if self.loss is not None else weight_T
 
     def row_weights(self, lengths_N: Sequence[int], counted_N: Sequence[bool] | None = None) -> list[float]:
         """How much a token of each response of a minibatch counts in the actor's loss; see `reduction`."""
@@ -112,17 +127,20 @@ class Algorithm:
         """The actor's loss of a micro-batch; `num_tokens` is the token count of the rows read of the global minibatch."""
         if self.dpo is not None:
             return pair_loss(logp_T, entropy_T, targets, self.dpo, num_tokens, token_noise(self.dtype))
-        surrogate = Surrogate.of(self.choices, self.ppo)
+        surrogate = Surrogate.of(self.choices, self.ppo, self.loss)
         return actor_loss(logp_T, entropy_T, targets, surrogate, self.ppo, kl_coefficient, num_tokens)
 
     @property
     def figure_names(self) -> tuple[str, ...]:
         """Of `figures`."""
-        return PAIR_FIGURES if self.choices.pairs else POLICY_FIGURES
+        if self.choices.pairs:
+            return PAIR_FIGURES
+        return POLICY_FIGURES if self.loss is None else tuple(x for x in POLICY_FIGURES if x not in BOUND_FIGURES)
 
     def figures(self, reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """What an update has come to, of the sums that its losses gave by optimizer step."""
-        return pair_figures(reports) if self.choices.pairs else policy_figures(reports)
+        figures = pair_figures(reports) if self.choices.pairs else policy_figures(reports)
+        return {name: figures[name] for name in self.figure_names}
 
     def critic_loss(
         self, values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, num_tokens: int

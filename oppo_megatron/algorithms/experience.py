@@ -13,6 +13,7 @@ from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, clip_scores, gae, token_rewards, whiten
 from oppo_megatron.algorithms.baselines import compared, equal_groups
+from oppo_megatron.algorithms.custom import AdvantageInputs, CustomAdvantage
 from oppo_megatron.algorithms.kl import kl_per_token
 from oppo_megatron.algorithms.overlong import NO_LIMIT, Overlong
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums
@@ -44,7 +45,8 @@ class ScoredBatch:
     `behaviour_logp_T` are the log-probs recorded at sampling, `truncated_B` marks responses cut at the limit (bool),
     the `group_size` responses to a prompt are side by side; `reference_logp_T` is None where there is no reference,
     `values_T` where no critic is trained.  `step_rewards_T`: the part of the scores that is earned at the ends of steps,
-    there; 0 elsewhere, None where the scores are of whole responses.  `greedy`: where it is the baseline.
+    there; 0 elsewhere, None where the scores are of whole responses.  `greedy`: where it is the baseline.  `tokens_T`,
+    `versions_T`: ids of the response tokens and the policy versions that sampled them, for custom functions.
     """
 
     behaviour_logp_T: Tensor
@@ -56,6 +58,8 @@ class ScoredBatch:
     group_size: int = 1
     step_rewards_T: Tensor | None = None
     greedy: GreedyRows | None = None
+    tokens_T: Tensor | None = None
+    versions_T: Tensor | None = None
 
     @property
     def all_scores(self) -> Tensor:
@@ -114,6 +118,7 @@ class Experience:
     stats: ExperienceStats
     counted_B: Tensor | None = None  # whether the actor's loss counts a response; None: it counts all
     pairs: list[list[int]] | None = None  # of each group the rows that a loss of pairs reads
+    scores_B: Tensor | None = None  # as the reward gave them
 
 
 def build_experience(
@@ -124,6 +129,7 @@ def build_experience(
     check: bool = True,
     seen: Moments = NOTHING_SEEN,
     overlong: Overlong = NO_LIMIT,
+    custom: CustomAdvantage | None = None,
 ) -> Experience:
     """Rewards, advantages and returns of the whole global batch, without gradient.
 
@@ -138,12 +144,16 @@ def build_experience(
     with torch.no_grad():
         kl_T = _kl(scored, ppo, lengths_B if check else None)
         scores = _trained_scores(scored, lengths_B, ppo, seen, overlong)
-        rewards_T, compared_T = _rewards(scored, scores, kl_T, lengths_B, choices, ppo.kl.mode, kl_coefficient)
+        rewards_T, compared_T, given_T = _rewards(
+            scored, scores, kl_T, lengths_B, choices, ppo.kl.mode, kl_coefficient, custom
+        )
         advantages_T, returns_T = _advantages(rewards_T, compared_T, scored.values_T, lengths_B, choices, ppo)
+        if given_T is not None:
+            advantages_T = given_T
         if check:
             _check_tokens("advantage", advantages_T, lengths_B)
         return Experience(
-            advantages_T=whiten(advantages_T) if choices.scale == "whiten" else advantages_T,
+            advantages_T=whiten(advantages_T) if choices.scale == "whiten" and custom is None else advantages_T,
             returns_T=returns_T,
             old_logp_T=scored.behaviour_logp_T.detach(),
             reference_logp_T=_detached(scored.reference_logp_T),
@@ -151,6 +161,7 @@ def build_experience(
             kl_T=kl_T,
             rewards_T=rewards_T,
             lengths_B=lengths_B,
+            scores_B=scored.scores_B,
             counted_B=overlong.counted(scored.truncated_B),
             scores=scores.moments,
             stats=_summarise(scored, scores.shaped_B, kl_T, rewards_T, advantages_T, returns_T),
@@ -190,21 +201,48 @@ def _rewards(
     choices: AlgorithmConfig,
     mode: str,
     kl_coefficient: float,
-) -> tuple[Tensor, Tensor]:
-    """Rewards of the tokens, KL included where it enters them, and the same of scores that have been `compared`; both [T].
+    custom: CustomAdvantage | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the rewards of the tokens, KL included if it enters them; the same rewards of scores that have been compared; and
+    the advantages if `custom` gives them per token; all [T].
 
-    Rewards of steps stay as they are, and are not divided by the scale: a response's last token gets what its compared score
-    is more or less than their sum.  Of pairs, that a response is the better or the worse one is all that counts.
+    Rewards of steps stay as they are, and are not divided by the scale: a response's last token gets the difference between its
+    compared score and their sum.  For pairs, only which response is the better one counts.
     """
     steps_T, scores_B = None if choices.pairs else scored.step_rewards_T, scores.trained_B
     if mode == "score" and kl_T is not None:
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
     penalty_T = kl_T if mode == "penalty" and kl_T is not None else torch.zeros_like(scored.behaviour_logp_T)
     rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient, steps_T)
-    if not choices.compares:
-        return rewards_T, rewards_T
-    compared_B = compared(scores_B, scored.group_size, choices.baseline, choices.scale, scores.greedy_G)
-    return rewards_T, token_rewards(compared_B, penalty_T, lengths_B, kl_coefficient, steps_T)
+    if custom is not None:
+        compared_B = custom(_advantage_inputs(scored, scores_B, rewards_T, lengths_B, scores.greedy_G))
+        if compared_B.shape != scores_B.shape:
+            return rewards_T, rewards_T, compared_B
+    elif choices.compares:
+        compared_B = compared(scores_B, scored.group_size, choices.baseline, choices.scale, scores.greedy_G)
+    else:
+        return rewards_T, rewards_T, None
+    return rewards_T, token_rewards(compared_B, penalty_T, lengths_B, kl_coefficient, steps_T), None
+
+
+def _advantage_inputs(
+    scored: ScoredBatch, scores_B: Tensor, rewards_T: Tensor, lengths_B: Tensor, greedy_G: Tensor | None
+) -> AdvantageInputs:
+    assert scored.tokens_T is not None and scored.versions_T is not None, "a custom function reads tokens and versions"
+    return AdvantageInputs(
+        tokens_T=scored.tokens_T,
+        old_logp_T=scored.behaviour_logp_T.detach(),
+        reference_logp_T=_detached(scored.reference_logp_T),
+        versions_T=scored.versions_T,
+        values_T=_detached(scored.values_T),
+        rewards_T=rewards_T,
+        scores_B=scores_B,
+        lengths_B=lengths_B,
+        truncated_B=scored.truncated_B,
+        groups_B=torch.arange(scores_B.numel(), device=scores_B.device) // scored.group_size,
+        group_size=scored.group_size,
+        greedy_scores_G=greedy_G,
+    )
 
 
 def _advantages(
@@ -220,13 +258,13 @@ def _advantages(
     With a critic GAE(gamma, lambda).  Else the rewards that follow, A_t = sum over u >= t of gamma^(u-t) r_u: GAE where every
     value is 0 and lambda is 1.
     """
-    if choices.critic:
-        assert values_T is not None, "advantages are taken against a critic's values"
-        return gae(compared_T, values_T, lengths_B, ppo.gamma, ppo.gae_lambda)
-    zeros_T = torch.zeros_like(rewards_T)
-    advantages_T, returns_T = gae(compared_T, zeros_T, lengths_B, ppo.gamma, 1.0)
-    if choices.compares:
-        _, returns_T = gae(rewards_T, zeros_T, lengths_B, ppo.gamma, 1.0)
+    gae_lambda = ppo.gae_lambda if choices.critic else 1.0
+    if not choices.critic:
+        values_T = torch.zeros_like(rewards_T)
+    assert values_T is not None, "advantages are taken against a critic's values"
+    advantages_T, returns_T = gae(compared_T, values_T, lengths_B, ppo.gamma, gae_lambda)
+    if compared_T is not rewards_T and not choices.critic:
+        _, returns_T = gae(rewards_T, values_T, lengths_B, ppo.gamma, gae_lambda)
     return advantages_T, returns_T
 
 

@@ -7,12 +7,14 @@ ranks add up to the minibatch's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from oppo_megatron.algorithms.custom import CustomLoss
 from oppo_megatron.algorithms.kl import kl_per_token, with_reverse_gradient
 from oppo_megatron.algorithms.packed import row_sums, to_tokens
 from oppo_megatron.algorithms.stats import TokenStats, count, maximum, total
@@ -65,7 +67,7 @@ class ActorTargets:
 
     `old_logp_T` and `weight_T` come from `staleness.ratio_base`, `share_T` (None: 1 each) from `reduction.row_weights`, the
     rest from the step's `Experience`.  `lengths_R`: tokens of each response, which ratios of whole responses need.  `stale_T`:
-    whether a token's response has tokens of an older policy (None: none has).
+    whether a token's response has tokens of an older policy (None: none has).  `columns` and `counts`: see `CustomLoss`.
     """
 
     old_logp_T: Tensor
@@ -75,6 +77,8 @@ class ActorTargets:
     share_T: Tensor | None = None
     lengths_R: Tensor | None = None
     stale_T: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,13 @@ class Surrogate:
     ratio_cap: float | None = None
     ratio: Ratio = "token"
     objective: Objective = "clip"
+    custom: CustomLoss | None = None
 
     @classmethod
-    def of(cls, algorithm: AlgorithmConfig, ppo: PPOConfig) -> Surrogate:
+    def of(cls, algorithm: AlgorithmConfig, ppo: PPOConfig, custom: CustomLoss | None = None) -> Surrogate:
         assert algorithm.objective != "dpo", "the loss of pairs is another one"
         cap = 1 + ppo.clip_high if algorithm.objective == "cispo" and ppo.clip_high is not None else None
-        return cls(ppo.clip, ppo.clip_high, ppo.dual_clip, cap, algorithm.ratio, algorithm.objective)
+        return cls(ppo.clip, ppo.clip_high, ppo.dual_clip, cap, algorithm.ratio, algorithm.objective, custom)
 
     @property
     def range(self) -> tuple[float, float]:
@@ -121,15 +126,10 @@ def policy_loss(
     logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int
 ) -> tuple[Tensor, PolicyStats]:
     """The surrogate (with `clip`: paper eq. 2, sign turned to be minimised), each token times its weight where it has one.
-
-    The clipped loss of a product is one term of its response: each of its tokens has an equal part of it.
     """
     old_logp_T = targets.old_logp_T
     ratio_T = log_ratios(logp_T, old_logp_T, surrogate.ratio, targets.lengths_R).exp()
-    losses_T, lost_T = _surrogate(logp_T, ratio_T, targets.advantages_T, surrogate)
-    if surrogate.ratio == "sequence_product" and surrogate.objective == "clip":
-        assert targets.lengths_R is not None
-        losses_T = losses_T / to_tokens(targets.lengths_R, targets.lengths_R, losses_T.numel())
+    losses_T, lost_T = _losses(logp_T, ratio_T, targets, surrogate, num_tokens)
     if targets.weight_T is not None:
         losses_T = losses_T * targets.weight_T
     losses_T = shared(losses_T, targets.share_T)
@@ -153,6 +153,8 @@ POLICY_FIGURES = (
     "actor_loss", "clip_fraction", "lost_gradient_fresh", "lost_gradient_stale", "approx_kl", "ratio_mean", "ratio_max",
     "importance_weight_mean", "entropy",
 )  # fmt: skip
+BOUND_FIGURES = ("clip_fraction", "lost_gradient_fresh", "lost_gradient_stale")
+"""Figures of the bounds of the ratio, which a custom loss may not have."""
 
 
 def policy_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -197,19 +199,31 @@ def _gradient_sums(lost_T: Tensor, targets: ActorTargets) -> dict[str, Tensor]:
     }
 
 
-def _surrogate(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
-    """The loss of each token, and the share of its gradient that the bounds of the ratio take away, both [T].
+def _losses(
+    logp_T: Tensor, ratio_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token and the share of its gradient that the bounds of the ratio take away, both [T]."""
+    if surrogate.custom is not None:
+        assert targets.lengths_R is not None, "a custom loss is called once per response"
+        given = {"old_logp": targets.old_logp_T, "advantages": targets.advantages_T, **targets.columns}
+        if targets.reference_logp_T is not None:
+            given["reference_logp"] = targets.reference_logp_T
+        counts = {"num_tokens": num_tokens, **targets.counts}
+        return surrogate.custom.losses(logp_T, given, targets.lengths_R.tolist(), counts), torch.zeros_like(ratio_T)
+    objective = OBJECTIVES[surrogate.objective]
+    losses_T, lost_T = objective.terms(logp_T, ratio_T, targets.advantages_T, surrogate)
+    if objective.through_ratio and surrogate.ratio == "sequence_product":
+        assert targets.lengths_R is not None
+        losses_T = losses_T / to_tokens(targets.lengths_R, targets.lengths_R, losses_T.numel())
+    return losses_T, lost_T
 
-    With `clip` that is all or nothing, and nothing where a ratio is out of its range on the side that the advantage moves it back
-    from; with `cispo` it is what the weight loses by its bound.
-    """
-    if surrogate.objective == "plain":
-        return -advantages_T * logp_T, torch.zeros_like(ratio_T)
-    if surrogate.objective == "cispo":
-        assert surrogate.ratio_cap is not None, "objective cispo needs a ratio_cap"
-        capped_T = ratio_T.detach().clamp(max=surrogate.ratio_cap)
-        kept_T = (surrogate.ratio_cap / ratio_T.detach()).clamp(max=1)  # of a ratio of 0, too
-        return -capped_T * advantages_T * logp_T, (1 - kept_T) * (advantages_T != 0)
+
+Terms = Callable[[Tensor, Tensor, Tensor, Surrogate], tuple[Tensor, Tensor]]
+"""(log-probs, ratios, advantages, bounds) -> the loss of each token, and the share of its gradient that is lost; all [T]."""
+
+
+def _clip(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
+    """A token loses all of its gradient if its ratio is out of range on the side that the advantage moves it to."""
     gains_T, held_T = ratio_T * advantages_T, ratio_T.clamp(*surrogate.range) * advantages_T
     losses_T, lost_T = -torch.minimum(gains_T, held_T), held_T < gains_T
     if surrogate.dual_clip is not None:
@@ -217,6 +231,35 @@ def _surrogate(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate:
         lost_T = lost_T | (most_T < losses_T)
         losses_T = torch.minimum(losses_T, most_T)
     return losses_T, lost_T.to(ratio_T.dtype)
+
+
+def _cispo(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
+    """A token loses the part of its weight above the cap."""
+    assert surrogate.ratio_cap is not None, "objective cispo needs a ratio_cap"
+    capped_T = ratio_T.detach().clamp(max=surrogate.ratio_cap)
+    kept_T = (surrogate.ratio_cap / ratio_T.detach()).clamp(max=1)  # finite for a ratio of 0, too
+    return -capped_T * advantages_T * logp_T, (1 - kept_T) * (advantages_T != 0)
+
+
+def _plain(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
+    return -advantages_T * logp_T, torch.zeros_like(ratio_T)
+
+
+class ObjectiveTerms(NamedTuple):
+    """`through_ratio`: the gradient flows through the ratio.
+
+    The product of a response's ratios is then one term of the response, of which each token has an equal part.
+    """
+
+    terms: Terms
+    through_ratio: bool
+
+
+OBJECTIVES: Mapping[Objective, ObjectiveTerms] = {
+    "clip": ObjectiveTerms(_clip, through_ratio=True),
+    "cispo": ObjectiveTerms(_cispo, through_ratio=False),
+    "plain": ObjectiveTerms(_plain, through_ratio=False),
+}
 
 
 def value_loss(

@@ -43,11 +43,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_kind(kind: str, args: argparse.Namespace) -> int:
-    """Serve one of `KINDS`: returns the exit code, raises ConfigError before anything expensive starts."""
+    """Run one of `KINDS`: return the exit code.  Raises ConfigError before anything expensive starts."""
     from oppo_megatron.cli.launch import check_world_size, speaks_for_all
     from oppo_megatron.cli.rank_table import rank_table
-    from oppo_megatron.cli.ready import require_ready
-    from oppo_megatron.cli.startable import ended_here
     from oppo_megatron.config.load import config_yaml
     from oppo_megatron.layout.placements import world_size
     from oppo_megatron.rundir.directory import RunDirectory
@@ -55,28 +53,42 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     if getattr(args, "resume", False):
         args.overrides = [*args.overrides, "checkpoint.resume=true"]
     settings = load_settings(kind, args.config, args.overrides)
-    if not args.dry_run:
-        require_ready(settings, placed(settings, measure=False))
-    config = placed(settings, measure=not args.dry_run)
-    if config is None:
-        print(config_yaml(settings), *unplaced(settings), sep="\n")
-        return 0
-    check_world_size(world_size(config))
     if args.dry_run:
+        config = placed(settings, measure=False)
+        if config is None:
+            print(config_yaml(settings), *unplaced(settings), sep="\n")
+            return 0
+        check_world_size(world_size(config))
         print(config_yaml(config), *rank_table(config), sep="\n")
         return 0
+    run = RunDirectory(settings.run_dir)
+    before = run.last_saved()
+    code = start(kind, settings, args.max_restarts, getattr(args, "agent", "auto"))
+    if code == EXIT_REQUEUE and speaks_for_all(os.environ):
+        saved = "saved" if run.last_saved() != before else "not saved in time"
+        print(f"oppo {kind}: {saved}; continue with: {_continuing(kind, args)}", file=sys.stderr, flush=True)
+    return code
+
+
+def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int = 0, agent: str = "auto") -> int:
+    """Check this machine, place the roles and launch the ranks of a checked configuration; return the exit code."""
+    from oppo_megatron.cli.launch import check_world_size
+    from oppo_megatron.cli.ready import require_ready
+    from oppo_megatron.cli.startable import ended_here
+    from oppo_megatron.layout.placements import world_size
+    from oppo_megatron.rundir.directory import RunDirectory
+
+    require_ready(settings, placed(settings, measure=False))
+    config = placed(settings, measure=True)
+    assert config is not None, "a measured placement is settled"
+    check_world_size(world_size(config))
     run = RunDirectory(config.run_dir)
     if config.checkpoint.resume and ended_here(config, run):
         print(f"oppo {kind}: {run.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)
         return 0
     config = with_date(config, run, datetime.now())
     tell_of_start(kind, config)
-    before = run.last_saved()
-    code = _launch(kind, config, args.max_restarts, getattr(args, "agent", "auto"))
-    if code == EXIT_REQUEUE and speaks_for_all(os.environ):
-        saved = "saved" if run.last_saved() != before else "not saved in time"
-        print(f"oppo {kind}: {saved}; continue with: {_continuing(kind, args)}", file=sys.stderr, flush=True)
-    return code
+    return _launch(kind, config, restarts, agent)
 
 
 def with_date(
@@ -202,7 +214,7 @@ def load_checked(
     if config is None:
         raise ConfigError(
             f"{path}: placement.mode is auto, which `oppo train` settles before a run, but this command does not; measure "
-            "with `oppo placement CONFIG` and write the placement that it prints, or add placement.mode=single"
+            "with `oppo plan measure CONFIG` and write the placement that it prints, or add placement.mode=single"
         )
     return config
 

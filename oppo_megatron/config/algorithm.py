@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from oppo_megatron.config.base import Choices, Section
+from oppo_megatron.config.base import Choices, FunctionPath, Section
 
 Baseline = Literal["critic", "group_mean", "others", "greedy", "best_worst", "none"]
 Scale = Literal["none", "group_std", "batch_std", "advantage_std", "whiten"]
@@ -160,6 +160,13 @@ class AlgorithmConfig(Section):
         description="the weight of a token in the loss of a minibatch of N responses in G groups, T tokens: 1/T; 1/(N its "
         "response's tokens); 1/(N rollout.max_response_tokens); 1/(G its group's tokens); or 1/N; pair_mean: 1/pairs, of a "
         "pair's loss; default: the preset's",
+    )
+
+    advantage: FunctionPath | None = Field(
+        None, description="your own function of advantages, in place of `baseline` and `scale`; see docs/extending.md"
+    )
+    loss: FunctionPath | None = Field(
+        None, description="your own loss of a response, in place of `ratio` and `objective`; see docs/extending.md"
     )
 
     @model_validator(mode="before")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,32 @@ class Choices:
     """What each value of a setting stands for, as a table whose first row is its head, for `oppo config --explain`."""
 
     rows: tuple[tuple[str, ...], ...]
+
+
+IMPORT_PATH = re.compile(r"(?:[\w.]+|.+\.py):[\w.]+")
+
+
+def _check_function(value: str | dict[str, Any]) -> str | dict[str, Any]:
+    path = value.get("entry_point") if isinstance(value, dict) else value
+    options = value.get("options", {}) if isinstance(value, dict) else {}
+    known = not isinstance(value, dict) or value.keys() <= {"entry_point", "options"}
+    if not (known and isinstance(options, dict) and isinstance(path, str) and IMPORT_PATH.fullmatch(path)):
+        raise ValueError("a function `package.module:function` or `file.py:function`, or {entry_point: ..., options: {...}}")
+    return value
+
+
+FunctionPath = Annotated[str | dict[str, Any], AfterValidator(_check_function)]
+"""A user's function: an import path, or a mapping of `entry_point` and its keyword arguments `options`."""
+
+
+def _check_path(value: str) -> str:
+    if not IMPORT_PATH.fullmatch(value):
+        raise ValueError("a function `package.module:function` or `file.py:function`")
+    return value
+
+
+ImportPath = Annotated[str, AfterValidator(_check_path)]
+"""A user's function without options."""
 
 
 class Section(BaseModel):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.base import ImportPath, Section, Unit
 
 USUAL_CHUNKS = (16, 32, 64)
 SEARCH_STEPS = 50
@@ -31,8 +32,8 @@ class ChunkConfig(Section):
 class DeltaConfig(Section):
     """The number of prompts decoded beyond the batch (the paper's delta)."""
 
-    rule: Literal["eq4", "algorithm1", "eq4_literal", "measured", "fixed"] = Field(
-        "eq4", description="rule that changes delta; see docs/algorithm.md"
+    rule: Literal["eq4", "algorithm1", "eq4_literal", "measured", "fixed"] | ImportPath = Field(
+        "eq4", description="rule that changes delta (docs/algorithm.md), or your own function (docs/extending.md)"
     )
     initial: Annotated[int, Unit("prompts")] = Field(4, ge=0, description="delta of the first step")
     max: Annotated[int, Unit("prompts")] = Field(
@@ -61,10 +62,11 @@ class OverlapConfig(CarryConfig):
 
     intra: bool = Field(True, description="stream chunks to the scorers while the actor decodes")
     inter: bool = Field(True, description="overcommit delta prompts and carry unfinished rollouts to the next step")
-    schedule: Literal["auto", "intra", "woven"] = Field(
+    schedule: Literal["auto", "intra", "woven"] | ImportPath = Field(
         "auto",
         description="schedule of a round with `intra`: on ranks that score and decode, scoring comes before decoding, "
-        "or is woven into the bubbles of the decode pipeline; auto: woven if some rank does both",
+        "or is woven into the bubbles of the decode pipeline; auto: woven if some rank does both; or your own function "
+        "(docs/extending.md)",
     )
     weave: Annotated[list[PositiveInt | Literal["auto"]], Unit("micro-batches, tokens")] = Field(
         default=["auto", "auto"],
@@ -86,6 +88,35 @@ class OverlapConfig(CarryConfig):
         description="the actor's KV cache of a carried rollout after an update: computed again with the "
         "new weights, or kept",
     )
+
+    def rules(self, batch_size: int, group_size: int = 1) -> Iterator[str]:
+        """Yield a sentence for each broken rule of delta, chunk sizes and backfill."""
+        yield from self._backfill_rules()
+        delta, candidates, groups = self.delta, self.chunk.candidates, batch_size // group_size
+        if self.inter and delta.initial > delta.max:
+            yield f"overlap.delta.initial is {delta.initial}, but overlap.delta.max is {delta.max}; lower initial, or raise max"
+        if self.inter and delta.max > self.max_staleness * groups:
+            of = f" / rollout.group_size {group_size} = {groups} prompts" if group_size > 1 else ""
+            yield (
+                f"overlap.delta.max is {delta.max}, but must not exceed overlap.max_staleness {self.max_staleness} times "
+                f"rollout.batch_size {batch_size}{of} (more prompts could not all be trained in time); lower it, or raise "
+                "overlap.max_staleness"
+            )
+        if len(set(candidates)) < len(candidates):
+            yield f"overlap.chunk.adaptive is {candidates}, but each size may appear once; remove the repeated ones"
+
+    def _backfill_rules(self) -> Iterator[str]:
+        every, tokens = self.backfill, self.chunk.tokens
+        if every and not self.inter:
+            yield (
+                f"overlap.backfill is {str(every).lower()}, but overlap.inter is false, and without it a step ends with the "
+                "rollouts that it began with; set inter to true or backfill to false"
+            )
+        if not isinstance(every, bool) and every % tokens:
+            yield (
+                f"overlap.backfill is {every}, but must be a multiple of overlap.chunk.tokens {tokens} (rounds end where "
+                f"prompts enter); set it to {-(-every // tokens) * tokens}, or the chunk to a divisor of it"
+            )
 
     @property
     def admission_period(self) -> int | None:

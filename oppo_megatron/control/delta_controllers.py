@@ -1,39 +1,33 @@
-"""Controllers of delta, the number of rollouts decoded beyond the batch.
+"""Controllers of delta, the number of prompts decoded beyond the batch.
 
 Legend: R_t is the mean reward of step t's batch, W (w in eq. 4) the window in steps.
 
-There are two kinds of rules: from the reward's trend, as in the paper, and from the costs and savings of overcommitment.
+The OPPO paper gives two rules that disagree in sign: eq. 4 increases delta while the reward improves, line 24 of Algorithm 1
+decreases it.  The paper's text (delta decays to its minimum as training converges) agrees with eq. 4, the default.
 
-The OPPO paper gives two rules that disagree in sign: eq. 4 grows delta while the reward improves, line 24 of Algorithm
-1 shrinks it.  Its prose (delta decays to its minimum as training converges) agrees with eq. 4.
-
-=============  ================================================================================
-`eq4`          eq. 4 with the windowed means of Algorithm 1 (line 22) as the slope; the default
-`algorithm1`   lines 21-27 of Algorithm 1 to the letter
-`eq4_literal`  eq. 4 as printed; its mean of differences telescopes to (R_t - R_{t-w}) / w
-`measured`     grows with empty decode steps, shrinks with bias (`MeasuredDelta`)
-`fixed`        delta stays as configured; plain PPO is `fixed` at 0
-=============  ================================================================================
-
-Every signal is the same number on all ranks, so all of them decide alike (`StepSignals`).
+Signals are the same numbers on all ranks (`StepSignals`), so every rank makes the same decision.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from numbers import Integral
 from statistics import mean
 from typing import Any
 
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.plugins import Plugin, Signature
 from oppo_megatron.records import TIE, Decision, StepSignals
 
 
 class DeltaController(ABC):
-    """Watches what each step has shown and sets delta for the next one.  `value` is delta for the coming step."""
+    """Sets delta for each step from the signals of the step before.  `value` is delta for the next step."""
 
     def __init__(self, config: DeltaConfig):
         self._config = config
@@ -44,7 +38,7 @@ class DeltaController(ABC):
         return self._value
 
     def observe(self, step: int, signals: StepSignals) -> Decision:
-        """Take what `step` has shown and decide delta for the step after it."""
+        """Decide delta for the step after `step`."""
         reward = signals.reward_mean
         assert math.isfinite(reward), f"step {step}: mean reward {reward} should have been refused earlier"
         before = self._value
@@ -52,11 +46,11 @@ class DeltaController(ABC):
         return Decision(self._value, f"step {step}: {reason}", self._value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, in plain JSON types."""
+        """State of a resumed run, in plain JSON types."""
         return {"rule": self._config.rule, "value": self._value, **self._memory()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, within the bounds of now.  CheckpointError where it was saved under another rule."""
+        """Continue from `state`, within the current bounds.  Raises CheckpointError if it was saved under another rule."""
         if state["rule"] != self._config.rule:
             raise CheckpointError(
                 f"the checkpoint's delta was controlled by rule '{state['rule']}', the configuration says "
@@ -67,15 +61,15 @@ class DeltaController(ABC):
 
     @abstractmethod
     def _take(self, signals: StepSignals) -> tuple[int, str]:
-        """The new delta and why."""
+        """Return the new delta and the reason."""
 
     @abstractmethod
     def _memory(self) -> dict[str, Any]:
-        """What the rule remembers beside delta."""
+        """The rule's state besides delta."""
 
     @abstractmethod
     def _recall(self, state: dict[str, Any]) -> None:
-        """Remember again what `_memory` gave."""
+        """Restore the state that `_memory` returned."""
 
     def _clip(self, delta: int) -> int:
         return max(0, min(self._config.max, delta))
@@ -85,7 +79,7 @@ class DeltaController(ABC):
 
 
 class RewardDelta(DeltaController):
-    """Delta from the rewards.  A rule keeps as many past ones as it may still look at, and no more."""
+    """Delta from the trend of the rewards.  A rule keeps only the past rewards that it still needs."""
 
     def __init__(self, config: DeltaConfig):
         super().__init__(config)
@@ -93,7 +87,7 @@ class RewardDelta(DeltaController):
 
     @abstractmethod
     def _decide(self) -> tuple[int, str]:
-        """The new delta and why; `_rewards` ends with the step just observed."""
+        """Return the new delta and the reason; the last of `_rewards` is of the step just observed."""
 
     def _take(self, signals: StepSignals) -> tuple[int, str]:
         self._rewards.append(signals.reward_mean)
@@ -118,7 +112,7 @@ class RewardDelta(DeltaController):
 
 
 class Eq4Delta(RewardDelta):
-    """Eq. 4 each step, with slope = mean(last W rewards) - mean(the W before)."""
+    """Eq. 4 in each step, with the windowed means of Algorithm 1 (line 22): slope = mean(last W rewards) - mean(W before)."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -130,7 +124,7 @@ class Eq4Delta(RewardDelta):
 
 
 class Algorithm1Delta(RewardDelta):
-    """Algorithm 1, lines 21-27: moves against the reward's trend by a quarter of delta, once in W steps."""
+    """Algorithm 1, lines 21-27: moves against the reward's trend by a quarter of delta, once every W steps."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -146,7 +140,7 @@ class Algorithm1Delta(RewardDelta):
 
 
 class Eq4LiteralDelta(RewardDelta):
-    """Eq. 4 each step, with the slope as printed: s_t = (R_t - R_{t-w}) / w."""
+    """Eq. 4 in each step as printed; its mean of differences telescopes to s_t = (R_t - R_{t-w}) / w."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -159,7 +153,7 @@ class Eq4LiteralDelta(RewardDelta):
 
 
 class FixedDelta(DeltaController):
-    """Delta as configured, whatever a step shows."""
+    """Delta as configured.  Plain PPO is `fixed` at 0."""
 
     def _take(self, signals: StepSignals) -> tuple[int, str]:
         return self._value, f"delta is fixed at {self._value}"
@@ -168,15 +162,50 @@ class FixedDelta(DeltaController):
         return {}
 
     def _recall(self, state: dict[str, Any]) -> None:
-        """A delta that is fixed by the configuration stays as configured."""
         self._value = self._config.initial
+
+
+RULE = Signature(("signals", "delta", "memory"), "number")
+
+
+class CustomDelta(DeltaController):
+    """Delta by a user's function (signals, delta, memory) -> the next delta, which is held to 0..`max` (docs/extending.md).
+
+    `memory` is a dict of plain JSON types, empty at first, that the function may change; checkpoints keep it.
+    """
+
+    def __init__(self, config: DeltaConfig):
+        super().__init__(config)
+        self._plugin, self._kept = Plugin.load("overlap.delta.rule", config.rule, RULE), dict[str, Any]()
+
+    def _take(self, signals: StepSignals) -> tuple[int, str]:
+        plugin, old, again = self._plugin, self._value, deepcopy(self._kept)
+        wanted, repeated = plugin(signals, old, self._kept), plugin(signals, old, again)
+        if isinstance(wanted, bool) or not isinstance(wanted, Integral):
+            raise plugin.refuse(f"returned {wanted!r:.60}", "return the next delta, a whole number")
+        try:
+            plain = json.loads(json.dumps(self._kept, allow_nan=False)) == self._kept
+        except (TypeError, ValueError):
+            plain = False
+        if not plain:
+            raise plugin.refuse(f"keeps {self._kept!r:.100}", "keep numbers, texts, lists and dicts with texts as keys")
+        if (wanted, self._kept) != (repeated, again):
+            raise plugin.refuse("decided twice differently", "make it deterministic: every rank calls it for itself")
+        new = self._clip(int(wanted))
+        return new, f"{self._config.rule} wants {wanted}: delta {old} -> {new}{self._bounds()}"
+
+    def _memory(self) -> dict[str, Any]:
+        return {"memory": deepcopy(self._kept)}
+
+    def _recall(self, state: dict[str, Any]) -> None:
+        self._kept = deepcopy(state["memory"])
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A growth beyond `delta` was taken back because of `signal`.
+    """A growth beyond `delta` was reverted because of `signal`.
 
-    `level` is the worst that the signal was over a whole window at the delta in force; None: there was none yet.
+    `level`: the signal's worst value over a whole window at the current delta; None before the first window.
     """
 
     delta: int
@@ -184,9 +213,9 @@ class Ceiling:
     level: float | None = None
 
     def after(self, now: float, band: float) -> Ceiling | None:
-        """The ceiling after another window, in which the signal was `now`: None once it is better by more than `band`.
+        """Return the ceiling after a window with signal `now`; None once it is better than the worst one by more than `band`.
 
-        Against the worst and not, say, the first: a first window that is good by chance would forbid growth for good.
+        Comparing with the first window instead would forbid growth for good if that one was good by chance.
         """
         if self.level is None:
             return replace(self, level=now)
@@ -197,11 +226,11 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What `measured` holds delta to.
+    """Bounds of the signals of `measured`.
 
     `target_waste`: share of the decode batch that may run empty; above it delta grows.  `dead_band`: delta stays while the
-    waste is no further than this from its target.  `ess_floor`, `length_gap_cap`: delta shrinks at once where the effective
-    sample size is below, or where, over a window, the trained responses are shorter than the submitted by a larger share.
+    waste is within this distance of its target.  `ess_floor`, `length_gap_cap`: delta shrinks at once if the effective
+    sample size is below, or if over a window the trained responses are shorter than the submitted ones by a larger share.
     """
 
     target_waste: float = 0.35
@@ -217,24 +246,23 @@ BOUNDS = Bounds()
 
 
 class MeasuredDelta(DeltaController):
-    """Delta from what overcommitting saves and costs, as each step has measured it.
+    """Delta from the measured benefit and cost of overcommitment.
 
-    What it saves is *tail waste*, places of the decode batch that run empty while the longest responses end.  What it
-    costs is bias: tokens of older policies (`ess`, effective sample size) and batches of the shorter responses (*length
-    gap*).  Laws, held by the tests, with W = `window`, band = `dead_band`:
+    The benefit is less *tail waste*: places of the decode batch that run empty while the longest responses end.  The cost is
+    bias: tokens of older policies (`ess`, effective sample size) and batches of the shorter responses (*length gap*).
+    Laws, held by the tests, with W = `window`, band = `dead_band`:
 
-    1. Bias first.  Where the step's ess is below `ess_floor`, or the mean length gap of the last W steps is above
-       `length_gap_cap`, delta shrinks by `decrease` in that very step.
-    2. Else delta moves once in W steps, by their mean waste: above `target_waste` + band it grows by `increase`, if no step
-       of the W broke a bound; below `target_waste` - band it shrinks by `decrease`; in the dead band between it stays.
-    3. A growth that is taken back by the end of its first W steps is not tried again until the signal which forbade it has
-       become better by more than the band than it has been, at its worst, at the delta in force.
-    4. Delta never leaves `min`..`max`.
-    5. Convergence: where the signals are functions of delta, whatever functions, delta comes to rest.  There a growth that
-       stands its first W steps stands for good, and one that is taken back lowers the ceiling of law 3, which nothing lifts:
-       so finitely many are taken back, and between two of them delta goes down, then up.
+    1. Bias first.  If the step's ess is below `ess_floor`, or the mean length gap of the last W steps above
+       `length_gap_cap`, delta shrinks by `decrease` in that step.
+    2. Otherwise delta moves once every W steps, by their mean waste: above `target_waste` + band it grows by `increase`, if
+       no step of the W broke a bound; below `target_waste` - band it shrinks by `decrease`; in between it stays.
+    3. A growth that is reverted within its first W steps is not repeated until the signal that forbade it is better, by more
+       than the band, than its worst value at the current delta.
+    4. Delta never leaves 0..`max`.
+    5. Convergence: if the signals are functions of delta, delta converges.  A growth that survives its first W steps is then
+       permanent, and a reverted one lowers the ceiling of law 3 for good: so finitely many are reverted.
     6. Monotone: of two steps in the same state, the one with more waste never gets the smaller delta, and the one with less
-       ess or a larger length gap never the larger one.  That holds for whole histories too, while none has a ceiling.
+       ess or a larger length gap never the larger one.  The same holds for whole histories while none has a ceiling.
     """
 
     def __init__(self, config: DeltaConfig, bounds: Bounds = BOUNDS):
@@ -242,8 +270,8 @@ class MeasuredDelta(DeltaController):
         self._bounds_of = bounds
         self._steps: list[StepSignals] = []  # the last W
         self._age = 0  # steps in the present window
-        self._broken = False  # whether one of them broke a bound
-        self._grown = False  # whether delta has grown, and has not stood its first window yet
+        self._broken = False  # True if one of them broke a bound
+        self._grown = False  # True during the first window after a growth
         self._ceiling: Ceiling | None = None
 
     def _take(self, signals: StepSignals) -> tuple[int, str]:
@@ -263,7 +291,7 @@ class MeasuredDelta(DeltaController):
         return new, reason
 
     def _broken_bound(self, signals: StepSignals) -> tuple[str, str] | None:
-        """The bias signal that is out of bounds, and its figures."""
+        """Return the bias signal that is out of bounds, and its figures."""
         bounds, gap = self._bounds_of, self._mean("length_gap")
         if not signals.ess >= bounds.ess_floor:
             return "ess", f"ess {signals.ess:.3f} is below its floor of {bounds.ess_floor:g}"
@@ -308,19 +336,19 @@ class MeasuredDelta(DeltaController):
         return new, f"{figures}: delta {old} +1 -> {new}{self._bounds()}"
 
     def _ceiling_now(self) -> Ceiling | None:
-        """The ceiling at the end of a window at one delta (law 3)."""
+        """Return the ceiling at the end of a window (law 3)."""
         if self._ceiling is not None:
             self._ceiling = self._ceiling.after(self._mean(self._ceiling.signal), self._bounds_of.dead_band)
         return self._ceiling
 
     def _moved(self, new: int, *, grown: bool) -> None:
-        """Delta becomes `new`: what was measured at another delta does not count there."""
+        """Delta becomes `new`; measurements at another delta do not count for it."""
         self._grown = grown and new != self._value
         if new != self._value and self._ceiling is not None:
             self._ceiling = replace(self._ceiling, level=None)
 
     def _mean(self, signal: str) -> float:
-        """Exact, so that equal steps have their own value as the mean, and law 5 no rounding to fear."""
+        """Exact mean: that of equal steps is their value, so that rounding cannot break law 5."""
         return float(mean(getattr(step, signal) for step in self._steps))
 
     def _memory(self) -> dict[str, Any]:
@@ -339,14 +367,14 @@ class MeasuredDelta(DeltaController):
 
 
 def change(newer: float, older: float, rewards: Sequence[float]) -> float:
-    """newer - older; 0 within `TIE` of the largest of the `rewards`: the sign of a rounding would move delta, and the batches."""
+    """Return newer - older, or 0 within `TIE` of the largest of the `rewards`: a rounding error must not move delta."""
     difference = newer - older
     return difference if abs(difference) > TIE * max(map(abs, rewards)) else 0.0
 
 
 def compare_windows(rewards: Sequence[float], window: int) -> tuple[float, str]:
     """Algorithm 1, line 22: mean of the last `window` rewards minus mean of the `window` before, and both as text."""
-    # fsum rounds once, so that the order of equal rewards cannot make a flat curve look like a slope.
+    # fsum rounds once: the order of equal rewards cannot make a flat curve look like a slope
     last = math.fsum(rewards[-window:]) / window
     before = math.fsum(rewards[-2 * window : -window]) / window
     difference = change(last, before, rewards[-2 * window :])
@@ -363,5 +391,6 @@ RULES: dict[str, type[DeltaController]] = {
 
 
 def make_delta_controller(config: DeltaConfig) -> DeltaController:
-    """The controller of `config.rule`."""
-    return RULES[config.rule](config)
+    """Return the controller of `config.rule`.  Raises ConfigError for a function that cannot be loaded."""
+    rule = RULES.get(config.rule)
+    return CustomDelta(config) if rule is None else rule(config)

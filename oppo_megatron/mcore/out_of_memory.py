@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from oppo_megatron.errors import CapacityError, OppoError
 
@@ -33,8 +32,7 @@ def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         work, remedy = describe()
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        raise CapacityError(f"rank {rank} ran out of memory in {work} ({_first_sentence(error)}); {remedy}") from error
+        raise CapacityError(f"memory ran out in {work} ({_first_sentence(error)}); {remedy}") from error
 
 
 def too_many_tokens(work: str, lengths: Sequence[int], answers: int = 1) -> tuple[str, str]:

@@ -14,16 +14,16 @@ from typing import Any, Protocol
 
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.evaluation import part_labels
+from oppo_megatron.config.reward_rules import check_rewards
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.preflight.settings import check_rewards
-from oppo_megatron.rewards.entry_point import load_entry_point
+from oppo_megatron.plugins import SHOWN_CHARACTERS, load_entry_point, said_of
 from oppo_megatron.rewards.isolated_rule import IsolatedRule
 from oppo_megatron.rewards.isolation import NO_SETTLED, IsolatedFunction
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, read_token
 from oppo_megatron.rewards.remote import RemoteReward
 from oppo_megatron.rewards.rule_parts import FormatReward, Rule, VerifierReward, build_rule
 from oppo_megatron.rewards.rules.lengths import LengthRule
-from oppo_megatron.rewards.user_code import SHOWN_CHARACTERS, ProcessExit, said_of, staying
+from oppo_megatron.rewards.user_code import ProcessExit, staying
 
 NOTHING_KNOWN: Mapping[str, float] = MappingProxyType({})
 

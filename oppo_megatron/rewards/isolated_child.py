@@ -18,9 +18,8 @@ from typing import Any
 import psutil
 
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.plugins import load_entry_point, said_of
 from oppo_megatron.processes import allow_processor_time, end_with_parent, limit_resource
-from oppo_megatron.rewards.entry_point import load_entry_point
-from oppo_megatron.rewards.user_code import said_of
 
 MAX_ANSWER_BYTES = 1 << 16
 SHOWN_CHARACTERS = 1000

@@ -1,48 +1,16 @@
-"""Calls a user's reward function; its exceptions, and its attempts to end the process, become errors."""
+"""Keeps a user's reward function from ending the process."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import sysconfig
 import threading
-import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-IMPORTING = str(Path(importlib.__file__).parent)
-OWN = str(Path(__file__).resolve().parent)
-LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
-SHOWN_CHARACTERS = 500
 
 
 class ProcessExit(Exception):
     """A user's function called `os._exit`, which would have ended the run without a word."""
-
-
-def said_of(error: BaseException) -> str:
-    """An exception of a user's code in one line: its class, what it says, and the user's line that it came from."""
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg}, {error.filename}:{error.lineno}"
-    name = "sys.exit" if isinstance(error, SystemExit) else type(error).__name__
-    said = " ".join(str(error).split())[:SHOWN_CHARACTERS]
-    frame = _users_frame(error)
-    at = "" if frame is None else f" at {frame.filename}:{frame.lineno} in {frame.name}"
-    return (f"{name}: {said}" if said else name) + at
-
-
-def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost line that is neither ours nor a library's; a library's where no other is there, but no import's own."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((OWN, IMPORTING, "<frozen"))
-    ]
-    theirs = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    found = theirs or frames
-    return found[-1] if found else None
 
 
 @contextlib.contextmanager

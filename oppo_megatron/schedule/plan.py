@@ -41,7 +41,7 @@ def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
 
 
 def round_generator(overlap: OverlapConfig, site: Site) -> str:
-    """Name of the generator of the rounds: woven only where there are ranks that decode and score."""
+    """Name of the generator of the rounds (woven only if some rank decodes and scores), or the user's function."""
     if not overlap.intra:
         return "sequential"
     if overlap.schedule != "auto":

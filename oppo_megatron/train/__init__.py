@@ -1,1 +1,16 @@
-"""Training: PPO with overlap, supervised fine-tuning and reward modelling, and the files that a run writes."""
+"""The training loop and its parts.  `oppo_megatron.train(...)` is `api.train`: this package has its name, and is callable."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallableModule(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return importlib.import_module("oppo_megatron.api").train(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -90,13 +90,19 @@ class Actor:
         """
         begun, self._begun = self._begun or self._prepare(batch, settings), None
         extra = self._loss_inputs(batch, experience, begun.proximal_T, settings)
+        columns_T = self._custom_columns(batch, experience, settings)
+        counts = {"batch_size": len(batch), "group_size": settings.group_size}
+        extra |= columns_T
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
             logp, entropy = token_logprobs(output, micro.targets_R, self._vocab, self._compared_at)
             old_T, advantages_T, stale_T = (micro.extra[name] for name in ("old_logp", "advantages", "stale"))
             reference_T, weight_T, share_T = (micro.extra.get(name) for name in ("reference_logp", "weight", "share"))
             lengths_R = on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None
-            targets = ActorTargets(old_T, advantages_T, reference_T, weight_T, share_T, lengths_R, stale_T)
+            columns = {name: micro.extra[name] for name in columns_T} | ({"tokens": micro.targets_R} if columns_T else {})
+            targets = ActorTargets(
+                old_T, advantages_T, reference_T, weight_T, share_T, lengths_R, stale_T, columns, counts
+            )
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output.detach()) if first else {})
 
@@ -162,6 +168,25 @@ class Actor:
         }
         optional = {"reference_logp": experience.reference_logp_T, "weight": weight_T}
         return inputs | {name: x_T for name, x_T in optional.items() if x_T is not None}
+
+    def _custom_columns(
+        self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings
+    ) -> dict[str, Tensor]:
+        """The columns that a custom loss reads besides those of the built-in ones, [T] each."""
+        if self.algorithm.loss is None or not self._groups.is_last_stage:
+            return {}
+        assert experience.scores_B is not None
+        rows_T = on_device([row for row, rollout in enumerate(batch) for _ in rollout.tokens], settings.device)
+        cut_B = on_device([rollout.finish_reason == "length" for rollout in batch], settings.device, torch.bool)
+        columns = {
+            "behaviour_logp": experience.old_logp_T,
+            "versions": on_device([v for rollout in batch for v in rollout.versions], settings.device),
+            "score": experience.scores_B[rows_T],
+            "truncated": cut_B[rows_T],
+            "group": rows_T // settings.group_size,
+        }
+        values_T = experience.old_values_T
+        return columns if values_T is None else columns | {"values": values_T}
 
     def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
         """Log-probs of the whole batch under the weights that the step begins with; nothing before the last stage.

@@ -115,6 +115,8 @@ class ScoreExchange:
             group_size=self.members.trained,
             step_rewards_T=step_rewards_T,
             greedy=greedy,
+            tokens_T=on_device([x for r in trained for x in r.tokens], self.device),
+            versions_T=on_device([x for r in trained for x in r.versions], self.device),
         )
         critic = self.critic_stats()
         ess, *of_rollout = self._of_actor(measured()).tolist()

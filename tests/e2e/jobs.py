@@ -39,6 +39,7 @@ from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.update import UpdateSettings, minibatches_of
+from oppo_megatron.train.updates import Updates
 from tests.support.limits import room_for
 from tests.support.traffic import Traffic
 
@@ -218,15 +219,15 @@ def train_while_the_clock_is_set_back(config: dict[str, Any]) -> None:
 
 
 def run_rank_within(kind: str, config: Any) -> int:
-    """`run_rank`, where the process of the last rank may not grow by more than BOUND_MB in its second step."""
-    step = TrainingLoop._step
+    """`run_rank`, where the process of the last rank may not grow by more than BOUND_MB in its second update."""
+    make = Updates.make
 
-    def bounded(loop: TrainingLoop, number: int, plan: Any) -> bool:
+    def bounded(updates: Updates, step: int, *args: Any) -> Any:
         last = dist.get_rank() == dist.get_world_size() - 1
-        with room_for(int(os.environ["BOUND_MB"])) if last and number == 2 else nullcontext():
-            return step(loop, number, plan)
+        with room_for(int(os.environ["BOUND_MB"])) if last and step == 2 else nullcontext():
+            return make(updates, step, *args)
 
-    with mock.patch.object(TrainingLoop, "_step", bounded):
+    with mock.patch.object(Updates, "make", bounded):
         return run_rank(kind, config)
 
 

@@ -232,7 +232,7 @@ def test_memory_that_a_pair_does_not_fit_ends_the_run(
         raise MemoryError("no more")
 
     monkeypatch.setattr(PairPreferences, "columns", short)
-    with pytest.raises(CapacityError, match=r"ran out of memory in a training micro-batch of \d+ tokens \(no more\); set runt"):
+    with pytest.raises(CapacityError, match=r"memory ran out in a training micro-batch of \d+ tokens \(no more\); set runt"):
         run("dpo", preferring(inputs, "dpo", tmp_path / "none", runtime=runtime(4096)))
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from oppo_megatron.columns import Columns, Ints, columns_of
 from oppo_megatron.cores import uncollected
+from oppo_megatron.errors import ScheduleError
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.checking.caches import Budgets, require_room
@@ -28,7 +29,7 @@ from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs, nearly
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
-from oppo_megatron.schedule.weaving.generators import GENERATORS, Generator, intra, one_by_one
+from oppo_megatron.schedule.weaving.generators import CustomGenerator, Generator, generator_of, intra, one_by_one
 from oppo_megatron.schedule.weaving.steady import lengthened, repeats, shortened
 
 KEPT_SCHEDULES = 256
@@ -106,7 +107,7 @@ class RoundPlanner:
     _cuts: dict[tuple[object, ...], Cut] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._sought_by = self.costs
+        self._sought_by, self._generate = self.costs, generator_of(self.generator)
         self._component = None if self.rank is None else component_of(self.site, self.rank)
 
     @uncollected()
@@ -258,20 +259,27 @@ class RoundPlanner:
         if key not in self._known:
             site = self.site if component is None else component.model
             computes, rules = self._ordered(shape, site)
-            if component is None:
-                schedule = add_communication(computes, shape, site)
-                require_sound(schedule, shape, site, budgets, self.costs, self.transport)
-            else:
-                self.require(computes, shape, site, budgets, self.costs, rules)
-                schedule = Schedule({component.rank: component.own_list(computes, shape)})
+            try:
+                if component is None:
+                    schedule = add_communication(computes, shape, site)
+                    require_sound(schedule, shape, site, budgets, self.costs, self.transport)
+                else:
+                    self.require(computes, shape, site, budgets, self.costs, rules)
+                    schedule = Schedule({component.rank: component.own_list(computes, shape)})
+            except ScheduleError as error:
+                if not isinstance(self._generate, CustomGenerator):
+                    raise
+                raise self._generate.plugin.refuse(f"made a schedule that cannot run: {error}", "correct its order") from error
             self._keep(key, schedule)
         return self._known[key]
 
     def _ordered(self, shape: Round, site: Site) -> tuple[Schedule, Transport]:
         """The generator's order, or one in which the transport holds no sends in a circle; and the rules that are still to be
         looked at."""
+        if isinstance(self._generate, CustomGenerator):
+            return self._generate(shape, site, self.costs), self.transport
         generator, computes = self._passing(shape, site)
-        if self._component is not None or generator is GENERATORS[self.generator]:
+        if self._component is not None or generator is self._generate:
             return computes, self.transport if generator is one_by_one else self.transport.free
         return self._by_component(shape, site), self.transport
 
@@ -289,7 +297,7 @@ class RoundPlanner:
 
     def _passing(self, shape: Round, site: Site) -> tuple[Generator, Schedule]:
         """The first order in which all sends pass: the generator's, that of `intra`, or one that always does."""
-        for generator in (GENERATORS[self.generator], intra):
+        for generator in (self._generate, intra):
             computes = generator(shape, site, self.costs)
             if not self.transport.holds or prove(computes, shape, site, self.transport):
                 return generator, computes

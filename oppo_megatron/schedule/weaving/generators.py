@@ -8,12 +8,14 @@ actions of all ranks, sorted by start, are an order in which everything an actio
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heapreplace
 
 import numpy as np
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.plugins import Plugin, Signature
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.rounds import Batch, Batches, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
@@ -72,6 +74,30 @@ def one_by_one(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 GENERATORS: Mapping[str, Generator] = {"sequential": sequential, "intra": intra, "woven": woven}
+SCHEDULE = Signature(("round", "site", "costs"), "Schedule")
+
+
+@dataclass(frozen=True)
+class CustomGenerator:
+    """`overlap.schedule` of a user: (round, site, costs) -> Schedule of compute actions (docs/extending.md)."""
+
+    plugin: Plugin
+
+    def __call__(self, round: Round, site: Site, costs: Costs) -> Schedule:
+        """Raises PluginError for a result that is not a schedule, or differs between two calls."""
+        made, again = self.plugin(round, site, costs), self.plugin(round, site, costs)
+        if not isinstance(made, Schedule):
+            raise self.plugin.refuse(f"returned a {type(made).__name__}", "return a Schedule: the actions of each rank, in order")
+        if any(made.of(rank) != again.of(rank) for rank in site.ranks):
+            raise self.plugin.refuse(
+                "returned two schedules for the same round", "make it deterministic: every rank calls it for itself"
+            )
+        return made
+
+
+def generator_of(chosen: str) -> Generator:
+    """Return the built-in generator of that name, else load the user's.  Raises ConfigError."""
+    return GENERATORS.get(chosen) or CustomGenerator(Plugin.load("overlap.schedule", chosen, SCHEDULE))
 
 
 def _of_replica(replicas: Sequence[Sequence[Batch]], replica: int) -> Sequence[Batch]:

@@ -1,4 +1,4 @@
-"""Rejected batches: all inputs of one update, written when a guard rejects it, and read by `oppo replay`.
+"""Rejected batches: all inputs of one update, written when a guard rejects it, and read by `tools/replay.py`.
 
 `step-N.safetensors` holds the tensors (`TENSORS`), `step-N.jsonl` beside it a first line about the step and then a line
 about each rollout.  The files hold numbers and text only, no pickle.
@@ -129,6 +129,8 @@ def read_rejected(path: Path) -> RejectedBatch:
         truncated_B=tensors["truncated_B"],
         step_rewards_T=tensors["step_rewards_T"] if len(tensors["step_rewards_T"]) else None,
         greedy=GreedyRows(*(tensors[name] for name in SOMETIMES[1:])) if len(tensors["greedy_scores_G"]) else None,
+        tokens_T=torch.tensor([x for rollout in rollouts for x in rollout.tokens]),
+        versions_T=torch.tensor([x for rollout in rollouts for x in rollout.versions]),
     )
     return RejectedBatch(Facts(**{name: head[name] for name in NUMBERS}), rollouts, scored)
 

@@ -74,6 +74,7 @@ class _Delta(_Strict):
     broken: bool | None = None
     grown: bool | None = None
     ceiling: _Ceiling | None = None
+    memory: dict[str, Any] | None = None
 
 
 class _Scheduler(_Strict):

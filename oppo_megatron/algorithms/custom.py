@@ -1,0 +1,200 @@
+"""A user's advantages and loss (docs/extending.md): their inputs, and the checks of what they return.
+
+Legend: T response tokens of the global batch (packed: a response's tokens are contiguous), B responses in groups of equal
+size side by side (a group is the responses to one prompt), G groups; L tokens of one response.  Numbers are float32, token ids,
+versions and lengths int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.algorithms.packed import row_sums, to_tokens
+from oppo_megatron.plugins import Plugin, Signature
+
+PER_RESPONSE = ("score", "truncated", "group")
+ADVANTAGE = Signature(("batch",), "tensor")
+LOSS = Signature(("response",), "tensor")
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """A scored global batch, the same on every rank.  Optional fields are None if the run has no such role.
+
+    `scores_B` are trained on: clipped, normalised and penalised as `ppo` and `overlong` say, less the KL with `kl.mode: score`.
+    `rewards_T` are the tokens' rewards: the score at the last token, step rewards at their steps, less the KL with `kl.mode:
+    penalty`.  `old_logp_T` are log-probs at sampling, `versions_T` the policy version that sampled each token (an update of
+    the actor adds 1).
+    """
+
+    tokens_T: Tensor
+    old_logp_T: Tensor
+    reference_logp_T: Tensor | None
+    versions_T: Tensor
+    values_T: Tensor | None
+    rewards_T: Tensor
+    scores_B: Tensor
+    lengths_B: Tensor
+    truncated_B: Tensor
+    """True if the response was cut at the limit (bool)."""
+    groups_B: Tensor
+    """Index of each response's group, from 0."""
+    group_size: int
+    greedy_scores_G: Tensor | None = None
+    """Scores of the greedy responses (`baseline: greedy`)."""
+
+    def sum_tokens(self, x_T: Tensor) -> Tensor:
+        """Sum over each response, [B]."""
+        return row_sums(x_T, self.lengths_B)
+
+    def to_tokens(self, x_B: Tensor) -> Tensor:
+        """Repeat each response's number for its tokens, [T]."""
+        return to_tokens(x_B, self.lengths_B, self.rewards_T.numel())
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One response of a batch, and log-probs of its tokens under the weights that are trained.
+
+    Only `logp_L` has a gradient.  `old_logp_L` are the log-probs that a ratio compares with: those at sampling
+    (`behaviour_logp_L`), or with `ppo.staleness: decoupled` those under the weights that the step began with.
+    """
+
+    logp_L: Tensor
+    old_logp_L: Tensor
+    behaviour_logp_L: Tensor
+    advantages_L: Tensor
+    tokens_L: Tensor
+    versions_L: Tensor
+    score: Tensor
+    """[]: as the reward gave it."""
+    truncated: Tensor
+    """[], bool: True if the response was cut at the limit."""
+    group: Tensor
+    """[], int64: index of its group in the batch."""
+    num_tokens: int
+    """Response tokens of the minibatch, on all ranks."""
+    batch_size: int
+    """Responses of the global batch."""
+    group_size: int
+    reference_logp_L: Tensor | None = None
+    values_L: Tensor | None = None
+    """The critic's values before the update."""
+
+
+@dataclass(frozen=True)
+class CustomAdvantage:
+    """`algorithm.advantage`: a function of the batch that returns [B] or [T].
+
+    [B]: scores compared with a baseline.  Discounting, the KL penalty of tokens, step rewards and a critic's GAE are applied to
+    them as to those of the built-in baselines.  [T]: the advantages themselves.
+    """
+
+    plugin: Plugin
+
+    def __call__(self, batch: AdvantageInputs) -> Tensor:
+        """Return the checked result, without gradient.  Raises PluginError."""
+        plugin, before = self.plugin, versions_of(batch)
+        found, again = plugin(batch), plugin(batch)
+        _require_untouched(plugin, batch, before)
+        shapes = ((batch.scores_B.numel(),), (batch.rewards_T.numel(),))
+        found = _tensor(plugin, found, shapes, f"one number per response {list(shapes[0])} or per token {list(shapes[1])}")
+        _require_finite(plugin, found)
+        if not torch.equal(found, again):
+            raise plugin.refuse(
+                "returned two results for the same batch", "make it deterministic: every rank calls it for itself"
+            )
+        return found.detach().to(batch.scores_B.dtype)
+
+
+@dataclass(frozen=True)
+class CustomLoss:
+    """`algorithm.loss`: a function of one response that returns [L] or [].
+
+    [L]: the loss of each token, which may depend, with gradient, on the log-prob of that token alone.  []: the loss of the
+    whole response.  So no result depends on which responses share a micro-batch, and gradients are right in every layout.
+
+    A response's loss stands for the sum of its tokens' losses; with `reduction: sequence_mean`, for their mean.
+    """
+
+    plugin: Plugin
+    mean: bool
+    """True with `reduction: sequence_mean`."""
+
+    def losses(
+        self, logp_T: Tensor, columns: Mapping[str, Tensor], lengths: Sequence[int], counts: Mapping[str, int]
+    ) -> Tensor:
+        """Return the losses of a micro-batch's tokens, [T].
+
+        `columns`: [T] each, by the names of `LossInputs` without `_L`; `counts`: its whole numbers.  Raises PluginError for a
+        result of a wrong shape, not finite, without gradient, or with a gradient between tokens.
+        """
+        parts = {name: x_T.split(list(lengths)) for name, x_T in columns.items()}
+        found, foreign = [], []
+        for row, logp_L in enumerate(logp_T.split(list(lengths))):
+            given: dict[str, Any] = {n if n in PER_RESPONSE else f"{n}_L": x[row] for n, x in parts.items()}
+            scalars: dict[str, Any] = {name: given[name][0] for name in PER_RESPONSE}
+            loss = self._loss(LossInputs(logp_L, **(given | scalars | dict(counts))))
+            if loss.dim() == 0:
+                loss = loss.expand(len(logp_L)) / (1 if self.mean else len(logp_L))
+            elif loss.requires_grad:
+                foreign.append(_between_tokens(loss, logp_L))
+            found.append(loss)
+        losses_T = torch.cat([logp_T[:0], *found])
+        _require_finite(self.plugin, losses_T)
+        if foreign and bool(torch.stack(foreign).any()):
+            raise self.plugin.refuse(
+                "returned a loss per token that depends on log-probs of other tokens",
+                "return one number [] for the response: a sum over its tokens would count that dependence once per token",
+            )
+        return losses_T
+
+    def _loss(self, response: LossInputs) -> Tensor:
+        before, length = versions_of(response), response.logp_L.numel()
+        found = self.plugin(response)
+        _require_untouched(self.plugin, response, before)
+        loss = _tensor(self.plugin, found, ((), (length,)), f"a loss [] or one per token [{length}]")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise self.plugin.refuse("returned a loss without gradient", "compute it from response.logp_L, and do not detach it")
+        return loss.to(response.logp_L.dtype)
+
+
+def _between_tokens(loss_L: Tensor, logp_L: Tensor) -> Tensor:
+    """True if the losses of even tokens have a gradient by the log-probs of odd ones (bool, [])."""
+    (gradient_L,) = torch.autograd.grad(loss_L[::2].sum(), logp_L, retain_graph=True, allow_unused=True)
+    return logp_L.new_zeros((), dtype=torch.bool) if gradient_L is None else (gradient_L[1::2] != 0).any()
+
+
+def versions_of(inputs: AdvantageInputs | LossInputs) -> list[int]:
+    """torch's counters of in-place changes."""
+    return [x._version for field in fields(inputs) if isinstance(x := getattr(inputs, field.name), Tensor)]
+
+
+def _require_untouched(plugin: Plugin, inputs: AdvantageInputs | LossInputs, before: list[int]) -> None:
+    if versions_of(inputs) != before:
+        names = [field.name for field in fields(inputs) if isinstance(getattr(inputs, field.name), Tensor)]
+        changed = [name for name, was, now in zip(names, before, versions_of(inputs), strict=True) if was != now]
+        raise plugin.refuse(f"changed its input {changed[0]} in place", "work on a copy (x.clone())")
+
+
+def _tensor(plugin: Plugin, found: Any, shapes: tuple[tuple[int, ...], ...], rule: str) -> Tensor:
+    if not isinstance(found, Tensor):
+        raise plugin.refuse(f"returned a {type(found).__name__}", f"return a tensor: {rule}")
+    if tuple(found.shape) not in shapes or not found.is_floating_point():
+        raise plugin.refuse(f"returned {str(found.dtype).removeprefix('torch.')} {list(found.shape)}", f"return floats: {rule}")
+    return found
+
+
+def _require_finite(plugin: Plugin, x: Tensor) -> None:
+    bad = (~x.detach().isfinite()).nonzero().flatten()
+    if bad.numel():
+        place = int(bad[0])
+        raise plugin.refuse(
+            f"returned {float(x.detach()[place])} at index {place} ({bad.numel()} of {x.numel()} numbers are not finite)",
+            "divide by nothing that may be 0, and clamp exponents",
+        )

@@ -1,0 +1,131 @@
+"""The Python API: what `oppo train`, `generate`, `eval` and `plan` do, with results as Python values (docs/extending.md).
+
+    import oppo_megatron as oppo
+    result = oppo.train("ppo.yaml", ["steps=20"])
+    result.metrics[-1]["reward_mean"]
+
+A run with one rank stays in this process, any number of times; a run with more ranks starts processes as the command does.
+Wrong input raises an OppoError, whose message names the setting and the remedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.run import SupervisedConfig, TrainSettings
+
+Source = str | Path | Mapping[str, Any]
+"""A configuration: its file, or its tree of settings."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that has ended.  `finished` is False if it was interrupted and saved; `train(..., resume=True)` continues it."""
+
+    run_dir: Path
+    finished: bool
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict per step, as in metrics.jsonl."""
+        return _rows(self.run_dir / "metrics.jsonl")
+
+    @property
+    def weights(self) -> Path:
+        """Folder of the final weights: `actor`, and `critic` if one was trained."""
+        return self.run_dir / "weights"
+
+
+def load_config(source: Source, overrides: Sequence[str] = (), *, kind: str = "train") -> TrainSettings | SupervisedConfig:
+    """Read and check a configuration as `oppo KIND` does (train, sft, rm, prm, dpo, kto).
+
+    `overrides` are `section.setting=value`.  Raises ConfigError with every problem found.
+    """
+    from oppo_megatron.cli.run import load_settings
+
+    if not isinstance(source, Mapping):
+        return load_settings(kind, Path(source), overrides)
+    import yaml
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "settings.yaml"
+        path.write_text(yaml.safe_dump(dict(source)), encoding="utf-8")
+        return load_settings(kind, path, overrides)
+
+
+def train(source: Source, overrides: Sequence[str] = (), *, kind: str = "train", resume: bool = False) -> Result:
+    """Train as `oppo KIND` does, and return when the run has ended.
+
+    Raises an OppoError for wrong input, a failed rank or a failed plugin.
+    """
+    from oppo_megatron.cli.run import start
+    from oppo_megatron.errors import EXIT_REQUEUE, WorldError
+
+    more = ["checkpoint.resume=true"] if resume else []
+    settings = load_config(source, [*overrides, *more], kind=kind)
+    code = start(kind, settings)
+    if code not in (0, EXIT_REQUEUE):
+        raise WorldError(f"the run ended with exit code {code}; its ranks' messages are above")
+    return Result(Path(settings.run_dir), finished=code == 0)
+
+
+def generate(directory: str | Path, prompts: Sequence[str], **options: Any) -> list[dict[str, Any]]:
+    """Let a trained policy answer `prompts`; return one dict per response, in their order.
+
+    `options` are those of `oppo generate` with underscores: `max_tokens=64, temperature=1.0, samples=4`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "responses.jsonl"
+        _run("generate", [directory], {"prompt": list(prompts), "output": output, **options})
+        return _rows(output)
+
+
+def evaluate(directories: Sequence[str | Path], data: str | Path, **options: Any) -> dict[str, Any]:
+    """Judge policies on held-out prompts; return the figures of `oppo eval --json`.
+
+    `options` are those of `oppo eval` with underscores: `verifier="arithmetic"`, `function=["rewards.py:score"]`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _run("eval", ["--data", data, *directories], {"out": Path(folder), **options})
+        figures: dict[str, Any] = json.loads((Path(folder) / "eval.json").read_text(encoding="utf-8"))
+        return figures
+
+
+def plan(path: str | Path, cluster: str | Path, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+    """Search the fastest placement and layouts of a configuration on a described cluster; return the record of `oppo plan`."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"cluster": Path(cluster), "overrides": list(overrides), "out": Path(folder), **options}
+        _run("plan", [path], given)
+        record: dict[str, Any] = json.loads((Path(folder) / "plan.json").read_text(encoding="utf-8"))
+        return record
+
+
+def _run(command: str, arguments: Sequence[str | Path], options: Mapping[str, Any]) -> None:
+    """Run a command with its defaults and these options.  Raises TypeError for an option that it does not have."""
+    from oppo_megatron.cli.main import COMMANDS
+
+    module = importlib.import_module(next(each.module for each in COMMANDS if each.name == command))
+    parser = argparse.ArgumentParser(prog=command)
+    module.add_arguments(parser)
+    args = parser.parse_args([str(each) for each in arguments])
+    if unknown := options.keys() - vars(args).keys():
+        raise TypeError(f"`oppo {command}` has no option {', '.join(sorted(unknown))}; `oppo {command} --help` lists them")
+    vars(args).update(options)
+    if module.run(args) != 0:
+        from oppo_megatron.errors import WorldError
+
+        raise WorldError(f"`oppo {command}` failed; the messages of its ranks are above")
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """JSON lines; a text in one may hold characters that `str.splitlines` takes for line ends."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]

@@ -1,0 +1,163 @@
+"""`oppo validate` without a file: versions, devices and back ends of this machine, and the features that are off and why."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+
+import psutil
+from packaging.requirements import Requirement
+
+from oppo_megatron.cli.ft_launcher import DISTRIBUTION, LAUNCHER
+from oppo_megatron.cores import usable_cores
+from oppo_megatron.layout.kernels import APEX, FLASH, TE, USED, find_available, import_fault, kernel_table
+from oppo_megatron.preflight.gpus import Gpu, Problem, TorchBuild, describe, problems, read_host
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution, the names used from it, and the features lost without it (None: required)."""
+
+    distribution: str
+    used: tuple[str, ...]
+    lost: str | None = None
+
+
+PACKAGES = (
+    Package("torch", ("torch:Tensor",)),
+    Package("megatron-core", ("megatron.core:ModelParallelConfig",)),
+    Package("transformers", ("transformers:PreTrainedTokenizerFast",)),
+    Package(
+        TE,
+        USED[TE],
+        "its layers and norms (runtime.layers), fused Adam and gradient norms on GPU: apex's or torch's are used",
+    ),
+    Package(
+        APEX, USED[APEX], "NVIDIA's fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"
+    ),
+    Package(FLASH, USED[FLASH], "attention over paged KV caches on GPU, by versions from 2.5 to 2.x: caches are dense"),
+    Package("wandb", ("wandb:init",), "logging.wandb_project: install the extra `wandb`"),
+    Package(
+        "datasets", ("datasets:load_from_disk",), "Hugging Face data set folders as input: install the extra `datasets`"
+    ),
+    Package(
+        "pyarrow", ("pyarrow.parquet:ParquetFile",), "Parquet and zstd files as input: install the extra `parquet`"
+    ),
+    Package("math-verify", ("math_verify:parse", "math_verify:verify"), "rule `math`: install the extra `math`"),
+    Package("fastapi", ("fastapi:FastAPI",), "`oppo serve`: install the extra `serve`"),
+    Package("uvicorn", ("uvicorn:Server",), "`oppo serve`: install the extra `serve`"),
+    Package(DISTRIBUTION, (f"{LAUNCHER}:main",), "restarts by ft_launcher: torch's elastic agent is used"),
+)
+
+PRESENT = "present"
+"""Version of a module that is on the path but not installed as a distribution."""
+
+
+def check_machine() -> int:
+    """Print the report.  Returns 1 if something that every run needs is missing."""
+    print(f"python {platform.python_version()}  {sys.executable}")
+    print(f"machine: {platform.machine()}, {usable_cores()} usable cores, {_memory()}")
+    versions = {package.distribution: version_of(package) for package in PACKAGES}
+    for distribution, version in versions.items():
+        print(f"{distribution}: {version or 'absent'}")
+    required = unmet_requirements()
+    for line in _torch_report() if versions["torch"] else []:
+        print(line)
+    build, host = torch_build() if versions["torch"] else None, read_host(os.environ)
+    for line in [] if build is None else describe(build, host):
+        print(line)
+    for kernels in kernel_table(find_available(build is not None and bool(build.gpus))):
+        print(f"{kernels.part}: {kernels.used}" + (f"; off is {kernels.lacking}" if kernels.lacking else ""))
+    print("features that are off:")
+    for package in PACKAGES:
+        if package.lost is not None and (fault := import_fault(*package.used)):
+            print(f"  - {package.distribution} {fault}; without it: {package.lost}")
+    return _verdict(required, [] if build is None else problems(build, host))
+
+
+def _verdict(required: list[str], missing: list[Problem]) -> int:
+    if missing:
+        print("missing for GPUs:")
+    for problem in missing:
+        print(f"  - {problem.text}")
+    if required:
+        print(
+            f"not ready: needed are {'; '.join(required)}. Run `pip install oppo-megatron`; in a container whose torch must "
+            "stay as it is, `pip install --no-deps` of each"
+        )
+        return 1
+    if any(problem.stops for problem in missing):
+        print("not ready: the GPUs cannot be used (above); with runtime.device=cpu they are left alone")
+        return 1
+    print("ready")
+    return 0
+
+
+def unmet_requirements() -> list[str]:
+    """Return the requirements of the package that are not met here: `pydantic>=2, which is absent`."""
+    try:
+        lines = metadata.requires("oppo-megatron") or []
+    except metadata.PackageNotFoundError:  # a source tree on the path
+        lines = [package.distribution for package in PACKAGES if package.lost is None]
+    modules = {package.distribution: package for package in PACKAGES}
+    found = []
+    for needed in map(Requirement, lines):
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        version = version_of(modules.get(needed.name, Package(needed.name, (needed.name,))))
+        if version is None:
+            found.append(f"{needed.name}{needed.specifier}, which is absent")
+        elif version != PRESENT and not needed.specifier.contains(
+            version, prereleases=True
+        ):  # as a container's torch is
+            found.append(f"{needed.name}{needed.specifier}, but {version} is installed")
+    return found
+
+
+def version_of(package: Package) -> str | None:
+    """Return the installed version; `PRESENT` if only the module is there; None if nothing is."""
+    try:
+        return metadata.version(package.distribution)
+    except metadata.PackageNotFoundError:
+        return None if import_fault(*package.used) else PRESENT
+
+
+def _torch_report() -> list[str]:
+    import torch
+    import torch.distributed as dist
+
+    lines = []
+    if not torch.cuda.is_available():
+        built = "this torch is built for the CPU" if torch.version.cuda is None else "torch finds no device"
+        lines.append(f"cuda: off, {built}; runs use gloo and float32")
+    gloo = dist.is_available() and dist.is_gloo_available()
+    nccl = dist.is_available() and dist.is_nccl_available()
+    lines.append(f"back ends: gloo {'yes' if gloo else 'no'}, nccl {'yes' if nccl else 'no (needed for GPUs only)'}")
+    lines.append(f"torch threads: {torch.get_num_threads()}")
+    return lines
+
+
+def torch_build() -> TorchBuild:
+    """Return the GPU support of this torch and the devices that it finds."""
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        return TorchBuild(torch.version.cuda)
+    nccl = dist.is_available() and dist.is_nccl_available()
+    numbers = range(torch.cuda.device_count())
+    gpus = []
+    for number in numbers:
+        device = torch.cuda.get_device_properties(number)
+        peers = sum(torch.cuda.can_device_access_peer(number, other) for other in numbers if other != number)
+        gpus.append(Gpu(device.name, device.total_memory, (device.major, device.minor), peers))
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
+    return TorchBuild(torch.version.cuda, tuple(torch.cuda.get_arch_list()), version, tuple(gpus))
+
+
+def _memory() -> str:
+    memory = psutil.virtual_memory()
+    return f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB memory free"

@@ -1,0 +1,169 @@
+"""A user's loss has the gradient of the whole batch in one process, in any micro-batches, minibatches and layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from oppo_megatron.algorithms.algorithm import Algorithm
+from oppo_megatron.algorithms.custom import LOSS, CustomLoss, LossInputs
+from oppo_megatron.algorithms.experience import ScoredBatch
+from oppo_megatron.config.algorithm import AlgorithmConfig
+from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
+from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.mcore.training import StepReport, TrainedModel
+from oppo_megatron.mcore.weights.hf_weights import export_weights
+from oppo_megatron.plugins import Plugin
+from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.train.actor import Actor
+from oppo_megatron.train.trained_role import TrainedRole
+from oppo_megatron.train.update import UpdateSettings
+from tests.gloo.jobs_training import load_chunks
+from tests.gloo.models import CPU, world_groups
+from tests.support.ranks import run_ranks
+
+LENGTHS = [(3, 9), (5, 2), (1, 7), (4, 4), (2, 8), (6, 1), (3, 3), (2, 5)]
+GROUP, LONGEST = 2, 16
+
+
+def by_token(response: LossInputs) -> Tensor:
+    ratio = (response.logp_L - response.old_logp_L).exp()
+    return -torch.sigmoid(3 * (ratio - 1)) * response.advantages_L + 0.01 * response.logp_L.square()
+
+
+def by_sequence(response: LossInputs) -> Tensor:
+    """The geometric mean of the ratios, clipped (GSPO)."""
+    ratio, advantage = (response.logp_L - response.old_logp_L).mean().exp(), response.advantages_L.mean()
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.6, 1.6) * advantage)
+
+
+def by_product(response: LossInputs) -> Tensor:
+    ratio = (response.logp_L - response.old_logp_L).sum().exp()
+    return -ratio * response.score
+
+
+LOSSES = {"by_token": "token_mean", "by_sequence": "sequence_mean", "by_product": "sequence_sum"}
+"""Each with a reduction; by_token also with all others."""
+CASES = [*LOSSES.items(), ("by_token", "sequence_mean"), ("by_token", "group_token_mean"), ("by_sequence", "constant")]
+
+
+def batch_of() -> list[Rollout]:
+    dice = torch.Generator().manual_seed(4)
+
+    def tokens(num: int) -> list[int]:
+        return torch.randint(1, 64, (num,), generator=dice).tolist()
+
+    rollouts = []
+    for place, (prompt, response) in enumerate(LENGTHS):
+        rollout = Rollout(Prompt(place, place, "", tuple(tokens(prompt))), place, tokens(response))
+        rollout.logprobs = (-4.2 + 0.6 * torch.randn(response, generator=dice)).tolist()
+        rollout.versions, rollout.finish_reason = [0] * response, "eos"
+        rollouts.append(rollout)
+    return rollouts
+
+
+def scored(batch: list[Rollout]) -> ScoredBatch:
+    dice, lengths = torch.Generator().manual_seed(5), [len(r.tokens) for r in batch]
+    return ScoredBatch(
+        behaviour_logp_T=torch.tensor([x for r in batch for x in r.logprobs]),
+        reference_logp_T=None,
+        values_T=None,
+        scores_B=torch.randn(len(batch), generator=dice),
+        lengths_B=lengths,
+        truncated_B=torch.zeros(len(batch), dtype=torch.bool),
+        group_size=GROUP,
+    )
+
+
+def algorithm_of(name: str, reduction: str) -> Algorithm:
+    choices = AlgorithmConfig.model_validate({"preset": "dr_grpo", "reduction": reduction})
+    ppo = PPOConfig.model_validate({"kl": {"mode": "none"}})
+    loss = CustomLoss(Plugin.load("algorithm.loss", f"{__name__}:{name}", LOSS), mean=reduction == "sequence_mean")
+    return Algorithm(choices, ppo, GROUP, LONGEST, loss=loss)
+
+
+def update(
+    directory: str, target: str, tp: int, pp: int, name: str, reduction: str, minibatches: int, micro_batch_tokens: int
+) -> list[float]:
+    """Gradient norms of an update's optimizer steps on this job's ranks; the weights are written to `target`."""
+    groups, layout = world_groups(tp, pp), TrainingLayoutConfig()
+    (model,) = chunks = load_chunks(directory, groups, "lm", layout)
+    algorithm, batch = algorithm_of(name, reduction), batch_of()
+    trained = TrainedModel(chunks, OptimizerConfig(lr=0.01, eps=1e-2, clip_grad=0.0), total_steps=8, layout=layout)
+    norms: list[float] = []
+    plain = trained.step
+
+    def step(*args: Any) -> StepReport:
+        report = plain(*args)
+        norms.append(report.grad_norm)
+        return report
+
+    trained.step = step  # type: ignore[method-assign]
+    actor = Actor(TrainedRole(trained, model, None), algorithm, 1.0)
+    settings = UpdateSettings(1, minibatches, micro_batch_tokens, seed=3, step=1, device=CPU, group_size=GROUP)
+    actor.update(batch, algorithm.experience(scored(batch), 0.0), 0.0, settings)
+    group = groups.collection
+    export_weights(model, model.shape, Path(target), head="lm", tp_group=group.tp, pp_group=group.pp, dp_group=group.dp)
+    return norms
+
+
+def whole_batch_norm(directory: str, name: str, reduction: str) -> float:
+    """The gradient norm by definition: plain torch, a response at a time, every term weighted by hand."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    batch = batch_of()
+    given, advantages = scored(batch), algorithm_of(name, reduction).experience(scored(batch), 0.0).advantages_T
+    num_tokens, start, total = sum(len(r.tokens) for r in batch), 0, torch.zeros(())
+    for row, rollout in enumerate(batch):
+        prompt, length = rollout.prompt.tokens, len(rollout.tokens)
+        logits = model(torch.tensor([[*prompt, *rollout.tokens]])).logits[0, len(prompt) - 1 : -1]
+        logp = torch.log_softmax(logits, -1)[range(length), rollout.tokens]
+        part = slice(start, start + length)
+        start += length
+        fields: dict[str, Any] = {
+            "old_logp_L": torch.tensor(rollout.logprobs), "behaviour_logp_L": torch.tensor(rollout.logprobs),
+            "advantages_L": advantages[part], "tokens_L": torch.tensor(rollout.tokens),
+            "versions_L": torch.tensor(rollout.versions), "score": given.scores_B[row], "truncated": torch.tensor(False),
+            "group": torch.tensor(row // GROUP), "num_tokens": num_tokens, "batch_size": len(batch), "group_size": GROUP,
+        }  # fmt: skip
+        loss = globals()[name](LossInputs(logp, **fields))
+        tokens_of_group = sum(len(r.tokens) for r in batch[row // GROUP * GROUP : row // GROUP * GROUP + GROUP])
+        if reduction == "sequence_mean":
+            total = total + loss.mean() / len(batch)
+        else:
+            parts = {"token_mean": num_tokens, "constant": len(batch) * LONGEST, "sequence_sum": len(batch)}
+            total = total + loss.sum() / parts.get(reduction, len(batch) / GROUP * tokens_of_group)
+    total.backward()
+    return float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
+
+
+ALONE = [(1, 1, 1, 1000), (1, 1, 1, 20)]
+"""Ranks, tp, pp, and tokens of a micro-batch: one micro-batch for all, and several."""
+
+
+@pytest.mark.parametrize(("name", "reduction"), CASES)
+def test_a_custom_loss_has_the_gradient_of_the_whole_batch(
+    models: dict[str, str], tmp_path: Path, name: str, reduction: str
+) -> None:
+    """One process with one micro-batch equals plain torch; in all else norms and weights equal those of one process."""
+    in_layouts = {1: [*ALONE, (2, 1, 1, 20)], 2: [ALONE[0], (2, 2, 1, 20), (2, 1, 2, 20)]}
+    for minibatches, layouts in in_layouts.items() if LOSSES[name] == reduction else [(1, ALONE)]:
+        expected: tuple[list[float], dict[str, Tensor]] | None = None
+        for number, (world, tp, pp, tokens) in enumerate(layouts):
+            target = tmp_path / f"{minibatches}-{number}"
+            job = {"directory": models["qwen3"], "target": str(target), "tp": tp, "pp": pp, "name": name}
+            more = {"reduction": reduction, "minibatches": minibatches, "micro_batch_tokens": tokens}
+            norms = run_ranks(world, "tests.gloo.test_custom_losses:update", **job, **more)[0]
+            weights = {key: x for file in target.glob("*.safetensors") for key, x in load_file(file).items()}
+            if expected is None:
+                expected = norms, weights
+                assert len(norms) == minibatches
+                if minibatches == 1:
+                    assert norms == pytest.approx([whole_batch_norm(models["qwen3"], name, reduction)], rel=1e-4)
+            assert norms == pytest.approx(expected[0], rel=1e-4)
+            assert max(float((weights[key] - x).abs().max()) for key, x in expected[1].items()) < 1e-4

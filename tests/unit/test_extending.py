@@ -1,0 +1,358 @@
+"""The user's own functions of docs/extending.md run as they stand there; results that cannot be used are refused by name."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+import oppo_megatron as oppo
+from oppo_megatron.algorithms.advantages import NOTHING_SEEN
+from oppo_megatron.algorithms.custom import ADVANTAGE, AdvantageInputs, CustomAdvantage, CustomLoss, LossInputs
+from oppo_megatron.algorithms.experience import ScoredBatch, build_experience
+from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, policy_loss
+from oppo_megatron.algorithms.reduction import row_weights
+from oppo_megatron.config.algorithm import AlgorithmConfig, Reduction
+from oppo_megatron.config.overlap import DeltaConfig
+from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.control.delta_controllers import make_delta_controller
+from oppo_megatron.errors import CheckpointError, ConfigError, PluginError
+from oppo_megatron.layout.placements import role_placements
+from oppo_megatron.plugins import Plugin
+from oppo_megatron.records import StepSignals
+from oppo_megatron.schedule.checking.checker import check
+from oppo_megatron.schedule.plan import round_generator
+from oppo_megatron.schedule.planning.new_planner import new_planner
+from oppo_megatron.schedule.planning.preview import first_step, preview
+from oppo_megatron.schedule.rounds import Round, Site
+from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.generators import generator_of
+from tests.support.ppo import Workspace
+from tests.support.schedules import ample_budgets
+from tests.unit.test_schedule_generators import cases
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+BLOCKS = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+CODE = [text for language, text in BLOCKS if language == "python"]
+SETTINGS = [text for language, text in BLOCKS if language == "yaml"]
+FROM_PYTHON = next(text for text in CODE if text.startswith("import oppo_megatron as oppo"))
+
+
+def merged(into: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    both = {key for key, value in tree.items() if isinstance(value, dict) and isinstance(into.get(key), dict)}
+    return into | tree | {key: merged(into[key], tree[key]) for key in both}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A user's folder with my_functions.py and ppo.yaml, all of the page's settings in one; the current directory."""
+    root = tmp_path_factory.mktemp("user")
+    (root / "my_functions.py").write_text("\n\n".join(text for text in CODE if text is not FROM_PYTHON))
+    overlap = {"intra": True, "inter": True, "chunk": {"tokens": 8, "adaptive": False}, "delta": {"window": 1}}
+    config = Workspace.create(root).config("a", overlap=overlap, critic=None, **{"rollout.group_size": 2})
+    config |= {"ppo": {"minibatches": 3}}
+    del config["critic"], config["reward"]
+    for text in SETTINGS:
+        config = merged(config, yaml.safe_load(text))
+    (root / "ppo.yaml").write_text(yaml.safe_dump(config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        yield root
+
+
+def test_each_example_has_at_most_20_lines() -> None:
+    assert len(CODE) >= 6 and len(SETTINGS) >= 5
+    for text in (*CODE, *SETTINGS):
+        assert len([line for line in text.splitlines() if line.strip()]) <= 20
+
+
+def test_every_example_trains_in_this_process_and_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(FROM_PYTHON, str(PAGE), "exec"), names)
+    result = names["result"]
+    assert result.finished and len(result.metrics) == 3 and (result.weights / "actor").is_dir()
+    assert f"{result.metrics[-1]['reward_mean']}" in capsys.readouterr().out
+    assert len(names["answers"]) == 1 and names["answers"][0]["prompt"] == "1 + 2 = "
+    assert all(row["reward_mean"] < 0 for row in result.metrics), "brevity is the reward"
+    assert "clip_fraction" not in result.metrics[0] and result.metrics[0]["ratio_max"] > 0
+    moved = [row["delta_next"] if "delta_next" in row else row["delta"] for row in result.metrics]
+    assert moved != [moved[0]] * len(moved) or moved[0] in (0, 4), "delta follows the rule"
+    module = next(module for name, module in sys.modules.items() if name.startswith("oppo_plugin_my_functions"))
+    assert {"median_baseline", "soft_clip", "follow_ess", "critic_first", "brevity"} <= vars(module).keys()
+    again = oppo.train("ppo.yaml", ["steps=3", f"run_dir={folder / 'again'}"])
+    assert [row["actor_loss"] for row in again.metrics] == [row["actor_loss"] for row in result.metrics]
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    import subprocess
+
+    code = "import sys, oppo_megatron as o; dir(o); print(*{'torch', 'pydantic', 'numpy', 'megatron'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+    assert all(getattr(oppo, name) is not None for name in oppo.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'trane'"):
+        _ = oppo.trane
+
+
+LENGTHS = [3, 1, 4, 2]
+
+
+def columns(seed: int = 0) -> dict[str, Tensor]:
+    dice, count = torch.Generator().manual_seed(seed), sum(LENGTHS)
+    rows = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
+    return {
+        "behaviour_logp": torch.randn(count, generator=dice), "tokens": torch.randint(9, (count,), generator=dice),
+        "versions": torch.zeros(count, dtype=torch.int64), "score": torch.randn(4, generator=dice)[rows],
+        "truncated": rows == 2, "group": rows // 2,
+    }  # fmt: skip
+
+
+def loss_of(function: Callable[[LossInputs], Any] | None, reduction: Reduction = "token_mean", **choices: Any) -> list[Tensor]:
+    """The loss of a minibatch in one micro-batch (None: the built-in one of `choices`), and its gradient by the log-probs."""
+    dice, lengths_R, count = torch.Generator().manual_seed(1), torch.tensor(LENGTHS), sum(LENGTHS)
+    logp_T = torch.randn(count, generator=dice, requires_grad=True)
+    old_T, advantages_R = torch.randn(count, generator=dice), torch.randn(4, generator=dice)
+    targets = ActorTargets(
+        old_T, advantages_R.repeat_interleave(lengths_R), lengths_R=lengths_R, columns=columns(),
+        share_T=torch.tensor(row_weights(LENGTHS, 2, reduction, 5)).repeat_interleave(lengths_R),
+        counts={"batch_size": 4, "group_size": 2},
+    )  # fmt: skip
+    if function is not None:
+        plugin = Plugin(function, "algorithm.loss mine:f")
+        choices = {"custom": CustomLoss(plugin, mean=reduction == "sequence_mean")}
+    loss, _ = policy_loss(logp_T, targets, Surrogate(0.2, **choices), count)
+    return [loss, *torch.autograd.grad(loss, logp_T)]
+
+
+def clipped(ratio: Tensor, advantage: Tensor) -> Tensor:
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+AS_BUILT_IN: dict[str, tuple[Callable[[LossInputs], Tensor], dict[str, Any], tuple[Reduction, ...]]] = {
+    "token": (
+        lambda r: clipped((r.logp_L - r.old_logp_L).exp(), r.advantages_L),
+        {},
+        ("token_mean", "sequence_mean", "constant", "group_token_mean", "sequence_sum"),
+    ),
+    "sequence": (
+        lambda r: clipped((r.logp_L - r.old_logp_L).mean().exp(), r.advantages_L.mean()),
+        {"ratio": "sequence"},
+        ("sequence_mean",),
+    ),
+    "product": (
+        lambda r: clipped((r.logp_L - r.old_logp_L).sum().exp(), r.advantages_L.mean()),
+        {"ratio": "sequence_product"},
+        ("sequence_sum", "token_mean", "constant", "group_token_mean"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AS_BUILT_IN)
+def test_a_custom_loss_that_repeats_a_built_in_one_has_its_value_and_gradient(name: str) -> None:
+    function, choices, reductions = AS_BUILT_IN[name]
+    for reduction in reductions:
+        for mine, theirs in zip(loss_of(function, reduction), loss_of(None, reduction, **choices), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def in_place(r: LossInputs) -> Tensor:
+    r.advantages_L.mul_(2)
+    return -r.advantages_L * r.logp_L
+
+
+BAD_LOSSES: dict[str, tuple[Callable[[LossInputs], Any], str]] = {
+    "shape": (lambda r: torch.zeros(7) * r.logp_L.sum(), r"returned float32 \[7\]; return floats: a loss \[\] or one per token"),
+    "number": (lambda r: 3.0, "returned a float; return a tensor"),
+    "integers": (lambda r: r.tokens_L, r"returned int64 \[3\]"),
+    "nan": (lambda r: r.logp_L / (r.truncated.logical_not() * 1.0), "returned -?inf at index 4"),
+    "no gradient": (lambda r: -r.advantages_L, "returned a loss without gradient; compute it from response.logp_L"),
+    "detached": (lambda r: r.logp_L.detach(), "without gradient"),
+    "in place": (in_place, "changed its input advantages_L in place; work on a copy"),
+    "raises": (lambda r: r.logp_L + torch.zeros(99), r"failed \(RuntimeError: .*test_extending.py:\d+"),
+    "product per token": (
+        lambda r: -(r.logp_L - r.old_logp_L).sum().exp() * r.advantages_L,
+        "depends on log-probs of other tokens; return one number",
+    ),
+    "discounted sum": (lambda r: r.logp_L.cumsum(0) * r.advantages_L, "depends on log-probs of other tokens"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_LOSSES)
+def test_a_loss_that_cannot_be_used_is_refused_by_name(fault: str) -> None:
+    function, says = BAD_LOSSES[fault]
+    with pytest.raises(PluginError, match=rf"^algorithm\.loss mine:f .*{says}"):
+        loss_of(function)
+
+
+def advantages_of(function: Callable[[AdvantageInputs], Any], critic: bool = False, mode: str = "none") -> Any:
+    dice, count = torch.Generator().manual_seed(2), sum(LENGTHS)
+    logp_T = -torch.rand(count, generator=dice)
+    scored = ScoredBatch(
+        logp_T, logp_T - 0.1, torch.rand(count, generator=dice) if critic else None, torch.randn(4, generator=dice), LENGTHS,
+        torch.tensor([False, False, True, False]), 2, tokens_T=torch.arange(count), versions_T=torch.zeros(count).long(),
+    )  # fmt: skip
+    choices = AlgorithmConfig.model_validate({"preset": "ppo" if critic else "grpo"})
+    ppo = PPOConfig.model_validate({"kl": {"mode": mode}, "gamma": 0.9})
+    custom = CustomAdvantage(Plugin(function, "algorithm.advantage mine:f"))
+    return scored, build_experience(scored, choices, ppo, 0.5, True, NOTHING_SEEN, custom=custom)
+
+
+def test_an_advantage_per_response_is_treated_as_a_compared_score() -> None:
+    scored, mine = advantages_of(lambda b: b.scores_B - 1, mode="penalty")
+    rows = iter(range(sum(LENGTHS)))
+    for score, length in zip(scored.scores_B.tolist(), LENGTHS, strict=True):
+        tokens, later = [next(rows) for _ in range(length)], 0.0
+        for place in reversed(range(length)):
+            later = 0.9 * later - 0.5 * 0.1 + (score - 1 if place == length - 1 else 0.0)
+            assert float(mine.advantages_T[tokens[place]]) == pytest.approx(later, abs=1e-5)
+
+
+def test_an_advantage_per_token_is_taken_as_it_is() -> None:
+    seen = []
+
+    def mine(batch: AdvantageInputs) -> Tensor:
+        seen.append(batch)
+        assert batch.groups_B.tolist() == [0, 0, 1, 1] and batch.sum_tokens(torch.ones(10)).tolist() == LENGTHS
+        return batch.to_tokens(batch.scores_B) * batch.tokens_T
+
+    for critic in (False, True):
+        scored, made = advantages_of(mine, critic)
+        expected = scored.scores_B.repeat_interleave(torch.tensor(LENGTHS)) * torch.arange(10)
+        assert torch.equal(made.advantages_T, expected) and seen[-1].values_T is (None if not critic else seen[-1].values_T)
+        assert (made.returns_T != made.advantages_T).any(), "a critic learns the rewards"
+
+
+def counting(batch: AdvantageInputs, calls: list[int] = []) -> Tensor:  # noqa: B006
+    calls.append(0)
+    return batch.scores_B * len(calls)
+
+
+BAD_ADVANTAGES: dict[str, tuple[Callable[[AdvantageInputs], Any], str]] = {
+    "shape": (lambda b: b.scores_B[:2], r"returned float32 \[2\]; return floats: one number per response \[4\] or per token"),
+    "groups": (lambda b: b.scores_B.view(2, 2), r"returned float32 \[2, 2\]"),
+    "none": (lambda b: None, "returned a NoneType"),
+    "nan": (lambda b: b.scores_B / 0 * 0, "returned nan at index 0"),
+    "in place": (lambda b: b.scores_B.sub_(1), "changed its input scores_B in place"),
+    "random": (counting, "returned two results for the same batch; make it deterministic"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_ADVANTAGES)
+def test_advantages_that_cannot_be_used_are_refused_by_name(fault: str) -> None:
+    function, says = BAD_ADVANTAGES[fault]
+    with pytest.raises(PluginError, match=rf"^algorithm\.advantage mine:f {says}"):
+        advantages_of(function)
+
+
+SIGNALS = StepSignals(1.0, 0.2, 1.0, 0.0)
+RULES = """
+def two_up(signals, delta, memory):
+    memory["seen"] = [*memory.get("seen", []), signals.reward_mean]
+    return delta + 2
+
+def half(signals, delta, memory): return delta + 0.5
+def keeps(signals, delta, memory, kept=[]):
+    memory["x"] = (1, 2)
+    return delta
+def moody(signals, delta, memory, calls=[]):
+    calls.append(1)
+    return delta + len(calls)
+def raises(signals, delta, memory): return delta / 0
+"""
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Callable[[str], DeltaConfig]:
+    (tmp_path / "rules.py").write_text(RULES)
+    return lambda name: DeltaConfig(rule=f"{tmp_path / 'rules.py'}:{name}", initial=2, max=5)
+
+
+def test_a_delta_rule_is_bounded_and_resumes_with_its_memory(rules: Callable[[str], DeltaConfig]) -> None:
+    config = rules("two_up")
+    controller = make_delta_controller(config)
+    assert [controller.observe(step, SIGNALS).value for step in (1, 2, 3)] == [4, 5, 5]
+    resumed = make_delta_controller(config)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.state_dict() == controller.state_dict() and resumed.state_dict()["memory"] == {"seen": [1.0, 1.0, 1.0]}
+    with pytest.raises(CheckpointError, match="two_up"):
+        make_delta_controller(DeltaConfig()).load_state_dict(controller.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("half", "returned 2.5; return the next delta, a whole number"), ("keeps", "keeps .*keep numbers, texts"),
+        ("moody", "decided twice differently"), ("raises", r"failed \(ZeroDivisionError: .*rules.py:\d+ in raises"),
+    ],
+)  # fmt: skip
+def test_a_delta_rule_that_cannot_be_used_is_refused_by_name(rules: Callable[[str], DeltaConfig], name: str, says: str) -> None:
+    with pytest.raises(PluginError, match=rf"^overlap\.delta\.rule .*:{name} {says}"):
+        make_delta_controller(rules(name)).observe(1, SIGNALS)
+
+
+def test_a_function_that_cannot_be_called_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def none(): pass\ndef more(batch, gain): pass\n")
+    for value, says in (
+        (f"{tmp_path / 'mine.py'}:none", r"algorithm.advantage=.* takes \(\).*is called with \(batch\)"),
+        (f"{tmp_path / 'mine.py'}:more", "missing a required argument: 'gain'"),
+        (f"{tmp_path / 'mine.py'}:moree", "did you mean 'more'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            Plugin.load("algorithm.advantage", value, ADVANTAGE)
+    Plugin.load("algorithm.advantage", {"entry_point": f"{tmp_path / 'mine.py'}:more", "options": {"gain": 1}}, ADVANTAGE)
+
+
+@given(case=cases())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_schedule_of_the_page_is_sound(folder: Path, case: tuple[Round, Site, Costs]) -> None:
+    round_, site, costs = case
+    made = generator_of("my_functions.py:critic_first")(round_, site, costs)
+    assert check(add_communication(made, round_, site), round_, site, ample_budgets(site), costs) == []
+
+
+SCHEDULES = """
+from oppo_megatron import Schedule, intra
+
+def backwards(round, site, costs):
+    plain = intra(round, site, costs)
+    return Schedule({rank: plain.of(rank)[::-1] for rank in site.ranks})
+def short(round, site, costs):
+    plain = intra(round, site, costs)
+    return Schedule({rank: plain.of(rank)[1:] for rank in site.ranks})
+def text(round, site, costs): return "decode actor"
+def moody(round, site, costs, calls=[]):
+    calls.append(1)
+    return intra(round, site, costs) if len(calls) % 2 else short(round, site, costs)
+def sound(round, site, costs): return intra(round, site, costs)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("backwards", "made a schedule that cannot run: .*; correct its order"), ("short", "made a schedule that cannot run: "),
+        ("text", "returned a str; return a Schedule"), ("moody", "returned two schedules for the same round"), ("sound", None),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_cannot_run_is_refused_by_name(folder: Path, name: str, says: str | None) -> None:
+    """By the planner of a run, for two pipeline stages that decode and score."""
+    (folder / "schedules.py").write_text(SCHEDULES)
+    overlap = {"intra": True, "schedule": f"schedules.py:{name}"}
+    config = TrainConfig(**Workspace(folder).config("x", overlap=overlap, placement={"mode": "colocated", "actor": {"pp": 2}}))
+    site = Site(role_placements(config))
+    if says is None:
+        assert preview(config, 1).schedule == preview(config, 1, generator="intra").schedule
+        return
+    for rank in (None, 0):
+        planner = new_planner(config, site, round_generator(config.overlap, site), lambda _: 40, rank=rank)
+        with pytest.raises(PluginError, match=rf"(?s)^overlap\.schedule schedules.py:{name} {says}"):
+            list(first_step(config, planner, 8))
