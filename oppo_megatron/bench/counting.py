@@ -1,4 +1,4 @@
-"""What a run of so many ranks has of groups, messages and notes, counted without making any."""
+"""What a run of so many ranks has of groups and messages, counted without making any."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from oppo_megatron.bench.dry_run import DryRun
 from oppo_megatron.bench.planning import Cluster
-from oppo_megatron.cluster.liveness.circles import Circles
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import role_placements, training_placements
 from oppo_megatron.schedule.actions import Op, Payload
@@ -18,22 +17,20 @@ from oppo_megatron.schedule.planning.planner import PlannedRound
 COLUMNS = {
     "mode": "mode", "ranks": "ranks", "groups of a rank": "groups", "calls of new_group": "calls",
     "messages a round": "messages", "of them chunks": "chunks", "to ranks": "peers",
-    "notes a tick": "notes", "of a speaker": "summaries",
 }  # fmt: skip
 """Of the rank that has most: groups that it belongs to; messages that the actor's output rank sends in a round, gathers among
-them, and to how many ranks (no rank sends more chunks); notes that a watchdog reads, and one that speaks for its circle."""
+them, and to how many ranks (no rank sends more chunks)."""
 
 
 def count_all(cluster: Cluster, modes: Sequence[str], ranks: Sequence[int], sequences: int) -> Iterator[dict[str, Any]]:
     """A row for each number of ranks.  Raises ConfigError before the first where one does not fit."""
     cases = [(mode, number, cluster.config(mode, number, sequences)) for mode in modes for number in ranks]
     for mode, number, config in cases:
-        groups, circles = run_groups(role_placements(config), training_placements(config)), Circles(number)
+        groups = run_groups(role_placements(config), training_placements(config))
         yield {
             "mode": mode, "ranks": number,
             "groups": max(groups_by_rank(groups).values()), "calls": calls_of(groups),
             **_messages(config, cluster),
-            "notes": circles.notes_read(0, speaks=False), "summaries": circles.notes_read(0, speaks=True),
         }  # fmt: skip
 
 
