@@ -15,7 +15,7 @@ COPY --chown=10001 . .
 USER 10001
 RUN make test
 ENV PATH=/opt/oppo-megatron/.venv/bin:$PATH
-HEALTHCHECK --interval=5m --timeout=60s CMD ["oppo", "doctor"]
+HEALTHCHECK --interval=5m --timeout=60s CMD ["oppo", "validate"]
 CMD ["oppo", "--help"]
 
 FROM nvcr.io/nvidia/nemo:26.02 AS gpu
@@ -28,6 +28,6 @@ RUN pip install --no-cache-dir --no-deps /opt/oppo-megatron 'tenacity>=8.3' \
 USER 10001
 WORKDIR /runs
 # Whatever the image lacks of what the package asks for ends the build here, by name.
-RUN oppo doctor
-HEALTHCHECK --interval=5m --timeout=60s CMD ["oppo", "doctor"]
+RUN oppo validate
+HEALTHCHECK --interval=5m --timeout=60s CMD ["oppo", "validate"]
 CMD ["oppo", "--help"]

@@ -100,7 +100,7 @@ DEVICE=$("$PY" -c 'import torch; print("cuda" if torch.cuda.is_available() else 
 if [ "$DEVICE" = none ]; then echo "first.sh: torch cannot be imported: see first.log"; finish; exit 1; fi
 [ "$DEVICE" = cuda ] || echo "first.sh: NO CUDA DEVICE: a dry run on the CPU; nothing below says anything of a GPU"
 finish
-wanted smoke && { SHOW=16 step doctor 60 "$PY" -m oppo_megatron doctor || true; }
+wanted smoke && { SHOW=16 step machine 60 "$PY" -m oppo_megatron validate || true; }
 
 pytests() { # name seconds tests...
   local name=$1 most=$2; shift 2; local ids=(); local t; for t in "$@"; do ids+=("tests/gpu/test_cuda.py::$t"); done

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from oppo_megatron.config.base import Section
     from oppo_megatron.config.describe import Setting
 
-KINDS = ("train", "sft", "rm", "prm", "dpo", "kto", "serve-reward", "serve-scorer")
+KINDS = ("train", "sft", "rm", "prm", "dpo", "kto", "serve")
 WIDTH = 110
 
 

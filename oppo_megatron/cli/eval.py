@@ -18,7 +18,7 @@ from oppo_megatron.nesting import read_json
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from oppo_megatron.config.serve import ServeRewardConfig
+    from oppo_megatron.config.serve import ServeConfig
     from oppo_megatron.evaluation.comparing import Judged
     from oppo_megatron.evaluation.grading import Answer, Grader
     from oppo_megatron.policy.asked import Request
@@ -113,13 +113,13 @@ def _require_consistent(args: argparse.Namespace) -> None:
         raise DataError(missing_path("--data", args.data))
 
 
-def _judges(args: argparse.Namespace) -> ServeRewardConfig:
+def _judges(args: argparse.Namespace) -> ServeConfig:
     """The parts of --rewards, then those of the other options."""
     from pydantic import ValidationError
 
     from oppo_megatron.config.explain import explain
     from oppo_megatron.config.load import read_tree
-    from oppo_megatron.config.serve import ServeRewardConfig
+    from oppo_megatron.config.serve import ServeConfig
     from oppo_megatron.errors import ConfigError
 
     tree = {} if args.rewards is None else read_tree(args.rewards)
@@ -141,9 +141,9 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
     if any(isinstance(part, dict) and part.get("kind") == "model" for part in parts):
         wanted |= {"reward": reward, "tokenizer": tokenizer}
     try:
-        config = ServeRewardConfig.model_validate(wanted)
+        config = ServeConfig.model_validate(wanted)
     except ValidationError as error:
-        raise ConfigError([f"{args.rewards}: {problem}" for problem in explain(ServeRewardConfig, error)]) from error
+        raise ConfigError([f"{args.rewards}: {problem}" for problem in explain(ServeConfig, error)]) from error
     return _with_model(config, args)
 
 
@@ -156,7 +156,7 @@ def _reward_weights(directory: Path) -> Path:
     return weights if is_run and any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)) else directory
 
 
-def _with_model(config: ServeRewardConfig, args: argparse.Namespace) -> ServeRewardConfig:
+def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
     """With the length that the reward model reads; its files are looked at before a policy is loaded."""
     from oppo_megatron.data.tokenizer import load_tokenizer
     from oppo_megatron.errors import ConfigError

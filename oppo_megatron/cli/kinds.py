@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SUPERVISED = ("sft", "rm", "prm", "dpo", "kto")
-SERVICES = ("serve-reward", "serve-scorer")
 
 
 def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
@@ -19,8 +18,8 @@ def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
 
     tree = read_tree(path, overrides)
     keys = set(tree)
-    known = ("train", "sft", "dpo", "kto", *SERVICES)
-    kind = max(known, key=lambda kind: (len(keys & _fields(kind)), not _required(kind) - keys))
+    known = ("train", "sft", "dpo", "kto", "serve")
+    kind = max(known, key=lambda kind: (len(keys & _fields(kind)), not _lacking(kind, keys)))
     model = tree.get("model")
     if kind != "sft":
         return kind
@@ -46,7 +45,7 @@ def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
             f"{path} is empty; write the settings of `oppo {kind}` into it, or begin with one that `oppo init` writes (--list)"
         )
     alike = {kind, other} <= set(SUPERVISED)
-    if not alike and other != kind and _required(kind) - keys and not _required(other) - keys:
+    if not alike and other != kind and _lacking(kind, keys) and not _lacking(other, keys):
         raise ConfigError(
             f"{path} is a configuration for `oppo {other}`, by its keys, and not for `oppo {kind}`; run `oppo {other} {path}`, "
             "or name another file"
@@ -59,7 +58,10 @@ def _fields(kind: str) -> set[str]:
     return set(COMMANDS[kind].model_fields)
 
 
-def _required(kind: str) -> set[str]:
+def _lacking(kind: str, keys: set[str]) -> set[str]:
+    """Return the required keys that are not among `keys`."""
     from oppo_megatron.config.describe import COMMANDS
 
-    return {name for name, field in COMMANDS[kind].model_fields.items() if field.is_required()}
+    if kind == "serve":
+        return set() if keys & {"rewards", "reward"} else {"rewards"}
+    return {name for name, field in COMMANDS[kind].model_fields.items() if field.is_required()} - keys

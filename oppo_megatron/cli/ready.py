@@ -72,14 +72,14 @@ def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:
     return " ".join([*(["placement.mode=single"] if "placement" in tree else []), *sizes(tree, "")])
 
 
-def require_service_packages(kind: str) -> None:
+def require_service_packages() -> None:
     """Raises ConfigError if the packages that a service listens with cannot be imported."""
     from oppo_megatron.layout.kernels import import_fault
 
     faults = [f"{name} {fault}" for name, used in SERVICE_PACKAGES.items() if (fault := import_fault(*used))]
     if faults:
         raise ConfigError(
-            f"`oppo {kind}` needs fastapi and uvicorn, but {' and '.join(faults)}; install what services need: "
+            f"`oppo serve` needs fastapi and uvicorn, but {' and '.join(faults)}; install what services need: "
             "pip install 'oppo-megatron[serve]', or pip install '.[serve]' in a copy of the source"
         )
 

@@ -1,4 +1,4 @@
-"""`oppo validate`: every check of a configuration and of its data that can be made without loading a model."""
+"""`oppo validate`: every check of a configuration and of its data that needs no model; without one, of this machine."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oppo_megatron.cli.kinds import SERVICES, guess_kind
+from oppo_megatron.cli.kinds import guess_kind
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.cli.rank_table import rank_table
 from oppo_megatron.cli.ready import require_ready, require_service_packages, unreached_services
 from oppo_megatron.cli.run import KINDS, load_settings, placed, unplaced
-from oppo_megatron.cli.serving import load_service
+from oppo_megatron.cli.serve import load_service
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
+    add_config_arguments(parser, nargs="?", help="default: none; then versions, devices and what this machine lacks are shown")
     parser.add_argument(
-        "--kind", choices=(*KINDS, *SERVICES), help="the command it is for; default: told from its keys"
+        "--kind", choices=(*KINDS, "serve"), help="the command it is for; default: told from its keys"
     )
     parser.add_argument(
         "--skip-data", action="store_true", help="leave the rows of the data unread, and rewards and tokens unasked for"
@@ -31,9 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.config is None:
+        from oppo_megatron.cli.machine import check_machine
+
+        return check_machine()
     kind = args.kind or guess_kind(args.config, args.overrides)
-    lines = service_lines if kind in SERVICES else run_lines
-    for line in lines(kind, args.config, args.overrides, skip_data=args.skip_data):
+    if kind == "serve":
+        lines = service_lines(args.config, args.overrides, skip_data=args.skip_data)
+    else:
+        lines = run_lines(kind, args.config, args.overrides, skip_data=args.skip_data)
+    for line in lines:
         print(line)
     print(f"OK: {args.config} is a valid configuration for `oppo {kind}`")
     return 0
@@ -63,16 +70,15 @@ def tokenizer_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     return compare_with_roles(settings.tokenizer, roles)[1]
 
 
-def service_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
+def service_lines(path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
     """Check the configuration of a service: its address, and what it scores with."""
-    from oppo_megatron.config.serve import ServeRewardConfig
     from oppo_megatron.preflight.validate import Role, compare_with_roles
     from oppo_megatron.serving.scorers import try_parts
 
-    config = load_service(kind, path, overrides)
-    require_service_packages(kind)
+    config = load_service(path, overrides)
+    require_service_packages()
     yield f"listens on {config.host}, port {config.port}, {'with' if config.token_env else 'without'} a token"
-    if isinstance(config, ServeRewardConfig) and config.reward is not None and config.tokenizer is not None:
+    if config.reward is not None and config.tokenizer is not None:
         yield from compare_with_roles(config.tokenizer, [Role("reward", config.reward, scalar=True)])[1]
     if not skip_data:
         yield from try_parts(config, os.environ)

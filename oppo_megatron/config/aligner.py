@@ -14,9 +14,9 @@ from oppo_megatron.errors import ConfigError
 
 
 class StreamConfig(Section):
-    """The service of `oppo serve-scorer`."""
+    """The service of `oppo serve`."""
 
-    url: str = Field(..., pattern="^https?://", description="address of the service, as `oppo serve-scorer` prints it")
+    url: str = Field(..., pattern="^https?://", description="address of the service, as `oppo serve` prints it")
     token_env: str | None = Field(None, description="environment variable with the service's bearer token; null: none")
 
 

@@ -25,7 +25,7 @@ from oppo_megatron.config.run import (
     SupervisedConfig,
     TrainSettings,
 )
-from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
+from oppo_megatron.config.serve import ServeConfig
 
 SUPERVISED: dict[str, type[SupervisedConfig]] = {
     "sft": SFTConfig,
@@ -39,8 +39,7 @@ SUPERVISED: dict[str, type[SupervisedConfig]] = {
 COMMANDS: dict[str, type[Section]] = {
     "train": TrainSettings,
     **SUPERVISED,
-    "serve-reward": ServeRewardConfig,
-    "serve-scorer": ServeScorerConfig,
+    "serve": ServeConfig,
 }
 """The commands that take a configuration, and its schema."""
 

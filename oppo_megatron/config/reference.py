@@ -12,9 +12,8 @@ from oppo_megatron.config.describe import COMMANDS, LISTED, Setting, about, sett
 INTRODUCTION = """\
 # Configuration
 
-All settings of `oppo train`, `oppo sft`, `oppo rm`, `oppo prm`, `oppo dpo`, `oppo kto`, `oppo serve-reward` and
-`oppo serve-scorer`, and of the block `oppo:` for [the NeMo-Aligner plugin](nemo_aligner.md). The page is generated from the
-schema in `oppo_megatron/config/`: `python -m oppo_megatron.config.reference > docs/configuration.md`.
+All settings of `oppo train`, `oppo sft`, `oppo rm`, `oppo prm`, `oppo dpo`, `oppo kto` and `oppo serve`, and of the block
+`oppo:` for [the NeMo-Aligner plugin](nemo_aligner.md). The page is generated from the schema in `oppo_megatron/config/`.
 
 A configuration is a YAML file. Settings on the command line, after the file's name, replace those of the file:
 
@@ -34,8 +33,7 @@ PAGES: dict[str, type[Section]] = {
     "`oppo sft`, `oppo rm` and `oppo prm`": COMMANDS["prm"],
     "`oppo dpo`": COMMANDS["dpo"],
     "`oppo kto`": COMMANDS["kto"],
-    "`oppo serve-reward`": COMMANDS["serve-reward"],
-    "`oppo serve-scorer`": COMMANDS["serve-scorer"],
+    "`oppo serve`": COMMANDS["serve"],
     "`trainer.ppo.oppo` of NeMo-Aligner": AlignerConfig,
 }
 """The configurations with a table of their own; `oppo sft` and `oppo rm` have the settings of `oppo prm` but `separator`."""

@@ -1,23 +1,27 @@
-"""`oppo serve-reward` and `oppo serve-scorer`: their settings, and the rules that tie them together."""
+"""`oppo serve`: its settings and rules."""
 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import RewardPart, TokenizerConfig
 from oppo_megatron.config.model import RoleConfig, RuntimeConfig
 
 
-class ServiceConfig(Section):
-    """Settings that every service has: its address, its token, and its use of the machine."""
+class ServeConfig(Section):
+    """`oppo serve`: rewards over HTTP.
 
-    host: str = Field(
-        "127.0.0.1", description="address to listen on; an address that others can reach needs `token_env`"
-    )
+    With `rewards` the service answers whole responses with their weighted sum, for parts of kind http (docs/rewards.md).
+    Without, it serves the model `reward` to runs that stream growing sequences, and keeps their KV caches
+    (docs/nemo_aligner.md).
+    """
+
+    host: str = Field("127.0.0.1", description="address to listen on; one that other machines can reach needs `token_env`")
     port: Annotated[int, Unit("")] = Field(
         8900, ge=0, le=65535, description="port to listen on; 0: a free one, which is printed"
     )
@@ -26,41 +30,56 @@ class ServiceConfig(Section):
     )
     max_tokens: int = Field(4096, ge=2, description="longest prompt + response that the reward model reads")
     runtime: RuntimeConfig = RuntimeConfig()
-
-
-class ServeRewardConfig(ServiceConfig):
-    """`oppo serve-reward`: the weighted sum of `rewards`, for runs elsewhere."""
-
-    rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
-    reward: RoleConfig | None = Field(None, description="the reward model, if `rewards` names one; on one process")
+    rewards: list[RewardPart] = Field(
+        [], description="the reward is the weighted sum of these parts; empty: stream sequences to `reward`"
+    )
+    reward: RoleConfig | None = Field(None, description="the reward model, on one process; required without `rewards`")
     tokenizer: TokenizerConfig | None = Field(
-        None, description="the reward model's tokenizer, for requests without token ids"
+        None, description="the reward model's tokenizer, for requests without token ids (with `rewards`)"
     )
-
-    @field_validator("rewards")
-    @classmethod
-    def _of_whole_responses(cls, parts: list[RewardPart]) -> list[RewardPart]:
-        if any(part.kind == "process" for part in parts):
-            raise ValueError("parts of other kinds than process, which is for the reward model of `oppo train`")
-        return parts
-
-
-class ServeScorerConfig(ServiceConfig):
-    """`oppo serve-scorer`: a reward model that keeps the cache of every sequence, for runs that stream to it."""
-
-    port: Annotated[int, Unit("")] = Field(
-        8901, ge=0, le=65535, description="port to listen on; 0: a free one, which is printed"
-    )
-    reward: RoleConfig = Field(..., description="the reward model; on one process")
     sequences: Annotated[int, Unit("sequences")] = Field(
         256,
         ge=1,
-        description="sequences whose caches are held; the one unused for the longest is dropped first, and sent again",
+        description="without `rewards`: sequences whose KV caches are kept; the least recently used is dropped first and sent "
+        "again",
     )
+
+    @property
+    def streams(self) -> bool:
+        """True if growing sequences are sent to the model, not whole responses."""
+        return not self.rewards
+
+    def rules(self) -> Iterator[str]:
+        """Yield a sentence for each broken rule."""
+        if self.token_env is None and self.host != "localhost" and not is_loopback(self.host):
+            yield (
+                f"host is {self.host!r}, which others can reach, but token_env is not set; name an environment variable that "
+                "holds a token, or listen on 127.0.0.1"
+            )
+        if self.reward is None:
+            if self.streams:
+                yield "neither rewards nor reward is given, so there is nothing to serve; add parts of a reward, or a model"
+        elif self.reward.ranks is not None or self.reward.parallel is not None:
+            yield "reward.ranks and reward.parallel are for runs, but a service is a single process; remove them"
+        if self.streams:
+            if self.tokenizer is not None:
+                yield "tokenizer is given, but without rewards a service receives token ids and does not read it; remove it"
+            return
+        if self.sequences != type(self).model_fields["sequences"].default:
+            yield f"sequences is {self.sequences}, but a service with rewards keeps no caches; remove it, or remove rewards"
+        if self.reward is not None and self.tokenizer is None:
+            yield "a reward model is served, but there is no `tokenizer` section; add the one that it was trained with"
+        for index, part in enumerate(self.rewards):
+            if part.kind == "process":
+                yield f"rewards.{index} is of kind process, which is for the reward model of `oppo train`; choose another kind"
+            if part.kind == "http":
+                yield f"rewards.{index} is of kind http, but a service does not pass requests on; let the run ask that service"
+            if part.name == "length":
+                yield f"rewards.{index} is of rule length, but a service gets no counts of tokens; name it in the run's file"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host can reach the address; false for a name."""
+    """Return True if only this host can reach the address; False for a host name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

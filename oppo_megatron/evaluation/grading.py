@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oppo_megatron.clock import by_time
-from oppo_megatron.config.serve import ServeRewardConfig
+from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import ConfigError, DataError, RewardError
@@ -39,7 +39,7 @@ Grade = Callable[[Sequence[Answer]], list[dict[str, float]]]
 class Grader:
     """`parts` tried before anything is decoded.  Raises ConfigError for those that cannot be had."""
 
-    def __init__(self, config: ServeRewardConfig, environment: Mapping[str, str], *, summed: bool):
+    def __init__(self, config: ServeConfig, environment: Mapping[str, str], *, summed: bool):
         """`summed`: the parts belong to one reward, whose sum is a figure, too."""
         self._config, self._summed = config, summed and len(config.rewards) > 1
         self._rewards = build_reward_functions(config.rewards, environment)

@@ -4,7 +4,7 @@ import warnings
 
 from oppo_megatron.mcore.quick_import import import_megatron
 
-# megatron-core says in every process, as it is imported, which optional packages are absent; `oppo doctor` says it once.
+# megatron-core says in every process, as it is imported, which optional packages are absent; `oppo validate` says it once.
 _remarks = [".*Apex", ".*Transformer Engine", "full scope is deprecated", "If you are using transformer_engine"]
 # Its distributed optimizer asks every parameter's shard for a gradient of its own.
 _remarks.append(r"The \.grad attribute of a Tensor that is not a leaf")

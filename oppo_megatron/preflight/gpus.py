@@ -1,4 +1,4 @@
-"""What `oppo doctor` says of a machine's GPUs: devices, driver, NCCL, fabric, shared memory, and what is missing.  No torch.
+"""A machine's GPUs, for `oppo validate`: devices, driver, NCCL, fabric, shared memory, and what is missing.  No torch.
 
 What torch knows comes as `TorchBuild`; the rest is read from the kernel's files, and from nvidia-smi where there is one.
 """

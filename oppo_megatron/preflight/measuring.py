@@ -22,7 +22,7 @@ def check_evaluation(config: TrainConfig) -> list[str]:
         if models and config.reward is None:
             problems.append(
                 "evaluation.metrics has a part of kind model or process, but the run has no reward model; add one to `rewards`, "
-                "or ask a service (`oppo serve-reward`) with kind http"
+                "or ask a service (`oppo serve`) with kind http"
             )
         elif kind := next((part.kind for part in evaluation.metrics if part.reads_model), None):
             trained = next((part.kind for part in config.rewards if part.reads_model), kind)

@@ -10,8 +10,9 @@ from typing import Any
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.model import LearningModelConfig, ModelConfig, PlacementConfig
+from oppo_megatron.config.paths import check_exists
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
-from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
+from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head
@@ -32,8 +33,7 @@ from oppo_megatron.modeldir.headers import (
 )
 from oppo_megatron.modeldir.megatron import find_megatron
 from oppo_megatron.modeldir.vocabularies import compare_tokenizers
-from oppo_megatron.preflight.services import check_serve, check_serve_scorer
-from oppo_megatron.preflight.settings import check_source, check_stop_ids, check_supervised, check_train
+from oppo_megatron.preflight.settings import check_rewards, check_source, check_stop_ids, check_supervised, check_train
 
 SHOWN = 3
 """Tensors that do not fit, of each role."""
@@ -86,20 +86,20 @@ def supervised_problems(config: SupervisedConfig) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def service_problems(config: ServeRewardConfig | ServeScorerConfig) -> list[str]:
+def service_problems(config: ServeConfig) -> list[str]:
     """Every problem of a service's configuration."""
-    vocab_size = None
-    if isinstance(config, ServeScorerConfig):
-        problems = check_serve_scorer(config)
-    else:
-        problems = check_serve(config)
-        if config.reward is not None and config.tokenizer is not None:
-            vocab_size = _vocab_size(config.tokenizer, problems)
-    if config.reward is not None:
-        role = Role("reward", config.reward, scalar=True)
-        _check_role(role, config.max_tokens, vocab_size, problems)
-        if isinstance(config, ServeRewardConfig) and config.tokenizer is not None:
-            problems += compare_with_roles(config.tokenizer, [role])[0]
+    problems, vocab_size = list(config.rules()), None
+    if not config.streams:
+        problems += check_rewards(config.rewards, has_reward_model=config.reward is not None)
+    if config.reward is None:
+        return problems
+    problems += check_source("reward", config.reward)
+    role = Role("reward", config.reward, scalar=True)
+    if config.tokenizer is not None:
+        problems += check_exists("tokenizer.path", config.tokenizer.path)
+        vocab_size = _vocab_size(config.tokenizer, problems)
+        problems += compare_with_roles(config.tokenizer, [role])[0]
+    _check_role(role, config.max_tokens, vocab_size, problems)
     return problems
 
 

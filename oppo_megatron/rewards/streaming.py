@@ -1,4 +1,4 @@
-"""Rewards from a service of `oppo serve-scorer`: sequences are sent while they grow, scores are taken when they are whole.
+"""Rewards from a service of `oppo serve`: sequences are sent while they grow, scores are taken when they are whole.
 
 The wire format, by POST URL/extend, with a bearer token if the service needs one:
 
@@ -212,7 +212,7 @@ def _read_rows(answer: httpx.Response, request: Mapping[str, Any]) -> list[dict[
             raise ValueError(f"no answer for sequence {min(asked)}")
     except (ValueError, KeyError, TypeError) as error:
         raise RewardError(
-            f"the scorer's answer is not of the form ({error}); is the address `oppo serve-scorer`'s?"
+            f"the scorer's answer is not of the form ({error}); is the address `oppo serve`'s?"
         ) from error
     return list(rows)
 

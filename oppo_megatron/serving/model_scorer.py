@@ -14,7 +14,7 @@ import torch
 from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import ParallelConfig, RoleConfig, RuntimeConfig
-from oppo_megatron.config.serve import ServeRewardConfig
+from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError, RewardError
@@ -86,9 +86,9 @@ class ModelScorer:
 
 
 @contextmanager
-def open_model(config: ServeRewardConfig) -> Iterator[ModelScorer]:
+def open_model(config: ServeConfig) -> Iterator[ModelScorer]:
     """Load the reward model.  Raises ConfigError or CheckpointError."""
-    assert config.reward is not None and config.tokenizer is not None, "check_serve asks for them"
+    assert config.reward is not None and config.tokenizer is not None, "rules of ServeConfig"
     tokenizer, runtime = load_tokenizer(config.tokenizer), config.runtime
     with open_reward_model(config.reward, runtime, max_tokens=config.max_tokens, vocab_size=tokenizer.vocab_size) as (
         model,

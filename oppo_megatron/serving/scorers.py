@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
+from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.protocol import Item, read_token
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from oppo_megatron.serving.app import Scorer
 
 
-def build_rewards(config: ServeRewardConfig, environment: Mapping[str, str]) -> RewardSum:
+def build_rewards(config: ServeConfig, environment: Mapping[str, str]) -> RewardSum:
     """The service's sum.  Its isolated parts do not see the service's token.  Raises ConfigError."""
     inherited = {name: value for name, value in environment.items() if name != config.token_env}
     return build_reward_functions(config.rewards, inherited)
 
 
-def try_parts(config: ServeRewardConfig | ServeScorerConfig, environment: Mapping[str, str]) -> list[str]:
+def try_parts(config: ServeConfig, environment: Mapping[str, str]) -> list[str]:
     """Try token, rewards and tokenizer without loading a model or listening.  Returns a line about the rewards.
 
     Raises ConfigError.
     """
     if config.token_env is not None:
         read_token(config.token_env, environment)
-    if isinstance(config, ServeScorerConfig):
+    if config.streams:
         return []
     rewards = build_rewards(config, environment)
     rewards.close()
@@ -41,7 +41,7 @@ def try_parts(config: ServeRewardConfig | ServeScorerConfig, environment: Mappin
 
 
 @contextmanager
-def open_scorer(config: ServeRewardConfig, environment: Mapping[str, str]) -> Iterator[Scorer]:
+def open_scorer(config: ServeConfig, environment: Mapping[str, str]) -> Iterator[Scorer]:
     """Raises ConfigError or CheckpointError, before anything is served, for what cannot be loaded."""
     with ExitStack() as stack:
         rewards = build_rewards(config, environment)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from fastapi import FastAPI
 from pydantic import SecretStr
 
-from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig, is_loopback
+from oppo_megatron.config.serve import ServeConfig, is_loopback
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.rewards.protocol import read_token
 from oppo_megatron.serving.app import build_app
@@ -20,7 +20,7 @@ from oppo_megatron.serving.stream_scorer import open_stream_scorer
 
 
 def serve(
-    config: ServeRewardConfig | ServeScorerConfig, environment: Mapping[str, str], say: Callable[[str], None]
+    config: ServeConfig, environment: Mapping[str, str], say: Callable[[str], None]
 ) -> None:
     """Serve until interrupted; `say` is told the address once requests are taken.
 
@@ -33,29 +33,27 @@ def serve(
     ):
         host, port = listening.getsockname()[:2]
         listening.listen()
-        what, path = ("rewards", "/score") if isinstance(config, ServeRewardConfig) else ("streamed rewards", "")
+        what, path = ("streamed rewards", "") if config.streams else ("rewards", "/score")
         say(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port}{path}")
         Server(server_settings(app)).run(sockets=[listening])
 
 
 def _open_app(
-    config: ServeRewardConfig | ServeScorerConfig, environment: Mapping[str, str], token: SecretStr | None
+    config: ServeConfig, environment: Mapping[str, str], token: SecretStr | None
 ) -> AbstractContextManager[FastAPI]:
-    return (
-        _reward_app(config, environment, token) if isinstance(config, ServeRewardConfig) else _scorer_app(config, token)
-    )
+    return _scorer_app(config, token) if config.streams else _reward_app(config, environment, token)
 
 
 @contextmanager
 def _reward_app(
-    config: ServeRewardConfig, environment: Mapping[str, str], token: SecretStr | None
+    config: ServeConfig, environment: Mapping[str, str], token: SecretStr | None
 ) -> Iterator[FastAPI]:
     with open_scorer(config, environment) as score:
         yield build_app(score, token)
 
 
 @contextmanager
-def _scorer_app(config: ServeScorerConfig, token: SecretStr | None) -> Iterator[FastAPI]:
+def _scorer_app(config: ServeConfig, token: SecretStr | None) -> Iterator[FastAPI]:
     with open_stream_scorer(config) as scorer:
         yield build_stream_app(scorer.extend, token)
 

@@ -1,4 +1,4 @@
-"""The HTTP side of `oppo serve-scorer`.  The wire format is in `rewards/streaming.py`.
+"""The HTTP side of `oppo serve` for streamed sequences.  The wire format is in `rewards/streaming.py`.
 
 POST /extend    200 the known length of each sequence, and the scores of whole ones; else as `serving/app.py`
 """

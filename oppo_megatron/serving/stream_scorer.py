@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oppo_megatron.config.serve import ServeScorerConfig
+from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.errors import RewardError
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import memory_for
@@ -134,8 +134,9 @@ class StreamScorer:
 
 
 @contextmanager
-def open_stream_scorer(config: ServeScorerConfig) -> Iterator[StreamScorer]:
+def open_stream_scorer(config: ServeConfig) -> Iterator[StreamScorer]:
     """Load the reward model.  Raises ConfigError, CheckpointError, or CapacityError for a cache that memory does not hold."""
+    assert config.reward is not None, "a rule of ServeConfig"
     with open_reward_model(config.reward, config.runtime, max_tokens=config.max_tokens) as (model, _):
         caches = f"making KV caches for {config.sequences} sequences of {config.max_tokens} tokens"
         with memory_for(lambda: (caches, "lower sequences or max_tokens")):

@@ -2,7 +2,7 @@
 
 Each stage's RUN instructions are run by root in an overlay of this machine's file system (unshare, mount, chroot), of which
 nothing remains.  Needs Linux, root, and for apt-get a Debian or Ubuntu with access to its packages.  Left out are what needs the
-image (`oppo doctor`, pip into the image's Python) and `make test`; they are named.  Prints what each line has done, and
+image (`oppo validate`, pip into the image's Python) and `make test`; they are named.  Prints what each line has done, and
 ends with 1 where one has failed or has not had its effect.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = ("make test", "oppo doctor", "pip install")
+LEFT_OUT = ("make test", "oppo validate", "pip install")
 EFFECTS = {
     "cpu": "command -v g++ git make && test $(stat -c %u /opt/oppo-megatron) = 10001 && test -d ~oppo",
     "gpu": "test $(stat -c %u /runs) = 10001 && test $(id -u oppo) = 10001 && test -d ~oppo",

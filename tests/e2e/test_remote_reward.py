@@ -33,7 +33,7 @@ def service(folder: Path, name: str, config: dict[str, Any]) -> Iterator[str]:
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump({"port": 0, "token_env": TOKEN_ENV, **config}))
     process = subprocess.Popen(
-        [sys.executable, "-m", "oppo_megatron", "serve-reward", str(path)],
+        [sys.executable, "-m", "oppo_megatron", "serve", str(path)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,

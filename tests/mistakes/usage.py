@@ -41,7 +41,7 @@ COMMANDS: tuple[Mistake, ...] = (
     Mistake("a conversion onto itself", ("convert", "actor", "actor", "--to", "hf"), ("actor",), ("convert", "--help")),
     Mistake("a conversion to a format that is none", ("convert", "actor", "out", "--to", "gguf"), ("gguf",),
             ("convert", "--help")),
-    Mistake("a service of a run's file", ("serve-reward", "sft.yaml"), ("sft.yaml",), ("validate", "serve.yaml")),
+    Mistake("a service of a run's file", ("serve", "sft.yaml"), ("sft.yaml",), ("validate", "serve.yaml")),
     Mistake("a job without a partition's file", ("launch", "slurm", "tain.yaml"), ("tain.yaml",),
             ("launch", "slurm", "train.yaml", "--out", "job.sbatch")),
     Mistake("a job on a machine of another name", ("launch", "pbs", "train.yaml"), ("pbs", "slurm"),

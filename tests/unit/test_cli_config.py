@@ -43,7 +43,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "--explain", "runtime.timeout_s")
-    commands = "oppo train, oppo sft, oppo rm, oppo prm, oppo dpo, oppo kto, oppo serve-reward, oppo serve-scorer"
+    commands = "oppo train, oppo sft, oppo rm, oppo prm, oppo dpo, oppo kto, oppo serve"
     assert out.splitlines()[0] == f"runtime.timeout_s  ({commands})"
     for line in ("value:   number, > 0", "unit:    s", "default: 1800.0", "time limit of a message or collective"):
         assert line in out
@@ -58,9 +58,9 @@ def test_a_section_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_commands_that_differ_in_a_key_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "--explain", "rewards.kind")
-    assert out.count("rewards[].kind") == 1 and "(oppo train, oppo serve-reward)" in out
+    assert out.count("rewards[].kind") == 1 and "(oppo train, oppo serve)" in out
     both = shown(capsys, "--explain", "reward")
-    assert "reward  (oppo train)" in both and "reward  (oppo serve-reward)" in both
+    assert "reward  (oppo train)" in both and "reward  (oppo serve)" in both
     assert "serve" not in shown(capsys, "--explain", "reward", "--kind", "train").partition("\n")[0]
 
 

@@ -1,4 +1,4 @@
-"""The command line: exit codes, messages, overrides behind options, dry runs, `validate`, `tokenizer` and `doctor`."""
+"""The command line: exit codes, messages, overrides behind options, dry runs, `validate` and `tokenizer`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_wrong_arguments_end_with_2(config: Path) -> None:
-    for arguments in ([], ["trian"], ["train"], ["train", str(config), "--nope"], ["doctor", "extra"]):
+    for arguments in ([], ["trian"], ["train"], ["train", str(config), "--nope"], ["watch"]):
         with pytest.raises(SystemExit) as end:
             main(arguments)
         assert end.value.code == 2
@@ -241,8 +241,8 @@ def test_tokenizer_reads_columns_and_names_bad_rows(tmp_path: Path, capsys: pyte
     assert main(["tokenizer", str(rows), "--out", "x.model", "--vocab-size", "0"]) == 2
 
 
-def test_doctor_tells_what_is_there_and_what_is_off(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
+def test_validate_without_a_file_tells_what_is_there_and_what_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate"]) == 0
     out = capsys.readouterr().out
     for word in (
         "python",
@@ -256,25 +256,25 @@ def test_doctor_tells_what_is_there_and_what_is_off(capsys: pytest.CaptureFixtur
         assert word in out
 
 
-def test_doctor_fails_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from oppo_megatron.cli import doctor
+def test_validate_without_a_file_fails_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from oppo_megatron.cli import machine
 
-    monkeypatch.setattr(doctor, "version_of", lambda package: None)
-    assert main(["doctor"]) == 1
+    monkeypatch.setattr(machine, "version_of", lambda package: None)
+    assert main(["validate"]) == 1
     out = capsys.readouterr().out
     assert "not ready: needed are torch>=" in out and "pydantic>=2, which is absent" in out
     assert "ruff" not in out, "what only an extra asks for"
 
 
-def test_doctor_tells_of_a_version_that_is_too_old(
+def test_validate_without_a_file_tells_of_a_version_that_is_too_old(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from oppo_megatron.cli import doctor
+    from oppo_megatron.cli import machine
 
-    versions = {"megatron-core": "0.12.0", "torch": "2.11.0a0+nv26.02", "transformers": doctor.PRESENT}
-    real = doctor.version_of
-    monkeypatch.setattr(doctor, "version_of", lambda each: versions.get(each.distribution) or real(each))
-    assert main(["doctor"]) == 1
+    versions = {"megatron-core": "0.12.0", "torch": "2.11.0a0+nv26.02", "transformers": machine.PRESENT}
+    real = machine.version_of
+    monkeypatch.setattr(machine, "version_of", lambda each: versions.get(each.distribution) or real(each))
+    assert main(["validate"]) == 1
     out = capsys.readouterr().out
     assert "megatron-core<0.17,>=0.16.1, but 0.12.0 is installed" in out
     assert "needed are megatron-core" in out, "and nothing else"

@@ -96,9 +96,9 @@ def test_services_too(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert main(["validate", "serve.yaml"]) == 0
     out = capsys.readouterr().out
     assert "listens on 127.0.0.1, port 8900, without a token\nrewards: model x 1, gsm8k x 0.5\n" in out
-    assert "valid configuration for `oppo serve-reward`" in out
+    assert "valid configuration for `oppo serve`" in out
     assert main(["validate", "scorer.yaml"]) == 0
-    assert "valid configuration for `oppo serve-scorer`" in capsys.readouterr().out
+    assert "valid configuration for `oppo serve`" in capsys.readouterr().out
     assert "others can reach" in refused("scorer.yaml", "host=0.0.0.0")
     assert "SERVE_TOKEN is not set" in refused("serve.yaml", "host=0.0.0.0", "token_env=SERVE_TOKEN")
     assert "cannot be imported" in refused(

@@ -8,9 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from oppo_megatron.config.data import RewardPart
-from oppo_megatron.config.serve import ServeRewardConfig
+from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.preflight.reward_parts import check_waits
-from oppo_megatron.preflight.services import check_serve
 from oppo_megatron.preflight.settings import check_rewards
 
 URL = "http://10.0.0.7:8900/score"
@@ -113,10 +112,10 @@ def test_a_pattern_is_read_with_the_configuration() -> None:
 
 def test_a_service_has_no_counts_of_tokens() -> None:
     part = RewardPart(kind="verifier", name="length", buffer_tokens=4, max_tokens=9)
-    (problem,) = check_serve(ServeRewardConfig(rewards=[part]))
+    (problem,) = ServeConfig(rewards=[part]).rules()
     assert "rewards.0 is of rule length, but a service gets no counts of tokens; name it in the run's file" in problem
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_loopback_needs_no_token(host: str) -> None:
-    assert check_serve(ServeRewardConfig(rewards=[RewardPart(kind="verifier", name="gsm8k")], host=host)) == []
+    assert list(ServeConfig(rewards=[RewardPart(kind="verifier", name="gsm8k")], host=host).rules()) == []

@@ -45,15 +45,15 @@ def test_nobody_runs_as_root(stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", ["cpu", "gpu"])
-def test_health_is_what_the_doctor_says(stage: str) -> None:
+def test_health_is_what_validate_says(stage: str) -> None:
     (check,) = of(stage, "HEALTHCHECK")
-    assert json.loads(check.partition("CMD ")[2]) == ["oppo", "doctor"]
+    assert json.loads(check.partition("CMD ")[2]) == ["oppo", "validate"]
 
 
 def test_the_image_keeps_its_own_torch() -> None:
     installs = [part for rest in of("gpu", "RUN") for part in rest.split(" && ") if "install" in part and "pip" in part]
     assert installs == [INSTALL]
-    assert of("gpu", "RUN")[-1] == "oppo doctor"
+    assert of("gpu", "RUN")[-1] == "oppo validate"
     assert "autoremove" not in str(LINES) and "PIP_CONSTRAINT" not in str(LINES)
 
 
@@ -68,7 +68,7 @@ def test_every_run_line_is_carried_out_or_named_as_left_out() -> None:
     left_out = [
         part for _, name, rest in LINES if name == "RUN" for part in rest.split(" && ") if part.startswith(LEFT_OUT)
     ]
-    assert left_out == ["make test", INSTALL, "oppo doctor"]
+    assert left_out == ["make test", INSTALL, "oppo validate"]
 
 
 def test_hadolint_finds_nothing() -> None:

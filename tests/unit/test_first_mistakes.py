@@ -160,15 +160,14 @@ def test_a_package_that_is_not_installed(
     assert "pip install tensorboard" in refused(capsys, "validate", "sft.yaml", "logging.tensorboard=true")
 
 
-@pytest.mark.parametrize("kind", ["serve-reward", "serve-scorer"])
 def test_a_service_without_its_packages(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("oppo_megatron.cli.ready.SERVICE_PACKAGES", {"no-such-package": ("no_such_package:Server",)})
     monkeypatch.setattr(validate, "load_service", lambda *_: SimpleNamespace(host="h", port=1, token_env=None))
-    monkeypatch.setattr("oppo_megatron.cli.serving.load_service", lambda *_: None)
+    monkeypatch.setattr("oppo_megatron.cli.serve.load_service", lambda *_: None)
     (folder / "s.yaml").write_text("port: 1\n")
-    for said in (refused(capsys, "validate", "s.yaml", "--kind", kind), refused(capsys, kind, "s.yaml")):
+    for said in (refused(capsys, "validate", "s.yaml", "--kind", "serve"), refused(capsys, "serve", "s.yaml")):
         assert "but no-such-package is not installed;" in said
         assert "pip install 'oppo-megatron[serve]'" in said and "pip install '.[serve]'" in said
 

@@ -60,7 +60,7 @@ def test_every_function_that_it_imports_exists() -> None:
 def test_every_command_that_it_calls_is_one() -> None:
     commands = re.findall(r"-m oppo_megatron (.*?)(?: *\|\||;|$)", FIRST.replace("\\\n", " "), re.MULTILINE)
     words = [re.sub(r'"\$\(\([^"]*"', "600", command).replace('"', "").split() for command in commands]
-    assert [each[0] for each in words] == ["doctor", "train", "bench", "bench"]
+    assert [each[0] for each in words] == ["validate", "train", "bench", "bench"]
     for each in words:
         assert parse_arguments(each).command == each[0]
 
@@ -128,6 +128,6 @@ def test_without_a_gpu_every_part_runs_and_leaves_its_figures(tmp_path: Path) ->
     summary = json.loads((out / "summary.json").read_text())
     steps = [step["step"] for step in summary["steps"]]
     assert summary["device"] == "cpu" and summary["failed"] == [], (out / "first.log").read_text()[-8000:]
-    assert steps == ["wheels", "imports", "doctor", "tests-1", "train", "bench", "trace", "attend", "tests-2"]
+    assert steps == ["wheels", "imports", "machine", "tests-1", "train", "bench", "trace", "attend", "tests-2"]
     assert {"decode", "update"} <= set(summary["figures"]) and len((out / "train.jsonl").read_text().splitlines()) == 3
     assert (out / "traces.tar.gz").stat().st_size > 1000

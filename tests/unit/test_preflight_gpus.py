@@ -1,4 +1,4 @@
-"""What `oppo doctor` says of GPUs: machines that are made up, and files as the kernel and nvidia-smi write them."""
+"""What `oppo validate` says of GPUs: machines that are made up, and files as the kernel and nvidia-smi write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oppo_megatron.cli import doctor
+from oppo_megatron.cli import machine
 from oppo_megatron.cli.main import main
 from oppo_megatron.preflight.gpus import Gpu, Host, NoAnswer, TorchBuild, describe, has_kernels, problems, read_host
 
@@ -135,8 +135,8 @@ def test_an_nvidia_smi_that_fails_is_told(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr("oppo_megatron.preflight.gpus.SMI_S", 0.3 if name == "it hangs" else 20.0)
-    monkeypatch.setattr(doctor, "torch_build", lambda: NODE)
-    assert main(["doctor"]) == 0
+    monkeypatch.setattr(machine, "torch_build", lambda: NODE)
+    assert main(["validate"]) == 0
     report = capsys.readouterr().out.splitlines()
     assert [line for line in report if line.startswith("nvidia-smi: ") and says in line]
     assert [line for line in report if line.startswith("  - nvidia-smi ") and says in line and "dmesg" in line]
@@ -152,7 +152,7 @@ def test_an_nvidia_smi_that_knows_of_no_links_is_well() -> None:
     assert host.smi_failed is None and host.links == ()
 
 
-def test_the_doctor_looks_at_devices_and_refuses_those_that_torch_cannot_use(
+def test_the_report_looks_at_devices_and_refuses_those_that_torch_cannot_use(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     device = SimpleNamespace(name="NVIDIA B200", total_memory=180 * 10**9, major=10, minor=0)
@@ -163,11 +163,11 @@ def test_the_doctor_looks_at_devices_and_refuses_those_that_torch_cannot_use(
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(doctor, "read_host", lambda environment: HOST)
-    assert main(["doctor"]) == 1
+    monkeypatch.setattr(machine, "read_host", lambda environment: HOST)
+    assert main(["validate"]) == 1
     out = capsys.readouterr().out
     assert "cuda:1: NVIDIA B200, 180 GB, compute capability 10.0" in out and "NCCL 2.27.3" in out
     assert "kernels for sm_90, none of which runs on compute capability 10.0" in out
     assert "not ready: the GPUs cannot be used" in out
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_100"])
-    assert main(["doctor"]) == 0 and "missing for GPUs" not in capsys.readouterr().out
+    assert main(["validate"]) == 0 and "missing for GPUs" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`oppo serve-scorer`: sequences that are streamed to it, who may, how much; and the client of a run."""
+"""`oppo serve`: sequences that are streamed to it, who may, how much; and the client of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fastapi.responses import Response
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.aligner import StreamConfig
 from oppo_megatron.config.model import RoleConfig, RuntimeConfig
-from oppo_megatron.config.serve import ServeScorerConfig
+from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.errors import CapacityError, RewardError
 from oppo_megatron.rewards import streaming
 from oppo_megatron.rewards.protocol import Item
@@ -125,7 +125,7 @@ def test_a_request_is_of_few_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_caches_that_memory_does_not_hold_are_a_capacity_error(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", "scalar")
-    config = ServeScorerConfig(
+    config = ServeConfig(
         reward={"checkpoint": tmp_path}, sequences=10**9, max_tokens=64, runtime={"device": "cpu"}
     )
     with (
@@ -140,7 +140,7 @@ def test_a_sequence_of_which_a_part_was_read_when_memory_ran_out_is_read_again(t
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     save_tiny(tmp_path, "llama", "scalar", max_position_embeddings=16384, **sizes)
     runtime = {"device": "cpu", "micro_batch_tokens": 4096}
-    config = ServeScorerConfig(reward={"checkpoint": tmp_path}, sequences=2, max_tokens=16384, runtime=runtime)
+    config = ServeConfig(reward={"checkpoint": tmp_path}, sequences=2, max_tokens=16384, runtime=runtime)
     tokens = torch.randint(1, 64, (8192,), generator=torch.Generator().manual_seed(0)).tolist()
     calls: list[list[Known]] = []
     failures: list[str] = []
@@ -202,7 +202,7 @@ def test_wherever_memory_runs_out_the_same_request_again_gets_the_same_scores(tm
     """Four sequences where three have room, two of them known in part, each in parts of seven tokens."""
     save_tiny(tmp_path, "llama", "scalar", num_hidden_layers=1)
     runtime = {"device": "cpu", "micro_batch_tokens": 7}
-    config = ServeScorerConfig(reward={"checkpoint": tmp_path}, sequences=3, max_tokens=64, runtime=runtime)
+    config = ServeConfig(reward={"checkpoint": tmp_path}, sequences=3, max_tokens=64, runtime=runtime)
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(1, 64, (length,), generator=generator).tolist() for length in (30, 23, 17, 9)]
 
@@ -236,7 +236,7 @@ def test_wherever_memory_runs_out_the_same_request_again_gets_the_same_scores(tm
 
 def test_a_slot_that_could_not_be_given_up_is_given_up_later(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", "scalar")
-    config = ServeScorerConfig(reward={"checkpoint": tmp_path}, sequences=1, max_tokens=64, runtime={"device": "cpu"})
+    config = ServeConfig(reward={"checkpoint": tmp_path}, sequences=1, max_tokens=64, runtime={"device": "cpu"})
     with open_stream_scorer(config) as scorer:
         whole = Piece(**piece(final=True))
         with (
@@ -328,7 +328,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any
         f"reward: {{checkpoint: {folder / 'rm'}}}\nport: 0\nmax_tokens: 64\nsequences: 3\n"
         "runtime: {device: cpu, micro_batch_tokens: 7}\n"
     )
-    command = [sys.executable, "-m", "oppo_megatron", "serve-scorer", str(config)]
+    command = [sys.executable, "-m", "oppo_megatron", "serve", str(config)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -384,8 +384,8 @@ def test_it_does_not_listen_elsewhere_without_a_token(
     path = tmp_path / "scorer.yaml"
     shape = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     path.write_text(json.dumps({"reward": {"init": shape | {"num_attention_heads": 2}}, "host": host.strip("'")}))
-    assert main(["serve-scorer", str(path)]) == 2
+    assert main(["serve", str(path)]) == 2
     assert "which others can reach, but token_env is not set" in capsys.readouterr().err
     monkeypatch.setenv("SCORER_TOKEN", "short")
-    assert main(["serve-scorer", str(path), "token_env=SCORER_TOKEN"]) == 2
+    assert main(["serve", str(path), "token_env=SCORER_TOKEN"]) == 2
     assert "holds no usable token" in capsys.readouterr().err

@@ -22,7 +22,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed: it is of the ex
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.remote import RemoteRewardConfig
-from oppo_megatron.config.serve import ServeRewardConfig
+from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.protocol import Item, ScoreItem
 from oppo_megatron.rewards.remote import RemoteReward
@@ -57,7 +57,7 @@ def post(address: str, body: Any, **headers: str) -> httpx.Response:
 
 def test_scores_of_the_parts_in_the_order_asked(tmp_path: Path) -> None:
     parts = [RewardPart(kind="verifier", name="gsm8k", weight=2.0)]
-    with open_scorer(ServeRewardConfig(rewards=parts), {}) as score, served(score) as address:
+    with open_scorer(ServeConfig(rewards=parts), {}) as score, served(score) as address:
         items = [ITEM | {"id": 7 - i, "response": f"#### {i}"} for i in range(4)]
         answer = post(address, {"items": items})
         assert answer.status_code == 200
@@ -247,7 +247,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     path.write_text("rewards: [{kind: verifier, name: arithmetic}]\n")
 
     def run(*overrides: str) -> str:
-        assert main(["serve-reward", str(path), *overrides]) == 2
+        assert main(["serve", str(path), *overrides]) == 2
         return capsys.readouterr().err
 
     return run
@@ -281,6 +281,6 @@ def test_what_cannot_be_served_is_said_at_once(refused: Callable[..., str]) -> N
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["serve-reward", "--help"])
+        main(["serve", "--help"])
     out = capsys.readouterr().out
     assert end.value.code == 0 and "127.0.0.1" in out and "token_env" in out and "/health" in out

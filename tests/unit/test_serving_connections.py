@@ -349,11 +349,11 @@ def test_the_peer_behind_an_address(address: str, peer: str) -> None:
 
 @pytest.fixture
 def command(tmp_path: Path, token: str | None) -> Iterator[tuple[tuple[str, int], int]]:
-    """`oppo serve-reward`: its address and process."""
+    """`oppo serve`: its address and process."""
     config = tmp_path / "serve.yaml"
     guarded = "" if token is None else "token_env: SERVE_TOKEN\n"
     config.write_text(f"rewards: [{{kind: verifier, name: gsm8k}}]\nport: 0\n{guarded}")
-    arguments = [sys.executable, "-m", "oppo_megatron", "serve-reward", str(config)]
+    arguments = [sys.executable, "-m", "oppo_megatron", "serve", str(config)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "SERVE_TOKEN": TOKEN}
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.run import SFTConfig
-from oppo_megatron.config.serve import ServeScorerConfig
+from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import Head, hf_tensors
 from oppo_megatron.layout.lora_layout import adapter_parts
@@ -232,7 +232,7 @@ def both_refuse(directory: Path, head: Head, **config: object) -> str:
     """What the loading says; `oppo validate` and what starts a run must have said it before, from the headers."""
     model = {"checkpoint": directory, **config}
     early = "\n".join(
-        service_problems(ServeScorerConfig.model_validate({"reward": model}))
+        service_problems(ServeConfig.model_validate({"reward": model}))
         if head == "scalar"
         else supervised_problems(
             SFTConfig.model_validate(

@@ -1,8 +1,7 @@
-"""`oppo doctor`: versions, devices and back ends of this machine, and which features are off and why."""
+"""`oppo validate` without a file: versions, devices and back ends of this machine, and the features that are off and why."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
@@ -20,7 +19,7 @@ from oppo_megatron.preflight.gpus import Gpu, Problem, TorchBuild, describe, pro
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, the names that are used of it, and the features lost without it (None: nothing runs without it)."""
+    """A distribution, the names used from it, and the features lost without it (None: required)."""
 
     distribution: str
     used: tuple[str, ...]
@@ -48,21 +47,17 @@ PACKAGES = (
         "pyarrow", ("pyarrow.parquet:ParquetFile",), "Parquet and zstd files as input: install the extra `parquet`"
     ),
     Package("math-verify", ("math_verify:parse", "math_verify:verify"), "rule `math`: install the extra `math`"),
-    Package("fastapi", ("fastapi:FastAPI",), "`oppo serve-*`: install the extra `serve`"),
-    Package("uvicorn", ("uvicorn:Server",), "`oppo serve-*`: install the extra `serve`"),
+    Package("fastapi", ("fastapi:FastAPI",), "`oppo serve`: install the extra `serve`"),
+    Package("uvicorn", ("uvicorn:Server",), "`oppo serve`: install the extra `serve`"),
     Package(DISTRIBUTION, (f"{LAUNCHER}:main",), "restarts by ft_launcher: torch's elastic agent is used"),
 )
 
 PRESENT = "present"
-"""The version of a module that is on the path but not installed as a distribution."""
+"""Version of a module that is on the path but not installed as a distribution."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`doctor` takes none."""
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the report; 1 where something that every run needs is missing."""
+def check_machine() -> int:
+    """Print the report.  Returns 1 if something that every run needs is missing."""
     print(f"python {platform.python_version()}  {sys.executable}")
     print(f"machine: {platform.machine()}, {usable_cores()} usable cores, {_memory()}")
     versions = {package.distribution: version_of(package) for package in PACKAGES}
@@ -102,7 +97,7 @@ def _verdict(required: list[str], missing: list[Problem]) -> int:
 
 
 def unmet_requirements() -> list[str]:
-    """What the package asks for and does not find here: `pydantic>=2, which is absent`."""
+    """Return the requirements of the package that are not met here: `pydantic>=2, which is absent`."""
     try:
         lines = metadata.requires("oppo-megatron") or []
     except metadata.PackageNotFoundError:  # a source tree on the path
@@ -123,7 +118,7 @@ def unmet_requirements() -> list[str]:
 
 
 def version_of(package: Package) -> str | None:
-    """The installed version; `PRESENT` where only the module is there; None where nothing is."""
+    """Return the installed version; `PRESENT` if only the module is there; None if nothing is."""
     try:
         return metadata.version(package.distribution)
     except metadata.PackageNotFoundError:
@@ -146,7 +141,7 @@ def _torch_report() -> list[str]:
 
 
 def torch_build() -> TorchBuild:
-    """What this torch has for GPUs, and the devices that it finds."""
+    """Return the GPU support of this torch and the devices that it finds."""
     import torch
     import torch.distributed as dist
 
