@@ -1,6 +1,6 @@
 """What a gloo process group takes of each rank, measured; and what the groups of a large run take of theirs, reckoned by it.
 
-    python benchmarks/groups.py --ranks 2 4 8 16 --alone 1024 16384 --runs 8 128 1024 4096 16384
+    python -m benchmarks.groups --ranks 2 4 8 16 --alone 1024 16384 --runs 8 128 1024 4096 16384
 
 Ranks are processes of this machine.  Each makes `--groups` groups of all ranks, connects them as a run does and sums a number
 over each; then it calls `new_group` as often for groups that it does not belong to.  That is done twice: once as runs have it,
@@ -27,13 +27,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from oppo_megatron.bench.figures import format_table
-from oppo_megatron.bench.planning import Cluster
+from benchmarks.dry_run import Cluster
 from oppo_megatron.cluster.process_groups import connect_pairs, new_group, the_world
 from oppo_megatron.cluster.world import CONNECT_LATE
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.groups import GroupName
 from oppo_megatron.layout.placements import role_placements, training_placements, world_size
+from oppo_megatron.report.comparison import format_table
 from oppo_megatron.schedule.groups import run_groups
 from oppo_megatron.schedule.links import lanes_of
 from oppo_megatron.schedule.rounds import Site

@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from oppo_megatron.bench.gpu import SIZES, GpuWork
-from oppo_megatron.bench.gpu_parts import Bench, _decode, _rounds
+from oppo_megatron.bench.gpu_parts import Bench, decode_round, new_rounds
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import LearningModelConfig, OptimizerConfig, RuntimeConfig
 from oppo_megatron.engine.stopping import Stopping
@@ -107,10 +107,10 @@ def profiled(name: str, call: Any) -> dict[str, Any]:
 
 def decode(bench: Bench) -> None:
     model = bench.model()
-    rounds = _rounds(bench, model, None, "auto", Stopping((), bench.work.response_tokens))
+    rounds = new_rounds(bench, model, None, "auto", Stopping((), bench.work.response_tokens))
     rollouts, steps = bench.rollouts(), 32 if ON_GPU else 4
-    first = timed(lambda: _decode(rounds, rollouts, 48 if ON_GPU else 4))
-    plain = timed(lambda: _decode(rounds, rollouts, steps))
+    first = timed(lambda: decode_round(rounds, rollouts, 48 if ON_GPU else 4))
+    plain = timed(lambda: decode_round(rounds, rollouts, steps))
     captured = rounds.decode.captured if rounds.decode is not None else None
     found: dict[str, Any] = {"rows": len(rollouts), "first_48_s": first, "ms_per_step": 1e3 * plain / steps}
     found["graphs"] = None if captured is None else captured.num_graphs
@@ -118,7 +118,7 @@ def decode(bench: Bench) -> None:
     if ON_GPU:
         found["weights_only_ms"] = 1e3 * weight_bytes(SHAPE, bench.work.dtype, scalar=False) / bench.bandwidth()
     write(decode=found)
-    found["profile"] = profiled("decode", lambda: _decode(rounds, rollouts, 16 if ON_GPU else 4))
+    found["profile"] = profiled("decode", lambda: decode_round(rounds, rollouts, 16 if ON_GPU else 4))
     write(decode=found)
     print({k: v for k, v in found.items() if k != "profile"})
 

@@ -20,12 +20,10 @@ from benchmarks.peers.hf_generate import measure_generate, require_cuda
 from benchmarks.peers.outcome import Ours
 from benchmarks.peers.settings import ALGORITHMS, require_same_work
 from benchmarks.peers.work import build_work, export_models
-from oppo_megatron.bench.figures import format_table
-from oppo_megatron.bench.outcomes import BenchError, BenchStopped
+from oppo_megatron.bench.figures import Lines, describe_machine
 from oppo_megatron.bench.overlap import MODES, PLACEMENTS, placed, switched
-from oppo_megatron.bench.peaks import describe_machine
-from oppo_megatron.bench.suite import Lines, Suite
-from oppo_megatron.cli.bench.common import add_run_arguments, chosen, count, load_base, names, new_suite
+from oppo_megatron.bench.suite import BenchError, BenchStopped, Suite
+from oppo_megatron.cli.bench import add_run_arguments, chosen, count, load_base, names, new_suite
 from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import usable_cores
@@ -33,6 +31,7 @@ from oppo_megatron.errors import ConfigError, OppoError
 from oppo_megatron.layout.placements import decodes_and_scores, role_placements, world_size
 from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.processes import started
+from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rundir.directory import write_json
 
 SCRIPT = Path(__file__).with_name("trl_run.py")

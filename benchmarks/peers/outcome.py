@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from oppo_megatron.bench.figures import steady
-from oppo_megatron.bench.suite import Lines
+from oppo_megatron.bench.figures import Lines, steady
 from oppo_megatron.report.charts import SPAN_COLOURS, new_figure
 
 TRL = "TRL"

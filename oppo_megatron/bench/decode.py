@@ -1,11 +1,10 @@
-"""Decode speed of our engine, Hugging Face `generate` and megatron-core's own context, on the same weights.
+"""Decode speed of this engine, Hugging Face `generate` and megatron-core's own context, on the same weights.
 
 Legend: B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary.
 
-Peers take turns within one run (a, b, c, a, b, c, ...), so that other load on the machine hits all of them; a peer's figure
-is the median of its turns.  Only the decode steps after the prefill are timed.  Sequences end at given lengths: the engine
-drops sequences that have ended, the other peers decode all rows to the end of the longest, and only tokens within the
-lengths count.
+Peers take turns (a, b, c, a, b, c, ...), so that other load on the machine affects all of them; a peer's figure is the median of
+its turns.  Only the decode steps after the prefill are timed.  Sequences end at given lengths: the engine drops finished
+sequences, the other peers decode all rows to the end of the longest, and only tokens within the lengths count.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from oppo_megatron.bench.limit import Response, decode_batches, decode_seconds
-from oppo_megatron.bench.peaks import describe_machine, measure_peaks
-from oppo_megatron.bench.pictures import draw_decode
+from oppo_megatron.bench.figures import describe_machine
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.debug import DebugConfig, log_normal
 from oppo_megatron.config.explain import explain
@@ -45,8 +42,9 @@ from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.mcore.static_peer import StaticContextDecoder
 from oppo_megatron.mcore.weights.hf_weights import export_weights
-from oppo_megatron.preflight.settings import check_forced_lengths
+from oppo_megatron.preflight.settings import check_trace
 from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.report.comparison import draw_decode
 from oppo_megatron.rundir.directory import write_json
 
 COLUMNS = {
@@ -54,12 +52,12 @@ COLUMNS = {
     "x bare-packed": "over_bare_packed", "x hf": "over_hf", "x mcore-static": "over_mcore_static",
     "same tokens": "same_tokens",
 }  # fmt: skip
-LIMIT_COLUMNS = {"most tokens/s": "most_tokens_per_s", "x most": "over_most"}
+OVER = {"over_bare": "bare", "over_bare_packed": "bare-packed", "over_hf": "hf", "over_mcore_static": "mcore-static"}
 
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """What every peer decodes."""
+    """The work of every peer."""
 
     shape: Mapping[str, Any]  # Hugging Face config.json
     batches: Sequence[int]
@@ -76,9 +74,9 @@ class DecodeWork:
 
     @property
     def stopping(self) -> Stopping:
-        """Where sequences end: behind the token that the prefill gives, and from 1 to `new_tokens` decoded ones.
+        """The ends of sequences: after the token of the prefill and 1 to `new_tokens` decoded ones.
 
-        Raises ConfigError or DataError for lengths that cannot be had.
+        Raises ConfigError or DataError for unusable lengths.
         """
         limit = self.new_tokens + 1
         if self.forced_lengths is None:
@@ -87,7 +85,7 @@ class DecodeWork:
             debug = DebugConfig.model_validate(self.forced_lengths)
         except ValidationError as error:
             raise ConfigError(explain(DebugConfig, error)) from error
-        if problems := check_forced_lengths(debug):
+        if problems := check_trace(debug):
             raise ConfigError(problems)
         forced = debug.lengths
         assert forced is not None, "it says where sequences end"
@@ -96,20 +94,20 @@ class DecodeWork:
 
 
 class Peer(Protocol):
-    """Something that decodes so many tokens of each sequence: seconds of the decode steps, and the tokens [B, N]."""
+    """Decodes `lengths_B` tokens: seconds of the decode steps, and the tokens [B, N]."""
 
     def decode(self, prompts_BP: Tensor, lengths_B: Sequence[int]) -> tuple[float, Tensor]: ...
 
 
 class PaddedPeer(Protocol):
-    """One that decodes as many tokens of all sequences: seconds of the decode steps, and the tokens [B, N]."""
+    """Decodes `num_new` tokens of every sequence: seconds of the decode steps, and the tokens [B, N]."""
 
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]: ...
 
 
 @dataclass(frozen=True)
 class Padded:
-    """Decodes all sequences to the end of the longest."""
+    """A padded peer, which decodes all sequences to the end of the longest."""
 
     peer: PaddedPeer
 
@@ -118,7 +116,7 @@ class Padded:
 
 
 class StepLoop:
-    """Our unit step in a bare loop with argmax: what the engine costs without sampling and bookkeeping."""
+    """This engine's unit step in a bare loop with argmax, without sampling and bookkeeping."""
 
     def __init__(self, model: RoleModel):
         self.model = model
@@ -139,7 +137,7 @@ class StepLoop:
 
 
 class Engine:
-    """The product's path: rounds of decode micro-steps, sampling at temperature 1 over the whole vocabulary."""
+    """The path of training: rounds of decode micro-steps, sampling at temperature 1 over the whole vocabulary."""
 
     def __init__(self, model: RoleModel, stopping: Stopping):
         self.model, self.stopping = model, stopping
@@ -175,11 +173,11 @@ class _Unending:
     ready, least = False, 0
 
     def finish(self, *seq_ids: int) -> None:
-        """Counts nothing."""
+        """Ignore the end."""
 
 
 class HuggingFace:
-    """`transformers` generate, greedy.  Its seconds count from the token on that the prefill gives."""
+    """`transformers` generate, greedy, timed from the token of the prefill on."""
 
     def __init__(self, directory: Path, dtype: Dtype):
         from transformers import AutoModelForCausalLM
@@ -206,7 +204,7 @@ class HuggingFace:
 
 
 class FirstToken:
-    """A stopping criterion of `generate` that stops nothing, and knows when it was first asked: behind the first token."""
+    """A stopping criterion of `generate` that never stops; `at` is when it was first called, after the first token."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -219,17 +217,16 @@ class FirstToken:
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, when the device has done what it was given."""
+    """Return the time after the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def bench_decode(work: DecodeWork, names: Sequence[str], out: Path, *, limit: bool = False) -> dict[str, Any]:
-    """Measure the named peers of `PEERS`.  Writes decode.json and decode.png to the folder `out`; returns the former's content.
+def bench_decode(work: DecodeWork, names: Sequence[str], out: Path) -> dict[str, Any]:
+    """Measure the named peers of `PEERS`.  Writes decode.json, whose content it returns, and decode.png to `out`.
 
-    `limit` adds the most tokens/s that operations, bytes and this machine's measured peaks allow.  Raises ConfigError or
-    DataError for lengths that cannot be had, OSError for a folder, before anything is measured.
+    Raises ConfigError or DataError for unusable lengths, OSError for an unusable folder, before anything is measured.
     """
     stopping = work.stopping
     out.mkdir(parents=True, exist_ok=True)
@@ -240,41 +237,25 @@ def bench_decode(work: DecodeWork, names: Sequence[str], out: Path, *, limit: bo
         parameters = sum(p.numel() for p in _load(work, _groups(), world).parameters())
         rows = [row for batch in work.batches for row in _measure(peers, work, lengths[batch])]
     found = {"machine": describe_machine(), "work": asdict(work), "parameters": parameters, "results": rows}
-    found |= _with_limits(work, lengths, rows) if limit else {}
     write_json(out / "decode.json", found)
     draw_decode(rows, out / "decode.png")
     return found
 
 
-def _with_limits(
-    work: DecodeWork, lengths: Mapping[int, Sequence[int]], rows: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """The peaks; each row gets the most tokens/s for its batch, and its own share of that."""
-    peaks = measure_peaks(work.shape, work.dtype, decode_batches(max(work.batches)), sorted({1, work.threads}))
-    for row in rows:
-        of_batch = lengths[row["batch"]]
-        # The first step reads the token that the prefill gave: a token more of each prompt.
-        responses = [Response(work.prompt_tokens + 1, length, length) for length in of_batch]
-        least_s, _ = decode_seconds(work.shape, work.dtype, responses, peaks, work.threads)
-        row["most_tokens_per_s"] = sum(of_batch) / least_s
-        row["over_most"] = row["tokens_per_s"] / row["most_tokens_per_s"]
-    return {"peaks": peaks.tree()}
-
-
 PEERS = {
-    "bare": "a bare loop over the weights: one length, static KV, argmax",
+    "bare": "a bare loop over the weights: one length, static KV cache, argmax",
     "bare-packed": "the bare loop with prepacked weights",
     "ours-packed": "the unit step, fused layers over prepacked weights, argmax",
     "ours-fused": "the unit step, fused layers, argmax",
     "ours-module": "the unit step, megatron-core's modules, argmax",
-    "ours-engine": "rounds as in training: the packed path, sampling, log-probs and all bookkeeping",
+    "ours-engine": "rounds as in training: packed path, sampling, log-probs and bookkeeping",
     "mcore-static": "megatron-core's stock model and StaticInferenceContext, argmax",
     "hf": "transformers generate, greedy",
 }
 
 
 def available_peers() -> list[str]:
-    """The peers that this build of torch has the products for."""
+    """Return the peers that this build of torch supports."""
     return [name for name in PEERS if name != "bare-packed" or can_prepack(torch.empty(0))]
 
 
@@ -308,7 +289,7 @@ def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: 
 
 
 def _measure(peers: Mapping[str, Peer], work: DecodeWork, lengths_B: Sequence[int]) -> list[dict[str, Any]]:
-    """One row a peer.  `same_tokens` is the share of tokens equal to the first greedy peer's; the engine samples."""
+    """Return one row per peer.  `same_tokens` is the share of tokens equal to the first greedy peer's; the engine samples."""
     batch = len(lengths_B)
     within_BN = torch.arange(max(lengths_B)) < torch.tensor(lengths_B)[:, None]
     generator = torch.Generator().manual_seed(batch)
@@ -327,10 +308,7 @@ def _measure(peers: Mapping[str, Peer], work: DecodeWork, lengths_B: Sequence[in
             "tokens_per_s": median(rate),
             "min": rate[0],
             "max": rate[-1],
-            "over_bare": median(rate) / median(rates["bare"]) if "bare" in rates else None,
-            "over_bare_packed": median(rate) / median(rates["bare-packed"]) if "bare-packed" in rates else None,
-            "over_hf": median(rate) / median(rates["hf"]) if "hf" in rates else None,
-            "over_mcore_static": median(rate) / median(rates["mcore-static"]) if "mcore-static" in rates else None,
+            **{key: median(rate) / median(rates[base]) if base in rates else None for key, base in OVER.items()},
             "same_tokens": None
             if greedy is None or name == "ours-engine"
             else float((tokens[name] == tokens[greedy])[within_BN].float().mean()),

@@ -1,24 +1,27 @@
-"""Benchmarks one GPU unattended within a time limit: decoding, scoring beside it, and PPO steps against TRL's.
+"""Benchmarks one GPU unattended within a time limit: decoding, scoring during it, and PPO steps against TRL's.
 
-Each part runs in processes of its own with a share of the time, so that a part that fails, hangs or lacks memory does not
-affect the others; figures are written at once.  The parts that load models are in `gpu_parts.py`, the processes in
-`timed_processes.py`, TRL's runner in the repository's `benchmarks/peers`.
+Each part runs in its own processes with a share of the time, so that a part that fails, hangs or lacks memory does not affect
+the others; figures are written at once.  The parts that load models are in `gpu_parts.py`, TRL's runner in the repository's
+`benchmarks/peers`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from oppo_megatron.bench.peaks import describe_machine
-from oppo_megatron.bench.timed_processes import run_within
+import psutil
+
+from oppo_megatron.bench.figures import describe_machine
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import Dtype
 from oppo_megatron.config.modes import switches
@@ -27,6 +30,7 @@ from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.flops import weight_bytes
 from oppo_megatron.layout.holdings import train_holdings
+from oppo_megatron.processes import started
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import read_metrics
 
@@ -56,7 +60,7 @@ SIZES: dict[str, Shape] = {
     "1.5B": _qwen(1536, 28, 12, 8960),
     "3B": _qwen(2048, 36, 16, 11008),
 }
-"""Those of Qwen2.5."""
+"""Shapes of Qwen2.5."""
 
 COLUMNS = {
     "size": "size", "part": "part", "variant": "variant", "tokens/s": "tokens_per_s", "ms/step": "ms_per_step",
@@ -67,18 +71,18 @@ COLUMNS = {
 PPO_MODES = ("sequential", "full")
 
 SHARES = {"decode": 0.17, "overlap": 0.10, "sequential": 0.18, "full": 0.18, "trl": 0.27}
-"""The largest share of the whole time that a part of one size may take."""
+"""The largest share of the whole time that a part may take."""
 
 LEAST_S = 10.0
-"""With less time left a part is not begun: models take as long to load."""
+"""With less time left a part is skipped: loading models takes as long."""
 
 TRL_MICRO_BATCH = 4
 TRL_LOGIT_BYTES = 14
-"""A logit of TRL's micro-batch: bfloat16 and its gradient, softmax and log-softmax in float32, entropy."""
+"""Bytes per logit of TRL's micro-batch: bfloat16 and its gradient, softmax and log-softmax in float32, entropy."""
 
 
 def agenda(sizes: Sequence[str]) -> list[tuple[str, str]]:
-    """(size, part): all of the first size, then what needs no training, then the rest.  What there is no time for is the end."""
+    """Return (size, part): all of the first size, then what needs no training, then the rest; time may run out before the end."""
     first, *others = sizes
     plan = [(first, part) for part in SHARES]
     for parts in (("decode", "overlap"), (*PPO_MODES, "trl")):
@@ -88,7 +92,7 @@ def agenda(sizes: Sequence[str]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class GpuWork:
-    """The work that is measured.  Response lengths are log-normal."""
+    """The measured work.  Response lengths are log-normal."""
 
     batch: int = 112
     prompt_tokens: int = 256
@@ -106,21 +110,21 @@ class GpuWork:
 
 @dataclass
 class GpuBench:
-    """Measures `sizes` within `seconds`.  `trl` is the script that runs TRL's trainer, with the Python that has TRL."""
+    """Measures models within `seconds`.  `trl`: the script that runs TRL's trainer, and the Python that has TRL."""
 
     out: Path
     work: GpuWork
     seconds: float
-    memory_bytes: float | None  # of the device; None: not asked
+    memory_bytes: float | None  # of the device; None: unlimited
     trl: tuple[Path, Path] | None = None
     say: Callable[[str], None] = lambda text: print(text, flush=True)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, sizes: Mapping[str, Shape]) -> dict[str, Any]:
-        """Writes `out/gpu.json` after every row.  Returns its content.  Raises ConfigError if `out` has one already."""
+        """Write `out/gpu.json` after every row and return its content.  Raises ConfigError if it exists already."""
         if (self.out / "gpu.json").exists():
             raise ConfigError(
-                f"{self.out} holds an earlier measurement, which is not written over; name another folder with --out"
+                f"{self.out} holds an earlier measurement, which is not overwritten; name another folder with --out"
             )
         end = time.monotonic() + self.seconds
         inputs = write_random_prompts(self.out / "inputs", self.work.prompt_tokens)
@@ -128,7 +132,7 @@ class GpuBench:
             seconds = min(SHARES[part] * self.seconds, end - time.monotonic())
             try:
                 self._measure(size, part, sizes[size], inputs, seconds)
-            except Exception as error:  # nobody is there to see it, and the parts behind it are still to come
+            except Exception as error:  # unattended: it becomes a row, and the parts after it still run
                 self._add([{"size": size, "part": part, "why_not": f"{type(error).__name__}: {error}"}])
         return self._figures()
 
@@ -142,7 +146,7 @@ class GpuBench:
             self._part(size, part, shape, seconds)
 
     def _part(self, size: str, part: str, shape: Shape, seconds: float) -> None:
-        """A part of `gpu_parts.py`, whose rows come as lines of a file."""
+        """Run a part of `gpu_parts.py`, whose rows are lines of a file."""
         lines, order = self.out / size / f"{part}.jsonl", self.out / size / f"{part}.json"
         models = {"shape": shape, "checkpoint": self.out / size / "checkpoint"}
         write_json(order, {"part": part, "work": asdict(self.work), "rows": lines, **models})
@@ -156,7 +160,7 @@ class GpuBench:
                 self._add([{"size": size, "part": part, "why_not": why_not}])
 
     def _train(self, size: str, mode: str, config: TrainConfig, seconds: float) -> None:
-        """A PPO run; of one that ran out of time or failed, the steps that it made."""
+        """Run PPO; if it runs out of time or fails, its finished steps count."""
         row: dict[str, Any] = {"size": size, "part": "ppo", "variant": mode, "rows": config.rollout.batch_size}
         if (lacking := self.lacking(config)) is not None:
             self._add([{**row, "why_not": lacking}])
@@ -169,7 +173,7 @@ class GpuBench:
         self._add_steps(row, lines, ("step_s", "decode_s", "train_s"), why_not)
 
     def _trl(self, size: str, shape: Shape, inputs: tuple[Path, Path], seconds: float) -> None:
-        """TRL's trainer over the same weights, prompts and lengths, by as many rows a step as the device holds."""
+        """Run TRL's trainer over the same weights, prompts and lengths, with as many rows per step as the device holds."""
         out = self.out / size / "trl"
         row: dict[str, Any] = {"size": size, "part": "ppo", "variant": "TRL"}
         if self.trl is None or not self.trl[0].is_file():
@@ -194,14 +198,14 @@ class GpuBench:
     def _add_steps(
         self, row: dict[str, Any], lines: Sequence[Mapping[str, Any]], seconds: Sequence[str], why_not: str | None
     ) -> None:
-        """Medians and rates of the steps after the first, which warms up, where there are more.  Tokens are those decoded."""
+        """Add medians and decoded tokens/s of the steps after the first, or of the first if it is alone."""
         if steady := lines[1:] or lines:
             row |= {name: median(line[name] for line in steady) for name in seconds}
             row |= {"steps": lines, "tokens_per_s": sum(x["tokens"] for x in steady) / sum(x["step_s"] for x in steady)}
         self._add([row | ({} if why_not is None else {"why_not": why_not})])
 
     def _process(self, size: str, part: str, command: Sequence[str], seconds: float) -> Iterator[str | None]:
-        """Runs a process, and yields None each second; at its end why it has not done all, where it has not."""
+        """Run a process; yield None each second and, at its end, the reason if it did not finish."""
         self.say(f"--- {size}: {part}, at most {max(0.0, seconds):.0f} s")
         if seconds < LEAST_S:
             yield f"{max(0.0, seconds):.0f} s left, fewer than {LEAST_S:.0f}"
@@ -209,7 +213,7 @@ class GpuBench:
         yield from run_within(command, seconds, self.out / size / f"{part}.log")
 
     def ppo_run(self, directory: Path, mode: str, tokenizer: Path, prompts: Path) -> TrainConfig:
-        """All roles of the shape that `directory` has a checkpoint of, in one process."""
+        """Return a run with all roles from the checkpoint in `directory`, in one process."""
         work, checkpoint = self.work, directory / "checkpoint"
         role = {"checkpoint": checkpoint, "dtype": work.dtype}
         scalar = {**role, "fresh_head": True}
@@ -230,7 +234,7 @@ class GpuBench:
                     "max_response_tokens": work.response_tokens,
                 },
                 "debug": {"forced_lengths": [work.median, work.sigma], "wait_for": wait_for},
-                # Random weights in low precision say nothing about training.
+                # Random weights in low precision have a large gap.
                 "guards": {"logprob_gap": {"limit": None}},
                 "overlap": {
                     **overlap,
@@ -244,11 +248,11 @@ class GpuBench:
         )
 
     def lacking(self, config: TrainConfig) -> str | None:
-        """Why the device's memory is too small for the run, where it is."""
+        """Return how much memory the run lacks; None if it fits."""
         if self.memory_bytes is None or not (Path(str(config.actor.checkpoint)) / "config.json").exists():
             return None
         found = [holding.memory for holding in train_holdings(config, on_cpu=False)]
-        # One role is trained at a time, and leaves its activations' memory to the next.
+        # One role trains at a time; the next reuses the memory of its activations.
         needed = sum(memory.total - memory.activations for memory in found) + max(m.activations for m in found)
         if needed <= self.memory_bytes:
             return None
@@ -274,7 +278,7 @@ class GpuBench:
 
 
 def require_gpu() -> float:
-    """Bytes of memory of the device.  Raises ConfigError where there is none."""
+    """Return the device's bytes of memory.  Raises ConfigError without a device."""
     import torch
 
     if not torch.cuda.is_available():
@@ -287,10 +291,10 @@ def require_gpu() -> float:
 
 
 def trl_rows(shape: Shape, work: GpuWork, memory_bytes: float | None) -> int:
-    """The most rows of a step that TRL's trainer has memory for, a multiple of its micro-batch.
+    """Return the most rows per step that TRL's trainer has memory for, a multiple of its micro-batch.
 
-    It holds four models, two gradients and Adam's state in float32; the scores of every token drawn, over the whole vocabulary in
-    float32, twice (`torch.stack` in `generate`, `pad` in `batch_generation`); and the logits of a micro-batch.
+    It holds four models, two gradients and Adam's state in float32; the scores of every sampled token over the whole vocabulary
+    in float32, twice (`torch.stack` in `generate`, `pad` in `batch_generation`); and the logits of a micro-batch.
     """
     if memory_bytes is None:
         return work.batch
@@ -302,7 +306,7 @@ def trl_rows(shape: Shape, work: GpuWork, memory_bytes: float | None) -> int:
 
 
 def set_side_by_side(rows: Sequence[dict[str, Any]]) -> None:
-    """How many times as many tokens a second the PPO runs of a size make as ours in sequence, and as TRL."""
+    """Add to each PPO run its tokens/s over those of this project's sequential run, and over TRL's."""
     rates = {
         (row["size"], row["variant"]): row["tokens_per_s"] for row in rows if row["part"] == "ppo" and "steps" in row
     }
@@ -314,6 +318,42 @@ def set_side_by_side(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines that a process has written so far."""
+    """Return the complete lines that a process has written so far."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def run_within(command: Sequence[str], seconds: float, log: Path) -> Generator[str | None, None, None]:
+    """Run a command with its output in `log`; yield None each second and, at its end, the reason if it did not finish.
+
+    All its descendants end with it, also those in other sessions, so that none keeps the device's memory.
+    """
+    with started(command, log, end=_end) as process:
+        end = time.monotonic() + seconds
+        while process.poll() is None and time.monotonic() < end:
+            yield None
+            time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+        ended = process.poll()
+    if ended is None:
+        yield f"its {seconds:.0f} s ran out"
+    elif ended:
+        yield f"exit code {ended}, {_last_line(log)} ({log})"
+    else:
+        yield None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all its descendants."""
+    if process.poll() is None:
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=10)
+    process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "without a word"

@@ -1,6 +1,6 @@
-"""The parts of `oppo bench gpu` that load models: `python -m oppo_megatron.bench.gpu_parts ORDER.json`, a process each.
+"""The parts of `oppo bench gpu` that load models: `python -m oppo_megatron.bench.gpu_parts ORDER.json`, one process each.
 
-Every figure is written as a line as soon as it is there.
+Every figure is written as a line as soon as it is known.
 
 Legend: B sequences, P prompt tokens, V vocabulary.
 """
@@ -20,7 +20,6 @@ import torch
 
 from oppo_megatron.bench.decode import HuggingFace
 from oppo_megatron.bench.gpu import GpuWork
-from oppo_megatron.bench.limit import Response, decode_steps
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.debug import ForcedLengths, log_normal
 from oppo_megatron.config.forced_limits import ForcedLimits
@@ -65,12 +64,12 @@ class Unending:
     ready, least = False, 0
 
     def finish(self, *seq_ids: int) -> None:
-        """Counts nothing."""
+        """Ignore the end."""
 
 
 @dataclass
 class Bench:
-    """One part of one size, on this process's device."""
+    """One part of one model size on this process's device."""
 
     work: GpuWork
     shape: Mapping[str, Any]
@@ -88,13 +87,13 @@ class Bench:
         return self.work.prompt_tokens + self.work.response_tokens
 
     def model(self, head: Head = "lm") -> RoleModel:
-        """The model from the size's checkpoint; a scalar head over it is new."""
+        """Load the model from the checkpoint; a scalar head is new."""
         config = ModelConfig(checkpoint=self.checkpoint, fresh_head=head == "scalar", dtype=self.work.dtype)
         model = load_role(config, self.groups, head=head, max_length=self.max_length, device=self.device)
         return model.requires_grad_(False)
 
     def rollouts(self, start: int = 0) -> list[Rollout]:
-        """As many as the batch has, of random prompts."""
+        """Return a batch of rollouts with random prompts."""
         work, generator = self.work, torch.Generator().manual_seed(start)
         prompts = torch.randint(self.shape["vocab_size"], (work.batch, work.prompt_tokens), generator=generator)
         return [Rollout(Prompt(start + i, i, "", tuple(row)), i) for i, row in enumerate(prompts.tolist())]
@@ -111,25 +110,29 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def bandwidth(self) -> float:
-        """Bytes a second of the best of several copies, each byte read and written."""
+        """Return bytes/s of the best of several copies, which read and write each byte."""
         source = torch.zeros(READ_BYTES[self.device.type], dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * source.numel() / min(self.seconds(lambda: target.copy_(source)) for _ in range(10))
 
-    def against_limit(self, row: dict[str, Any], responses: Sequence[Response], bandwidth: float) -> dict[str, Any]:
-        """The row with what reading weights and caches alone would allow: per decode step all weights once, and the keys and
-        values of the running sequences."""
-        tokens = sum(r.tokens for r in responses)
-        _, keys = decode_steps(responses)
+    def against_limit(
+        self, row: dict[str, Any], responses: Sequence[tuple[int, int]], bandwidth: float
+    ) -> dict[str, Any]:
+        """Add the rate that reading memory alone allows; `responses` are (context before, tokens decoded), begun together.
+
+        A decode step reads all weights once, and the keys and values of the running sequences.
+        """
+        tokens, steps = sum(count for _, count in responses), max(count for _, count in responses)
+        positions = sum(count * context + count * (count - 1) // 2 for context, count in responses)
         kv = kv_bytes_per_token(self.shape, ParallelConfig(), self.work.dtype)
-        read = len(keys) * weight_bytes(self.shape, self.work.dtype, scalar=False) + kv * sum(keys)
-        row |= {"tokens": tokens, "steps": len(keys), "tokens_per_s": tokens / row["seconds"]}
-        row |= {"limit_tokens_per_s": tokens * bandwidth / read, "ms_per_step": 1e3 * row["seconds"] / len(keys)}
+        read = steps * weight_bytes(self.shape, self.work.dtype, scalar=False) + kv * positions
+        row |= {"tokens": tokens, "steps": steps, "tokens_per_s": tokens / row["seconds"]}
+        row |= {"limit_tokens_per_s": tokens * bandwidth / read, "ms_per_step": 1e3 * row["seconds"] / steps}
         return row | {"share_percent": 100 * row["tokens_per_s"] / row["limit_tokens_per_s"]}
 
 
 def measure_decode(bench: Bench) -> None:
-    """A full batch for some steps by each variant and by `transformers`, and long-tailed lengths to their ends."""
+    """Measure a full batch by each variant and by `transformers`, and long-tailed lengths to their ends."""
     bandwidth = bench.bandwidth()
     bench.write({"variant": "bandwidth", "read_write_gbytes": bandwidth / 1e9})
     model = bench.model()
@@ -145,7 +148,7 @@ def measure_decode(bench: Bench) -> None:
     bench.write({"variant": "transformers generate", **_transformers(bench, bandwidth)})
 
 
-def _rounds(
+def new_rounds(
     bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, stopping: Stopping
 ) -> RoundRunner:
     runtime = RuntimeConfig(decode_sync_steps=sync_steps)
@@ -161,8 +164,8 @@ def _rounds(
     )
 
 
-def _decode(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, score: Sequence[Rollout] = ()) -> None:
-    """A round that is recorded in the rollouts, `score` scored as they were before it."""
+def decode_round(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, score: Sequence[Rollout] = ()) -> None:
+    """Run a round and record it in the rollouts; `score` are scored as they were before it."""
     chunk = rounds.run(rollouts, score, steps, Decoding(0, 0, Unending))
     assert chunk is not None
     held = {r.seq_id: r for r in rollouts}
@@ -176,51 +179,51 @@ def _decode(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, score:
 def _steady(
     bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, bandwidth: float
 ) -> dict[str, Any]:
-    """No sequence ends.  The steps before warm up, in which steps are captured."""
-    rounds = _rounds(bench, model, sync_steps, layout, Stopping((), bench.work.response_tokens))
+    """Measure steps in which no sequence ends, after steps that warm up and capture graphs."""
+    rounds = new_rounds(bench, model, sync_steps, layout, Stopping((), bench.work.response_tokens))
     assert rounds.decode is not None
     rollouts, steps = bench.rollouts(), bench.work.steady_steps
     warm = min(WARM_STEPS, bench.work.response_tokens - 1 - steps)
-    _decode(rounds, rollouts, warm)
-    seconds = bench.seconds(lambda: _decode(rounds, rollouts, steps))
-    responses = [Response(bench.work.prompt_tokens + warm, steps, steps)] * len(rollouts)
+    decode_round(rounds, rollouts, warm)
+    seconds = bench.seconds(lambda: decode_round(rounds, rollouts, steps))
+    responses = [(bench.work.prompt_tokens + warm, steps)] * len(rollouts)
     row = {"seconds": seconds, "paged": isinstance(rounds.decode.cache, PagedKVCache)}
     return bench.against_limit(row, responses, bandwidth)
 
 
 def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, Any]:
-    """Rounds until the last has ended; the first time, in which steps are captured, counts apart."""
+    """Measure rounds until the last sequence has ended; the first pass, which captures graphs, is reported apart."""
     work, most = bench.work, bench.work.response_tokens
     lengths = log_normal(ForcedLengths(median=work.median, sigma=work.sigma))
-    rounds = _rounds(bench, model, None, "auto", Stopping((), most, ForcedLimits(lengths, most, seed=1)))
+    rounds = new_rounds(bench, model, None, "auto", Stopping((), most, ForcedLimits(lengths, most, seed=1)))
     assert rounds.decode is not None
 
     def to_the_ends(rollouts: Sequence[Rollout]) -> None:
         while running := [r for r in rollouts if not r.finished]:
-            _decode(rounds, running, work.chunk_tokens)
+            decode_round(rounds, running, work.chunk_tokens)
 
     first_s = bench.seconds(lambda: to_the_ends(bench.rollouts()))
     rollouts = bench.rollouts(work.batch)
     row: dict[str, Any] = {"seconds": bench.seconds(lambda: to_the_ends(rollouts)), "first_seconds": first_s}
     captured = rounds.decode.captured
     row["graphs"] = 0 if captured is None else captured.num_graphs
-    responses = [Response(len(r.prompt.tokens), len(r.tokens), len(r.tokens)) for r in rollouts]
+    responses = [(len(r.prompt.tokens), len(r.tokens)) for r in rollouts]
     return bench.against_limit(row, responses, bandwidth)
 
 
 def _transformers(bench: Bench, bandwidth: float) -> dict[str, Any]:
-    """`generate`, greedy, its prefill taken off."""
+    """Measure greedy `generate` without its prefill."""
     peer, steps = HuggingFace(bench.checkpoint, bench.work.dtype), bench.work.steady_steps
     peer.model.to(bench.device)
     prompts_BP = torch.tensor([r.prompt.tokens for r in bench.rollouts()], device=bench.device)
     peer.decode(prompts_BP, 2)
     seconds, _ = peer.decode(prompts_BP, steps)
-    responses = [Response(bench.work.prompt_tokens + 1, steps, steps)] * len(prompts_BP)
+    responses = [(bench.work.prompt_tokens + 1, steps)] * len(prompts_BP)
     return bench.against_limit({"seconds": seconds}, responses, bandwidth)
 
 
 def measure_overlap(bench: Bench) -> None:
-    """A chunk decoded, the chunk before scored by all three scorers, and both at once on a stream each."""
+    """Measure decoding a chunk, scoring the previous one by all three scorers, and both at once on two streams."""
     work, placement = bench.work, RolePlacement((0,))
     site = Site({name: placement for name in ("actor", *SCORERS)})
     stopping = Stopping((), work.response_tokens)
@@ -242,9 +245,9 @@ def measure_overlap(bench: Bench) -> None:
 
 
 def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
-    """Medians of some turns; the first one warms up.
+    """Return medians of some turns, of which the first warms up.
 
-    `hidden_percent` is the share of the scoring's time that it does not cost where it runs beside decoding.
+    `hidden_percent` is the share of the scoring's time that scoring during decoding does not add.
     """
     decoded = 1 + 3 * (1 + REPEATS)  # chunks, all of which have to be within the limit
     chunk = max(1, min(bench.work.chunk_tokens, (bench.work.response_tokens - 1) // decoded))
@@ -252,14 +255,14 @@ def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
     times: dict[str, list[float]] = {"both_s": [], "decode_s": [], "score_s": []}
 
     def decode() -> None:
-        _decode(rounds, rollouts, chunk)
+        decode_round(rounds, rollouts, chunk)
 
     def score() -> None:
         rounds.run([], rollouts, chunk, Decoding(0, 0, Unending))
 
     decode()
     for _ in range(1 + REPEATS):
-        times["both_s"].append(bench.seconds(lambda: _decode(rounds, rollouts, chunk, rollouts)))
+        times["both_s"].append(bench.seconds(lambda: decode_round(rounds, rollouts, chunk, rollouts)))
         score()  # what was decoded beside
         times["decode_s"].append(bench.seconds(decode))
         times["score_s"].append(bench.seconds(score))
@@ -273,7 +276,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {"decode": measure_decode, "overlap"
 
 
 def main(path: str) -> None:
-    """Do the part that the file orders."""
+    """Do the part that the file names."""
     order = json.loads(Path(path).read_text(encoding="utf-8"))
     work, checkpoint = GpuWork(**order["work"]), Path(order["checkpoint"])
     runtime = RuntimeConfig(device=work.device)

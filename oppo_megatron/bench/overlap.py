@@ -1,7 +1,6 @@
 """The time saved by the overlaps: one configuration in every mode of the loop, in one placement or several.
 
-Seed and prompts are the same in all runs.  Lengths are the same only if `debug.forced_lengths` is set: otherwise a policy
-that trains on other batches gives other responses.
+Seed and prompts are the same in all runs; lengths only if `debug.forced_lengths` is set.
 """
 
 from __future__ import annotations
@@ -12,17 +11,16 @@ from statistics import fmean, median
 from typing import Any
 
 from oppo_megatron.bench.figures import figures, speedups
-from oppo_megatron.bench.limit import run_with_limits
-from oppo_megatron.bench.pictures import draw_steps, draw_utilization
 from oppo_megatron.bench.suite import Runs, Suite, all_lines, require_same_work, work_figures
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.modes import MODES, switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
+from oppo_megatron.report.comparison import draw_steps, draw_utilization
 from oppo_megatron.report.utilization import KINDS, utilization, work_seconds
 
 PLACEMENTS = ("pair", "single", "replicas")
-"""Where the roles are: as the configuration says, in one process with all cores, in one process a core."""
+"""Where the roles are: as configured; in one process with all cores; data-parallel processes with one core each."""
 
 COLUMNS = {
     "placement": "placement", "mode": "mode", "s/step": "step_s", "decode": "decode_s",
@@ -38,26 +36,18 @@ RANK_COLUMNS = {"placement": "placement", "mode": "mode", "rank": "rank"} | {
 
 
 def bench_overlap(
-    suite: Suite,
-    config: TrainConfig,
-    modes: Sequence[str],
-    placements: Sequence[str],
-    cores: int,
-    *,
-    limit: bool = False,
+    suite: Suite, config: TrainConfig, modes: Sequence[str], placements: Sequence[str], cores: int
 ) -> dict[str, Any]:
-    """Run every mode in every placement on `cores` cores.  Writes overlap.json, overlap.png and utilization.png.
-
-    `limit` adds the least time that the work can take on this machine.
-    """
+    """Run every mode in every placement on `cores` cores.  Writes overlap.json, overlap.png and utilization.png."""
     configs = {
         f"{placement}/{mode}": switched(placed(config, placement, cores), mode)
         for placement in placements
         for mode in modes
     }
-    say_what_is_left_out(suite, config)
-    runs, limits = run_with_limits(suite, configs, cores if limit else None)
-    result = compare(configs, runs) | work_figures(runs) | limits
+    if config.filter is not None:
+        suite.say("--- every mode runs without the filter: all groups are trained, so that all runs do the same work")
+    runs = suite.run(configs)
+    result = compare(configs, runs) | work_figures(runs)
     suite.write("overlap", config, {"cores": cores, **result}, runs)
     draw_steps(result["results"], suite.out / "overlap.png")
     draw_utilization(result["utilization"], suite.out / "utilization.png")
@@ -65,19 +55,13 @@ def bench_overlap(
     return result
 
 
-def say_what_is_left_out(suite: Suite, config: TrainConfig) -> None:
-    """See `switched`."""
-    if config.filter is not None:
-        suite.say("--- every mode runs without the filter: all groups are trained, so that all do the same work")
-
-
 def known_modes(config: TrainConfig) -> list[str]:
-    """Those that differ from another: without a critic there is no update of it to hide."""
+    """Return the modes that differ: without a critic there is no update of it to hide."""
     return [mode for mode, switch in MODES.items() if config.critic is not None or not switch["hide_critic"]]
 
 
 def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
-    """The configuration in another placement; roles lose the ranks and layouts that they name."""
+    """Return the configuration in another placement; roles lose the ranks and layouts that they name."""
     if placement == "pair":
         return config
     single = placement == "single"
@@ -86,18 +70,17 @@ def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
         "actor": ParallelConfig(dp=1 if single else cores),
         "scorer": None,
     }
-    own = {"ranks": None, "parallel": None}
     changes: dict[str, Any] = {
         "placement": config.placement.model_copy(update=here),
         "runtime": config.runtime.model_copy(update={"threads_per_rank": cores if single else 1}),
     }
+    layout = {"tp": None, "pp": None, "dp": None, "vpp": 1, "sequence_parallel": False}
     for name in ("actor", "critic", "reward", "reference"):
         role = getattr(config, name)
         if role is None:
             continue
-        update: dict[str, Any] = dict(own)
+        update: dict[str, Any] = {"ranks": None, "parallel": None}
         if name in ("actor", "critic"):
-            layout = {"tp": None, "pp": None, "dp": None, "vpp": 1, "sequence_parallel": False}
             update["train"] = role.train.model_copy(update=layout)
         if name == "actor":
             update["generate"] = None
@@ -106,7 +89,7 @@ def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
 
 
 def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
-    """The figures of all runs, by name PLACEMENT/MODE."""
+    """Return the figures of all runs, which are named PLACEMENT/MODE."""
     rows = []
     for name, turns in runs.items():
         placement, mode = name.split("/")
@@ -130,10 +113,10 @@ def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
 
 
 def nothing_waits(placement: str, runs: Runs) -> dict[str, Any]:
-    """How far each mode of a placement is from a step in which nothing waits.
+    """Return how far each mode of a placement is from a step in which nothing waits.
 
-    A rank's own work is its decoding, scoring and updates in the sequential run, where each rank works alone: a step
-    cannot be shorter than that of the busiest.
+    A rank's own work is its decoding, scoring and updates in the sequential run, in which each rank works alone; no step can be
+    shorter than the work of the busiest rank.
     """
     own = [work_seconds(run.path) for run in runs[f"{placement}/sequential"]]
     ranks = [
@@ -155,12 +138,11 @@ def nothing_waits(placement: str, runs: Runs) -> dict[str, Any]:
 
 
 def _steady_seconds(works: Sequence[Mapping[int, float]]) -> list[float]:
-    """Those of the steps after the first of all runs; of the first, too, where there is no other."""
     return [seconds for work in works for step, seconds in work.items() if step > 1 or len(work) == 1]
 
 
 def rank_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The utilization of each rank of each run, a row each."""
+    """Return the utilization of each rank of each run, one row each."""
     return [
         {"placement": name.split("/")[0], "mode": name.split("/")[1], **rank}
         for name, ranks in result["utilization"].items()
@@ -169,7 +151,7 @@ def rank_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def remarks(result: Mapping[str, Any], out: Path) -> list[str]:
-    """The lines below the table."""
+    """Return the lines below the table."""
     lines = []
     best = result["best_sequential"]["step_s"]
     if best is not None:
@@ -178,7 +160,7 @@ def remarks(result: Mapping[str, Any], out: Path) -> list[str]:
     for found in result["nothing_waits"]:
         works = ", ".join(f"{rank['step_s']:.2f}" for rank in found["ranks"])
         lines.append(
-            f"{found['placement']}: alone, its ranks work {works} s a step; a step in which nothing waits takes as long "
+            f"{found['placement']}: alone, its ranks work {works} s per step; a step in which nothing waits takes as long "
             f"as the busiest, {found['least']['step_s']:.2f} s"
         )
         ratios = (f"{mode} {ratio['step_s']:.2f}" for mode, ratio in found["over_least"].items())

@@ -6,7 +6,7 @@ metrics.jsonl     a line per step                  quarantine.jsonl  refused row
 trace.json        each rank's work over time      weights/          final weights
 date.txt          the date that chat templates print in all attempts: that of the first start
 hosts.json        host of each rank               schedules.txt     each round's schedule (`logging.trace: actions`)
-rejected/           batches that a guard rejected, for `oppo replay`
+rejected/           batches that a guard rejected, for `python -m tools.replay`
 rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
 stacks/           stacks of each rank's threads when the run was stuck
 ended-step-<n>/   summary, weights and trace of a run that ended there and was then given more steps
@@ -35,8 +35,7 @@ from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.nesting import read_json, read_yaml
 from oppo_megatron.rundir.checkpoints import CheckpointStore
-from oppo_megatron.rundir.holding import HELD_WAIT_S, held
-from oppo_megatron.rundir.space import free_bytes, megabytes
+from oppo_megatron.rundir.disk import HELD_WAIT_S, free_bytes, held, megabytes
 
 RUN_FORMAT = 1
 """The format of the files of a run directory, recorded in `hosts.json`.  It is raised when earlier files would be misread."""

@@ -21,7 +21,7 @@ from oppo_megatron.mcore.cpu.private_ops import require_private_ops
 from oppo_megatron.mcore.out_of_memory import memory_for
 from oppo_megatron.overcommit.ahead import NEW_RUN
 from oppo_megatron.rundir.directory import RunDirectory, write_json
-from oppo_megatron.rundir.space import clear_when_full
+from oppo_megatron.rundir.disk import clear_when_full
 from oppo_megatron.rundir.trace import merge_traces
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
 from oppo_megatron.train.guards.rollback import RollBack, Rollbacks

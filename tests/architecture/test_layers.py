@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "control": {"config"},
     "algorithms": {"config"},
     "schedule": {"config", "modeldir", "layout"},
-    "rewards": {"config", "preflight"},
+    "rewards": {"config"},
     "data": {"config", "modeldir", "preflight"},
     "cluster": {"config", "rundir"},
     "mcore": {"config", "modeldir", "rundir", "layout", "schedule", "cluster"},
@@ -41,8 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": {"config", "modeldir", "rundir", "layout", "control", "rewards", "mcore"},
     "report": {"rundir"},
     "sim": {"config", "modeldir", "rundir", "layout", "overcommit", "control", "schedule"},
-    "bench": {"config", "modeldir", "rundir", "layout", "preflight", "control", "schedule", "data"}
-    | {"cluster", "mcore", "engine", "train", "integrations", "report", "sim"},
+    "bench": {"config", "rundir", "layout", "preflight", "schedule", "data", "cluster", "mcore", "engine"}
+    | {"integrations", "report"},
     "cli": {"config", "modeldir", "rundir", "layout", "preflight", "schedule", "data", "cluster", "train", "policy"}
     | {"serving", "evaluation", "integrations", "report", "sim", "bench"},
 }

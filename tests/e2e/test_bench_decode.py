@@ -32,20 +32,14 @@ def test_in_bfloat16_the_bare_loop_and_ours_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_sequences_end_at_the_lengths_asked_for_and_no_peer_beats_the_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sequences_end_at_the_given_lengths(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,GeneratedTokens\n" + "".join(f"0,{length}\n" for length in (1, 2, 3, 4, 9)))
-    arguments = ["--batch", "4", "--trace", str(trace), "--peers", "bare,ours-packed,ours-engine", "--limit"]
+    arguments = ["--batch", "4", "--trace", str(trace), "--peers", "bare,ours-packed,ours-engine"]
     assert main(["bench", "decode", *TINY, *arguments, "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "decode.json").read_text())
     bare, packed, _ = found["results"]
     assert bare["same_tokens"] == packed["same_tokens"] == 1.0
-    assert all(0 < row["over_most"] < 1 for row in found["results"]), (
-        "whatever is timed takes longer than its least time"
-    )
-    assert "most tokens/s" in capsys.readouterr().out and found["peaks"]["gemm_gflops"]["1"] > 0
 
     stopping = DecodeWork({}, [4], 6, 8, 1, 1, forced_lengths={"forced_lengths": str(trace)}).stopping
     assert {stopping.limit(i) - 1 for i in range(200)} == {1, 2, 3, 4, 8}, "the trace's, cut at --new"

@@ -11,8 +11,7 @@ import torch
 
 from benchmarks.peers.comparison import PEER_PYTHON
 from oppo_megatron.bench.decode import FirstToken
-from oppo_megatron.bench.gpu import SHARES, SIZES, GpuBench, GpuWork, agenda, set_side_by_side, trl_rows
-from oppo_megatron.bench.timed_processes import run_within
+from oppo_megatron.bench.gpu import SHARES, SIZES, GpuBench, GpuWork, agenda, run_within, set_side_by_side, trl_rows
 from oppo_megatron.cli.main import main
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.errors import ConfigError
@@ -65,7 +64,7 @@ def test_every_part_gives_its_figures(tmp_path: Path) -> None:
         assert peer["rows"] == 4 and len(peer["steps"]) == 2 and 0 < peer["train_s"] < peer["step_s"]
         assert ours["times_trl"] == pytest.approx(ours["tokens_per_s"] / peer["tokens_per_s"])
         assert not (tmp_path / "tiny/trl/models").exists()
-    with pytest.raises(ConfigError, match="not written over"):
+    with pytest.raises(ConfigError, match="not overwritten"):
         bench.run({"tiny": TINY})
 
 

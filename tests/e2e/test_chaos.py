@@ -1,4 +1,4 @@
-"""`oppo chaos` in short: ranks of a real `oppo train` are killed, and what it made is the undisturbed run's to the bit."""
+"""`tools.chaos` in short: ranks of a real `oppo train` are killed, and what it made is the undisturbed run's to the bit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ KILLS = 5
 
 @pytest.mark.long
 def test_five_killed_ranks_leave_no_trace(tmp_path: Path) -> None:
-    command = ["chaos", str(CONFIG), "steps=8", "--prompt-tokens", "24", "--kills", str(KILLS), "--seed", "4"]
+    command = [str(CONFIG), "steps=8", "--prompt-tokens", "24", "--kills", str(KILLS), "--seed", "4"]
     done = subprocess.run(
-        [sys.executable, "-m", "oppo_megatron", *command, "--out", str(tmp_path)],
+        [sys.executable, "-m", "tools.chaos", *command, "--out", str(tmp_path)],
         cwd=CONFIG.parents[2],
         capture_output=True,
         text=True,

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oppo_megatron.cli.main import main
 from oppo_megatron.errors import DataError
 from oppo_megatron.train.guards.rejected import read_rejected
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
+from tools.replay import main as replay
 
 DISAGGREGATED = {"mode": "disaggregated", "actor": {"tp": 2}, "scorer": {"tp": 1}}
 REPLICAS = {"mode": "colocated", "actor": {"dp": 2}}
@@ -84,7 +84,7 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
     assert is_as_it_was(outcome, untrained)
     assert {version for row in outcome.rollouts for version in row["versions"]} == {0}
     path = workspace.root / "runs" / "ratio" / "rejected" / "step-1.safetensors"
-    assert main(["replay", str(path)]) == 0
+    assert replay([str(path)]) == 0
     out = capsys.readouterr().out
     figures = dict(re.findall(r"^(\w+) +(?:\S+) +(\S+)$", out, re.MULTILINE))
     names = ("kl_mean", "advantage_std", "actor_loss", "ratio_max", "ess", "grad_norm", "critic_loss", "lr", "entropy")
@@ -92,10 +92,10 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
     for name in names:
         assert float(figures[name]) == pytest.approx(recorded[name], rel=2e-3, abs=2e-5), name
     assert "the replay: ratio_max is" in out
-    assert main(["replay", str(path.with_name("step-2.safetensors"))]) == 0
+    assert replay([str(path.with_name("step-2.safetensors"))]) == 0
     (rates,) = re.findall(r"^lr +(\S+) +(\S+)$", capsys.readouterr().out, re.MULTILINE)
     assert rates[0] == rates[1], "the step that was skipped before has made no update"
-    assert main(["replay", str(path), "guards.ratio_max.limit=null", "actor.optimizer.lr=1e-6"]) == 0
+    assert replay([str(path), "guards.ratio_max.limit=null", "actor.optimizer.lr=1e-6"]) == 0
     assert "the replay: within all guards" in capsys.readouterr().out
 
 
@@ -110,7 +110,7 @@ def test_a_replay_knows_the_optimizer_steps_of_a_run_whose_steps_had_more(
     changed = {"steps": 2, "guards": RATIO, "ppo": config["ppo"] | {"minibatches": 1}}
     outcome = run_ppo_ranks(config | changed)
     assert [line["skipped"] is None for line in outcome.metrics] == [True, False]
-    assert main(["replay", str(Path(config["run_dir"]) / "rejected" / "step-2.safetensors")]) == 0
+    assert replay([str(Path(config["run_dir"]) / "rejected" / "step-2.safetensors")]) == 0
     (rates,) = re.findall(r"^lr +(\S+) +(\S+)$", capsys.readouterr().out, re.MULTILINE)
     assert rates[0] == rates[1], "four optimizer steps were made before"
 
@@ -126,7 +126,7 @@ def test_a_gradient_that_is_no_number_takes_the_minibatches_before_it_back(
 
 
 def test_a_breach_that_stops_says_what_to_do(workspace: Workspace) -> None:
-    says = r"NumericsError.*ratio_max is .*, above guards.ratio_max.limit 1.0001: lower the learning rate.*oppo replay"
+    says = r"NumericsError.*ratio_max is .*, above guards.ratio_max.limit 1.0001: lower the learning rate.*tools.replay"
     with pytest.raises(AssertionError, match=says):
         run_ppo_ranks(workspace.config("stop", steps=1, guards={"ratio_max": {"limit": 1.0001}}))
     assert read_rejected(workspace.root / "runs" / "stop" / "rejected" / "step-1.jsonl").facts.step == 1
@@ -192,5 +192,5 @@ def test_a_batch_is_replayed_with_models_that_fit_it(
         (["rollout.max_response_tokens=1", "data.max_prompt_tokens=2"], "a sequence of .* allow 3"),
         (["ppo.minibatches=7"], "ppo.minibatches is 7, but the batch has 6"),
     ):
-        assert main(["replay", str(path), *overrides]) == 2
+        assert replay([str(path), *overrides]) == 2
         assert re.search(says, capsys.readouterr().err)

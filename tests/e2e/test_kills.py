@@ -45,13 +45,17 @@ def settings(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def process_of(run: subprocess.Popen[str], victim: str) -> int:
-    """Its number as soon as there is one."""
-    found = [run.pid]
-    if victim != "launcher":
-        wait_until(run, lambda: [*rank_processes(psutil.Process(run.pid))])
-        rank = [*rank_processes(psutil.Process(run.pid))][-1]
-        found = [rank.ppid() if victim == "fork server" else rank.pid]
-    return found[0]
+    """Its process id as soon as both ranks exist; before them the fork server forks one process that ends at once."""
+    if victim == "launcher":
+        return run.pid
+    ranks: list[psutil.Process] = []
+
+    def both() -> bool:
+        ranks[:] = rank_processes(psutil.Process(run.pid))
+        return len(ranks) == 2
+
+    wait_until(run, both)
+    return ranks[-1].ppid() if victim == "fork server" else ranks[-1].pid
 
 
 def assert_goes_on(config: dict[str, Any], mark: str, *overrides: str) -> None:

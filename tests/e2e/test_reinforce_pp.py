@@ -14,7 +14,6 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from oppo_megatron.cli.main import main
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.preflight.settings import check_train
@@ -22,6 +21,7 @@ from oppo_megatron.train.guards.rejected import read_rejected
 from tests.support.hf import save_tiny
 from tests.support.layouts import STEADY_ADAM, TOLERANCE, WITHOUT_CRITIC, assert_same, deep
 from tests.support.ppo import SHAPE, Outcome, Workspace, run_ppo_ranks, weight_distance
+from tools.replay import main as replay
 
 EPOCHS, CLIP, KL, ENTROPY, GAMMA, CLIP_GRAD = 2, 0.2, 0.05, 0.01, 0.97, 1.0
 CARRIED: dict[str, Any] = {
@@ -198,13 +198,13 @@ def test_a_step_that_a_guard_takes_back_can_be_replayed(
     assert all(line["skipped"] for line in run_ppo_ranks(config).metrics)
     path = Path(config["run_dir"]) / "rejected" / "step-1.safetensors"
     assert read_rejected(path).scored.values_T is None
-    assert main(["replay", str(path)]) == 0
+    assert replay([str(path)]) == 0
     out = capsys.readouterr().out
     assert "the replay: ratio_max is" in out and "critic_loss" not in out
     with_critic = ["algorithm.preset=ppo", f"critic.init={json.dumps(SHAPE)}"]
-    assert main(["replay", str(path), *with_critic]) == 2
+    assert replay([str(path), *with_critic]) == 2
     assert "algorithm.baseline is none, but algorithm.preset ppo is what trains a critic" in capsys.readouterr().err
-    assert main(["replay", str(path), *with_critic, "algorithm.baseline=critic"]) == 2
+    assert replay([str(path), *with_critic, "algorithm.baseline=critic"]) == 2
     assert "the batch has no values, but algorithm.preset ppo updates a critic" in capsys.readouterr().err
 
 

@@ -139,4 +139,4 @@ def test_without_a_checkpoint_yet_the_run_ends_and_says_so(workspace: Workspace)
     config = poisoned(workspace, "early", [3])
     (error,) = run_ranks(1, "tests.e2e.jobs:train_error", config=config)
     assert "the run should go back to a checkpoint, but has none yet; lower checkpoint.every_steps" in error
-    assert "the score of row" in error and "oppo replay" in error
+    assert "the score of row" in error and "tools.replay" in error

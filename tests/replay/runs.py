@@ -63,7 +63,8 @@ def assert_replays(config: Mapping[str, Any], versions: bool = False, **choices:
     if replay.recipe.kl in ("none", "margin"):
         assert coefficients == [None] * len(coefficients)
     else:
-        assert coefficients == pytest.approx(replayed.coefficients, rel=1e-7)
+        # log-probs in float32 differ by about 1e-6 between kernels, and the coefficient follows their sum over a response
+        assert coefficients == pytest.approx(replayed.coefficients, rel=1e-5)
     start = AutoModelForCausalLM.from_pretrained(config["actor"]["checkpoint"], dtype=torch.float32).state_dict()
     assert weight_distance(outcome.actor, {name: start[name] for name in outcome.actor}) > 1e-3, "the run should train"
     for role, ours, theirs in ("actor", outcome.actor, replayed.actor), ("critic", outcome.critic, replayed.critic):

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from oppo_megatron.bench.figures import figures, format_table, steady
-from oppo_megatron.bench.overlap import compare, placed, remarks
+from oppo_megatron.bench.figures import figures, steady
+from oppo_megatron.bench.overlap import compare, known_modes, placed, remarks
 from oppo_megatron.bench.suite import Run, bare
+from oppo_megatron.cli.main import main
 from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.modes import MODES, switched
 from oppo_megatron.config.run import TrainConfig
@@ -21,6 +24,8 @@ from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import DataError
 from oppo_megatron.layout.placements import world_size
+from oppo_megatron.preflight.validate import train_problems
+from oppo_megatron.report.comparison import format_table
 from oppo_megatron.report.utilization import kind_of, utilization
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces
@@ -47,6 +52,29 @@ def config(**changes: Any) -> TrainConfig:
             **changes,
         }
     )
+
+
+SHAPE = {
+    "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "vocab_size": 288, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def without_critic(preset: str, **changes: Any) -> TrainConfig:
+    """64 responses in groups of 8, scored by a rule."""
+    plain: dict[str, Any] = {
+        "run_dir": "runs/x", "algorithm": {"preset": preset}, "steps": 3,
+        "tokenizer": {"path": "t.model"}, "data": {"path": "p.jsonl", "max_prompt_tokens": 16},
+        "actor": {"init": SHAPE}, "rewards": [{"kind": "verifier", "name": "arithmetic"}],
+        "rollout": {"batch_size": 64, "group_size": 8, "max_response_tokens": 16},
+        "ppo": {"minibatches": 4}, "overlap": {"delta": {"initial": 2, "max": 2}}, "debug": {"forced_lengths": [4, 0.5]},
+    }  # fmt: skip
+    return TrainConfig.model_validate(plain | changes)
+
+
+def faults(config: TrainConfig) -> list[str]:
+    """What is wrong but for the files that are not there."""
+    return [problem for problem in train_problems(config) if "does not exist" not in problem]
 
 
 def test_figures_leave_out_the_first_step_but_in_the_total() -> None:
@@ -202,3 +230,32 @@ def test_random_prompts_have_the_length_asked_for(tmp_path: Path, length: int) -
     prompts = [json.loads(row)["prompt"] for row in rows.read_text().splitlines()]
     assert len(set(map(len, prompts))) == 1 and len(prompts) > 500
     assert all(len(tokenizer.encode(prompt)) == length for prompt in prompts[:50])
+
+
+@pytest.mark.parametrize("preset", ["dapo", "grpo"])
+def test_every_placement_of_the_overlap_benchmark(preset: str) -> None:
+    for placement, ranks in (("single", 1), ("replicas", 2)):
+        there = placed(without_critic(preset, placement={"mode": "disaggregated"}), placement, 2)
+        assert world_size(there) == ranks and not faults(there)
+    assert known_modes(without_critic(preset)) == [
+        mode for mode in MODES if "critic" not in mode and "both" not in mode
+    ]
+
+
+def test_a_mode_that_hides_the_critic_needs_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("tok").mkdir()
+    Path("rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    tree = yaml.safe_load(config_yaml(without_critic("dapo")))
+    tree |= {"tokenizer": {"path": "tok"}, "data": {"path": "rows.jsonl", "max_prompt_tokens": 16}}
+    Path("c.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["bench", "overlap", "c.yaml", "--out", "out", "--modes", "full,full+critic"]) == 2
+    told = (
+        "names full+critic, which would hide the critic's update, but algorithm.preset dapo has no critic; choose from "
+    )
+    assert told + "sequential, intra, inter, full, full+backfill" in capsys.readouterr().err
+    assert not Path("out").exists()

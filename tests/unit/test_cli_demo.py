@@ -45,7 +45,8 @@ def test_the_stages_of_a_preset(algorithm: str, quick: bool, tmp_path: Path) -> 
         assert problems and all("does not exist" in problem for problem in problems), problems
         assert config.algorithm.preset == algorithm and config.seed == 3 and config.run_dir == out / name
         assert (config.overlap.intra, config.overlap.inter) == (overlaps, overlaps)
-        assert config.ppo.kl.mode == preset.kl["mode"] or algorithm == "ppo"
+        assert config.ppo.kl.mode == preset.kl["mode"]
+        assert {name: getattr(config.algorithm, name) for name in preset.choices} == preset.choices
         scorers = ["reference", "critic", "reward"] if algorithm == "ppo" else ["reference"]
         assert [*named_roles(config)] == ["actor", *([] if preset.kl["mode"] == "none" else scorers)]
         assert world_size(config) == 2

@@ -49,6 +49,10 @@ def test_a_secret_in_a_setting_is_refused_without_being_shown(config: Path, name
 def test_other_variables_may_be_used(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RUN_FOLDER", "TOKENIZER_PATH", "MONKEY_KEYS_X"):
         monkeypatch.setenv(name, "a-long-folder-name")
-    monkeypatch.setenv("HF_TOKEN", "run")  # too short to tell from any other text
-    settings = load_config(TrainSettings, config, ["tokenizer.path=${oc.env:TOKENIZER_PATH}"])
+    monkeypatch.setenv("HF_TOKEN", "-folder")  # 7 characters may occur in any text
+    overrides = ["tokenizer.path=${oc.env:TOKENIZER_PATH}"]
+    settings = load_config(TrainSettings, config, overrides)
     assert str(settings.tokenizer.path) == str(settings.run_dir) == "a-long-folder-name"
+    monkeypatch.setenv("HF_TOKEN", "-folder-")
+    with pytest.raises(ConfigError, match=r"`run_dir` holds the value of the environment variable HF_TOKEN"):
+        load_config(TrainSettings, config, overrides)

@@ -10,8 +10,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from oppo_megatron.bench.limit import Response, decode_batches, decode_steps
-from oppo_megatron.bench.peaks import Peaks, measure_peaks
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.layout.flops import (
@@ -104,31 +102,3 @@ def test_matrices_are_the_models_parameters_but_for_the_small_ones(family: str, 
     in_layers = 3 * sum(linear.size for linear in layer_linears(shape))
     assert in_layers < stage_parameters(shape, 1, 1, 0, scalar=False)
     assert weight_bytes(shape, "bfloat16", scalar=True) == 2 * (in_layers + 32)
-
-
-def test_decode_steps_are_those_of_a_clock() -> None:
-    # Clocks 1 to 6.  The first sequence: tokens at clocks 1..4; the second, carried or late: at clocks 3..4; the third at 6.
-    responses = [Response(10, 4, 4), Response(5, 2, 4), Response(7, 1, 6)]
-    sequences, keys = decode_steps(responses)
-    assert sequences == [1, 1, 2, 2, 1], "nothing runs at clock 5"
-    assert keys == [10, 11, 12 + 5, 13 + 6, 7]
-    assert sum(keys) == sum(causal_pairs(r.prompt_tokens - 1, r.tokens) for r in responses)
-    assert decode_batches(6) == [1, 2, 4, 6] and decode_batches(8) == [1, 2, 4, 8]
-
-
-def test_peaks_are_measured_on_this_machine() -> None:
-    before = torch.get_num_threads()
-    peaks = measure_peaks(LLAMA, "float32", [1, 4], [1])
-    assert torch.get_num_threads() == before
-    # Any processor that runs this does more than 0.1 GFLOP/s and reads more than 0.1 GB/s, and less than 10^6 of both.
-    assert 1e8 < peaks.flops[1] < 1e15 and 1e8 < peaks.read_bytes[1] < 1e15
-    assert set(peaks.decode_flops[1]) == {1, 4}
-    assert peaks.tree()["gemm_gflops"]["1"] == pytest.approx(peaks.flops[1] / 1e9)
-
-
-def test_peaks_between_and_beyond_what_was_measured() -> None:
-    peaks = Peaks("float32", {1: 5.0, 2: 4.0}, {1: 1.0, 2: 3.0}, {1: {1: 10.0, 4: 30.0}, 2: {1: 8.0, 4: 50.0}})
-    assert peaks.decode_at(1, 2) == pytest.approx(20.0)
-    assert peaks.decode_at(1, 1) == 10.0 and peaks.decode_at(1, 9) == 30.0
-    assert peaks.decode_at(2, 2) == pytest.approx(30.0), "between the better of both at each size"
-    assert peaks.flops_at(1) == peaks.flops_at(2) == 5.0 and peaks.read_at(2) == 3.0

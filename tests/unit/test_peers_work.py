@@ -28,12 +28,12 @@ from benchmarks.peers.hf_generate import measure_generate, require_cuda
 from benchmarks.peers.outcome import COLUMNS, Ours, draw, forcing, padding, real_tokens, table_rows, unequal_work
 from benchmarks.peers.settings import require_same_work
 from benchmarks.peers.work import build_work, export_models, free_token
-from oppo_megatron.bench.figures import format_table
-from oppo_megatron.bench.outcomes import BenchError
+from oppo_megatron.bench.suite import BenchError
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.records import Prompt
+from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rewards.rules.lengths import LengthRule
 from tests.support.ppo import Workspace, run_ppo_ranks
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oppo_megatron.bench.planning import MODEL_70B
+from benchmarks.dry_run import MODEL_70B
 from oppo_megatron.cluster import process_groups
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine import links as links_module

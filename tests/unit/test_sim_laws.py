@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.cli.main import main
+from benchmarks.fitting.comparing import fit_lines
+from benchmarks.fitting.laws import elementwise_of, fit_layers, mean_error, products_of
+from benchmarks.fitting.points import LayerPoint, read_collectives, read_layers
+from benchmarks.machine import main
+from benchmarks.published.points import SERVING, TRAINING, serving_by_law, training_by_law
+from benchmarks.published.tables import SHAPES
 from oppo_megatron.errors import DataError
 from oppo_megatron.layout.flops import causal_pairs, forward_flops
 from oppo_megatron.sim.clusters.cluster import Cluster
@@ -21,12 +26,7 @@ from oppo_megatron.sim.clusters.links import INSIDE, Between, Line
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.clusters.sources import published
 from oppo_megatron.sim.laws.communication import Group, Moves, all_reduce_s, ring_efficiency, scatter_s, send_s
-from oppo_megatron.sim.laws.comparing import fit_lines
-from oppo_megatron.sim.laws.fitting import elementwise_of, fit_layers, mean_error, products_of
 from oppo_megatron.sim.laws.layer import LayerLaw, LayerSizes
-from oppo_megatron.sim.laws.points import LayerPoint, read_collectives, read_layers
-from oppo_megatron.sim.published.points import SERVING, TRAINING, serving_by_law, training_by_law
-from oppo_megatron.sim.published.tables import SHAPES
 
 GOLDEN = Path(__file__).parent / "golden" / "laws"
 LAYERS, COLLECTIVES = GOLDEN / "layers.csv", GOLDEN / "collectives.csv"
@@ -264,29 +264,22 @@ def test_the_sharpest_maximum_stays_in_the_range_of_floats(share: float, peak: f
 
 
 def test_the_command_fits_and_the_cluster_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "mine.json"
-    arguments = ["--layers", str(LAYERS), "--collectives", str(COLLECTIVES), "--gpu", "h100", "--out", str(target)]
-    assert main(["bench", "laws", *arguments]) == 0
+    target = tmp_path / "measured.json"
+    arguments = ["--layers", str(LAYERS), "--collectives", str(COLLECTIVES), "--gpu", "h100", "--out", str(tmp_path)]
+    assert main(arguments) == 0
     assert "Qwen-72B: products" in capsys.readouterr().out
-    (tmp_path / "cluster.yaml").write_text("gpu: h100\nmeasured: mine.json\n")
+    (tmp_path / "cluster.yaml").write_text("gpu: h100\nmeasured: measured.json\n")
     cluster, tree = read_cluster(tmp_path / "cluster.yaml"), json.loads(target.read_text())
     assert cluster.gpu.efficiencies.compute == tree["efficiencies"]["compute"]
     assert dict(cluster.sources())["inside"].kind == "measured"
     assert sorted(cluster.inside.collective) == [2, 4, 8]
 
 
-@pytest.mark.parametrize("gpu", sorted(GPUS))
-def test_the_command_shows_every_source(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "laws", "--gpu", gpu]) == 0
-    out = capsys.readouterr().out
-    assert f"gpu.efficiencies: {GPUS[gpu].sources['efficiencies']}" in out and "inside: " in out
-
-
 def test_a_file_without_the_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "laws", "--layers", str(LAYERS), "--gpu", "h200"]) == 2
-    assert "only of a100-80, h100; name one of these with --gpu" in capsys.readouterr().err
-    assert main(["bench", "laws", "--out", "x.json"]) == 2
-    assert "nothing to fit" in capsys.readouterr().err
+    assert main(["--layers", str(LAYERS), "--gpu", "h200", "--out", "x"]) == 2
+    assert "has rows of a100-80, h100 only; name one of these with --gpu" in capsys.readouterr().err
+    assert main(["--out", "x"]) == 2
+    assert "give CONFIG.yaml to measure this machine, or" in capsys.readouterr().err
 
 
 ROW = "h100,m,4096,11008,32,32,1,64,10,5,2"

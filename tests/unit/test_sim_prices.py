@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.cli.main import main
+from benchmarks.prices import main as prices
+from benchmarks.published.tables import SHAPES
 from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.layout.memory import stage_parameters
 from oppo_megatron.layout.placements import RolePlacement
@@ -23,7 +24,6 @@ from oppo_megatron.sim.clusters.sources import published
 from oppo_megatron.sim.pricing.decoding import Decoding, Turns, decode_costs, decode_s, line_through
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 from oppo_megatron.sim.pricing.phases import Batch, Update, Weights, inference_s, reallocation_s, update_s
-from oppo_megatron.sim.published.tables import SHAPES
 
 CLUSTER = Cluster(4, 8, GPUS["h100"], INSIDE["h100"], Between(19e-6, 50e9, 8, published("a test")))
 FASTER = {
@@ -196,7 +196,7 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command_prices_every_phase(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "prices", "c.yaml", "--cluster", "cluster.yaml", "--costs", "costs.json"]) == 0
+    assert prices(["c.yaml", "--cluster", "cluster.yaml", "--costs", "costs.json"]) == 0
     out = capsys.readouterr().out
     rows = [line.split()[:2] for line in out.splitlines()[1:9]]
     assert rows == [
@@ -212,5 +212,5 @@ def test_the_command_prices_every_phase(described: Path, capsys: pytest.CaptureF
 
 def test_a_cluster_that_is_too_small_is_refused(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (described / "cluster.yaml").write_text("gpu: h100\n")
-    assert main(["bench", "prices", "c.yaml", "--cluster", "cluster.yaml"]) == 2
+    assert prices(["c.yaml", "--cluster", "cluster.yaml"]) == 2
     assert "16 ranks, but the cluster 8 (1 x 8); add nodes" in capsys.readouterr().err

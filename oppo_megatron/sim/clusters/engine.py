@@ -22,5 +22,5 @@ class Engine:
     update: float = 1.0
 
 
-PUBLISHED = Engine(0.50e-3, 0.15e-3, published("ReaL's generation with and without CUDA graphs; `oppo bench real`"))
+PUBLISHED = Engine(0.50e-3, 0.15e-3, published("ReaL's generation with and without CUDA graphs; benchmarks/published"))
 OF_CPU = Engine(0.0, 0.0, assumed("a processor launches nothing"))

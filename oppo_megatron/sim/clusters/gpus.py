@@ -60,7 +60,7 @@ def _sources(peaks: Source, memory: Source, laws: Source) -> Mapping[str, Source
 
 
 SHEET = published("NVIDIA's data sheet")
-CORE = assumed("a core of a server; measure yours with `oppo bench machine`")
+CORE = assumed("a core of a server; measure yours with benchmarks/machine.py")
 GPUS: Mapping[str, Gpu] = {
     "a100-80": Gpu("a100-80", 312e12, 2.039e12, 80e9, A100_LAWS, _sources(SHEET, SHEET, published(LAYERS))),
     "h100": Gpu("h100", 989e12, 3.35e12, 80e9, H100_LAWS, _sources(published(PEAKS), SHEET, published(LAYERS))),

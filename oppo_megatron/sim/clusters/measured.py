@@ -1,4 +1,4 @@
-"""The file of constants that `oppo bench laws` fits, and that `measured` of cluster.yaml names."""
+"""The file of constants that benchmarks/machine.py fits, and that `measured` of cluster.yaml names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class MeasuredConfig(Section):
     collective: dict[Annotated[int, Field(ge=2)], LineSection] = Field(default_factory=dict)
     send: LineSection | None = None
     engine: EngineSection | None = None
-    threads: dict[Annotated[int, Field(ge=1)], Annotated[float, Strict(), Field(ge=1e-3, le=1e6)]] = Field(default_factory=dict)
+    threads: dict[Annotated[int, Field(ge=1)], Annotated[float, Strict(), Field(ge=1e-3, le=1e6)]] = Field(
+        default_factory=dict
+    )
 
 
 def read_measured(path: Path) -> MeasuredConfig:
@@ -75,4 +77,4 @@ def read_measured(path: Path) -> MeasuredConfig:
     except ValidationError as error:
         raise ConfigError([f"{path}: {problem}" for problem in explain(MeasuredConfig, error)]) from error
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}; name the file that `oppo bench laws --out` has written") from error
+        raise ConfigError(f"{path}: {error}; name the measured.json that benchmarks/machine.py has written") from error

@@ -52,7 +52,7 @@ class ClusterConfig(Section):
     between: Annotated[BetweenSection | None, Field(description="needed where there are several nodes")] = None
     measured: Annotated[
         Path | None,
-        Field(description="constants that `oppo bench laws --out` has fitted, in place of the published ones"),
+        Field(description="constants fitted by benchmarks/machine.py, in place of the published ones"),
     ] = None
 
     @model_validator(mode="after")

@@ -50,7 +50,7 @@ MAX_SKIPS, MAX_ROLLBACKS = 3, 2
 """So many skipped steps in a row, and so many times that a run goes back, are allowed; one more ends it."""
 
 KEPT_BATCHES = 8
-"""Rejected batches that are written for `oppo replay`: the first so many of a run."""
+"""Rejected batches written per run, for `python -m tools.replay`."""
 
 
 @dataclass
@@ -179,7 +179,7 @@ class Guard:
     def _error(self, breach: Breach, evidence: Evidence, instead: str | None) -> Exception:
         """`instead`: what the run ends with, where it is not the breach alone."""
         step = evidence.step
-        again = f"; `oppo replay {self._path(step)}` makes its update again"
+        again = f"; `python -m tools.replay {self._path(step)}`, in the repository, repeats its update"
         where = f" (step {step}{again})"
         if instead is not None:
             return NumericsError(f"{instead}{where}")

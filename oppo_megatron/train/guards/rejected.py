@@ -1,4 +1,4 @@
-"""Rejected batches: all inputs of one update, written when a guard rejects it, and read by `oppo replay`.
+"""Rejected batches: all inputs of one update, written when a guard rejects it, and read by `tools/replay.py`.
 
 `step-N.safetensors` holds the tensors (`TENSORS`), `step-N.jsonl` beside it a first line about the step and then a line
 about each rollout.  The files hold numbers and text only, no pickle.

@@ -1,0 +1,250 @@
+"""One rank's rounds without models: its own plan of each, and what its messages would be about.
+
+Beside the pure half of the loop (`dry_run.py`) this keeps what the caches of a rank decide: which slots its replica's sequences
+lie in, hence their order in micro-batches, and which decode micro-steps are void because their sequences have ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.dry_run import DryRun
+from oppo_megatron.chunks import FIELDS, GOES_ON, Chunk
+from oppo_megatron.columns import columns_of
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.engine.chunk_codec import HEADER_SIZE, ROW_SIZE
+from oppo_megatron.engine.row_words import DRAWN
+from oppo_megatron.layout.placements import named_roles
+from oppo_megatron.layout.shape import DTYPE_BYTES
+from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.records import Rollout
+from oppo_megatron.schedule.actions import Action, Op, Payload
+from oppo_megatron.schedule.checking.agreement import OwnPlan, Records
+from oppo_megatron.schedule.planning.merge import StopSignal
+from oppo_megatron.schedule.planning.planner import PlannedRound
+from oppo_megatron.schedule.rounds import Batch, Round, Site
+from oppo_megatron.sim.runs.loop import Growing
+
+WORD = 8
+GATHER_CALLS = 2  # lengths, then rows as long as the longest
+
+Rows = tuple[tuple[int, ...], ...]
+"""Running sequences of each decode micro-batch in each of its micro-steps that is not void."""
+
+
+@dataclass(frozen=True)
+class RankRound:
+    """A round of step `step` on one rank.  `chunk`: rows and tokens of what came of it; `rows` are of the rank's replica."""
+
+    step: int
+    plan: OwnPlan
+    rows: Rows
+    chunk: tuple[int, int] | None
+
+
+class RankRun(DryRun):
+    """The rounds of `rank`, which it plans for itself.  Arguments as of a `DryRun`.
+
+    `results`: for each step, the bytes of each broadcast that brings the scorers' results to all ranks: each role's outputs
+    by replica, then the rewards.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        prompt_tokens: int | Sequence[int],
+        rank: int,
+        responses: Callable[[int], int] | None = None,
+    ):
+        super().__init__(config, prompt_tokens, rank, responses=responses, codec=False)
+        self.actor = self.site.placements["actor"]
+        self.coords = self.actor.coords(rank)
+        self.slots = Slots()
+        self.results: list[list[int]] = []
+        self._records: Records = ()
+        self._rows: Rows = ()
+
+    def rank_rounds(self) -> Iterator[RankRound]:
+        """One after the other, to the end of the prompts."""
+        rank = self.planner.rank
+        assert rank is not None
+        for done in self.rounds():
+            actions = done.planned.schedule.shifted(done.planned.round.index - 1).of(rank)
+            chunk = None
+            if done.chunk is not None:
+                chunk = len(done.chunk.rows), done.chunk.rows.num_tokens
+            yield RankRound(done.step, OwnPlan(self._records, done.planned.round, actions), self._rows, chunk)
+
+    def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], *rest: Any) -> PlannedRound:
+        known = dict[int, int]()
+        for columns in map(columns_of, (active, score)):
+            known |= zip(columns.seq_ids.tolist(), columns.num_tokens.tolist(), strict=True)
+        self._records, self._rows = tuple(known.items()), ()
+        return super()._plan(active, score, *rest)
+
+    def _order(self, seq_ids: Sequence[int]) -> list[int]:
+        return self.slots.order(seq_ids)
+
+    def _decoded(self, planned: PlannedRound, active: Sequence[Rollout]) -> Growing:
+        if self.coords is not None:
+            work = planned.works["actor"][self.coords.replica]
+            known = columns_of(active)
+            ids = known.seq_ids.tolist()
+            left = {i: self.length(i) - n for i, n in zip(ids, known.response_tokens.tolist(), strict=True)}
+            stop = self.scheduler.buffer.readiness() if self.actor.dp == 1 else None
+            self.slots.open(work.open)
+            self._rows = self.slots.decode(work.decode, left, planned.round.steps, stop)
+        return super()._decoded(planned, active)
+
+    def _send(self, chunk: Chunk) -> None:
+        """What has finished leaves the cache."""
+        self.slots.close(chunk.rows.seq_ids[chunk.rows.finish_clocks != GOES_ON].tolist())
+
+    def _retire(self, step: int, batch: Sequence[Rollout]) -> None:
+        self.results.append(list(self._results(batch)))
+        super()._retire(step, batch)
+
+    def _results(self, batch: Sequence[Rollout]) -> Iterator[int]:
+        tokens = columns_of(batch).response_tokens
+        for book in self.planner.scorers.values():
+            each = tokens if book.every_token else np.ones_like(tokens)
+            yield from (WORD * np.bincount(book.homes(batch), each, len(book)).astype(np.int64)).tolist()
+        yield WORD * len(batch) * (1 + len(self.config.rewards))
+
+
+class Slots:
+    """Which sequence lies in which slot of a replica's cache: the first ones without a gap (`mcore/kv/sequence_cache.py`), and
+    those that go on in a round before those that have ended in it (`engine/generation.py`).
+    """
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+
+    def order(self, seq_ids: Sequence[int]) -> list[int]:
+        """Sequences in the order of their slots, then those that have none."""
+        slots = {seq_id: slot for slot, seq_id in enumerate(self._ids)}
+        return sorted(seq_ids, key=lambda seq_id: slots.get(seq_id, len(slots)))
+
+    def open(self, seq_ids: Sequence[int]) -> None:
+        """Give slots to sequences that have none."""
+        self._ids += seq_ids
+
+    def close(self, seq_ids: Sequence[int]) -> None:
+        """Sequences have finished; others are passed over.  The last one moves into each gap."""
+        for seq_id in reversed([seq_id for seq_id in self._ids if seq_id in set(seq_ids)]):
+            slot, last = self._ids.index(seq_id), self._ids.pop()
+            if slot < len(self._ids):
+                self._ids[slot] = last
+
+    def decode(self, batches: Sequence[Batch], left: Mapping[int, int], steps: int, stop: StopSignal | None) -> Rows:
+        """Up to `steps` micro-steps of each micro-batch; `left`: tokens that each sequence still gets.
+
+        A micro-batch ends with its last sequence, or at `stop`, which only a single replica knows in time.
+        """
+        lanes, rows = [[growth.seq_id for growth in batch] for batch in batches], [list[int]() for _ in batches]
+        going = list(range(len(lanes)))
+        for step in range(steps):
+            for m in list(going):
+                rows[m].append(len(lanes[m]))
+                for seq_id in [seq_id for seq_id in lanes[m] if left[seq_id] == step + 1]:
+                    self._leave(lanes[m], seq_id)
+                    if stop is not None:
+                        stop.finish(seq_id)
+                if not lanes[m] or (stop is not None and stop.ready):
+                    going.remove(m)
+        return tuple(map(tuple, rows))
+
+    def _leave(self, lane: list[int], seq_id: int) -> None:
+        """The last sequence of the micro-batch takes the place of one that has ended, in the cache as well."""
+        last = lane[-1]
+        lane[lane.index(seq_id)] = last
+        lane.pop()
+        one, other = self._ids.index(seq_id), self._ids.index(last)
+        self._ids[one], self._ids[other] = last, seq_id
+
+
+@dataclass
+class Traffic:
+    """`messages` and `num_bytes` by payload; `gathers` are collective calls, and the bytes given to them "gather"."""
+
+    messages: Counter[str] = field(default_factory=Counter)
+    num_bytes: Counter[str] = field(default_factory=Counter)
+    gathers: int = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """In messages; what collectives move is the back end's choice."""
+        return self.num_bytes.total() - self.num_bytes["gather"]
+
+
+def token_bytes(config: TrainConfig) -> dict[str, int]:
+    """Of the hidden state of one token, by role."""
+    return {
+        role: read_hf_config(model)["hidden_size"] * DTYPE_BYTES[model.dtype]
+        for role, model in named_roles(config).items()
+    }
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What the messages of one rank carry in a round.  `new`: tokens of its replicas' prefill micro-batches, by role."""
+
+    rows: Rows
+    new: Mapping[str, Sequence[int]]
+    chunk: tuple[int, int] | None
+    token_bytes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, rank: int, made: RankRound, site: Site, token_bytes: Mapping[str, int]) -> Carried:
+        """What `rank` has by its own plan."""
+        return cls(made.rows, dict(_prefilled(rank, made.plan.round, site)), made.chunk, token_bytes)
+
+    def live(self, action: Action) -> bool:
+        """False for what the executor leaves out: its micro-batch has ended."""
+        return action.step is None or action.step < len(self.rows[action.micro_batch])
+
+    def parts(self, action: Action) -> list[int]:
+        """Bytes of each message that a send or receive stands for."""
+        if action.payload is Payload.CHUNK:
+            assert self.chunk is not None
+            rows, tokens = self.chunk
+            payload = WORD * (ROW_SIZE * rows + DRAWN * tokens)
+            return [WORD * HEADER_SIZE, *([payload] if payload else [])]
+        rows = 0 if action.step is None else self.rows[action.micro_batch][action.step]
+        if action.payload is Payload.TOKENS:
+            return [WORD * DRAWN * rows]
+        tokens = self.new[action.role][action.micro_batch] if action.step is None else rows
+        return [tokens * self.token_bytes[action.role]]
+
+    @property
+    def words(self) -> int:
+        """Those that the replica gives its peers: how many rows, their table, their tokens."""
+        sequences = sum(own[0] for own in self.rows if own)
+        return 1 + FIELDS * sequences + DRAWN * sum(map(sum, self.rows))
+
+
+def _prefilled(rank: int, round_: Round, site: Site) -> Iterator[tuple[str, list[int]]]:
+    for role, replicas in round_.prefill.items():
+        coords = site.placements[role].coords(rank)
+        if coords is not None:
+            yield role, [sum(growth.new for growth in batch) for batch in replicas[coords.replica]]
+
+
+def traffic_of(actions: Sequence[Action], carried: Carried, longest: int) -> Traffic:
+    """Of one rank's list.  `longest`: the most words that a replica of the actor gives to the gather."""
+    traffic = Traffic()
+    for action in actions:
+        if action.op is Op.GATHER:
+            traffic.gathers += GATHER_CALLS
+            traffic.num_bytes["gather"] += WORD * (1 + longest)
+        elif action.op is Op.SEND and carried.live(action):
+            assert action.payload is not None
+            parts = carried.parts(action)
+            traffic.messages[action.payload.value] += len(parts)
+            traffic.num_bytes[action.payload.value] += sum(parts)
+    return traffic

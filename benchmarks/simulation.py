@@ -1,0 +1,207 @@
+"""One round of a run, planned by every rank for itself and then played by all of them together.
+
+No models, no torch, no processes.  Each rank in turn goes through the rounds before as it would in a run (`rank_run.py`): with
+a buffer, books and a planner of its own, which plans its own component.  Then all lists are laid together.  Found are ranks
+that have planned another round than their peers (`agreement.py`), all that the checker finds in the lists of all ranks
+(`checking/checker.py`), and messages of which the two ends expect different bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from benchmarks.dry_run import Cluster
+from benchmarks.rank_run import Carried, RankRound, RankRun, Traffic, token_bytes, traffic_of
+from oppo_megatron.config.derived import max_context
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.placements import role_placements
+from oppo_megatron.schedule.actions import Op, Schedule
+from oppo_megatron.schedule.checking.agreement import Records, agree
+from oppo_megatron.schedule.checking.checker import check_timeline
+from oppo_megatron.schedule.checking.faults import Fault, FaultKind
+from oppo_megatron.schedule.checking.timeline import simulate
+from oppo_megatron.schedule.checking.transport import NCCL, Transport
+from oppo_megatron.schedule.links import Link, link_of
+from oppo_megatron.schedule.planning.new_planner import cache_slots
+from oppo_megatron.schedule.rounds import KVBudget, Round, Site
+from oppo_megatron.schedule.weaving.costs import Costs, Linear
+
+COLUMNS = {
+    "mode": "mode", "ranks": "ranks", "round": "round", "actions": "actions", "chain": "chain", "messages": "messages",
+    "MB": "megabytes", "hidden MB": "hidden", "tokens MB": "tokens", "chunks MB": "chunk", "most messages": "most_messages",
+    "most MB": "most", "gathers": "gathers", "gathered MB": "gather", "results": "results", "results MB": "results_mb",
+    "faults": "faults", "cpu s": "seconds",
+}  # fmt: skip
+"""`most`: what the rank gives that gives most.  `gathers`: collectives of all groups.  `results`: broadcasts of a step."""
+
+NOTHING = Linear(0.0, 0.0)
+ONLY_MESSAGES = Costs(NOTHING, NOTHING, {}, NOTHING, NOTHING, message_s=1.0)
+"""By these the time of a round is the number of messages and gathers that wait for each other, one behind the other."""
+
+MakeRun = Callable[[int], RankRun]
+"""By rank: what it does by itself."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A round as a whole, all ranks' lists, what is wrong with them, what each rank gives to others, and the longest chain of
+    messages.  `step`: the step that the round belongs to; `carried`: by rank.
+    """
+
+    step: int
+    round: Round
+    schedule: Schedule
+    faults: Sequence[Fault]
+    carried: Mapping[int, Carried]
+    traffic: Mapping[int, Traffic]
+    chain: int
+
+    @property
+    def num_actions(self) -> int:
+        """Planned, void ones among them."""
+        return sum(map(len, self.schedule.actions.values()))
+
+
+def simulate_rounds(
+    config: TrainConfig,
+    make_run: MakeRun,
+    first: int,
+    last: int,
+    transport: Transport = NCCL,
+    told: Callable[[int], object] = int,
+) -> Iterator[Simulated]:
+    """Rounds `first` .. `last` of the run, from 1.  `told(ranks)`: so many ranks have planned.
+
+    Raises ConfigError where a rank has fewer rounds.
+    """
+    site = Site(role_placements(config))
+    made: dict[int, list[RankRound]] = {}
+    known: dict[Records, Records] = {}
+    for rank in site.ranks:
+        with _collecting_the_young():
+            made[rank] = [_once(each, known) for each in islice(make_run(rank).rank_rounds(), first - 1, last)]
+        if len(made[rank]) <= last - first:
+            raise ConfigError(f"round {last}: rank {rank} has {first - 1 + len(made[rank])}; ask for one of these")
+        told(len(made))
+    for number in range(last - first + 1):
+        with _collecting_the_young():
+            simulated = _together(config, site, {rank: rounds[number] for rank, rounds in made.items()}, transport)
+        yield simulated
+
+
+@contextmanager
+def _collecting_the_young() -> Iterator[None]:
+    """In the block nobody looks through millions of actions for cycles, only through what is new at its end."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(1)
+        if enabled:
+            gc.enable()
+
+
+def simulate_all(
+    cluster: Cluster,
+    modes: Sequence[str],
+    ranks: Sequence[int],
+    sequences: int,
+    number: int,
+    say: Callable[[str], None],
+    odd: int | None = None,
+) -> Iterator[tuple[dict[str, Any], Sequence[Fault]]]:
+    """A row and the faults of round `number` of the first step, for each number of ranks; `say` is told how far it is.
+
+    `odd`: a rank whose prompts are a token shorter, as another tokenizer would make them, which is a fault.  Raises ConfigError
+    before the first where a number does not fit.
+    """
+    cases = [(mode, size, cluster.config(mode, size, sequences)) for mode in modes for size in ranks]
+    if odd is not None and odd >= min(ranks):
+        raise ConfigError(f"--odd {odd}: {min(ranks)} ranks are 0 to {min(ranks) - 1}; name one of these")
+    for mode, size, config in cases:
+        started, first_step = time.process_time(), config.model_copy(update={"steps": 1})
+
+        def make_run(rank: int, config: TrainConfig = first_step) -> RankRun:
+            return RankRun(config, cluster.prompt_tokens - (rank == odd), rank)
+
+        def told(done: int, mode: str = mode, size: int = size, started: float = started) -> None:
+            if done % -(-size // 8) == 0 or done == size:
+                say(f"{mode}: {done} of {size} ranks have planned, {time.process_time() - started:.0f} s")
+
+        for simulated in simulate_rounds(first_step, make_run, number, number, told=told):
+            own = {"mode": mode, "ranks": size, "round": number, **_results(make_run(0)), **_figures(simulated)}
+            yield own | {"seconds": time.process_time() - started}, simulated.faults
+
+
+def _figures(simulated: Simulated) -> dict[str, Any]:
+    every = list(simulated.traffic.values())
+    by_payload = sum((traffic.num_bytes for traffic in every), Counter[str]())
+    replicas = max(1, len(simulated.round.decode))
+    return {
+        "actions": simulated.num_actions, "chain": simulated.chain,
+        "messages": sum(traffic.messages.total() for traffic in every),
+        "megabytes": sum(traffic.sent_bytes for traffic in every) / 1e6,
+        **{name: by_payload[name] / 1e6 for name in ("hidden", "tokens", "chunk", "gather")},
+        "most_messages": max(traffic.messages.total() for traffic in every),
+        "most": max(traffic.sent_bytes for traffic in every) / 1e6,
+        "gathers": sum(traffic.gathers for traffic in every) // replicas, "faults": len(simulated.faults),
+    }  # fmt: skip
+
+
+def _results(run: RankRun) -> dict[str, Any]:
+    """Of the first step; all ranks take part in each broadcast."""
+    for _ in run.rank_rounds():
+        pass
+    first = run.results[0]
+    return {"results": len(first), "results_mb": sum(first) / 1e6}
+
+
+def _once(made: RankRound, known: dict[Records, Records]) -> RankRound:
+    """The same, with records that are kept once for all ranks that have the same."""
+    records = known.setdefault(made.plan.records, made.plan.records)
+    return replace(made, plan=replace(made.plan, records=records))
+
+
+def _together(config: TrainConfig, site: Site, made: Mapping[int, RankRound], transport: Transport) -> Simulated:
+    whole, schedule, faults = agree({rank: each.plan for rank, each in made.items()}, site)
+    timeline = simulate(schedule, whole, site, ONLY_MESSAGES, transport)
+    faults += check_timeline(schedule, whole, site, _budgets(config, site), timeline, transport)
+    widths = token_bytes(config)
+    carried = {rank: Carried.of(rank, each, site, widths) for rank, each in made.items()}
+    faults += _unequal_ends(schedule, carried)
+    longest = max(each.words for each in carried.values())
+    traffic = {rank: traffic_of(schedule.of(rank), own, longest) for rank, own in carried.items()}
+    step = Counter(each.step for each in made.values()).most_common(1)[0][0]
+    return Simulated(step, whole, schedule, faults, carried, traffic, round(timeline.makespan_s))
+
+
+def _budgets(config: TrainConfig, site: Site) -> dict[str, list[KVBudget]]:
+    return {
+        role: [KVBudget(cache_slots(config, role, placement), max_context(config))] * placement.dp
+        for role, placement in site.placements.items()
+    }
+
+
+def _unequal_ends(schedule: Schedule, carried: Mapping[int, Carried]) -> Iterator[Fault]:
+    """Links over which one end gives other bytes than the other one takes."""
+    ends: dict[Link, list[int]] = defaultdict(lambda: [0, 0])
+    for rank, own in carried.items():
+        for action in schedule.of(rank):
+            if action.peer is not None and own.live(action):
+                ends[link_of(action)][action.op is Op.RECV] += sum(own.parts(action))
+    for (source, destination, role, payload), (given, taken) in ends.items():
+        if given != taken:
+            assert payload is not None
+            told = f"rank {source} sends {given} bytes of {role}'s {payload.value} to it, and it expects {taken}"
+            rule = "both ends of a message know its size by their own plans"
+            remedy = "look which of the two ranks is named above, or has other lengths than its peers"
+            yield Fault(FaultKind.PLAN, destination, len(schedule.of(destination)), None, f"{told}; {rule}; {remedy}")

@@ -1,1 +1,0 @@
-"""Studies in virtual time: the figures of OPPO's paper, and steps on thousands of ranks."""

@@ -1,0 +1,88 @@
+"""Tables and bar charts that compare runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from oppo_megatron.report.charts import COLOURS, BarChart, Bars, draw, run_colour
+from oppo_megatron.report.run_records import ALL_PARTS, split_step
+
+DOT = " \N{MIDDLE DOT} "
+Rows = Sequence[Mapping[str, Any]]
+
+
+def format_table(columns: Mapping[str, str], rows: Rows) -> str:
+    """Return aligned text; `columns` maps each heading to the key of its values.
+
+    A missing value is a dash.  Numbers have two decimals, none from 100 on; a value that would round to 0.00 keeps one digit.
+    """
+    cells = [list(columns), *([_cell(row.get(key)) for key in columns.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return " ".join(_cell(item) for item in value)
+    if isinstance(value, float):
+        if abs(value) >= 100:
+            return f"{value:.0f}"
+        return f"{value:.1g}" if 0 < abs(value) < 0.005 else f"{value:.2f}"
+    return str(value)
+
+
+def draw_steps(rows: Rows, out_png: str | os.PathLike[str]) -> None:
+    """Draw the seconds per step of each run, stacked by what the actor does (`split_step`)."""
+    names, parts = [f"{row['placement']}{DOT}{row['mode']}" for row in rows], [split_step(row) for row in rows]
+    bars = [Bars(label, [part[key] for part in parts], colour) for key, (label, colour) in ALL_PARTS.items()]
+    ends = [f"{row['step_s']:.2f} s" for row in rows]
+    _save("Steps (medians)", "run", "seconds per step", names, bars, ends, out_png)
+
+
+def draw_utilization(runs: Mapping[str, Rows], out_png: str | os.PathLike[str]) -> None:
+    """Draw for each rank of each run the share of time in which it decodes, scores, updates and is idle."""
+    ranks = [(f"{name.replace('/', DOT)}{DOT}rank {row['rank']}", row) for name, rows in runs.items() for row in rows]
+    bars = [
+        Bars(kind, [max(0.0, row[kind]) for _, row in ranks], COLOURS[kind])
+        for kind in ("decode", "score", "update", "idle")
+    ]
+    ends = [f"{100 - row['idle']:.0f} %" for _, row in ranks]
+    title, label = "Work of each rank", "percent of the time after the first step"
+    _save(title, "rank", label, [name for name, _ in ranks], bars, ends, out_png)
+
+
+def draw_deferrals(runs: Mapping[str, Mapping[str, int]], out_png: str | os.PathLike[str]) -> None:
+    """Draw for each run the shares of trained rollouts by the number of steps they were carried over (the paper's Table 2)."""
+    totals = {name: max(1, sum(counts.values())) for name, counts in runs.items()}
+    times = sorted({int(each) for counts in runs.values() for each in counts})
+    bars = [
+        Bars(str(each), [100 * counts.get(str(each), 0) / totals[name] for name, counts in runs.items()], run_colour(i))
+        for i, each in enumerate(times)
+    ]
+    _save("Steps carried over", "run", "percent of the trained rollouts", list(runs), bars, [], out_png)
+
+
+def draw_decode(rows: Rows, out_png: str | os.PathLike[str]) -> None:
+    """Draw decoded tokens/s: a group of bars per batch size, a bar per peer."""
+    batches, peers = (list(dict.fromkeys(row[key] for row in rows)) for key in ("batch", "peer"))
+    rates = {(row["peer"], row["batch"]): row["tokens_per_s"] for row in rows}
+    bars = [Bars(peer, [rates[peer, batch] for batch in batches], run_colour(i)) for i, peer in enumerate(peers)]
+    chart = BarChart("decode", "Decoding", "batch size", "decoded tokens/s", [str(batch) for batch in batches], bars)
+    draw(chart).savefig(out_png)
+
+
+def _save(
+    title: str,
+    category: str,
+    value: str,
+    names: Sequence[str],
+    bars: Sequence[Bars],
+    ends: Sequence[str],
+    out_png: str | os.PathLike[str],
+) -> None:
+    chart = BarChart("comparison", title, category, value, names, bars, stacked=True, horizontal=True, ends=ends)
+    draw(chart).savefig(out_png)

@@ -1,1 +1,0 @@
-"""Plans and times that others have published, and how near the laws come to them."""

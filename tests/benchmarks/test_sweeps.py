@@ -1,0 +1,330 @@
+"""`benchmarks.sweeps`: the runs of each kind, their arithmetic on made-up metrics, and each kind on tiny runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import sweeps
+from benchmarks.common import numbers, whole_numbers
+from oppo_megatron.bench.suite import Run, Suite, bare
+from oppo_megatron.cli.launch import launch
+from oppo_megatron.config.derived import max_context
+from oppo_megatron.config.overlap import ChunkConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost, first_settled_step
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.placements import role_placements, world_size
+from oppo_megatron.layout.shape import check_shape
+from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.rundir.trace import Span
+from tests.support.ppo import Workspace
+from tests.unit.test_bench_overlap import faults, made
+from tests.unit.test_bench_overlap import without_critic as config
+from tests.unit.test_bench_suite import SHAPE, line, runs_of
+from tests.unit.test_bench_suite import config as with_critic
+
+Make = Callable[..., sweeps.Configs]
+
+
+@pytest.fixture
+def configs_of(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Make the configurations of a kind from a base."""
+
+    def make(kind: str, base: TrainConfig, *options: str) -> sweeps.Configs:
+        monkeypatch.setattr(sweeps, "load_base", lambda args, inputs="": base)
+        parser = argparse.ArgumentParser()
+        sweeps.add_arguments(parser)
+        return sweeps.KINDS[kind].configs(parser.parse_args([kind, "c.yaml", *options]))
+
+    return make
+
+
+def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured(configs_of: Make) -> None:
+    base = with_critic(overlap={"chunk": {"adaptive": [4, 8]}})
+    configs = configs_of("chunk", base, "--sizes", "8,64,128")
+    assert list(configs) == ["8", "64", "adaptive"], "128 is beyond the limit"
+    assert configs["8"].overlap.chunk.tokens == 8 and not configs["8"].overlap.chunk.adaptive
+    assert configs["adaptive"].overlap.chunk == base.overlap.chunk
+    unsearched = with_critic(overlap={"chunk": {"adaptive": False}})
+    assert configs_of("chunk", unsearched)["adaptive"].overlap.chunk.adaptive is True
+    for problem, other, options in (
+        ("none is within rollout.max_response_tokens 64", base, ["--sizes", "128"]),
+        ("overlap.intra is false", with_critic(overlap={"intra": False}), []),
+        ("no reference, critic or reward model, so the chunk size has no effect", config("dapo"), []),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            configs_of("chunk", other, *options)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"tokens": 48}, {"adaptive": [64, 200]}, {"adaptive": [32]}, {"adaptive": False}],
+)
+def test_the_first_settled_step_is_that_of_the_tuner(settings: dict[str, Any]) -> None:
+    chunks, longest = ChunkConfig(**settings), 100
+    tuner, seen = ChunkTuner(chunks, longest), []
+    costs = {16: 3.0, 32: 2.0, 48: 5.0, 64: 1.0, 100: 4.0}
+    for step in range(1, 20):
+        seen.append(tuner.value)
+        tuner.observe(step, StepCost(costs[tuner.value], steps=1, tokens=1))
+    first = first_settled_step(chunks, longest)
+    assert len(set(seen[first - 1 :])) == 1, "nothing is tried from there on"
+    tried = {*chunks.candidates, chunks.tokens} if chunks.adaptive else {chunks.tokens}
+    assert seen[first - 1] == min({min(size, longest) for size in tried}, key=lambda size: costs[size])
+
+
+def test_the_tuner_is_compared_over_the_same_steps(configs_of: Make) -> None:
+    base = with_critic(overlap={"chunk": {"adaptive": [16, 32]}})  # settles in step 4
+    runs = {
+        "16": runs_of([9.0, 1.0, 1.0, 4.0, 4.0]),
+        "32": runs_of([9.0, 5.0, 5.0, 2.0, 3.0]),
+        "adaptive": [Run(Path("run"), [line(n, 3.0, chunk_tokens=16) for n in range(1, 6)])],
+    }
+    configs = configs_of("chunk", base, "--sizes", "16,32")
+    result, lines = sweeps.chunk_result(configs, runs)
+    found = result["adaptive"]
+    assert found["first_settled_step"] == 4 and found["settled_on"] == [16]
+    assert found["best_fixed"] == 32 and found["best_fixed_step_s"] == 2.5, "of steps 4 and 5 alone"
+    assert found["fixed_step_s"] == {"16": 4.0, "32": 2.5}
+    assert found["percent"] == pytest.approx(20.0) and found["choice_percent"] == pytest.approx(60.0)
+    assert "+20.0 % of the best fixed size, 32" in lines[0]
+    rows = {row["chunk"]: row for row in result["results"]}
+    assert rows["16"]["step_s"] == 2.5 and rows["32"]["step_s"] == 4.0 and rows["32"]["over_best"] == 1.6
+
+    short = {name: [Run(Path("run"), turns[0].lines[:3])] for name, turns in runs.items()}
+    assert "give more --steps" in sweeps.chunk_result(configs, short)[1][0]
+
+
+def test_deltas_fixed_and_by_rule(configs_of: Make) -> None:
+    base = with_critic(overlap={"delta": {"rule": "eq4", "initial": 2, "max": 4}})
+    configs = configs_of("delta", base, "--fixed", "0,8", "--rules", "eq4,algorithm1")
+    assert {name: c.overlap.delta.rule for name, c in configs.items()} == {
+        "fixed-0": "fixed", "fixed-8": "fixed", "eq4": "eq4", "algorithm1": "algorithm1",
+    }  # fmt: skip
+    assert configs["fixed-8"].overlap.delta.initial == 8 and configs["fixed-0"].overlap.delta.initial == 0
+    assert configs["algorithm1"].overlap.delta.max == 4, "a rule is bounded as configured"
+    assert all(not list(c.overlap.rules(16)) for c in configs.values())
+    with pytest.raises(ConfigError, match="overlap.inter=true"):
+        configs_of("delta", with_critic(overlap={"inter": False}))
+    with pytest.raises(ConfigError, match="--rules names fixed"):
+        configs_of("delta", base, "--rules", "fixed")
+    rules = [name for name in configs_of("delta", base) if not name.startswith("fixed")]
+    assert set(rules) == set(sweeps.MOVING_RULES) - {"eq4_literal"}
+
+
+def test_the_cost_of_a_delta() -> None:
+    runs = [[line(1, 9.0, delta=8, carried=9), line(2, 2.0, delta=4), line(3, 3.0, delta=2, submitted_len_mean=19.0)]]
+    row = sweeps.delta_row("eq4", runs)
+    assert row["step_s"] == 2.5 and row["delta_mean"] == 3.0 and row["delta_last"] == [2]
+    assert row["length_gap"] == 2.5 and row["stale_percent"] == 25.0 and row["carried"] == 3.0 and row["ess"] == 0.9
+    assert row["waste_percent"] == 50.0 and row["gap_percent"] is None, "no step has it"
+    few, enough = runs_of([1.0] * 10), runs_of([1.0] * 11)
+    configs = {"eq4": with_critic()}
+    assert "2 x overlap.delta.window = 10" in sweeps.delta_result(configs, {"eq4": few})[1][0]
+    assert sweeps.delta_result(configs, {"eq4": enough})[1] == []
+    assert sweeps.delta_result(configs, {"measured": few})[1] == [], "it does not look at rewards"
+
+
+def test_ranks_divide_the_work() -> None:
+    pair = with_critic()
+    assert [world_size(sweeps.with_ranks(pair, n)) for n in (1, 2, 4)] == [1, 2, 4]
+    placements = role_placements(sweeps.with_ranks(pair, 4))
+    assert placements["actor"].layout == (1, 1, 3) and placements["critic"].ranks == (3,)
+    colocated = sweeps.with_ranks(with_critic(placement={"mode": "colocated"}), 4)
+    assert role_placements(colocated)["actor"] == role_placements(colocated)["critic"] and world_size(colocated) == 4
+    assert all(sweeps.with_ranks(pair, n).runtime.threads_per_rank == 1 for n in (1, 2))
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 0.75, 1.0, 1.5, 2.0])
+def test_scaled_models_are_models(factor: float) -> None:
+    changed = sweeps.with_model(with_critic(), factor)
+    for role in (changed.actor, changed.critic, changed.reward):
+        assert role is not None
+        shape = read_hf_config(role)
+        assert check_shape("role", shape, changed.placement.actor, max_context(changed), 288) == []
+    shape = read_hf_config(changed.actor)
+    assert shape["hidden_size"] // shape["num_attention_heads"] == 8, "heads keep their size"
+    if factor in (0.5, 1.0, 1.5, 2.0):
+        scaled = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
+        assert all(shape[name] == SHAPE[name] * factor for name in scaled)
+    with pytest.raises(ConfigError, match="critic.checkpoint is given"):
+        sweeps.with_model(with_critic(critic={"checkpoint": "c"}), 2.0)
+
+
+def test_limits_and_batches_take_what_depends_on_them_along() -> None:
+    longer = sweeps.with_limit(with_critic(runtime={"micro_batch_tokens": 128}), 256)
+    assert longer.rollout.max_response_tokens == 256 and longer.debug.forced_lengths == [64.0, 1.0]
+    assert longer.runtime.micro_batch_tokens == 320
+    assert read_hf_config(longer.critic)["max_position_embeddings"] == 320
+    smaller = sweeps.with_batch(with_critic(overlap={"delta": {"initial": 4, "max": 8}}), 4)
+    assert smaller.rollout.batch_size == 4
+    assert (smaller.overlap.delta.initial, smaller.overlap.delta.max) == (1, 2)
+    assert not list(smaller.overlap.rules(4))
+
+
+def test_growth_is_the_power_of_what_grows() -> None:
+    rows: list[dict[str, Any]] = [
+        {"axis": "batch", "value": 8, "million_parameters": 1.0, "sequential_step_s": 1.0, "full_step_s": 1.0},
+        {"axis": "batch", "value": 16, "million_parameters": 1.0, "sequential_step_s": 2.0, "full_step_s": 4.0},
+    ]
+    sweeps.add_growth(rows)
+    assert rows[1]["sequential_growth"] == pytest.approx(1.0) and rows[1]["full_growth"] == pytest.approx(2.0)
+    assert "full_growth" not in rows[0]
+
+
+@pytest.mark.parametrize("preset", ["dapo", "grpo"])
+def test_axes_have_whole_groups_and_no_ranks_without_a_role(preset: str) -> None:
+    base = config(preset, placement={"mode": "disaggregated"})
+    batches = sweeps.places(base, "batch", [], [0.25, 1, 1.6])
+    assert list(batches) == [32, 64, 96], "multiples of 4 minibatches of groups of 8"
+    ranks = sweeps.places(base, "ranks", [1, 2, 3], [])
+    assert [world_size(each) for each in ranks.values()] == [1, 2, 3]
+    assert {world_size(each) for each in batches.values()} == {world_size(base)}
+    assert not any(faults(each) for each in (*batches.values(), *ranks.values()))
+    assert role_placements(ranks[3])["actor"].dp == (3 if preset == "dapo" else 2)
+    assert list(sweeps.places(base, "limit", [], [0.5, 1.0])) == [8, 16]
+
+
+def test_every_kind_of_reward_has_the_model_that_it_needs() -> None:
+    base = config("grpo")
+    found = {kind: sweeps.rewarded(base, kind) for kind in sweeps.REWARDS}
+    assert [faults(each) for each in found.values()] == [[], [], []]
+    assert found["verifier"].rewards == base.rewards and found["verifier"].reward is None
+    assert not found["model"].scores_steps and found["process"].scores_steps
+    for kind in ("model", "process"):
+        reward = found[kind].reward
+        assert reward is not None and reward.init == base.actor.init and reward.init_seed != base.actor.init_seed
+        [part] = sweeps.rewarded(found[kind], "verifier").rewards
+        assert (part.name, part.buffer_tokens) == ("length", 16), "it had no rule"
+    trained = base.model_copy(
+        update={"actor": base.actor.model_copy(update={"init": None, "checkpoint": Path("weights")})}
+    )
+    reward = sweeps.rewarded(trained, "model").reward
+    assert reward is not None and (reward.checkpoint, reward.fresh_head) == (Path("weights"), True)
+    assert sweeps.rewarded(found["model"], "process").reward == found["model"].reward, "its own"
+
+
+def test_forks_and_woven_rounds_need_groups_and_scorers(configs_of: Make) -> None:
+    alone = config("reinforce_pp", rollout={"batch_size": 64, "group_size": 1, "max_response_tokens": 16})
+    with pytest.raises(ConfigError, match="rollout.group_size is 1, so no cache is forked"):
+        configs_of("fork", alone)
+    with pytest.raises(ConfigError, match="no reference, critic or reward model, so no scoring can be woven"):
+        configs_of("weave", config("dapo"))
+    with pytest.raises(ConfigError, match="--rewards names judge; choose from verifier, model, process, or all"):
+        configs_of("rewards", config("grpo"), "--rewards", "model,judge")
+
+
+def test_woven_rounds_of_a_run_of_one_step_are_that_step(tmp_path: Path) -> None:
+    spans = [
+        Span(0, "actor", "decode actor m0 c1 s0", 1, 1.0, 2.0),
+        Span(1, "actor", "decode actor m0 c1 s0", 1, 2.0, 4.0),
+    ]
+    run = made(tmp_path, "run", [], spans)
+    assert sweeps.weave_figures([run.path])["bubble_by_rank"] == pytest.approx([200 / 3, 100 / 3])
+
+
+def test_lists_of_arguments() -> None:
+    assert whole_numbers("0,4") == [0, 4] and numbers("0.5,2") == [0.5, 2.0]
+    for parse, text in ((whole_numbers, "-1"), (numbers, "1,x"), (numbers, "0"), (numbers, "inf")):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse(text)
+
+
+LENGTHS = {"debug.forced_lengths": [12, 0.7], "rollout.max_response_tokens": 24}
+OVERLAPS = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}}
+GROUPS: dict[str, Any] = {
+    "critic": None, "reward": None, "ppo": {"minibatches": 1}, "steps": 1,
+    "rewards": [{"kind": "verifier", "name": "arithmetic"}], "rollout.batch_size": 8, "rollout.group_size": 4,
+    "overlap.delta": {"rule": "fixed", "initial": 1, "max": 1}, "algorithm": {"preset": "grpo"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("sweeps"))
+
+
+Sweep = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def swept(workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
+    """Run a kind on tiny models in one process, and return what it wrote."""
+
+    def run(kind: str, options: Sequence[str] = (), **changes: Any) -> dict[str, Any]:
+        own = {**LENGTHS, **OVERLAPS, "steps": 2, "runtime.threads_per_rank": 1, **changes}
+        base = bare(TrainConfig(**workspace.config("sweep", **own)))
+        monkeypatch.setattr(sweeps, "load_base", lambda args, inputs="": base)
+        monkeypatch.setattr(sweeps, "new_suite", lambda args: Suite(args.out, 1, launch, say=lambda _: None))
+        assert sweeps.main([kind, "c.yaml", "--out", str(tmp_path), *options]) == 0
+        written: dict[str, Any] = json.loads((tmp_path / f"{kind}.json").read_text())
+        assert written["bench"] == kind and written["machine"]["usable_cores"] >= 1
+        return written
+
+    return run
+
+
+@pytest.mark.long
+def test_fork(swept: Sweep) -> None:
+    """What a fork saves is not prefilled, in the actor and in the reference."""
+    rows = swept("fork", ["--prompts", "16,20"], **GROUPS)["results"]
+    assert [(row["prompt_tokens"], row["fork"]) for row in rows] == [(16, "yes"), (16, "no"), (20, "yes"), (20, "no")]
+    for forked, apart in (rows[:2], rows[2:]):
+        assert apart["forked_tokens"] == 0 < forked["forked_tokens"]
+        assert forked["prefilled_tokens"] + forked["forked_tokens"] == apart["prefilled_tokens"]
+        assert forked["speedup_step_s"] == pytest.approx(apart["step_s"] / forked["step_s"])
+
+
+@pytest.mark.long
+def test_rewards(swept: Sweep) -> None:
+    written = swept("rewards", ["--rewards", "verifier,process", "--modes", "sequential,full"], **GROUPS)
+    rows = [(row["reward"], row["mode"]) for row in written["results"]]
+    assert rows == [(kind, mode) for kind in ("verifier", "process") for mode in ("sequential", "full")]
+    assert all(row["best_step_s"] == row["speedup_step_s"] for row in written["results"]), "each kind has its own base"
+    scored = {kind: found["results"][0]["score_busy_s"] for kind, found in written["rewards"].items()}
+    assert min(scored.values()) > 0, "the reference reads under a verifier, too"
+
+
+@pytest.mark.long
+def test_weave(swept: Sweep) -> None:
+    rows = swept("weave", ["--modes", "sequential,woven"], placement={"mode": "colocated", "actor": {"pp": 2}})[
+        "results"
+    ]
+    assert [row["mode"] for row in rows] == ["sequential", "woven"]
+    for row in rows:
+        assert 0 < row["rounds_s"] <= row["step_s"] and len(row["bubble_by_rank"]) == 2
+        assert 0 < row["bubble_percent"] < 100
+
+
+@pytest.mark.long
+def test_chunk(swept: Sweep) -> None:
+    written = swept("chunk", ["--sizes", "4,8,64"], steps=4, **{"overlap.chunk": {"tokens": 4, "adaptive": [4, 8]}})
+    assert [row["chunk"] for row in written["results"]] == ["4", "8", "adaptive"]
+    tuned = written["adaptive"]
+    assert tuned["first_settled_step"] == 4 and tuned["settled_on"][0] in (4, 8) and tuned["best_fixed"] in (4, 8)
+    assert {line["chunk_tokens"] for line in written["runs"]["8"][0]["steps"]} == {8}
+
+
+@pytest.mark.long
+def test_delta(swept: Sweep) -> None:
+    changes = {"overlap.delta": {"initial": 1, "max": 2, "window": 1}, "steps": 3}
+    rows = {row["delta"]: row for row in swept("delta", ["--fixed", "0,2", "--rules", "eq4"], **changes)["results"]}
+    assert rows["fixed-0"]["carried"] == 0 and rows["fixed-0"]["stale_percent"] == 0
+    assert rows["fixed-0"]["ess"] == pytest.approx(1, abs=1e-6)
+    assert rows["fixed-2"]["carried"] > 0 and rows["fixed-2"]["delta_last"] == [2]
+    assert rows["eq4"]["delta_last"] != [1], "two rewards are enough for a window of 1"
+
+
+@pytest.mark.long
+def test_scaling(swept: Sweep) -> None:
+    written = swept("scaling", ["--axis", "batch", "--factors", "0.5,1"], steps=1)
+    rows = written["results"]
+    assert [row["value"] for row in rows] == [4, 6], "whole minibatches"
+    assert set(written["runs"]) == {f"batch/{size}/{mode}" for size in (4, 6) for mode in ("sequential", "full")}
+    assert rows[1]["tokens_per_step"] > rows[0]["tokens_per_step"] and "sequential_growth" in rows[1]
