@@ -13,7 +13,7 @@ KINDS = ("decode", "score", "update")
 
 
 def utilization(runs: Sequence[Path]) -> list[dict[str, float]]:
-    """Return each rank's number and the percent of the steps after the first in which it decodes, scores, updates, is idle.
+    """Return each rank's number and the percent of its time after the first step for decoding, scoring, updates and idling.
 
     The time counts from the first work of step 2 on any rank (of step 1 if it is the only one) to the last work of the
     run.  A span of decoding or scoring includes what the loop does between its actions.  Waiting, messages and the
@@ -50,7 +50,7 @@ def work_seconds(run: Path) -> dict[int, dict[int, float]]:
 
 
 def untraced_percent(runs: Sequence[Path]) -> float:
-    """Percent of the same time in which the first rank is in no span: the loop itself, and the exchange of scores and
+    """Percent of the same time that no span of the first rank covers: the loop itself, and the exchange of scores and
     the writing of metrics apart from their waits.  Several runs are summed."""
     total_s = covered_s = 0.0
     for run in runs:
