@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from oppo_megatron.clock import by_time
-from oppo_megatron.cluster.liveness.watching import stacks_on_request, watched
+from oppo_megatron.cluster.liveness.watchdog import stacks_on_request, watched
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.derived import describe_batch, describe_settle
 from oppo_megatron.config.load import dump_config
