@@ -24,6 +24,7 @@ def with_preset_file(settings: Any) -> Any:
     name = algorithm.get("preset") if isinstance(algorithm, dict) else None
     if not isinstance(name, str | Path) or Path(name).suffix not in SUFFIXES:
         return settings
+    assert isinstance(algorithm, dict), "it has the name"
     brought = _read(Path(name))
     start = brought.get("algorithm", {}).get("preset", "ppo") if isinstance(brought.get("algorithm"), dict) else "ppo"
     if Path(str(start)).suffix in SUFFIXES:
