@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from oppo_megatron.cluster.gathering import gather_figures
+from oppo_megatron.cluster.process_groups import gather_figures
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.mcore import compat
@@ -29,7 +32,6 @@ from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.layers.attention import PackedPlan
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import memory_for, too_many_tokens
-from oppo_megatron.mcore.stage_messages import StageMessages
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics).
@@ -353,3 +355,28 @@ def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Opt
         wd_incr_steps=max(total_steps, 1),
         wd_incr_style="constant",
     )
+
+
+NOTHING = [0, 0, 0]
+
+
+class StageMessages(P2PCommunicator):
+    """Does not ask a neighbour for the shape of what it is about to send, for which the host would wait in each message
+    (p2p_communication.py:242): activations come in the order of the micro-batches, and gradients, too.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, sizes: Sequence[int]):
+        """`sizes`: tokens of each micro-batch."""
+        super().__init__(group, config)
+        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shapes = [[size // shards, 1, config.hidden_size] for size in sizes]
+        self._activations, self._gradients = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        """Shapes of what comes from the stage before, and from the one behind."""
+        return (
+            next(self._activations) if recv_prev else NOTHING,
+            next(self._gradients) if recv_next else NOTHING,
+        )

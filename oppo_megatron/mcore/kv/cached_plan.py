@@ -19,8 +19,7 @@ from torch import Tensor
 
 from oppo_megatron.mcore.cpu.cpu_attention import CALL_NUMBERS, stretches
 from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.kv.call_parts import PartsOfCall, parts_of
-from oppo_megatron.mcore.kv.masks import beyond_mask, hidden_keys
+from oppo_megatron.mcore.kv.call_parts import PartsOfCall, beyond_mask, hidden_keys, parts_of
 from oppo_megatron.mcore.layers.rope import apply_rope
 from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
 

@@ -25,7 +25,34 @@ from torch import Tensor
 
 from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.mcore.layers.rms_norm import rms_norm
-from oppo_megatron.mcore.layers.swiglu import swiglu
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """SwiGLU (Shazeer 2020), silu(gate) * up, of gate and up side by side: [T, ..., 2 F] -> [T, ..., F]; differentiable once."""
+    return _SwiGLU.apply(gate_up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps only gate and up, and computes the silu again in the backward pass.
+
+    megatron-core composes it of several operations and keeps their results, two more tensors of the feed-forward size.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        grads = torch.empty_like(gate_up)
+        (gate, up), (gate_grad, up_grad) = gate_up.chunk(2, dim=-1), grads.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=up_grad)
+        torch.mul(grad, up, out=gate_grad)
+        torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
+        return grads
 
 
 def tag_parameter(

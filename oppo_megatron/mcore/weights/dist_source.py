@@ -2,6 +2,11 @@
 
 The index is read with a closed table of classes (`checkpoint_index.py`) and each piece by torch's reader of tensors alone
 (`weights_only`): no pickle of the folder can call anything.  `common.pt`, which has a program's arguments, is not opened.
+
+Layers of one kind are stacked: `decoder.layers.mlp.linear_fc2.weight` has all of them along its first dimension.  Newer
+checkpoints may name each layer (`decoder.layers.7...`).  Either way a tensor is whole: the shards of tensor ranks follow each
+other, and all of gate comes before up.  Norms have the names that transformer-engine gives them when it fuses them into the
+next product; NeMo-Aligner calls a scalar head `rm_head`.
 """
 
 from __future__ import annotations
@@ -18,9 +23,35 @@ import torch
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Part, param_shapes, stage_parts
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.mcore.naming.dist_layout import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, is_weight, saved_names
 from oppo_megatron.mcore.weights.checkpoint_index import read_plain_index, reason_of
 from oppo_megatron.modeldir.megatron import TORCH_INDEX, MegatronFolder
+
+LAYERS = "decoder.layers."
+HEAD = "output_layer.weight"
+ALIGNER_HEAD, ALIGNER_BIAS = "rm_head.weight", "rm_head.bias"
+_RENAMED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_scheduler")
+"""How keys begin that are not the model's."""
+
+
+def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
+    """The keys under which a parameter may lie, and for a stacked one the number of its layer."""
+    if not param.startswith(LAYERS):
+        return ((param, None),)
+    number, _, name = param.removeprefix(LAYERS).partition(".")
+    for ours, saved in _RENAMED.items():
+        if name.startswith(ours):
+            name = saved + name.removeprefix(ours)
+    return (f"{LAYERS}{name}", int(number)), (f"{LAYERS}{number}.{name}", None)
+
+
+def is_weight(key: str) -> bool:
+    """Whether a key of the model is a parameter's: `_extra_state` is of transformer-engine's FP8."""
+    return not key.startswith(NO_WEIGHTS) and not key.endswith("_extra_state") and "._extra_state" not in key
+
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
