@@ -50,7 +50,7 @@ COUNTED_COLUMNS = {
     "messages a round": "messages", "of them chunks": "chunks", "to ranks": "peers",
     "notes a tick": "notes", "of a speaker": "summaries",
 }  # fmt: skip
-"""Of the rank that has most: its groups; messages of the actor's output rank in a round, and to how many ranks; notes that a
+"""Figures of the rank that has most: its groups; messages of the actor's output rank in a round, and to how many ranks; notes that a
 watchdog reads, and that one which speaks for its circle reads."""
 
 
