@@ -50,8 +50,8 @@ COUNTED_COLUMNS = {
     "messages a round": "messages", "of them chunks": "chunks", "to ranks": "peers",
     "notes a tick": "notes", "of a speaker": "summaries",
 }  # fmt: skip
-"""Figures of the rank that has most: its groups; messages of the actor's output rank in a round, and to how many ranks; notes that a
-watchdog reads, and that one which speaks for its circle reads."""
+"""Figures of the rank that has most: its groups; messages of the actor's output rank per round, and to how many ranks; notes that
+a watchdog reads, and notes of the watchdog that represents its circle."""
 
 
 def bench_planning(

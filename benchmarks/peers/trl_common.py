@@ -123,7 +123,7 @@ def token_text(token: int) -> str:
 
 
 def run_settings(work: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of both trainers: one process, no logging but their own lines, nothing saved, no gradient checkpointing."""
+    """Return the arguments of both trainers: one process, no logging, nothing saved, no gradient checkpointing."""
     micro_batch = work["micro_batch"]
     return {
         "output_dir": work["output_dir"],
