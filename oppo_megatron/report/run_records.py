@@ -121,10 +121,10 @@ def read_runs(
         check_run_directory(given)
     names = distinct_names(resolved)
     records = []
-    for path, name in zip(paths, names, strict=True):
+    for given, name in zip(paths, names, strict=True):
         if len(names) > 1:
             progress(f"reading {name}")
-        records.append(read_run(path, name))
+        records.append(read_run(given, name))
     return records
 
 

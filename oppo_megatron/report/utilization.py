@@ -49,21 +49,6 @@ def work_seconds(run: Path) -> dict[int, dict[int, float]]:
     return work
 
 
-def untraced_percent(runs: Sequence[Path]) -> float:
-    """Percent of the same time that no span of the first rank covers: the loop itself, and the exchange of scores and
-    the writing of metrics apart from their waits.  Several runs are summed."""
-    total_s = covered_s = 0.0
-    for run in runs:
-        spans = read_trace(RunDirectory(run).trace)
-        start, end = _window(str(run), spans)
-        reached = start
-        for span in sorted((s for s in spans if s.rank == 0), key=lambda s: s.start):
-            covered_s += max(0.0, min(span.end, end) - max(span.start, reached))
-            reached = max(reached, span.end)
-        total_s += end - start
-    return 100 * (1 - covered_s / total_s)
-
-
 def kind_of(span: Span) -> str | None:
     """The entry of `KINDS` for the span's work; None for other work and waits.
 
