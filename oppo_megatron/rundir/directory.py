@@ -35,8 +35,7 @@ from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.nesting import read_json, read_yaml
 from oppo_megatron.rundir.checkpoints import CheckpointStore
-from oppo_megatron.rundir.holding import HELD_WAIT_S, held
-from oppo_megatron.rundir.space import free_bytes, megabytes
+from oppo_megatron.rundir.disk import HELD_WAIT_S, free_bytes, held, megabytes
 
 RUN_FORMAT = 1
 """The format of the files of a run directory, recorded in `hosts.json`.  It is raised when earlier files would be misread."""
@@ -127,8 +126,8 @@ class RunDirectory:
         """Raise ConfigError if a configured path, given with its key, is among the files that the run writes."""
         products = {(self.path / name).resolve() for name in PRODUCTS}
         problems = [
-            f"{key} is {path}, which lies among what the run in {self.path} writes, and moves or removes where it begins or goes "
-            "on; name what the run began with to go on with it, or choose another run_dir to start from this"
+            f"{key} is {path}, which lies among what the run in {self.path} writes, and moves or removes when it begins or "
+            "continues; name what the run began with to continue it, or choose another run_dir to start from this"
             for key, path in named
             if products & {path.resolve(), *path.resolve().parents}
         ]

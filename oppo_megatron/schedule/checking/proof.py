@@ -24,16 +24,19 @@ and the messages that spread the chunk end the list.  Therefore:
 - Each link has its own communicator, used in one order from the stream of one role, as transports require.
 
 A transport may also hold a send until earlier messages of its link have been received.  `sends_pass` proves from the times that
-held hidden states cannot deadlock; if it cannot, a simulation decides.
+held hidden states cannot deadlock.  If it cannot, the units are run in each rank's order, without times and messages, which is
+exact if stages have single ranks; otherwise a simulation decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from oppo_megatron.columns import Ints
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Payload, Schedule
 from oppo_megatron.schedule.checking.caches import Budgets
 from oppo_megatron.schedule.checking.checker import check, require_sound
@@ -46,6 +49,30 @@ from oppo_megatron.schedule.weaving.timetable import Team, Timetable, count_of
 
 SWEEPS = 8
 """Sweeps of `sends_pass`.  Schedules that complete have needed no more; those with a cycle never converge."""
+
+Place = tuple[str, int, int]
+"""(role, replica, stage)"""
+
+
+@dataclass
+class _Stage:
+    """One pipeline stage: the number of its units, how many are done, and the stages that it waits for.
+
+    Unit n waits for n + 1 units of the stage before, and from the second decode step (unit `first`) on for
+    n + 1 - `micro_batches` units of the last stage.  If sends may be held, a rank waits after unit n until the stage after has
+    done n + 1 - (the unreceived messages that its link may have).
+    """
+
+    ranks: tuple[int, ...]
+    before: _Stage | None
+    micro_batches: int
+    first: int
+    done: int = 0
+    woken: tuple[int, ...] = ()
+    after: _Stage | None = None
+
+    def __post_init__(self) -> None:
+        self.last = self
 
 
 def require_provable(
@@ -134,3 +161,80 @@ def _waits(table: Timetable, numbers: dict[Team, Ints], most: int) -> Iterator[t
             yield units[:-1], units[1:]
             released = releases[units[:-1]]
             yield released[released >= 0], units[1:][released >= 0]
+
+
+def _stages_of(role: str, round_: Round, site: Site) -> Iterator[tuple[Place, _Stage]]:
+    placement = site.placements[role]
+    for replica in range(placement.dp):
+        count = count_of((role, replica), round_)
+        batches, begun = count.batches, count.prefills + count.batches
+        own: list[_Stage] = []
+        for stage in range(placement.pp):
+            before = own[-1] if own else None
+            own.append(_Stage(placement.stage_ranks(replica, stage), before, batches, begun))
+        for stage, each in enumerate(own):
+            each.last = own[-1]
+            each.after = own[stage + 1] if stage < placement.pp - 1 else None
+            each.woken = _woken(placement, replica, stage, decodes=batches > 0)
+            yield (role, replica, stage), each
+
+
+def _woken(placement: RolePlacement, replica: int, stage: int, decodes: bool) -> tuple[int, ...]:
+    """Return the ranks that may continue after the stage has done a unit.
+
+    They are of the next stage and the one before, whose send may be held; if the last stage decodes, all that receive tokens.
+    """
+    if stage == placement.pp - 1 and decodes:
+        return placement.replica_ranks(replica)
+    neighbours = (near for near in (stage - 1, stage + 1) if 0 <= near < placement.pp)
+    return tuple(rank for near in neighbours for rank in placement.stage_ranks(replica, near))
+
+
+def _order(rank: int, table: Timetable, stages: dict[Place, _Stage]) -> list[_Stage]:
+    """Return the stage of each of the rank's units, in order."""
+    order, places = table.sequence(rank)
+    counts = [table.times[team].starts.shape[1] for team, _ in places]
+    own = [stages[role, replica, stage] for (role, replica), stage in places]
+    return [own[i] for i in np.repeat(np.arange(len(own)), counts)[order].tolist()]
+
+
+def _runs_through(orders: dict[int, list[_Stage]], most: int) -> bool:
+    """True if all units can be done in each rank's order, with at most `most` unreceived hidden states of a link.
+
+    The order of examining ranks does not change the result.
+    """
+    position = dict.fromkeys(orders, 0)
+    ready = list(orders)
+    while ready:
+        rank = ready.pop()
+        order = orders[rank]
+        while position[rank] < len(order):
+            stage = order[position[rank]]
+            done, before, last = stage.done, stage.before, stage.last
+            if before is not None and before.done <= done:
+                break
+            if done >= stage.first and last is not stage and last.done <= done - stage.micro_batches:
+                break
+            if _held(order, position[rank], most):
+                break
+            if len(stage.ranks) > 1:
+                if not all(_is_at(stage, orders[member], position[member], most) for member in stage.ranks):
+                    break
+                ready += stage.ranks
+            stage.done = done + 1
+            for member in stage.ranks:
+                position[member] += 1
+            ready += stage.woken
+    return all(position[rank] == len(order) for rank, order in orders.items())
+
+
+def _held(order: list[_Stage], position: int, most: int) -> bool:
+    """True if the rank still has to send the result of the unit before this position."""
+    if not position:
+        return False
+    stage = order[position - 1]
+    return stage.after is not None and stage.after.done < stage.done - most
+
+
+def _is_at(stage: _Stage, order: list[_Stage], position: int, most: int) -> bool:
+    return position < len(order) and order[position] is stage and not _held(order, position, most)

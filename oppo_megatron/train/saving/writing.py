@@ -13,8 +13,8 @@ from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.mcore.weights.checkpoint import write_models
 from oppo_megatron.rundir.checkpoints import CheckpointStore
+from oppo_megatron.rundir.disk import shortage, unwritten
 from oppo_megatron.rundir.manifest import Entry, list_files, seal, write_manifest
-from oppo_megatron.rundir.space import shortage, unwritten
 from oppo_megatron.train.saving.caches import write_caches
 from oppo_megatron.train.saving.snapshot import CACHES, MODELS, Snapshot, cache_path
 
