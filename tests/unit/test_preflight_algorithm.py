@@ -129,10 +129,23 @@ def test_greedy_responses_are_told_apart_from_those_of_the_batch(settings: dict[
     assert (batch_rows(several), most_sequences(several)) == (150, 150 + 8 * 5)
     assert [share_of_sequences(several, role, 1) for role in ("actor", "reference")] == [190, 152]
     assert check_train(several) == [] and not several.algorithm.needs_group
+    put(settings, "overlap.inter", False)
+    assert most_sequences(TrainConfig.model_validate(settings)) == 150, "delta counts with inter-step overlap only"
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"rollout.group_size": 1}, "rollout.group_size is 1, but algorithm.preset grpo (baseline group_mean, scale group_std)"),
+    (
+        {"algorithm": {"preset": "reinforce_pp", "scale": "group_std"}, "rollout.group_size": 1},
+        "rollout.group_size is 1, but algorithm.preset reinforce_pp (baseline none, scale group_std)",
+    ),
+    ({"algorithm.loss": "a.b:f", "algorithm.objective": "plain"}, "algorithm.objective is plain, but algorithm.loss replaces it"),
+    ({"algorithm.loss": "a.b:f", "ppo.clip": 0.3}, "ppo.clip is 0.3, but algorithm.loss is your own function"),
+    ({"algorithm.advantage": "a.b:f", "algorithm.scale": "none"}, "algorithm.scale is none, but algorithm.advantage replaces it"),
+    (
+        {"algorithm": {"preset": "online_dpo", "loss": "a.b:f"}},
+        "algorithm.loss is set, but algorithm.preset online_dpo has pairs",
+    ),
     ({"rollout.batch_size": 100}, "must be a multiple of rollout.group_size 8 (a batch has whole groups); set it to 96 or 104"),
     ({"rollout.batch_size": 5, "overlap.delta": {"initial": 0, "max": 0}}, "set it to 8, or the group size to a divisor"),
     ({"ppo.minibatches": 3}, "ppo.minibatches 3 does not divide the 16 groups of a batch (128 responses in groups of 8)"),
