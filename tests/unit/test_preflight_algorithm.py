@@ -11,8 +11,16 @@ import yaml
 from pydantic import ValidationError
 
 from oppo_megatron.config.algorithm import CHOICES, PRESETS, AlgorithmConfig
-from oppo_megatron.config.derived import batch_rows, describe_batch, minibatch_parts, most_sequences, share_of_sequences
+from oppo_megatron.config.derived import (
+    batch_rows,
+    describe_batch,
+    minibatch_parts,
+    most_sequences,
+    num_updates,
+    share_of_sequences,
+)
 from oppo_megatron.config.load import load_config
+from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import KLConfig, PPOConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
@@ -364,3 +372,17 @@ def test_what_is_to_be_removed_can_be_by_an_override(
     with pytest.raises(ConfigError, match="remove (it|them|the section)"):
         load_config(TrainConfig, path, check=check_train)
     load_config(TrainConfig, path, [f"{key}=null" for key in wrong], check=check_train)
+
+
+def test_the_actor_makes_no_optimizer_steps_while_the_critic_warms_up(settings: dict[str, Any]) -> None:
+    put(settings, "ppo", {"epochs": 2, "minibatches": 4, "critic_warmup_steps": 3})
+    config = TrainConfig.model_validate(settings | {"algorithm": {"preset": "grpo"}})
+    assert (num_updates(config, "actor", 10), num_updates(config, "critic", 10)) == (7 * 8, 10 * 8)
+    assert num_updates(config, "actor", 2) == 0
+
+
+def test_prompts_are_admitted_after_a_chunk_or_after_a_given_number_of_steps() -> None:
+    chunk = {"tokens": 8}
+    periods = [OverlapConfig(chunk=chunk, backfill=backfill).admission_period for backfill in (False, True, 24)]  # type: ignore[arg-type]
+    assert periods == [None, 8, 24]
+    assert OverlapConfig(inter=False, backfill=24).admission_period is None
