@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from datetime import date
 from itertools import accumulate
 from pathlib import Path
@@ -109,7 +110,7 @@ def config_yaml(config: Section) -> str:
 
 
 def plain_settings(config: Section) -> dict[str, Any]:
-    """What that text says, as a reader of plain YAML has it, without the tenth of a second that writing and reading take."""
+    """Return the tree that a reader of that text gets, without writing and reading it (0.1 s)."""
     return {key: _plain(value) for key, value in config.model_dump().items()}
 
 
@@ -167,7 +168,7 @@ def _read_yaml(path: Path) -> DictConfig:
 
 
 def _reference_problem(values: Collection[str]) -> str | None:
-    """Why values with references `${...}` are not resolved: omegaconf calls itself for each within, or behind, another."""
+    """Return why references `${...}` are not resolved (omegaconf recurses for each); None if they are."""
     if len(values) > MOST_REFERENCES:
         return (
             f"it has {len(values)} different references `${{...}}`, more than {MOST_REFERENCES}; write some of them out"
@@ -228,19 +229,20 @@ def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
 
 
 def _misses(problem: str, path: Sequence[str | int]) -> bool:
-    """Whether a problem is that a section lacks the key at `path`, which is there, but was left out for being wrong."""
+    """True if a problem only says that a section lacks the key at `path`, which was left out because it is wrong."""
     *section, key = map(str, path or [""])
     return problem.startswith(f"{'.'.join(section)} ") and key in re.findall(r"\w+", problem)
 
 
 def _without_wrong_keys(kind: type[SectionT], data: Any, wrong: Sequence[Sequence[str | int]]) -> SectionT | None:
-    """What the data give once every key at a `wrong` path is left out; None where a required one is among them."""
+    """Return the configuration without the keys at `wrong` paths; None if one of them is required."""
     for path in wrong:
         place = data
-        for part in path[:-1]:
-            place = place[part]
-        if isinstance(place, dict) and path:
-            place.pop(path[-1], None)
+        with suppress(KeyError, TypeError):  # a key that a preset's file brought is not in the data
+            for part in path[:-1]:
+                place = place[part]
+            if isinstance(place, dict) and path:
+                place.pop(path[-1], None)
     try:
         return kind.model_validate(data)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""The schema as a page of documentation: `python -m oppo_megatron.config.reference > docs/configuration.md`."""
+"""The schema as a page of the site (docs/tools/site_hooks.py): `python -m oppo_megatron.config.reference` prints it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def render_reference() -> str:
 
 
 def _sections() -> dict[type[Section], list[str]]:
-    """Each section class in the order of its first use, with the dotted keys it stands at."""
+    """Each section class in the order of its first use, with the dotted keys where it is used."""
     places: dict[type[Section], list[str]] = {}
     for kind in PAGES.values():
         for place, section in _nested(kind, ""):

@@ -1,6 +1,6 @@
 """Training and cache-free forward of a role through megatron-core's own DDP, optimizer, scheduler and pipeline schedules.
 
-A rank holds one model chunk, or several where the pipeline is interleaved: chunk c of stage p is virtual stage c * pp + p.
+A rank holds one model chunk, or several if the pipeline is interleaved: chunk c of stage p is virtual stage c * pp + p.
 
 Legend: R rows of interest of a micro-batch.
 """
@@ -45,9 +45,9 @@ Chunks = RoleModel | Sequence[RoleModel]
 
 @dataclass
 class StepReport:
-    """One optimizer step.  `stats` are sums over the micro-batches (maxima where the name begins with `max_`).
+    """One optimizer step.  `stats` are sums over the micro-batches of all replicas (maxima if the name starts with `max_`).
 
-    They cover all replicas, and are known on last-stage ranks only; on the others the mapping is empty.
+    They are known on last-stage ranks only; on the others the mapping is empty.
     """
 
     grad_norm: float
@@ -57,13 +57,13 @@ class StepReport:
 
 @dataclass
 class Ahead:
-    """A micro-batch whose forward pass has been made before its turn, and the output, with its graph, until it is taken."""
+    """A micro-batch whose forward pass has already run, and its output with the graph, until it is taken."""
 
     batch: MicroBatch
     output: Tensor | None
 
     def take(self, batch: MicroBatch) -> Tensor | None:
-        """The output, which is not held here any longer, if it is of this micro-batch."""
+        """Release the output if it is of this micro-batch, else None."""
         if batch.index != self.batch.index or batch.tokens != self.batch.tokens:
             return None
         output, self.output = self.output, None
@@ -104,21 +104,21 @@ def _run(
             pg_collection=groups.collection,
         )
     for chunk in chunks:
-        chunk.set_input_tensor(None)  # of the last micro-batch; nobody else would let it go
+        chunk.set_input_tensor(None)  # release the last micro-batch's
     if not groups.is_last_stage:
         return []
     return [report for report, batch in zip(reports, batches, strict=True) if not batch.is_dummy]
 
 
 def _forward(model: RoleModel, module: torch.nn.Module, batch: MicroBatch, size: int) -> Tensor:
-    """The output of a chunk, which `module` wraps, for a micro-batch made up to `size` tokens."""
+    """The output of a chunk, wrapped in `module`, for a micro-batch padded to `size` tokens."""
     lengths, tokens_T = batch.padded(size, model.max_length)
     out: Tensor = module(tokens_T, PackedPlan(lengths, model.rope), batch.rows_R)
     return out
 
 
 def _forward_step(model: RoleModel, finish: Loss, ahead: Ahead | None) -> Callable[..., Any]:
-    """The function by which megatron's schedules run a micro-batch through a chunk, and get its loss on the last stage."""
+    """megatron's `forward_step_func`: runs a micro-batch through a chunk, and gives its loss on the last stage."""
 
     def forward_step(
         work_left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module
@@ -144,7 +144,7 @@ def _largest(batches: Sequence[MicroBatch], work: str) -> tuple[str, str]:
 
 
 def _filled(batches: Sequence[MicroBatch], multiple: int, device: torch.device) -> list[MicroBatch]:
-    """With dummies behind them, so that there is at least one and the number is a multiple of `multiple`."""
+    """Append dummies until the number is a positive multiple of `multiple`."""
     missing = _multiple(max(len(batches), 1), multiple) - len(batches)
     return [*batches, *[MicroBatch.dummy(device)] * missing]
 
@@ -180,7 +180,7 @@ def forward_rows(
 
 
 class TrainedModel:
-    """A role's chunks on this rank with their optimizer, which updates them in place; `model` is the first of them."""
+    """A role's chunks on this rank with their optimizer, which updates them in place; `model` is the first chunk."""
 
     def __init__(
         self, model: Chunks, config: OptimizerConfig, total_steps: int, layout: TrainingLayoutConfig | None = None
@@ -216,14 +216,14 @@ class TrainedModel:
 
     @property
     def goes_ahead(self) -> bool:
-        """Whether a forward pass needs neither another stage's output nor another micro-batch's turn."""
+        """True if a forward pass needs neither another stage's output nor another micro-batch."""
         return self.model.groups.pp == 1 and len(self.chunks) == 1
 
     def ahead(self, batch: MicroBatch) -> None:
-        """Run the forward pass of a micro-batch that the next `step` is given among others: it goes on from there.
+        """Run the forward pass of one micro-batch of the next `step`, which continues from it.
 
-        All tensor ranks of the replica make the call, and none where not `goes_ahead`.  Takes the memory that the step takes
-        for the micro-batch, until then; the weights must not change in between.
+        All tensor ranks of the replica make the call, if `goes_ahead`.  Holds the micro-batch's activations until the step;
+        the weights must not change in between.
         """
         assert self.goes_ahead
         self._ahead = None
@@ -237,15 +237,15 @@ class TrainedModel:
             ddp.eval()
 
     def forget_ahead(self) -> None:
-        """The step for which `ahead` was called will not be made."""
+        """Drop the forward pass of `ahead`, whose step will not be made."""
         self._ahead = None
 
     def step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepReport:
         """Forward, backward and one optimizer step on this replica's share of a minibatch, which may be empty.
 
-        All ranks of all replicas make the call.  The micro-batches' losses add up, over the replicas too, to the
-        minibatch's; the gradient and its norm belong to the sum.  Raises NumericsError, before the weights change, if
-        the norm is not finite.
+        All ranks of all replicas make the call.  The minibatch's loss is the sum over the micro-batches of all replicas; the
+        gradient and its norm are of that sum.  Before the weights change, raises NumericsError if the norm is not finite and
+        CapacityError if memory runs out.
         """
         for ddp in self.ddp:
             ddp.train()
@@ -268,7 +268,7 @@ class TrainedModel:
         return int(self.scheduler.num_steps)
 
     def resume_schedule(self, updates: int) -> None:
-        """So many optimizer steps are done: the learning rate goes on from there."""
+        """Set the number of optimizer steps done, which determines the learning rate."""
         self.scheduler.num_steps = updates
         self.scheduler.step(increment=0)
 
@@ -280,7 +280,7 @@ class TrainedModel:
 
     def _checked_step(self) -> float:
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())  # for which the host waits
+        norm = float(self.optimizer.get_grad_norm())  # the host waits
         if not math.isfinite(norm):
             raise NumericsError(
                 f"the gradient norm is {norm}: the update is not applied. Lower the learning rate, or look at the batch's "
@@ -297,11 +297,11 @@ def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[
     own = _added(read_reports(list(reports)))
     if groups.dp == 1 or not groups.is_last_stage:
         return own
-    return _added(gather_figures(own, groups.collection.dp))  # a replica without rows knows no names
+    return _added(gather_figures(own, groups.collection.dp))  # a replica without rows has no names
 
 
 def read_reports(reports: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
-    """Figures of the device, scalars each, on the host: all in one copy."""
+    """Copy scalars from the device to the host at once."""
     values = [value.detach().double() for report in reports for value in report.values()]
     numbers = iter(torch.stack(values).tolist() if values else ())
     return [{name: next(numbers) for name in report} for report in reports]
@@ -334,16 +334,16 @@ def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, grou
             pg_collection=groups.collection,
         )
     for each in optimizer.chained_optimizers:
-        if isinstance(each.optimizer, torch.optim.AdamW):  # where megatron found no other
+        if isinstance(each.optimizer, torch.optim.AdamW):  # megatron found no other
             for group in each.optimizer.param_groups:
-                group["fused"] = True  # one pass over weights and moments, in place of a dozen
+                group["fused"] = True  # one pass over weights and moments instead of a dozen
     return optimizer
 
 
 def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
-        # megatron starts a warm-up at init_lr: the first step is to be one of the ramp, not one that does nothing.
+        # megatron starts a warm-up at init_lr; without this the first step would have a learning rate of 0.
         init_lr=config.rate / config.warmup_steps if config.warmup_steps else config.rate,
         max_lr=config.rate,
         min_lr=config.min_lr if config.decay != "constant" else min(config.min_lr, config.rate),
@@ -361,8 +361,9 @@ NOTHING = [0, 0, 0]
 
 
 class StageMessages(P2PCommunicator):
-    """Does not ask a neighbour for the shape of what it is about to send, for which the host would wait in each message
-    (p2p_communication.py:242): activations come in the order of the micro-batches, and gradients, too.
+    """Pipeline messages without an exchange of shapes, for which the host would wait (p2p_communication.py:242).
+
+    Activations and gradients come in the order of the micro-batches, whose sizes every stage knows.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, sizes: Sequence[int]):
@@ -375,7 +376,7 @@ class StageMessages(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        """Shapes of what comes from the stage before, and from the one behind."""
+        """Shapes of the tensors from the previous and the next stage."""
         return (
             next(self._activations) if recv_prev else NOTHING,
             next(self._gradients) if recv_next else NOTHING,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.process_rewards import step_loss, step_table
+from oppo_megatron.algorithms.supervised_losses import step_loss, step_table
 from oppo_megatron.config.run import ProcessRewardModelConfig, SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Steps, load_steps

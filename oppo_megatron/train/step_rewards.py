@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.process_rewards import response_scores, step_scores
+from oppo_megatron.algorithms.supervised_losses import response_scores, step_scores
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.host_copies import on_device

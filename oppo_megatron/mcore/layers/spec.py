@@ -1,4 +1,4 @@
-"""The modules that our layer spec puts in place of megatron-core's own, and the attributes that megatron reads off parameters.
+"""Modules of our layer spec that replace megatron-core's, and attributes of parameters that megatron reads.
 
 Legend: T packed tokens, H hidden, N query heads, G key/value heads of this tensor rank, R = N / G, D head dimension.
 """
@@ -104,7 +104,7 @@ class PlannedSelfAttention(SelfAttention):
 
 
 class ScalarHead(torch.nn.Module):
-    """One number a token, in the place and with the calling convention of `GPTModel.output_layer`; replicated over TP."""
+    """One number per token, with the calling convention of `GPTModel.output_layer`; replicated over TP."""
 
     sequence_parallel = False
 
@@ -119,8 +119,8 @@ class ScalarHead(torch.nn.Module):
 def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
     """Spec of one pipeline stage of `num_layers` layers, final norm included; attention's middle part is the plan's.
 
-    `kind`: whose linear layers and norms.  transformer-engine's are the ones that do not fuse a norm into the product behind
-    it, so that parameters have the same names, which loading, saving and cached calls go by.
+    `kind`: the library of linear layers and norms.  Of transformer-engine's, those that do not fuse a norm into the next
+    product are used, so that parameters keep their names, which loading, saving and cached calls use.
     """
     linears = (BiasedLinear, ColumnParallelLinear, RowParallelLinear)
     norm: Any = RMSNorm
@@ -135,7 +135,7 @@ def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "to
 def _block(
     config: TransformerConfig, num_layers: int, linears: tuple[Any, Any, Any], norm: Any
 ) -> TransformerBlockSubmodules:
-    """`linears`: of queries, keys and values; of gate and up; row-parallel."""
+    """`linears`: for queries, keys and values; for gate and up; row-parallel."""
     qkv, column, row = linears
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = layer.submodules
@@ -157,8 +157,8 @@ def _block(
 class BiasedLinear(ColumnParallelLinear):
     """The projection with a bias (queries, keys and values of Qwen2), rounded once; without a bias it is megatron's own.
 
-    megatron-core adds the bias to a product that has been rounded already.  In bfloat16 this second rounding, which neither
-    Hugging Face's forward nor cached decoding makes, would let log-probs of decoding and training drift apart.
+    megatron-core adds the bias to a rounded product.  In bfloat16 this second rounding, which neither Hugging Face's forward
+    nor cached decoding has, would make log-probs of decoding and training differ.
     """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -34,11 +34,11 @@ _RENAMED = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_scheduler")
-"""How keys begin that are not the model's."""
+"""Prefixes of keys that are not parameters."""
 
 
 def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
-    """The keys under which a parameter may lie, and for a stacked one the number of its layer."""
+    """The possible keys of a parameter, each with its layer's number if it is stacked."""
     if not param.startswith(LAYERS):
         return ((param, None),)
     number, _, name = param.removeprefix(LAYERS).partition(".")
@@ -49,7 +49,7 @@ def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
 
 
 def is_weight(key: str) -> bool:
-    """Whether a key of the model is a parameter's: `_extra_state` is of transformer-engine's FP8."""
+    """True if the key is a parameter of the model: `_extra_state` belongs to transformer-engine's FP8."""
     return not key.startswith(NO_WEIGHTS) and not key.endswith("_extra_state") and "._extra_state" not in key
 
 
@@ -61,7 +61,7 @@ _SHOWN_PROBLEMS = 8
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a Hugging Face tensor lies: in the saved tensor `key`, of a stacked one in layer `layer`."""
+    """Place of a Hugging Face tensor: saved tensor `key`, and `layer` if it is stacked."""
 
     part: Part
     key: str
@@ -108,7 +108,7 @@ class DistSource:
         return self._places[name]
 
     def _find(self, shape: ModelShape) -> Iterator[tuple[str, _Place]]:
-        """Each Hugging Face tensor that is there.  Raises CheckpointError for tensors of other shapes or of no place."""
+        """Find each Hugging Face tensor.  Raises CheckpointError for unexpected shapes or tensors."""
         parts = {part.hf_name: part for head in ("lm", "scalar") for part in stage_parts(shape, head)}
         shapes = {part.param: () for part in parts.values()} | param_shapes(
             [part for name, part in parts.items() if name not in (LM_HEAD, SCALAR_HEAD)]
@@ -136,7 +136,7 @@ class DistSource:
             )
 
     def _count_problems(self, depths: Mapping[str, int | None]) -> Iterator[str]:
-        """Tensors and layers that nobody reads, or that lack.  `depths`: due layers of each key that is read, None: no stack."""
+        """Problems: unused or missing tensors and layers.  `depths`: expected layers of each key, None: not stacked."""
         for key in sorted(self._saved.keys() - depths.keys() - {ALIGNER_BIAS}):
             tied = ", which ties it to the embeddings (tie_word_embeddings)" if key == HEAD else ""
             yield f"{key} has no place in the model of config.json{tied}"
@@ -155,7 +155,7 @@ class DistSource:
         return None
 
     def _size(self, place: _Place) -> tuple[int, ...]:
-        """Of one layer where layers are stacked."""
+        """Shape of a tensor, or of one layer if layers are stacked."""
         size = tuple(self._saved[place.key].size)
         return size if place.layer is None else size[1:]
 
@@ -235,7 +235,7 @@ def _spans(part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _prefix(saved: Collection[str], folder: MegatronFolder) -> str:
-    """What the model's keys begin with: nothing in Megatron-LM, `model.` in NeMo, the role in a run of ours."""
+    """Prefix of the model's keys: none in Megatron-LM, `model.` in NeMo, the role in our runs."""
     found = [name.removesuffix(WORD_EMBEDDING) for name in saved if name.endswith(WORD_EMBEDDING)]
     prefixes = sorted(prefix for prefix in found if not prefix.startswith("optimizer."))
     if folder.prefix is not None:
