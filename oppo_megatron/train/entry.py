@@ -31,7 +31,7 @@ from oppo_megatron.train.memory_meter import require_memory
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found, find_checkpoint
 from oppo_megatron.train.saving.saver import Saver
-from oppo_megatron.train.saving.telling import tell_of_nothing
+from oppo_megatron.train.saving.state import describe_missing
 from oppo_megatron.train.setup import build_loop
 from oppo_megatron.train.shared_directory import share_run_directory
 from oppo_megatron.train.supervised import run_supervised
@@ -84,7 +84,7 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     found = find_checkpoint(config, world)
     saver, run = Saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)
     rollbacks = Rollbacks.of_run(run, inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None)
-    ahead, start = NEW_RUN, [tell_of_nothing(config.run_dir)] if config.checkpoint.resume else []
+    ahead, start = NEW_RUN, [describe_missing(config.run_dir)] if config.checkpoint.resume else []
     if found is not None:  # before anything of the run is cut off, or its settings written anew
         ahead, start = saver.require_same_run(found, rollbacks.left_out), saver.describe(found)
     _prepare(config, world, found)

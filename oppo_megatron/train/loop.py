@@ -206,7 +206,7 @@ class TrainingLoop:
 
     def _conclude(self) -> None:
         """Every rank has made its last step."""
-        self.state.settle()
+        self.state.finish_step()
         self.meter.spans.flush()
         self.saver.conclude()
         if self.journal is not None:

@@ -66,8 +66,8 @@ class RunState:
         journal = self.meter.journal
         return None if journal is None else journal.progress.note
 
-    def settle(self) -> None:
-        """The last step's line is whole, and no action of a round is under way."""
+    def finish_step(self) -> None:
+        """Complete the last step's line and all actions of rounds; collective of the world."""
         if self.meter.settled != self.done:
             with self.meter.part("wait_update"):
                 critic_stats = self.updates.exchange.critic_stats()

@@ -32,7 +32,6 @@ from oppo_megatron.mcore.model import Head, RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
 from oppo_megatron.train.heldout_rows import Heldout, Point
@@ -45,8 +44,9 @@ from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferen
 from oppo_megatron.train.process_reward_model import ProcessRewardModelling
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.supervised_saver import MODEL, FoundSupervised, SupervisedSaver, find_supervised
-from oppo_megatron.train.saving.telling import tell_of_nothing
+from oppo_megatron.train.saving.resuming import Found, find_checkpoint
+from oppo_megatron.train.saving.saver import SupervisedSaver
+from oppo_megatron.train.saving.state import describe_missing
 from oppo_megatron.train.sft import FineTuning
 from oppo_megatron.train.shared_directory import share_run_directory
 from oppo_megatron.train.supervised_loop import SupervisedTrainer, Task
@@ -141,8 +141,8 @@ def _build(
         config, task, rows, heldout, trained, saver, report, spans, world.activity, memory, began, steps, point
     )
     if found is not None:
-        saver.restore(trained, found)
-        trainer.resume(found.state)
+        saver.load(trainer.models, found)
+        trainer.load_state_dict(found.state)
     return trainer
 
 
@@ -182,20 +182,20 @@ def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer
     with trainer.spans.span("save", role="model", step=passed.steps), trainer.activity.doing("writing weights"):
         if keeps:
             save_role(trained.chunks, run.weights, tokenizer, base)
-    trainer.saver.save_end(trained, passed, trainer.report, trainer.beside)
+    trainer.saver.save_end(trainer)
     with trainer.activity.doing("writing the best step's weights"):
-        if keeps and trainer.saver.load_best({MODEL: trained}, Position(passed.steps)):
+        if keeps and trainer.saver.load_best(trainer.models, trainer.position):
             save_role(trained.chunks, run.best, tokenizer, base)
     trainer.spans.flush()
 
 
 def _continued(
     config: SupervisedConfig, saver: SupervisedSaver, world: World
-) -> tuple[FoundSupervised | None, list[str]]:
+) -> tuple[Found | None, list[str]]:
     """The checkpoint from which the run goes on, and the message about it; nothing of the run has been touched."""
-    found = find_supervised(config, world)
+    found = find_checkpoint(config, world)
     if found is None:
-        return None, [tell_of_nothing(config.run_dir)] if config.checkpoint.resume else []
+        return None, [describe_missing(config.run_dir)] if config.checkpoint.resume else []
     saver.require_same_run(found)
     start = saver.describe(found)
     dist.barrier()  # no rank looks at the directory any more
@@ -205,7 +205,7 @@ def _continued(
 def _prepare(
     config: SupervisedConfig,
     run: RunDirectory,
-    found: FoundSupervised | None,
+    found: Found | None,
     quarantine: Quarantine,
     world: World,
     *,
