@@ -31,12 +31,11 @@ from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.logs.journal import Journal
-from oppo_megatron.train.score_exchange import ScoreExchange
-from oppo_megatron.train.step_rewards import StepRewards
+from oppo_megatron.train.score_exchange import ScoreExchange, StepRewards
 
 
 class Loop(Protocol):
-    """The training loop on one rank, as far as held-out prompts concern it."""
+    """The training loop on one rank, as far as held-out evaluation needs it."""
 
     world: World
     exchange: ScoreExchange
@@ -52,7 +51,7 @@ class Loop(Protocol):
 
 
 class Evaluator:
-    """Decodes on a cache of its own that lives only as long, of at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
+    """Decodes into a temporary cache of at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
 
     Every rank of the world makes the calls, with the same result.
     """
@@ -85,22 +84,22 @@ class Evaluator:
 
     @property
     def over(self) -> bool:
-        """Whether the run is to end early."""
+        """True if the run is to end early."""
         return self.stop is not None and self.stop.due
 
     def describe_end(self) -> str | None:
-        """Why the run ends early, if it does."""
+        """Reason for an early end, if there is one."""
         return self.stop.describe() if self.stop is not None and self.stop.due else None
 
     def due(self, step: int, last: bool) -> bool:
-        """Before the first step, after the last, and every so often."""
+        """True before the first step, after the last, and every `every_steps` steps."""
         every = self.config.every_steps
         return step == 0 or last or bool(every and step % every == 0)
 
     def measure(self, loop: Loop, step: int) -> Figures:
-        """What the metrics are after `step` steps; early stopping learns of them.
+        """Measure the metrics after `step` steps, and pass them to early stopping.
 
-        Raises RewardError, on the rank that keeps the journal, where a judge fails.
+        Raises RewardError, on the rank that keeps the journal, if a judge fails.
         """
         rollouts = None if loop.actor is None else self._decode(loop)
         scores_N = self._model_scores(loop, rollouts) if self.judges.needs_model else None
@@ -120,7 +119,7 @@ class Evaluator:
         return figures
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Of early stopping, in plain JSON types."""
+        """State of early stopping, in plain JSON types."""
         return None if self.stop is None else self.stop.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

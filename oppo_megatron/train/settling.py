@@ -1,4 +1,4 @@
-"""Settled prefixes of responses: read from the rewards, and held against what the rewards come to."""
+"""Prefixes of responses that fix their rewards: read from the rewards, and compared with the final rewards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN_CHARACTERS = 500
 
 
 def build_settler(config: TrainConfig, buffer: RolloutBuffer, rewards: RewardSum) -> Settler | None:
-    """None where all responses go on to their ends."""
+    """Build the settler; None if all responses are decoded to their ends."""
     period = settle_period(config)
     if period is None:
         return None
@@ -28,10 +28,10 @@ def build_settler(config: TrainConfig, buffer: RolloutBuffer, rewards: RewardSum
 
 
 def read_prefix(rewards: RewardSum, item: ScoreItem, tokens: Sequence[int], decode: Decode, place: str) -> Prefix:
-    """What the rewards say of the response of `item` so far, whose `tokens` these are.
+    """Return the parts of the reward that the response of `item` (its `tokens`) so far fixes, and the shortest prefix.
 
-    What is settled stays so, so the shortest prefix is found by halving.  An incomplete character at a prefix's end is left
-    out: the rest of it is still to come.  Raises RewardError as `RewardSum.settled`.
+    A fixed part stays fixed, so the shortest prefix is found by bisection.  An incomplete character at a prefix's end is left
+    out, because more of it follows.  Raises RewardError as `RewardSum.settled`.
     """
 
     def settled(num_tokens: int) -> dict[str, float]:
@@ -59,7 +59,7 @@ def require_as_settled(
     place: str,
     beginning: str,
 ) -> None:
-    """Raises RewardError where a part of a response's reward is not what it was settled as, with the response's `beginning`."""
+    """Raises RewardError if a part of a response's reward differs from the value fixed early, with the response's `beginning`."""
     for label, early in zip(labels, note.parts, strict=True):
         if label in parts and parts[label] != early:
             raise RewardError(
@@ -71,6 +71,6 @@ def require_as_settled(
 
 
 def _shown(text: str) -> str:
-    """Of a long text its end."""
+    """Return the end of a long text."""
     cut = text[-SHOWN_CHARACTERS:]
     return repr(cut) if len(cut) == len(text) else f"...{cut!r} ({len(text)} characters)"

@@ -21,36 +21,32 @@ from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.plan import delta_rule, plan_step
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
-from oppo_megatron.train.actor import Actor
-from oppo_megatron.train.adaptation import Adaptation
-from oppo_megatron.train.critic import Critic
+from oppo_megatron.train.actor import Actor, Critic
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.filtering import build_filter
 from oppo_megatron.train.guards.guard import Guard
 from oppo_megatron.train.guards.rollback import Rollbacks
 from oppo_megatron.train.inputs import Inputs
 from oppo_megatron.train.logs.journal import Journal
-from oppo_megatron.train.logs.round_trace import RoundTracer
+from oppo_megatron.train.logs.meter import RoundTracer, StepMeter
+from oppo_megatron.train.logs.step import CriticPlacement
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.memory_meter import MemoryMeter
-from oppo_megatron.train.metering.critical_path import CriticPlacement
-from oppo_megatron.train.metering.meter import StepMeter
 from oppo_megatron.train.role_builder import RoleBuilder
+from oppo_megatron.train.roles import build_topology
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.saver import Saver
-from oppo_megatron.train.score_exchange import ScoreExchange
+from oppo_megatron.train.score_exchange import ScoreExchange, StepRewards
 from oppo_megatron.train.settling import build_settler
-from oppo_megatron.train.step_rewards import StepRewards
-from oppo_megatron.train.topology import build_topology
-from oppo_megatron.train.updates import Updates
+from oppo_megatron.train.updates import Adaptation, Updates
 
 
 def build_loop(
     config: TrainConfig, world: World, inputs: Inputs, saver: Saver, rollbacks: Rollbacks, ahead: Ahead = NEW_RUN
 ) -> TrainingLoop:
-    """Groups, models, optimizers and books of this rank, for what of the run is `ahead`."""
+    """Build groups, models, optimizers and books of this rank, for the part of the run that is `ahead`."""
     prompts = prompt_stream(config, inputs.prompts, ahead)
     total_steps = ahead.total_steps(config.steps, prompts.planned, batch_rows(config))
     with world.activity.doing("process groups", waits=True):
@@ -75,7 +71,7 @@ def build_loop(
 
 @dataclass(frozen=True)
 class Parts:
-    """What a rank's loop is made of."""
+    """Parts of a rank's loop."""
 
     scheduler: OvercommitScheduler
     rounds: RoundRunner
@@ -157,9 +153,9 @@ def _evaluator(config: TrainConfig, inputs: Inputs, builder: RoleBuilder) -> Eva
 
 
 def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RUN) -> PromptStream:
-    """Exactly the prompts that will be trained: admission ends early enough that none is left over.
+    """Return the stream of exactly the prompts that will be trained: admission ends early enough that none is left over.
 
-    With a filter nobody knows how many that are: the scheduler stops admission, in time for the same.
+    With a filter their number is not known: the scheduler stops admission at the same point.
     """
     limit = None if config.filter is not None else ahead.limit(config.steps, batch_rows(config))
     return PromptStream(

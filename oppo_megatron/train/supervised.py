@@ -34,34 +34,30 @@ from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
-from oppo_megatron.train.heldout_rows import Heldout, Point
+from oppo_megatron.train.heldout import Heldout, Point
 from oppo_megatron.train.logs.supervised_report import Report
 from oppo_megatron.train.logs.trackers import Tracker, open_trackers
 from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
 from oppo_megatron.train.preference.reference_pass import ReferencePass
-from oppo_megatron.train.preference.reference_point import ReferencePoint
-from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferences, Preferences
-from oppo_megatron.train.process_reward_model import ProcessRewardModelling
-from oppo_megatron.train.reward_model import RewardModelling
+from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferences, Preferences, ReferencePoint
+from oppo_megatron.train.run_files import save_role, share_run_directory
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found, find_checkpoint
 from oppo_megatron.train.saving.saver import SupervisedSaver
 from oppo_megatron.train.saving.state import describe_missing
-from oppo_megatron.train.sft import FineTuning
-from oppo_megatron.train.shared_directory import share_run_directory
 from oppo_megatron.train.supervised_loop import SupervisedTrainer, Task
-from oppo_megatron.train.weights import save_role
+from oppo_megatron.train.supervised_tasks import FineTuning, ProcessRewardModelling, RewardModelling
 
 RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 def run_supervised(config: SupervisedConfig) -> bool:
-    """Train what the configuration is for.  Called on every rank; see `train_supervised`."""
+    """Train as configured.  Called on every rank; see `train_supervised`."""
     return _run(config, task_of(config))
 
 
 def task_of(config: SupervisedConfig) -> Task[Any]:
-    """What the configuration is for."""
+    """Return the task of the configuration."""
     if isinstance(config, DPOConfig):
         return PairPreferences(config)
     if isinstance(config, KTOConfig):
@@ -85,11 +81,11 @@ def _run(config: SupervisedConfig, task: Task[RowT]) -> bool:
 
 
 def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, preemption: Preemption) -> bool:
-    """Train, then write weights and summary into `config.run_dir`; False where it was told to stop before, and saved.
+    """Train, then write weights and summary into `config.run_dir`; False if the run was asked to stop and has saved.
 
-    Raises, before the model is built, ConfigError (number of ranks, shape, tokenizer, a run directory that holds a
-    finished run), DataError, or CheckpointError for a checkpoint that this run cannot go on from; then CheckpointError for
-    weights that do not fit, NumericsError for a gradient that is not finite.
+    Before the model is built it raises ConfigError (number of ranks, shape, tokenizer, a run directory with a finished run),
+    DataError, or CheckpointError for a checkpoint that this run cannot continue; later CheckpointError for weights that do not
+    fit, NumericsError for a gradient that is not finite.
     """
     groups = _build_groups(config, world)
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)
@@ -115,7 +111,7 @@ def _build(
     preemption: Preemption,
     stack: ExitStack,
 ) -> SupervisedTrainer[RowT]:
-    """All that the steps need, at the beginning of the run or as its checkpoint says; the `stack` closes it."""
+    """Build everything that the steps need, new or from a checkpoint; the `stack` closes it."""
     run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
     if is_owner:
         stack.enter_context(run.held())
@@ -149,7 +145,7 @@ def _build(
 def _reference(
     config: SupervisedConfig, task: Task[RowT], world: World, groups: RoleGroups, report: Report | None
 ) -> ReferencePass[RowT] | None:
-    """What preferences are compared with; None of other tasks."""
+    """Return the reference of preferences; None for other tasks."""
     if not (isinstance(config, PreferenceConfig) and isinstance(task, Preferences)):
         return None
     return ReferencePass(config, task, world, groups.output_rank, report.note if report else lambda text: None)
@@ -163,7 +159,7 @@ def _load_rows(
     world: World,
     point: Point[Any] | None,
 ) -> tuple[list[RowT], Heldout[RowT] | None]:
-    """The rows to train on, and those that are held out."""
+    """Return the rows to train on, and the held-out rows."""
 
     def read(data: DataConfig) -> list[RowT]:
         return task.load(config.model_copy(update={"data": data}), tokenizer, quarantine)
@@ -176,7 +172,7 @@ def _load_rows(
 
 
 def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer: Tokenizer) -> None:
-    """What the run has come to: the weights, a checkpoint to go on from, and the best step's weights."""
+    """Write the weights, a checkpoint to continue from, and the best step's weights."""
     run, keeps = RunDirectory(config.run_dir), config.checkpoint.writes_weights
     trained, passed, base = trainer.trained, trainer.passed, config.model.checkpoint
     with trainer.spans.span("save", role="model", step=passed.steps), trainer.activity.doing("writing weights"):
@@ -192,7 +188,7 @@ def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer
 def _continued(
     config: SupervisedConfig, saver: SupervisedSaver, world: World
 ) -> tuple[Found | None, list[str]]:
-    """The checkpoint from which the run goes on, and the message about it; nothing of the run has been touched."""
+    """Return the checkpoint to continue from, and the message about it; the run's files are not touched yet."""
     found = find_checkpoint(config, world)
     if found is None:
         return None, [describe_missing(config.run_dir)] if config.checkpoint.resume else []
@@ -211,7 +207,7 @@ def _prepare(
     *,
     is_owner: bool,
 ) -> Tracker | None:
-    """The run directory and the trackers, which may refuse to begin, by the rank that owns it; the others see it then."""
+    """Prepare the run directory and the trackers, which may refuse to begin, on the owner; then all ranks see it."""
     if is_owner:
         run.take_up(None if found is None else found.state)
         dump_config(config, run.config)
@@ -242,7 +238,7 @@ def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
 
 
 def _check_model(config: SupervisedConfig, tokenizer: Tokenizer) -> None:
-    """The shape, from config.json alone, against the layout, the longest row and what the tokenizer really gives."""
+    """Check the shape, from config.json alone, against the layout, the longest row and the tokenizer's vocabulary."""
     problems: list[str] = []
     for name, model in config.models.items():
         shape = read_hf_config(model)

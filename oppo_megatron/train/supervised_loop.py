@@ -23,7 +23,7 @@ from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
-from oppo_megatron.train.heldout_rows import Heldout, Measure, Point
+from oppo_megatron.train.heldout import Heldout, Measure, Point
 from oppo_megatron.train.logs.supervised_report import Report
 from oppo_megatron.train.memory_meter import MemoryMeter
 from oppo_megatron.train.saving.saver import SupervisedSaver
@@ -32,7 +32,7 @@ RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 class Task(Protocol[RowT]):
-    """What tells one kind of supervised training from another."""
+    """The part of supervised training that depends on its kind."""
 
     title: str
     head: Head
@@ -56,9 +56,9 @@ class Task(Protocol[RowT]):
 
 @dataclass
 class SupervisedTrainer(Generic[RowT]):
-    """One rank's view of the run.  `steps`: of the whole run; `report`: on one rank, None on the others.
+    """One rank's view of the run.  `steps` counts the whole run's; `report` exists on one rank, None on the others.
 
-    `point`: taken of each batch before it is learned from, where the task needs one.
+    `point` is measured for each batch before training on it, if the task needs one.
     """
 
     config: SupervisedConfig
@@ -76,7 +76,7 @@ class SupervisedTrainer(Generic[RowT]):
     point: Point[RowT] | None = None
 
     def run(self) -> bool:
-        """Make the steps that are left, measure and save; False where the run was told to stop, and is saved."""
+        """Make the remaining steps, measure and save; False if the run was asked to stop and has saved."""
         if self.passed.steps == 0:
             figures = self._measure()
             if self.report and figures is not None:
@@ -104,7 +104,7 @@ class SupervisedTrainer(Generic[RowT]):
 
     @property
     def over(self) -> bool:
-        """Nothing is left to train, or a held-out metric ends the run."""
+        """True if nothing is left to train, or a held-out metric ends the run."""
         return self.passed.steps >= self.steps or (self.heldout is not None and self.heldout.over)
 
     @property
@@ -159,7 +159,7 @@ class SupervisedTrainer(Generic[RowT]):
         )
 
     def _measure(self) -> Figures | None:
-        """The held-out metrics as they are now, where they are due."""
+        """Measure the held-out metrics if they are due."""
         step = self.passed.steps
         if self.heldout is None or not self.heldout.due(step, last=step >= self.steps):
             return None
@@ -175,7 +175,7 @@ class SupervisedTrainer(Generic[RowT]):
         return figures
 
     def _step(self, index: Sequence[int]) -> dict[str, Any]:
-        """Train on a batch; the figures of the step."""
+        """Train on a batch and return the figures of the step."""
         start, self.passed = time.monotonic(), self.passed.step(len(index))
         step, chosen = self.passed.steps, [self.rows[i] for i in index]
         groups, device = self.trained.model.groups, next(self.trained.model.parameters()).device

@@ -1,4 +1,4 @@
-"""Checks each step against the guards' rules (`control/guards.py`), on every rank alike, and keeps the rejected batches.
+"""Checks each step against the guards' rules (`control/guards.py`) on every rank, and keeps rejected batches.
 
 The scorers' results for a batch are the same on all ranks, so each rank decides alone whether to train on it.  The results of
 an update are known to the ranks of its role only: if it may have to be undone, all ranks meet after both updates.
@@ -33,8 +33,11 @@ from oppo_megatron.train.guards.rollback import Rollbacks
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of one step: what a rejected batch is made of.  `figures` are statistics that this rank knows of the step, `history` what
-    the run remembers of those before (`History`), with `updates`, the optimizer steps that the actor has made."""
+    """Inputs and statistics of one step, from which a rejected batch is written.
+
+    `figures` are statistics that this rank knows, `history` is the state of earlier steps (`History`) with `updates`, the
+    actor's optimizer steps.
+    """
 
     step: int
     policy_version: int
@@ -43,11 +46,11 @@ class Evidence:
     scored: ScoredBatch
     figures: Mapping[str, float]
     history: Mapping[str, float | None]
-    refusal: str | None  # what the scorers' first rank said of a reward that is no finite number
+    refusal: str | None  # the scorers' first rank on a reward that is not finite
 
 
 MAX_SKIPS, MAX_ROLLBACKS = 3, 2
-"""So many skipped steps in a row, and so many times that a run goes back, are allowed; one more ends it."""
+"""Allowed skipped steps in a row, and allowed rollbacks of a run; one more ends it."""
 
 KEPT_BATCHES = 8
 """Rejected batches written per run, for `python -m tools.replay`."""
@@ -55,9 +58,8 @@ KEPT_BATCHES = 8
 
 @dataclass
 class Guard:
-    """One rank's.  `total_steps` are the run's PPO steps.
-
-    `in_a_row` counts the last steps that were skipped, `num_written` the rejected batches that the run has kept.
+    """One rank's guard.  `total_steps` counts the run's PPO steps, `in_a_row` the last steps that were skipped, `num_written`
+    the rejected batches that the run has kept.
     """
 
     config: TrainConfig
@@ -78,9 +80,9 @@ class Guard:
     def examine(
         self, scored: ScoredBatch, kl_coefficient: float, seen: Moments
     ) -> tuple[Experience, Breach | None]:
-        """The experience, and whether it may not be trained on; then its figures may be no finite numbers.
+        """Return the experience, and a breach if it must not be trained on; its figures may then not be finite.
 
-        `seen` are the scores of the batches before (`build_experience`).
+        `seen` are the moments of earlier scores (`build_experience`).
         """
         try:
             experience = self.algorithm.experience(scored, kl_coefficient, seen=seen)
@@ -100,7 +102,7 @@ class Guard:
         return figures, self.rules.check(figures)
 
     def agree(self, breaches: Sequence[Breach | None], step: int) -> Breach | None:
-        """The gravest breach of all ranks, where all have to do something about it; else of this one."""
+        """Return the gravest breach of all ranks if all must act on it, else of this rank."""
         own = gravest(breaches)
         if not self.rules.agree_on_updates or dist.get_world_size() == 1:
             return own
@@ -112,9 +114,9 @@ class Guard:
         return own if own is not None and found is not None and own.encode()[:3] == found.encode()[:3] else found
 
     def settle(self, breach: Breach | None, evidence: Evidence, position: int) -> None:
-        """Keep the rejected batch, and raise NumericsError or RewardError where the run is to stop, RollBack where it goes back.
+        """Keep the rejected batch; raise NumericsError or RewardError to stop the run, RollBack to return to a checkpoint.
 
-        `position`: of the stream of prompts; all admitted prompts lie before it.
+        `position` in the stream of prompts is after all admitted prompts.
         """
         if breach is None:
             self.in_a_row = 0
@@ -136,17 +138,17 @@ class Guard:
             raise self._error(breach, evidence, self._too_many(breach) if too_many else None)
 
     def state_dict(self) -> dict[str, int]:
-        """In plain JSON types, on the rank that keeps rejected batches."""
+        """State in plain JSON types, on the rank that keeps rejected batches."""
         return {"in_a_row": self.in_a_row, "num_written": self.num_written, "rollbacks": len(self.rollbacks)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from `state`, on every rank; what a run has kept up to a rollback is kept beyond it."""
+        """Continue from `state`, on every rank; batches kept before a rollback still count."""
         self.rollbacks.require(state["rollbacks"])
         self.in_a_row = state["in_a_row"]
         self.num_written = max(state["num_written"], self.rollbacks.num_written)
 
     def _keeper(self, breach: Breach) -> int:
-        """The rank that writes; the critic's own breach is known to the critic's ranks only, where no ranks meet."""
+        """Rank that writes the batch; if no ranks meet, only the critic's ranks know the critic's breach."""
         alone = breach.of_critic and not self.rules.agree_on_updates
         return self.site.placements["critic"].ranks[0] if alone else self.site.source
 
@@ -166,7 +168,7 @@ class Guard:
         return RejectedBatch(facts, evidence.batch, evidence.scored)
 
     def _path(self, step: int) -> Path:
-        """Of a rejected batch: a step that the run has gone back beyond may find another."""
+        """Path of a rejected batch; after a rollback the same step may be rejected again."""
         suffix = f"-rollback-{len(self.rollbacks)}" if len(self.rollbacks) else ""
         return RunDirectory(self.config.run_dir).rejected / f"step-{step}{suffix}.safetensors"
 
@@ -177,7 +179,7 @@ class Guard:
         )
 
     def _error(self, breach: Breach, evidence: Evidence, instead: str | None) -> Exception:
-        """`instead`: what the run ends with, where it is not the breach alone."""
+        """Return the error that ends the run; `instead` replaces the breach's message."""
         step = evidence.step
         again = f"; `python -m tools.replay {self._path(step)}`, in the repository, repeats its update"
         where = f" (step {step}{again})"

@@ -22,11 +22,9 @@ from oppo_megatron.errors import ConfigError, NumericsError
 from oppo_megatron.layout.shape import check_use
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.train.actor import Actor
-from oppo_megatron.train.critic import Critic
+from oppo_megatron.train.actor import Actor, Critic
 from oppo_megatron.train.guards.rejected import Facts, RejectedBatch
-from oppo_megatron.train.topology import Topology, build_topology
-from oppo_megatron.train.trained_role import TrainedRole, build_trained_role
+from oppo_megatron.train.roles import Topology, TrainedRole, build_topology, build_trained_role
 from oppo_megatron.train.update import History, UpdateSettings
 
 

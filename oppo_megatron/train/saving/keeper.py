@@ -226,7 +226,7 @@ class CheckpointKeeper(Generic[RunT]):
     def save(self, run: RunT) -> None:
         """Write the run's state.  Returns when the checkpoint is complete, or, if it is asynchronous, when the run may continue.
 
-        The run waits for the checkpoint with which it is to stop.
+        If the run is to stop with this checkpoint, it waits for it.
         """
         self.conclude()
         started, last = time.monotonic(), self.stopping or run.within_step

@@ -45,7 +45,7 @@ class Found:
         return Passed(self.state["done"], self.state["rows"])
 
     def held(self, left_out: Set[int]) -> list[dict[str, Any]]:
-        """Return the rollouts with which the run continues; rollouts of prompts at the positions `left_out` are dropped."""
+        """Return the rollouts that the run keeps; rollouts of prompts at the positions `left_out` are dropped."""
         return [line for line in self.rollouts if line["seq_id"] not in left_out]
 
     def ahead(self, left_out: Set[int]) -> Ahead:
@@ -71,11 +71,11 @@ def find_checkpoint(config: TrainConfig | SupervisedConfig, world: World) -> Fou
 
 
 def find_whole(run: RunDirectory, world: World, files: Sequence[str], read: Callable[[Path], FoundT]) -> FoundT | None:
-    """Return what `read` makes of the last complete checkpoint, the same on every rank; None if there are no checkpoints.
+    """Read the last complete checkpoint with `read`; the result is the same on every rank, None without checkpoints.
 
     A checkpoint that lacks one of `files`, or for which `read` raises CheckpointError, is not complete.  Every rank makes the
-    call and reads a share of the files; damaged checkpoints are reported and renamed.  Raises CheckpointError if there are
-    checkpoints and none is complete; OtherFormatError, with nothing renamed, for a checkpoint of another version.
+    call and reads a share of the files; damaged checkpoints are reported and renamed.  Raises CheckpointError if none of the
+    checkpoints is complete; OtherFormatError, with nothing renamed, for a checkpoint of another version.
     """
     store = CheckpointStore(run.checkpoints)
     if world.rank == 0:

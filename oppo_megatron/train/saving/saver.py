@@ -199,8 +199,8 @@ class SupervisedSaver(CheckpointKeeper[Saveable]):
         began = None if found is None else found.state["reference"]
         if found is not None and began is not None and began != reference:
             raise CheckpointError(
-                f"the reference (its weights, shape, type or adapters) is not that of the run of {found.folder}: fingerprint "
-                f"{(reference or 'none')[:12]}, not {began[:12]}; resume with the same `reference` and `model`, or start a new "
-                "run in another run_dir"
+                f"the reference (its weights, shape, type or adapters) is not the one of the run of {found.folder}: "
+                f"fingerprint {(reference or 'none')[:12]}, not {began[:12]}; resume with the same `reference` and `model`, or "
+                "start a new run in another run_dir"
             )
         self.reference = reference

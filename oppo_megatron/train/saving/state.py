@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run besides weights, and the comparison with the run that continues from it.
+"""The state of a run in a checkpoint apart from weights, and the comparison with the run that continues from it.
 
 `state.json` has counters, controllers and books, `rollouts.jsonl` a line per rollout in the buffer.  A line names its prompt by
 the position in the stream, which seed and data fix; the fingerprint of the data is checked first.
@@ -39,7 +39,7 @@ FIXED = {
 
 
 def books_state(rounds: RoundRunner) -> dict[str, Any]:
-    """Return the planner's books, and the layout in which caches fit them: the ranks and slots of every role."""
+    """Return the planner's books, and the layout that they and the caches belong to: ranks and slots of every role."""
     planner = rounds.planner
     books = {"actor": planner.actor, **planner.scorers}
     layout = {

@@ -1,11 +1,11 @@
-"""Held-out rows of supervised training, and their measurement with the current model.
+"""Held-out metrics: their log, and their measurement on the held-out rows of supervised training.
 
 Legend: N rows, K metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -13,13 +13,77 @@ from torch import Tensor
 
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.evaluation import EarlyStopConfig, HeldoutConfig
+from oppo_megatron.config.evaluation import EarlyStopConfig, HeldoutConfig, Standard
 from oppo_megatron.control.early_stop import EarlyStop
 from oppo_megatron.control.estimates import Figures, moments_of, ratios
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.training import TrainedModel, forward_rows
 from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.score_exchange import sum_over_ranks
+
+
+class HeldoutLog:
+    """Kept by the rank that reports on the run.  `standard` names the metric of the best step, if there is one."""
+
+    def __init__(self, standard: Standard | None):
+        self.standard = standard
+        self._by_step: dict[int, dict[str, Any]] = {}
+
+    def record(self, step: int, figures: Figures) -> dict[str, Any]:
+        """Mean and standard error of the metrics after `step` steps, as fields of its line."""
+        fields = {
+            "heldout": {name: mean for name, (mean, _) in figures.items()},
+            "heldout_error": {name: error for name, (_, error) in figures.items()},
+        }
+        self._by_step[step] = fields
+        return fields
+
+    @staticmethod
+    def describe(step: int, figures: Figures) -> str:
+        """Return a line for the console, empty without figures."""
+        told = ", ".join(f"{name} {mean:.4g}" for name, (mean, _) in figures.items())
+        return f"held out after {step} steps: {told}" if told else ""
+
+    def best(self) -> tuple[int, float] | None:
+        """The step, of those that were trained, after which the metric was best, and the metric there."""
+        metric = None if self.standard is None else self.standard.metric
+        known = [(step, fields["heldout"].get(metric)) for step, fields in self._by_step.items() if step]
+        values = [(step, value) for step, value in known if value is not None and value == value]
+        if not values or self.standard is None:
+            return None
+        sign = 1 if self.standard.mode == "max" else -1
+        return max(values, key=lambda pair: (sign * pair[1], -pair[0]))
+
+    def describe_best(self) -> str | None:
+        """A line that names the best step."""
+        found = self.best()
+        return (
+            None
+            if found is None or self.standard is None
+            else f"best step {found[0]}: {self.standard.metric} {found[1]:.4g}"
+        )
+
+    def summary(self, kept: tuple[float, Position] | None) -> dict[str, Any]:
+        """Fields of the summary; `kept` is the best checkpoint, which defines the best step if no held-out metric does."""
+        found = self.best() or (None if kept is None else (kept[1].step, kept[0]))
+        best = None
+        if found is not None and self.standard is not None:
+            best = {"step": found[0], "metric": self.standard.metric, "value": found[1]}
+        return {
+            "heldout": {
+                str(step): {"mean": v["heldout"], "error": v["heldout_error"]} for step, v in self._by_step.items()
+            },
+            "best": best,
+        }
+
+    def state_dict(self) -> list[tuple[int, dict[str, Any]]]:
+        """The state, in plain JSON types."""
+        return list(self._by_step.items())
+
+    def load_state_dict(self, state: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
+        self._by_step = {step: dict(fields) for step, fields in state}
+
 
 RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 RowC = TypeVar("RowC", bound=tuple[list[Any], ...], contravariant=True)
@@ -29,7 +93,7 @@ Measure = Callable[[MicroBatch, Tensor], Tensor]
 
 
 class Measured(Protocol[RowC]):
-    """What a task says of rows that are measured."""
+    """The part of a task that measures rows."""
 
     def micro_batches(self, rows: Sequence[RowC], budget: int, device: torch.device) -> list[MicroBatch]: ...
 
@@ -37,7 +101,7 @@ class Measured(Protocol[RowC]):
 
 
 class Point(Protocol[RowC]):
-    """What a loss needs to know of a whole batch beforehand: KTO's reference point."""
+    """Input of a loss from a whole batch: KTO's reference point."""
 
     def take(self, trained: TrainedModel, rows: Sequence[RowC], step: int, budget: int) -> None: ...
 
@@ -62,15 +126,15 @@ class Heldout(Generic[RowT]):
 
     @property
     def over(self) -> bool:
-        """Whether the run is to end early."""
+        """True if the run is to end early."""
         return self.stop is not None and self.stop.due
 
     def describe_end(self) -> str | None:
-        """Why the run ends early, if it does."""
+        """Reason for an early end, if there is one."""
         return self.stop.describe() if self.stop is not None and self.stop.due else None
 
     def due(self, step: int, last: bool) -> bool:
-        """Before the first step, after the last, and every so often."""
+        """True before the first step, after the last, and every `every_steps` steps."""
         return step == 0 or last or bool(self.every and step % self.every == 0)
 
     def measure(self, trained: TrainedModel, step: int, budget: int) -> Figures:
@@ -85,7 +149,7 @@ class Heldout(Generic[RowT]):
         return figures
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Of early stopping, in plain JSON types."""
+        """State of early stopping, in plain JSON types."""
         return None if self.stop is None else self.stop.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
