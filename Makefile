@@ -80,6 +80,7 @@ lint: $(INSTALLED_TEST)
 
 # Not --quiet, which would keep warnings from --strict.
 docs: $(INSTALLED_TEST)
+	if [ -n "$$(find oppo_megatron tests/mistakes -newer build/mistakes.md -name '*.py' 2>&1)" ]; then rm -f build/mistakes.md; fi
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 hooks: $(INSTALLED_TEST)

@@ -34,6 +34,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.common import run_script
+from benchmarks.fitting import comparing
+from benchmarks.fitting.engine import PARAMETERS, Observed, fit_engine
+from benchmarks.fitting.laws import fit_layers
+from benchmarks.fitting.points import (
+    CollectivePoint,
+    LayerPoint,
+    read_collectives,
+    read_layers,
+    write_collectives,
+    write_layers,
+)
 from benchmarks.peaks import DTYPES, Products, best_s, measure_peaks, threads_of
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.cli.parser import add_config_arguments
@@ -57,18 +68,7 @@ from oppo_megatron.sim.clusters.gpus import GPUS, Gpu
 from oppo_megatron.sim.clusters.links import INSIDE
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.clusters.sources import measured as measured_by
-from oppo_megatron.sim.laws import comparing
-from oppo_megatron.sim.laws.fitting import fit_layers
-from oppo_megatron.sim.laws.points import (
-    CollectivePoint,
-    LayerPoint,
-    read_collectives,
-    read_layers,
-    write_collectives,
-    write_layers,
-)
 from oppo_megatron.sim.pricing.decoding import Decoding
-from oppo_megatron.sim.pricing.engine_fit import PARAMETERS, Observed, fit_engine
 
 NAME = "cpu"
 MOST_RANKS = 64

@@ -1,7 +1,7 @@
 """The cost of planning, checking and bookkeeping for one rank of a large run, without models, GPUs or processes.
 
     python -m benchmarks.planning --ranks 128 1024 --sequences 512 --mode disaggregated colocated
-    python -m benchmarks.planning --count --ranks 4096       process groups, messages and watchdogs' notes of a rank
+    python -m benchmarks.planning --count --ranks 4096       process groups and messages of a rank
     python -m benchmarks.planning --simulate --ranks 4096    every rank plans a round for itself; all play it together
 
 Drives one rank's part of the loop's pure half (`dry_run.py`), for rank 0 and the last rank, and prints processor seconds per
@@ -24,7 +24,6 @@ from benchmarks.dry_run import Cluster, DryRound, DryRun
 from benchmarks.simulation import COLUMNS as SIMULATED_COLUMNS
 from benchmarks.simulation import simulate_all
 from oppo_megatron.cli.lengths import count
-from oppo_megatron.cluster.liveness.circles import Circles
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.layout.placements import role_placements, training_placements, world_size
@@ -48,10 +47,8 @@ COLUMNS = {
 COUNTED_COLUMNS = {
     "mode": "mode", "ranks": "ranks", "groups of a rank": "groups", "calls of new_group": "calls",
     "messages a round": "messages", "of them chunks": "chunks", "to ranks": "peers",
-    "notes a tick": "notes", "of a speaker": "summaries",
 }  # fmt: skip
-"""Of the rank that has most: its groups; messages of the actor's output rank in a round, and to how many ranks; notes that a
-watchdog reads, and that one which speaks for its circle reads."""
+"""The largest number of groups of a rank; messages of the actor's output rank in a round, and the ranks that it sends them to."""
 
 
 def bench_planning(
@@ -128,12 +125,11 @@ def count_all(cluster: Cluster, modes: Sequence[str], ranks: Sequence[int], sequ
     """Yield a row for each number of ranks.  Raises ConfigError before the first if one does not fit."""
     cases = [(mode, number, cluster.config(mode, number, sequences)) for mode in modes for number in ranks]
     for mode, number, config in cases:
-        groups, circles = run_groups(role_placements(config), training_placements(config)), Circles(number)
+        groups = run_groups(role_placements(config), training_placements(config))
         yield {
             "mode": mode, "ranks": number,
             "groups": max(groups_by_rank(groups).values()), "calls": calls_of(groups),
             **_messages(config, cluster),
-            "notes": circles.notes_read(0, speaks=False), "summaries": circles.notes_read(0, speaks=True),
         }  # fmt: skip
 
 
@@ -177,7 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rules to plan by; nccl-one-queue: CUDA_DEVICE_MAX_CONNECTIONS=1; default nccl",
     )  # fmt: skip
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--count", action="store_true", help="count groups, messages and notes instead")
+    instead.add_argument("--count", action="store_true", help="count groups and messages instead")
     instead.add_argument("--simulate", action="store_true", help="play a round of all ranks instead")
     parser.add_argument("--round", type=count, default=2, metavar="N", help="with --simulate: which; default 2")
     parser.add_argument("--odd", type=int, metavar="RANK", help="with --simulate: a rank with shorter prompts, a fault")

@@ -3,7 +3,7 @@
     python -m benchmarks.prices CONFIG.yaml --cluster cluster.yaml --lognormal 512,1.0 --costs costs.json
 
 Phases follow one after the other.  Needs neither the cluster nor the weights.  --costs writes the laws as the cost lines that
-`oppo schedule --costs` reads.
+`oppo plan schedule --costs` reads.
 """
 
 from __future__ import annotations

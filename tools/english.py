@@ -42,7 +42,7 @@ PATTERNS = (
     Pattern("starts-of", r"^Of ", "put the subject first", 169),
     Pattern("starts-those", r"^(That|Those) (of|that|which|at|for|in|by|with|whose)\b", "repeat the noun", 50),
     Pattern("starts-whether", r"^Whether ", '"True if ..."', 135, docstrings=True),
-    Pattern("starts-where", r"^(Where|Whoever|Who) (?!.*\?)", '"If ..." or "When ..."', 149),
+    Pattern("starts-where", r"^(Whoever|Who) (?!.*\?)|^Where [^,.]*, ", '"If ..." or "When ..."', 149),
     Pattern("where", rf"\bwhere {PERSONS}\b", '"if" or "when"; "where" is for places', 750),
     Pattern("which", r"\b(of|in|by|with) which\b", "write two sentences", 215),
     Pattern("that-of", r"\b(that|those) of\b", "repeat the noun", 318),

@@ -30,7 +30,7 @@ except ImportError as error:
     sys.exit(0)
 
 from oppo_megatron.mcore.kv.cached_plan import attend_one
-from oppo_megatron.mcore.kv.masks import beyond_mask
+from oppo_megatron.mcore.kv.call_parts import beyond_mask
 from oppo_megatron.mcore.kv.paged_kernels import PagedCall
 
 

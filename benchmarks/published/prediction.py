@@ -10,7 +10,9 @@ from math import lcm
 
 import numpy as np
 
+from benchmarks.fitting.nonnegative import relative_fit
 from benchmarks.published.calls import UNFITTED, Constants, Work, features_of, parameters, work_of
+from benchmarks.published.dataflow import Call, Carried, check, makespan_ns, nanoseconds, period_ns, play
 from benchmarks.published.tables import (
     GENERATION,
     GPUS_A_NODE,
@@ -22,9 +24,7 @@ from benchmarks.published.tables import (
     plan_named,
 )
 from oppo_megatron.sim.clusters.links import GB
-from oppo_megatron.sim.events.dataflow import Call, Carried, check, makespan_ns, nanoseconds, period_ns, play
 from oppo_megatron.sim.laws.layer import WIDTH
-from oppo_megatron.sim.laws.nonnegative import relative_fit
 
 USES = (("ActorTrain", GENERATION), ("CriticTrain", "CriticInf"))
 """Calls that use trained weights next."""

@@ -1,4 +1,4 @@
-"""Draws docs/images/overlap.svg from docs/measurements/overlap.json: `python docs/tools/draw_measurements.py`."""
+"""Draws docs/images/overlap.svg from docs/images/overlap.json: `python docs/tools/draw_measurements.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 
 DOCS = Path(__file__).resolve().parents[1]
-FIGURES, PICTURE = DOCS / "measurements" / "overlap.json", DOCS / "images" / "overlap.svg"
+FIGURES, PICTURE = DOCS / "images" / "overlap.json", DOCS / "images" / "overlap.svg"
 NAMES = {
     "sequential": "sequential (plain PPO)",
     "intra": "intra-step overlap",

@@ -1,4 +1,7 @@
-"""Hooks of `mkdocs build`: files of the repository that the pages link to become pages, and nothing is loaded from elsewhere.
+"""Hooks of `mkdocs build`: generated pages, pages of linked files of the repository, and nothing loaded from other hosts.
+
+`configuration.md` is made from the settings, `mistakes.md` from the messages that `tests/mistakes` gets (`build/mistakes.md`,
+which `make docs` writes anew if the code has changed).
 
 A link such as `../examples/gsm8k/ppo.yaml` is right in a checkout.  In the site the file is a page of its own below
 `repository/`, shown as it is (Markdown rendered), so that the site is whole without a network.  A link that leads nowhere
@@ -10,6 +13,8 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,8 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "repository"
+GENERATED = ("configuration.md", "mistakes.md")
+MISTAKES = ROOT / "build" / "mistakes.md"
 LINK = re.compile(r"(?<!!)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 ELSEWHERE = re.compile(
@@ -36,7 +43,9 @@ def on_config(config: Any, **_: Any) -> Any:
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
-    """Add a page for each file of the repository that a page links to, and for those that these link to."""
+    """Add the generated pages, a page for each file of the repository that a page links to, and for those that these link to."""
+    for name, text in zip(GENERATED, (_configuration(), _mistakes()), strict=True):
+        files.append(File.generated(config, name, content=text))
     waiting = [
         place
         for file in files.documentation_pages()
@@ -76,6 +85,22 @@ def on_post_build(config: Any, **_: Any) -> None:
     for path in sorted(Path(config.site_dir).rglob("*.html")):
         if found := ELSEWHERE.search(path.read_text(encoding="utf-8")):
             log.warning("%s loads from elsewhere: %s", path.relative_to(config.site_dir), found[0])
+
+
+def _configuration() -> str:
+    from oppo_megatron.config.reference import render_reference
+
+    return render_reference()
+
+
+def _mistakes() -> str:
+    """Return the page about mistakes.  It takes a minute to make, so it is kept until `make docs` makes it anew."""
+    if not MISTAKES.is_file():
+        command = [sys.executable, "-m", "tests.mistakes.page"]
+        text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout  # noqa: S603
+        MISTAKES.parent.mkdir(exist_ok=True)
+        MISTAKES.write_text(text[text.index("# Mistakes") :], encoding="utf-8")
+    return MISTAKES.read_text(encoding="utf-8")
 
 
 def page_of(place: str) -> str:

@@ -42,7 +42,7 @@ from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.mcore.static_peer import StaticContextDecoder
 from oppo_megatron.mcore.weights.hf_weights import export_weights
-from oppo_megatron.preflight.settings import check_forced_lengths
+from oppo_megatron.preflight.settings import check_trace
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.report.comparison import draw_decode
 from oppo_megatron.rundir.directory import write_json
@@ -85,7 +85,7 @@ class DecodeWork:
             debug = DebugConfig.model_validate(self.forced_lengths)
         except ValidationError as error:
             raise ConfigError(explain(DebugConfig, error)) from error
-        if problems := check_forced_lengths(debug):
+        if problems := check_trace(debug):
             raise ConfigError(problems)
         forced = debug.lengths
         assert forced is not None, "it says where sequences end"

@@ -125,7 +125,7 @@ def restarts_by_ft_launcher(agent: str, restarts: int) -> bool:
 def launch_restarting(config: TrainConfig, restarts: int) -> int:
     """Run all ranks to the end, with so many restarts; returns the exit code.  Raises RankError as `launch` does."""
     from oppo_megatron.cli.launch import RankError
-    from oppo_megatron.cluster.local_ranks import LocalMeeting
+    from oppo_megatron.cluster.rendezvous import LocalMeeting
     from oppo_megatron.config.load import dump_config
 
     meeting = LocalMeeting.open(str(os.getpid()))

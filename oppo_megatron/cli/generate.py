@@ -140,8 +140,7 @@ def run(args: argparse.Namespace) -> int:
 
 def make_request(args: argparse.Namespace) -> Request | None:
     """What the ranks are given, every check made; None where the output is whole already."""
-    from oppo_megatron.data.prompt_tokens import encode_prompt
-    from oppo_megatron.data.stops import require_stop_texts
+    from oppo_megatron.data.prompt_tokens import encode_prompt, require_stop_texts
     from oppo_megatron.policy.answers import require_output
     from oppo_megatron.policy.asked import OutputFile, Request
     from oppo_megatron.policy.finding import find_policy, policy_tokenizer, require_layout

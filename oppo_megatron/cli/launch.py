@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
     from oppo_megatron.cluster.liveness.failures import Failure
-    from oppo_megatron.cluster.local_ranks import LocalMeeting
     from oppo_megatron.cluster.rank_processes import Surroundings
+    from oppo_megatron.cluster.rendezvous import LocalMeeting
 
 ENTRY = "oppo_megatron.train.entry:run_rank"
 EXIT_DEFECT = 1
@@ -233,8 +233,8 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundi
     from torch.distributed.launcher.api import elastic_launch
 
     from oppo_megatron.cluster.liveness.supervisor import Limits, Supervisor
-    from oppo_megatron.cluster.local_ranks import LocalMeeting
     from oppo_megatron.cluster.rank_processes import start_method
+    from oppo_megatron.cluster.rendezvous import LocalMeeting
 
     # The agent tells of a failed rank at length and of each one that it then ends; ours come from the rank, below.
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):

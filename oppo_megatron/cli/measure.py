@@ -26,9 +26,8 @@ from oppo_megatron.processes import started
 if TYPE_CHECKING:
     from oppo_megatron.config.model import RuntimeConfig
     from oppo_megatron.config.run import TrainConfig, TrainSettings
-    from oppo_megatron.layout.placing.candidates import Candidate, Machine, Options
-    from oppo_megatron.layout.placing.probe import Run
-    from oppo_megatron.layout.placing.trials import Trial
+    from oppo_megatron.layout.candidates import Candidate, Machine, Options
+    from oppo_megatron.layout.trials import Run, Trial
 
 Tell = Callable[[str], None]
 START = (
@@ -36,6 +35,11 @@ START = (
     "from oppo_megatron.cli.main import main; sys.exit(main())"
 )
 """`oppo` with the import path of this process: a reward function that is found here is found there."""
+AUTO = [
+    "placement.mode=auto", "placement.actor={tp: 1, pp: 1, dp: 1}", "placement.scorer=null",
+    "placement.reference=scorer",
+]  # fmt: skip
+"""Overrides that replace a configuration's placement by `auto`."""
 LAST_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
 
 
@@ -45,8 +49,8 @@ def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
     None if it would have to be measured and `measure` is false.  Raises ConfigError where ranks are there already or the
     run directory holds a finished run, PlacementError where no placement could run.
     """
-    from oppo_megatron.layout.placing.candidates import Candidate, find_candidates
-    from oppo_megatron.layout.placing.probe import fingerprint
+    from oppo_megatron.layout.candidates import Candidate, find_candidates
+    from oppo_megatron.layout.trials import fingerprint
     from oppo_megatron.rundir.directory import RunDirectory
 
     if (config := settings.settled()) is not None:
@@ -75,9 +79,7 @@ def measure_placements(
     Raises PlacementError, and what reading the rows and rewards raises.  `tell` is told the plan of the
     measurement, `tell_runs` the result of each run.
     """
-    from oppo_megatron.layout.placing.choice import choose, to_record
-    from oppo_megatron.layout.placing.probe import fingerprint
-    from oppo_megatron.layout.placing.trials import measure_all
+    from oppo_megatron.layout.trials import choose, fingerprint, measure_all, to_record
     from oppo_megatron.rundir.directory import RunDirectory, write_json
     from oppo_megatron.train.inputs import read_inputs
 
@@ -114,7 +116,7 @@ class Prober:
     def __call__(self, candidate: Candidate, turn: int) -> Run:
         """Raises PlacementError where the run fails, with its reason."""
         from oppo_megatron.config.load import dump_config
-        from oppo_megatron.layout.placing.probe import probe_config, read_run
+        from oppo_megatron.layout.trials import probe_config, read_run
         from oppo_megatron.rundir.directory import RunDirectory
         from oppo_megatron.rundir.metrics_log import read_metrics
 
@@ -152,7 +154,7 @@ def failure(code: int, output: str) -> str:
 
 def this_machine(runtime: RuntimeConfig) -> Machine:
     """The CUDA devices that the run may use, else the cores."""
-    from oppo_megatron.layout.placing.candidates import Machine
+    from oppo_megatron.layout.candidates import Machine
 
     if runtime.device != "cpu" and (devices := cuda_devices()):
         return Machine("cuda", devices)
@@ -196,14 +198,14 @@ def refuse_given_ranks(what: str) -> None:
     if ranks is not None:
         raise ConfigError(
             f"{what}, but the launcher has started {ranks['WORLD_SIZE']} ranks, and placements of other numbers cannot be "
-            "measured with these; measure on one machine, without the launcher, with `oppo placement CONFIG`, then write "
+            "measured with these; measure on one machine, without the launcher, with `oppo plan measure CONFIG`, then write "
             "the placement that it prints into the configuration"
         )
 
 
 def read_choice(path: Path, key: str) -> Candidate | None:
     """What was chosen when the same was measured before; None where it was not.  Raises ConfigError for another file."""
-    from oppo_megatron.layout.placing.candidates import Candidate
+    from oppo_megatron.layout.candidates import Candidate
 
     if not path.exists():
         return None
@@ -216,7 +218,7 @@ def read_choice(path: Path, key: str) -> Candidate | None:
 
 def describe_work(settings: TrainSettings, options: Options) -> str:
     """One line: the placements to measure, and those that leave cores idle because of the configured threads."""
-    from oppo_megatron.layout.placing.probe import MEASURED_STEPS
+    from oppo_megatron.layout.trials import MEASURED_STEPS
 
     names = ", ".join(candidate.name for candidate in options.candidates)
     work = f"measuring {names} on {options.machine}, {MEASURED_STEPS} steps each"
@@ -231,9 +233,9 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
 
 
 def describe_options(settings: TrainSettings) -> list[str]:
-    """The lines of `--dry-run`, `oppo validate` and `oppo schedule`: what would be measured, and what not."""
-    from oppo_megatron.layout.placing.candidates import find_candidates
-    from oppo_megatron.layout.placing.probe import MEASURED_STEPS
+    """Return the lines of `--dry-run`, `oppo validate` and `oppo plan schedule`: what would be measured, and what not."""
+    from oppo_megatron.layout.candidates import find_candidates
+    from oppo_megatron.layout.trials import MEASURED_STEPS
 
     options = find_candidates(settings, this_machine(settings.runtime))
     head = (

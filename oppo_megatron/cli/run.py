@@ -214,7 +214,7 @@ def load_checked(
     if config is None:
         raise ConfigError(
             f"{path}: placement.mode is auto, which `oppo train` settles before a run, but this command does not; measure "
-            "with `oppo placement CONFIG` and write the placement that it prints, or add placement.mode=single"
+            "with `oppo plan measure CONFIG` and write the placement that it prints, or add placement.mode=single"
         )
     return config
 

@@ -1,7 +1,7 @@
-"""The memory that this process holds: on its CUDA device if it computes on one, else on the host.
+"""Memory of this process: on its CUDA device if it computes on one, else on the host.
 
-On a CUDA device this is the memory reserved by torch's allocator, whether tensors fill it or not, without the CUDA context and
-the libraries' own buffers.  On the host it is the resident set, interpreter and libraries included.
+On a CUDA device this is the memory reserved by torch's allocator, without the CUDA context and the libraries' buffers.  On the
+host it is the resident set, interpreter and libraries included.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ STATUS = Path("/proc/self/status")
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes held now."""
+    """Current bytes."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes that were held at once since the process began."""
+    """Peak bytes since the process started."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes(STATUS)
 
 
 def device_bytes(device: torch.device) -> int:
-    """The most that all processes on the device can hold together: of the host, what a job or a container may have of it."""
+    """Total bytes of the device; for the host, the limit of the job or container."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_bytes()
 
 
 def peak_resident_bytes(status: Path) -> int:
-    """The kernel's high-water mark of this process's memory, or where it gives none that of `getrusage`.
+    """The kernel's high-water mark of this process's memory, or `getrusage`'s if there is none.
 
-    The latter counts from before `exec`, so a spawned rank would begin with the size of the process that started it.
+    The latter counts from before `exec`, so a spawned rank would start with the size of its parent.
     """
     if status.exists():
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():

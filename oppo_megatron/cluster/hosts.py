@@ -11,9 +11,9 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class RankHost:
-    """Where one rank runs.  `node` is the launcher's number of the machine, where it gives one.
+    """The host of one rank.  `node`: the launcher's number of the machine, if any.
 
-    `device` is as the rank counts the devices that it sees, `gpu` the name that the device has of its own (empty: none).
+    `device` is numbered among the visible devices; `gpu` is the device's UUID (empty: none).
     """
 
     rank: int
@@ -37,7 +37,7 @@ class RankHost:
 
 
 def shared_gpus(hosts: Sequence[RankHost]) -> list[str]:
-    """Ranks that have a GPU together: `ranks 0,4 of host a`."""
+    """Ranks that share a GPU: `ranks 0,4 of host a`."""
     by_gpu: dict[tuple[str, str], list[int]] = {}
     for rank in hosts:
         if rank.gpu:
@@ -46,7 +46,7 @@ def shared_gpus(hosts: Sequence[RankHost]) -> list[str]:
 
 
 def describe_hosts(hosts: Sequence[RankHost]) -> list[str]:
-    """A line a host: `rank 0-3: host a (node 0, cpu, 4 threads each)`.  Ranks that differ have lines of their own."""
+    """A line per host: `rank 0-3: host a (node 0, cpu, 4 threads each)`.  Ranks that differ have separate lines."""
 
     def kind(rank: RankHost) -> tuple[str, str, str, int]:
         device = rank.device.partition(":")[0]
@@ -67,7 +67,7 @@ def show_hosts(hosts: Sequence[RankHost]) -> None:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """`0-3,6`."""
+    """Ranks as text: `0-3,6`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Ranks of one host meet where no other host reaches them: torch's own stores listen on every address of the host."""
+"""A store on the loopback for ranks of one host: torch's own stores listen on every address of the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BACKLOG = 1024  # ranks that knock at once
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is this host's own, which others cannot reach."""
+    """True if other hosts cannot reach the address."""
     if address == "localhost":
         return True
     try:
@@ -25,7 +25,7 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback_store(port: int, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens on the loopback only; port 0: any that is free.  Raises OSError where the port is taken."""
+    """A store that listens on the loopback only; port 0: any free port.  Raises OSError if the port is taken."""
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -42,7 +42,7 @@ def loopback_store(port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """The meeting of torch's agent with itself, in a store of this process, for the ranks of one host."""
+    """The rendezvous of torch's agent, in a store of this process, for the ranks of one host."""
 
     def __init__(self, run_id: str, store: dist.TCPStore, timeout: timedelta):
         super().__init__(LOOPBACK, store.port, 0, 1, run_id, int(timeout.total_seconds()))

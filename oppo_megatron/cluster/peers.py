@@ -1,4 +1,4 @@
-"""Failed waits for a peer: each becomes a StallError that names the wait."""
+"""Turns failed waits for a peer into StallErrors that name the wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oppo_megatron.errors import StallError
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether a communication back end raised it; gloo's errors have no class of their own."""
+    """True if a communication back end raised the error; gloo's errors have no class."""
     return isinstance(error, dist.DistError) or any(word in str(error) for word in ("/gloo/", "NCCL"))
 
 
@@ -25,7 +25,7 @@ def first_clause(error: Exception) -> str:
 
 
 def stalled(rank: int, what: str, error: RuntimeError, timeout_s: float, waited_s: float | None = None) -> StallError:
-    """The error of a rank that waited for `what` in vain; `waited_s` where it is known."""
+    """The error of a rank that waited for `what` in vain; `waited_s` if known."""
     waited = "" if waited_s is None else f" for {waited_s:.1f} s"
     return StallError(
         f"rank {rank} waited{waited} in vain for `{what}` ({first_clause(error)}). The peer has died or hangs: see its own "
@@ -35,9 +35,9 @@ def stalled(rank: int, what: str, error: RuntimeError, timeout_s: float, waited_
 
 @contextlib.contextmanager
 def waiting_for(what: str, activity: Activity | None = None, *, waits: bool = True) -> Iterator[None]:
-    """A stretch of work in which ranks wait for each other.  Raises StallError naming it where a peer does not come.
+    """A section in which ranks wait for each other.  Raises StallError with its name if a peer does not come.
 
-    `activity` is told of it; `waits`: this rank does nothing in it but to wait.
+    `activity` shows it; `waits`: this rank does nothing but wait.
     """
     noted = contextlib.nullcontext() if activity is None else activity.doing(what, waits=waits)
     try:

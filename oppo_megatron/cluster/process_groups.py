@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> dist.ProcessGroup:
-    """`dist.new_group` with the timeout of the default group (`runtime.timeout_s`), and its back ends if no other is named.
+    """`dist.new_group` with the default group's timeout (`runtime.timeout_s`), and its back ends if no other is given.
 
-    torch itself gives a new group 30 minutes (10 on NCCL), whatever the default group has.  A call of all ranks of the
-    world, like torch's, which for those outside the group makes and sends nothing; for a group of one rank that one's alone.
+    torch gives a new group 30 minutes (10 on NCCL).  All ranks of the world make the call; it makes and sends nothing outside
+    the group.  A group of one rank is made by that rank alone.
 
-    Members alone cannot make a group of several: with `use_local_synchronization` torch (at least up to 2.13) puts the number
-    of groups that a rank has into the group's name, so members that have different numbers wait for each other in vain.
+    Members alone cannot make a group of several: with `use_local_synchronization` torch (at least up to 2.13) puts the rank's
+    number of groups into the group's name, so members with different numbers wait for each other forever.
     """
     return dist.new_group(
         list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc, use_local_synchronization=len(ranks) == 1
@@ -24,10 +26,10 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
 
 
 class SharedGroups:
-    """Groups of which each is made once, however many ask for it by its label and ranks.
+    """Groups by label and ranks, each made once.
 
-    Every rank of the world makes these objects, and asks for the same groups in the same order.  It begins with a group of its
-    own alone, so that all ranks have made equally many calls at each group of several: torch names groups by their number.
+    Every rank of the world makes these objects and gets the same groups in the same order.  It starts with a group of its own,
+    so that all ranks have made the same number of calls at each group of several: torch names groups by their number.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,7 @@ class SharedGroups:
         self._alone = new_group((dist.get_rank(),), "self")
 
     def get(self, label: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group; None on a rank that does not belong to it."""
+        """The group; None on a rank outside of it."""
         belongs = dist.get_rank() in ranks
         if len(ranks) == 1:
             return self._alone if belongs else None
@@ -45,11 +47,11 @@ class SharedGroups:
 
 
 def connect_pairs(group: dist.ProcessGroup) -> None:
-    """Connect, on gloo, the pairs that all sums, broadcasts and gathers on all ranks send between; all members make the call.
+    """Connect, on gloo, the pairs that sums, broadcasts and gathers use; all members make the call.
 
-    gloo is to connect two ranks in their first message (`cluster/world.py`).  It asks the store where the other one listens,
-    which may be gone when a run ends, and holds either end until the other has come.  Its barrier is between ranks whose
-    numbers in the group differ by a power of 2, up or down.  So is a broadcast, from whatever rank; a ring goes by 1.
+    gloo connects two ranks in their first message (`cluster/world.py`).  It reads the other's address from the store, which
+    may be gone when a run ends, and blocks both ends until the other has come.  Its barrier, like its broadcast from any rank,
+    is between ranks whose numbers in the group differ by a power of 2; a ring is between neighbours.
     """
     options = dist.BarrierOptions()
     options.device = torch.device("cpu")
@@ -57,11 +59,10 @@ def connect_pairs(group: dist.ProcessGroup) -> None:
 
 
 def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-    """One collective over each group (None: the world's), but for groups of one rank.
+    """One collective over each group (None: the world's) of several ranks.
 
-    NCCL makes a group's communicator in its first collective, and holds the host until all members have come; gloo does so
-    with pairs.  So each rank gives its groups in the order in which all ranks have made them: whoever waits, waits at a later
-    group than some rank that can go on.
+    NCCL makes a group's communicator in its first collective and blocks the host until all members have come; gloo does so
+    with pairs.  So each rank gives its groups in the order in which all ranks made them: then some rank can always continue.
     """
     for group in groups:
         if dist.get_world_size(group) == 1:
@@ -73,11 +74,11 @@ def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -
 
 
 def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Send one number between all neighbours in the ring of a group's ranks, of which there are several.
+    """Send one number between all neighbours in the ring of a group of several ranks.
 
-    So that the communicators of megatron-core's interleaved pipeline are made: of each two neighbours, and where the ring has
-    two ranks only, of these in the world's group, too, over which megatron-core sends one way.  Either end of a first message
-    waits, so each rank goes through its pairs in the order that all have.
+    This makes the communicators of megatron-core's interleaved pipeline: of each two neighbours and, if the ring has two
+    ranks, of these in the world's group, too, which megatron-core uses in one direction.  Both ends of a first message wait,
+    so all ranks use the same order of pairs.
     """
     rank = dist.get_rank()
     for first, second in ring_pairs(dist.get_process_group_ranks(group)):
@@ -90,7 +91,7 @@ def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours in the ring of `ranks`, each pair once: every second pair first, as those have no rank in common."""
+    """Neighbours in the ring of `ranks`, each pair once: every second pair first, because those share no rank."""
     if len(ranks) == 2:
         return [(ranks[0], ranks[1])]
     pairs = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
@@ -105,6 +106,30 @@ def the_world() -> dist.ProcessGroup:
 
 
 def world_timeout() -> timedelta:
-    """How long the world's default group waits (`runtime.timeout_s`)."""
+    """Timeout of the default group (`runtime.timeout_s`)."""
     timeout: timedelta = the_world()._get_backend(torch.device("cpu")).options._timeout
     return timeout
+
+
+def gather_ragged(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Vectors of all ranks of the group, in the order of ranks, without pickling.  Two collectives: lengths, then padded vectors.
+
+    `mine`: [any length], of one dtype on all ranks, on the CPU.
+    """
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(lengths, torch.tensor([mine.numel()]), group=group)
+    sizes = [int(length) for length in lengths]
+    longest = max(sizes)
+    if not longest:
+        return [mine.new_empty(0) for _ in sizes]
+    padded = mine.new_zeros(longest)
+    padded[: mine.numel()] = mine
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    return [vector[:size] for vector, size in zip(found, sizes, strict=True)]
+
+
+def gather_figures(mine: Mapping[str, float], group: dist.ProcessGroup) -> list[dict[str, float]]:
+    """Named numbers of all ranks of the group, to the bit, sent as JSON; ranks may have different names."""
+    text = torch.frombuffer(bytearray(json.dumps(dict(mine)).encode()), dtype=torch.uint8)
+    return [json.loads(bytes(each.tolist())) for each in gather_ragged(text, group)]

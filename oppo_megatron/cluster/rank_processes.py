@@ -1,9 +1,9 @@
-"""Processes of the ranks that one process starts on its host: how they begin, and which they are.
+"""Starts and finds the processes of the ranks of one host.
 
-    CPU     forked from a process that has imported what ranks need: each import once, and its memory once
-    CUDA    spawned: an import (transformer-engine's) may make a CUDA context, which does not live on in a fork
+    CPU     forked from a server that has imported what ranks need: each import and its memory once
+    CUDA    spawned: an import (transformer-engine's) may make a CUDA context, which does not survive a fork
 
-Where the folder for temporary files (TMPDIR) has too long a name for a socket in it, they are spawned, too.
+If the path of the folder for temporary files (TMPDIR) is too long for a socket in it, they are spawned, too.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> StartMethod:
-    """How ranks of a configuration are started, by its `runtime.device`; one without is of the CPU.
+    """Start method for a configuration's ranks, from its `runtime.device` (default: CPU).
 
-    Does not import torch: what is forked is best begun before.
+    Does not import torch, so that the fork server can start before.
     """
     device = config.runtime.device if hasattr(config, "runtime") else "cpu"
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -49,9 +49,9 @@ def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> St
 
 
 def begin_fork_server() -> None:
-    """Start the process that ranks are forked from, unless it runs, and do not wait for it.
+    """Start the fork server unless it runs, and do not wait for it.
 
-    It hears neither SIGINT nor what is for ranks; they hear the latter again by `hear_signals`.
+    It ignores SIGINT and the ranks' signals; `hear_signals` restores the latter in the ranks.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()  # it would let signals through again where it is started later
@@ -63,7 +63,7 @@ def begin_fork_server() -> None:
 
 
 def await_fork_server() -> None:
-    """Until it has imported all: then a process is there as soon as it is started, and can be told to stop."""
+    """Wait until the fork server has imported everything: then processes start at once and can be stopped."""
     first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
     first.start()
     first.join()
@@ -71,7 +71,7 @@ def await_fork_server() -> None:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a rank is to have of the process that starts it, whatever it is forked from: environment, stdout, stderr."""
+    """Environment, stdout and stderr of the process that starts a rank, for the rank, whatever it is forked from."""
 
     environment: Mapping[str, str]
 
@@ -80,13 +80,12 @@ class Surroundings:
         return cls(dict(os.environ))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As a process that is being started is given it, with open files."""
+        """Pickle for a new process, with open files."""
         return _taken_over, (self.environment, {number: DupFd(number) for number in (1, 2) if _is_open(number)})
 
 
 def _taken_over(environment: Mapping[str, str], files: Mapping[int, Any]) -> Surroundings:
-    """In the rank, before torch's agent adds RANK and the rest.  It hears signals that the process which it was forked from
-    does not."""
+    """Take over the surroundings in the rank, before torch's agent adds RANK and the rest, and enable the ranks' signals."""
     for number, file in files.items():
         given = file.detach()
         if given != number:  # a spawned process has it already
@@ -107,12 +106,12 @@ def _is_open(number: int) -> bool:
 
 
 def hear_signals() -> None:
-    """Those that the process that ranks are forked from leaves to them."""
+    """Enable the signals that the fork server ignores."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)
 
 
 def end_with_launcher() -> None:
-    """Called first in a rank: it ends with the process that it was forked from, and with the launcher."""
+    """End this rank with its fork server and with the launcher; called first in a rank."""
     end_with_parent()
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "another launcher's ranks end as that one has them end"
@@ -125,7 +124,7 @@ def _end_after(sentinel: int) -> None:
 
 
 def rank_processes(launcher: psutil.Process) -> Iterator[psutil.Process]:
-    """What a process has started as ranks, itself or through processes between."""
+    """The ranks that a process has started, directly or through other processes."""
     with suppress(psutil.NoSuchProcess):
         for child in launcher.children():
             with suppress(psutil.NoSuchProcess):

@@ -1,12 +1,12 @@
-"""Rendezvous: the ranks of a run find each other, or report within a deadline who did not come.
+"""Rendezvous: the ranks of a run find each other, or report within a deadline which ranks are missing.
 
-Each rank registers in a store at MASTER_ADDR:MASTER_PORT under its number.  The last to come, or the first to meet a
-fault or the deadline, writes the outcome, which ends the wait of all: "" or a fault.
+Each rank registers in a store at MASTER_ADDR:MASTER_PORT under its number.  The last rank, or the first to find a fault or
+reach the deadline, writes the outcome ("" or a fault), which ends the wait of all.
 
-    size       number of ranks, as the first to come was told it     settled    counts who wanted to write the outcome
-    count/R    how often rank R came     rank/R    its RankHost      outcome    "" or a fault
-    arrived    ranks that came                                       entered    processes that came, a rank twice too
-    told       processes that know the outcome
+    size       number of ranks, by the first rank                settled    counts processes that wanted to write the outcome
+    count/R    registrations of rank R    rank/R   its RankHost  outcome    "" or a fault
+    arrived    registered ranks                                  entered    registered processes, duplicates included
+    told       processes that have read the outcome
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
 from oppo_megatron.cluster.hosts import RankHost, format_ranks
-from oppo_megatron.cluster.loopback import is_loopback, loopback_store
+from oppo_megatron.cluster.loopback import BACKEND, LOOPBACK, LoopbackRendezvous, is_loopback, loopback_store
 from oppo_megatron.errors import WorldError
 
 POLL_S = 0.1
@@ -35,9 +36,9 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class Meeting:
-    """All ranks have come.  `local_address` is this rank's own on the network that leads to the meeting point.
+    """All ranks have come.  `local_address`: this rank's address on the network of the meeting point.
 
-    `hosts`: where each rank is; for rank 0 alone, which tells the others (n ranks that read n places keep one store busy).
+    `hosts`: each rank's host, on rank 0 alone, which broadcasts them (n ranks that read n entries would overload one store).
     """
 
     store: dist.Store
@@ -58,9 +59,9 @@ class MeetingPoint:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], rank: int, size: int) -> MeetingPoint:
-        """From MASTER_ADDR and MASTER_PORT.  torchrun's agent keeps a store of its own there; srun's ranks make one.
+        """From MASTER_ADDR and MASTER_PORT.  torchrun's agent has a store there; srun's ranks make one.
 
-        Runs that meet at one address by mistake are told apart by the launcher's name of the run.
+        The launcher's name of the run separates runs that use one address by mistake.
         """
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         run = environment.get("TORCHELASTIC_RUN_ID") or environment.get("SLURM_JOB_ID", "run")
@@ -84,10 +85,9 @@ def meet(me: RankHost, point: MeetingPoint, timeout_s: float) -> Meeting:
 
 
 def within(seconds: float, work: Callable[[], ResultT]) -> ResultT:
-    """What `work()` returns or raises; TimeoutError if it takes longer.
+    """Return or raise the outcome of `work()`; TimeoutError if it takes longer.
 
-    torch's connecting calls may overrun the timeout that they are given, and cannot be interrupted.  The thread that
-    still waits ends with the process.
+    torch's connecting calls may exceed their timeout and cannot be interrupted.  A thread that still waits ends with the process.
     """
     done: list[ResultT] = []
     failed: list[BaseException] = []
@@ -109,7 +109,7 @@ def within(seconds: float, work: Callable[[], ResultT]) -> ResultT:
 
 
 class _Arrival:
-    """One rank's way to the meeting point and its wait there."""
+    """One rank's registration and wait."""
 
     def __init__(self, me: RankHost, point: MeetingPoint, timeout_s: float):
         self.me, self.point, self.timeout_s = me, point, timeout_s
@@ -142,7 +142,7 @@ class _Arrival:
         return self.deadline - time.monotonic()
 
     def _open(self) -> dist.TCPStore:
-        """Open the store: on the loopback where the ranks meet there, else on all of this host's addresses."""
+        """Open the store: on the loopback if the ranks meet there, else on all of this host's addresses."""
         point = self.point
         timeout = timedelta(seconds=self.timeout_s)
         try:
@@ -157,7 +157,7 @@ class _Arrival:
             ) from error
 
     def _knock(self, seconds: float) -> str | None:
-        """This end's address of a connection to the meeting point; None, with a `refusal`, where nothing answers."""
+        """This end's address of a connection to the meeting point; None, with a `refusal`, if nothing answers."""
         try:
             with socket.create_connection((self.point.address, self.point.port), timeout=seconds) as connection:
                 self.refusal = ""
@@ -195,7 +195,7 @@ class _Arrival:
             ) from error
 
     def _register(self, store: dist.Store) -> str | None:
-        """Say that this rank has come.  Returns a fault if it may not stay."""
+        """Register this rank.  Returns a fault if it is refused."""
         me, size, fault = self.me, str(self.point.size), None
         store.add("entered", 1)
         expected = store.compare_set("size", "", size).decode()
@@ -220,7 +220,7 @@ class _Arrival:
             store.set("outcome", outcome)
 
     def _decides(self, store: dist.Store) -> bool:
-        """The first to settle does.  It alone looks for missing ranks, which takes an operation for each."""
+        """True for the first caller, which alone looks for missing ranks (one store operation each)."""
         return store.add("settled", 1) == 1
 
     def _outcome(self, store: dist.Store) -> str:
@@ -237,13 +237,13 @@ class _Arrival:
         plural = "s" if len(missing) > 1 else ""
         return (
             f"{self.me} waited {self.timeout_s:g} s at {self.point}, and {came} of {self.point.size} ranks came: "
-            f"rank{plural} {format_ranks(missing)} missing.{astray} See that every machine has been started, with the same "
-            "MASTER_ADDR and MASTER_PORT, and what the missing ranks report; ranks that only need longer (reading "
-            "data, say) need a larger runtime.timeout_s: a sixth of it, at least 60 s, is their time to meet"
+            f"rank{plural} {format_ranks(missing)} missing.{astray} Check that every machine was started with the same "
+            "MASTER_ADDR and MASTER_PORT, and read the missing ranks' logs. If they are only slow (reading data, say), raise "
+            "runtime.timeout_s: ranks have one sixth of it, at least 60 s, to meet"
         )
 
     def _linger(self, store: dist.Store) -> None:
-        """The store ends with this process: first let the others read the outcome."""
+        """Let the others read the outcome: the store ends with this process."""
         until = time.monotonic() + LINGER_S
         with contextlib.suppress(dist.DistError):
             while store.add("told", 0) < store.add("entered", 0) and time.monotonic() < until:
@@ -251,7 +251,40 @@ class _Arrival:
 
 
 def _reason(error: Exception) -> str:
-    """The last, and only telling, clause of the store's message, or the system's."""
+    """The last clause of the store's message, or the system's message."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     return str(error).rpartition("message: ")[2].strip() or type(error).__name__
+
+
+AGENT_TIMEOUT = timedelta(minutes=10)  # of the agent's messages; the ranks have their own deadlines
+
+
+@dataclass(frozen=True)
+class LocalMeeting:
+    """The meeting point of the ranks that this process starts: a store on a free port of the loopback."""
+
+    run_id: str
+    store: dist.TCPStore
+
+    @classmethod
+    def open(cls, run_id: str) -> LocalMeeting:
+        return cls(run_id, loopback_store(0, AGENT_TIMEOUT))
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of torch's LaunchConfig, with which its agent opens no port to other hosts."""
+        rendezvous_handler_registry.register(BACKEND, _handler)
+        return {"run_id": self.run_id, "rdzv_backend": BACKEND, "rdzv_configs": {"store": self.store}}
+
+    def point(self, num_ranks: int) -> MeetingPoint:
+        """The ranks' view of it, in the agent's only attempt."""
+        name = f"oppo/{self.run_id}/0"
+        return MeetingPoint(
+            LOOPBACK, self.store.port, num_ranks, name, opens=False, opener="the process that started the ranks"
+        )
+
+
+def _handler(parameters: RendezvousParameters) -> LoopbackRendezvous:
+    store = parameters.config["store"]
+    assert isinstance(store, dist.TCPStore)
+    return LoopbackRendezvous(parameters.run_id, store, AGENT_TIMEOUT)

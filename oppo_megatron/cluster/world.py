@@ -32,10 +32,7 @@ CONNECT_LATE = "TORCH_GLOO_LAZY_INIT"  # read by torch whenever it makes a group
 
 @dataclass(frozen=True)
 class World:
-    """Rank, number of ranks, the device that this rank computes on, and where each rank runs, in order of ranks.
-
-    `activity`: this rank's current activity, for its watchdog.
-    """
+    """This rank, the number of ranks, this rank's device, and the hosts of all ranks.  `activity` is for the rank's watchdog."""
 
     rank: int
     size: int
@@ -45,25 +42,24 @@ class World:
 
 
 def choose_device(config: RuntimeConfig) -> None:
-    """Called first in a rank's process: with `runtime.device: cpu` its GPUs are hidden, from megatron-core too.
+    """Set CUDA's environment variables; called first in a rank's process.
 
-    megatron-core takes the current CUDA device wherever there is one, whatever the models' tensors are on.  On a device work of
-    streams that share a hardware queue waits for each other, so it gets as many queues as there can be, unless the user says how
-    many; CUDA reads that when it begins.
+    With `runtime.device: cpu` GPUs are hidden, because megatron-core uses the current CUDA device whatever the tensors are on.
+    On a GPU, streams that share a hardware queue wait for each other, so CUDA gets the maximum unless the user sets their number.
     """
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif has_cuda() and not os.environ.get(CONNECTIONS, "").strip():  # set to nothing it would get CUDA's own number of them
+    elif has_cuda() and not os.environ.get(CONNECTIONS, "").strip():  # empty: CUDA's default number
         os.environ[CONNECTIONS] = str(MOST_CONNECTIONS)
 
 
 @contextlib.contextmanager
 def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
-    """Join the ranks named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them be a world of one.
+    """Join the ranks given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them be a world of one.
 
-    gloo on CPU, NCCL on GPU (with gloo for CPU tensors); the device is made the current one first, as NCCL takes that.
-    Raises ConfigError where ranks would share a GPU, which NCCL does not allow, WorldError where not all ranks come within
-    a sixth of `runtime.timeout_s` (at least 60 s), and where a message or collective fails or is later than `runtime.timeout_s`.
+    gloo on CPU, NCCL on GPU (with gloo for CPU tensors); the device becomes the current one first, because NCCL uses that.
+    Raises ConfigError if ranks would share a GPU, which NCCL does not allow; WorldError if not all ranks come within a sixth of
+    `runtime.timeout_s` (at least 60 s), or if a message or collective fails or exceeds `runtime.timeout_s`.
     """
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
@@ -86,12 +82,12 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
         if not is_lost_peer(error):
             raise
         raise WorldError(
-            f"{me} lost its peers{_waiting_in(error)} ({first_clause(error)}): another rank has ended, as its own "
-            f"error tells, or a message was later than runtime.timeout_s, which is {config.timeout_s:g}"
+            f"{me} lost its peers{_waiting_in(error)} ({first_clause(error)}): another rank has ended (see its own "
+            f"error), or a message exceeded runtime.timeout_s, which is {config.timeout_s:g}"
         ) from error
     finally:
-        # A rank that failed must say so before its peers notice that it has gone, and leaving the group could wait for
-        # messages that no one will take: where there are peers, the end of the process leaves it.
+        # A rank that failed must report it before its peers notice, and leaving the group could wait for messages that nobody
+        # receives: with peers, the end of the process leaves the group.
         if size == 1 or not failed:
             dist.destroy_process_group()
         undo()  # a world of one may be a call within another program
@@ -100,16 +96,16 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
 
 
 def _set_torch(threads: int) -> Callable[[], None]:
-    """torch's settings of the whole process; what sets them back.
+    """Set torch's process-wide settings.  Returns a function that restores them.
 
-    gloo is to connect two ranks when they first have a message for each other.  By itself it connects all pairs of a group
-    when that is made: n files and 2 n operations of the store on each of n ranks.
+    gloo connects two ranks in their first message.  By default it connects all pairs of a new group: n files and 2 n store
+    operations on each of n ranks.
     """
     late_before = os.environ.get(CONNECT_LATE)
     os.environ.setdefault(CONNECT_LATE, "1")
     threads_before, plans_before = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
     torch.set_num_threads(threads)
-    # cuDNN's attention makes a plan for every shape that it meets, for up to a second; chunks and responses have all lengths.
+    # cuDNN's attention plans every new shape, for up to a second; chunks and responses have many lengths.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
     def undo() -> None:
@@ -122,7 +118,7 @@ def _set_torch(threads: int) -> Callable[[], None]:
 
 
 def _alone(backend: str, config: RuntimeConfig) -> bool:
-    """A group of this process alone.  Whether an interface has been preferred for it: gloo listens even without peers."""
+    """Make a group of this process alone.  Returns True if an interface was set for it: gloo listens even without peers."""
     preferred = _prefer_interface_of(LOOPBACK)
     timeout = timedelta(seconds=config.timeout_s)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -138,24 +134,24 @@ def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
 
 
 def _this_host(rank: int, device: torch.device, environment: Mapping[str, str]) -> RankHost:
-    """`node` as torchrun (GROUP_RANK) or srun (SLURM_NODEID) numbers it."""
+    """This rank's host; `node` is torchrun's (GROUP_RANK) or srun's (SLURM_NODEID) number."""
     node = environment.get("GROUP_RANK") or environment.get("SLURM_NODEID")
     return RankHost(rank, socket.gethostname(), node, str(device), torch.get_num_threads(), os.getpid(), _gpu(device))
 
 
 def _gpu(device: torch.device) -> str:
-    """The name that a GPU has of its own, whichever devices a rank sees and however it counts them."""
+    """The GPU's UUID, which does not depend on the visible devices."""
     if device.type != "cuda":
         return ""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig) -> tuple[RankHost, ...]:
-    """Meet all ranks and connect to them, within one deadline (the last to come may have some seconds more)."""
+    """Meet all ranks and connect to them, within one deadline (the last to come may have a few seconds more)."""
     deadline = time.monotonic() + config.meeting_s
     meeting = meet(me, point, config.meeting_s)
     if meeting.local_address is not None:
-        # The network that leads to the meeting point: a host's name often resolves to its loopback, for itself alone.
+        # The network of the meeting point: a host's own name often resolves to its loopback.
         _prefer_interface_of(meeting.local_address)
     timeout = timedelta(seconds=config.timeout_s)
     meeting.store.set_timeout(timeout)
@@ -171,8 +167,8 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
         network = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by gloo")
         raise WorldError(
             f"all {point.size} ranks met at {point}, but {me} could not connect to the others within "
-            f"{config.meeting_s:g} s ({first_clause(error)}); its network interface is {network}. See that "
-            "the hosts reach each other on it at any port, or name another in GLOO_SOCKET_IFNAME"
+            f"{config.meeting_s:g} s ({first_clause(error)}); its network interface is {network}. Check that "
+            "the hosts reach each other on it at any port, or set another in GLOO_SOCKET_IFNAME"
         ) from error
     if shared := shared_gpus(hosts):
         raise ConfigError(
@@ -184,7 +180,7 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
 
 
 def tell_hosts(hosts: tuple[RankHost, ...]) -> tuple[RankHost, ...]:
-    """Rank 0's list, on all ranks, by the first messages that they have for each other."""
+    """Broadcast rank 0's list, in the first messages among the ranks."""
     connect_pairs(the_world())
     told = [hosts]
     dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
@@ -192,7 +188,7 @@ def tell_hosts(hosts: tuple[RankHost, ...]) -> tuple[RankHost, ...]:
 
 
 def _prefer_interface_of(address: str) -> bool:
-    """Let gloo use the network that has an address, unless the user names one; whether that was done."""
+    """Let gloo use the network of an address, unless the user set one.  Returns True if it was set here."""
     interface = _interface_of(address)
     if interface is None or "GLOO_SOCKET_IFNAME" in os.environ:
         return False
@@ -201,7 +197,7 @@ def _prefer_interface_of(address: str) -> bool:
 
 
 def _interface_of(address: str) -> str | None:
-    """The network interface that has an address."""
+    """The network interface of an address."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
@@ -209,9 +205,9 @@ def _interface_of(address: str) -> str | None:
 
 
 def _waiting_in(error: Exception) -> str:
-    """Which of this package's functions was waiting."""
+    """The function of this package that was waiting, for a message."""
     package = str(Path(__file__).parents[1])
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
-    if len(frames) < 2:  # this module's own frame alone
+    if len(frames) < 2:  # only this module's own frame
         return ""
     return f" in {frames[-1].name}, {Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno}"

@@ -130,8 +130,9 @@ class AlgorithmConfig(Section):
 
     preset: Annotated[Name, Choices(_table())] = Field(
         "ppo",
-        description="what gives the other choices here their defaults, and `ppo.kl`, bounds in `ppo` and `rollout.group_size` "
-        "theirs; `oppo config --explain algorithm.preset` shows them",
+        description="algorithm whose choices are the defaults of the settings here, of `ppo.kl`, of bounds in `ppo` and of "
+        "`rollout.group_size` (`oppo config --explain algorithm.preset` shows them); or a YAML file of your own, see "
+        "docs/extending.md",
     )
     baseline: Baseline = Field(
         "critic",

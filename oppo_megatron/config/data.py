@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -87,6 +88,15 @@ class RowsConfig(Section):
         "the same for a row of more than `max_tokens`, by default `quarantine`",
     )
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
+
+    def rules(self, name: str, templates: Sequence[str]) -> Iterator[str]:
+        """Yield a sentence for each broken rule of the rows at `name`; `templates` are those in use: prompt, completion."""
+        if isinstance(self.path, list) and not self.path:
+            yield f"{name}.path is an empty list; name at least one file"
+        for part in templates:
+            template = getattr(self, f"{part}_template", self.prompt_template)
+            if "{" + part + "}" not in template:
+                yield f"{name}.{part}_template is {template!r}, but must contain `{{{part}}}` where the text goes; add it"
 
 
 class PromptDataConfig(RowsConfig):

@@ -1,4 +1,4 @@
-"""Descriptions of settings: meaning, values, unit and default.  For `oppo config` and docs/configuration.md."""
+"""Descriptions of settings: meaning, values, unit and default.  For `oppo config` and the page of all settings."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
@@ -61,6 +62,13 @@ class GuardsConfig(Section):
     ratio_max: GuardConfig = Field(GuardConfig(), description="the update has moved too far: `ratio_max` above its limit")
     ess: GuardConfig = Field(GuardConfig(), description="too little is left of the batch: `ess` below its limit")
     logprob_gap: GapGuardConfig = GapGuardConfig()
+
+    def rules(self) -> Iterator[str]:
+        """Yield a sentence for each limit that every figure is beyond."""
+        if self.ratio_max.limit is not None and self.ratio_max.limit <= 1:
+            yield f"guards.ratio_max.limit is {self.ratio_max.limit:g}, but must be greater than 1; raise it"
+        if self.ess.limit is not None and self.ess.limit >= 1:
+            yield f"guards.ess.limit is {self.ess.limit:g}, but must be less than 1; lower it"
 
     def limits(self, gap_limit: float | None) -> dict[str, tuple[float, Action]]:
         """The rules that have a limit, and their actions; `gap_limit` is the limit of the log-prob gap."""

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from datetime import date
 from itertools import accumulate
 from pathlib import Path
@@ -234,13 +235,14 @@ def _misses(problem: str, path: Sequence[str | int]) -> bool:
 
 
 def _without_wrong_keys(kind: type[SectionT], data: Any, wrong: Sequence[Sequence[str | int]]) -> SectionT | None:
-    """What the data give once every key at a `wrong` path is left out; None where a required one is among them."""
+    """Return the configuration without the keys at `wrong` paths; None if one of them is required."""
     for path in wrong:
         place = data
-        for part in path[:-1]:
-            place = place[part]
-        if isinstance(place, dict) and path:
-            place.pop(path[-1], None)
+        with suppress(KeyError, TypeError):  # a key that a preset's file brought is not in the data
+            for part in path[:-1]:
+                place = place[part]
+            if isinstance(place, dict) and path:
+                place.pop(path[-1], None)
     try:
         return kind.model_validate(data)
     except ValidationError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -94,6 +95,12 @@ class ModelConfig(Section):
         description="type of the weights and of the computation; default: `runtime.dtype`",
     )
 
+    def rules(self, name: str) -> Iterator[str]:
+        """Yield a sentence if not exactly one source is given for the model at `name`."""
+        if (self.checkpoint is None) == (self.init is None):
+            given = "neither" if self.checkpoint is None else "both"
+            yield f"{name} has {given} of checkpoint and init, but needs exactly one; give the folder of weights or a shape"
+
 
 class LearningModelConfig(ModelConfig):
     """A model that is trained."""
@@ -145,6 +152,16 @@ class OptimizerConfig(Section):
         """`lr`, which the enclosing section has settled."""
         assert self.lr is not None, "no section has settled the learning rate"
         return self.lr
+
+    def rules(self, name: str) -> Iterator[str]:
+        """Yield a sentence for each broken rule of the optimizer at `name`, whose learning rate is known."""
+        if self.min_lr > self.rate:
+            yield f"{name}.min_lr is {self.min_lr}, but must not exceed lr {self.rate}; lower it"
+        elif self.min_lr and self.decay == "constant":
+            yield (
+                f"{name}.min_lr is {self.min_lr}, but {name}.decay is constant, and nothing reads it; set it to 0, or decay to "
+                "linear or cosine"
+            )
 
     def settled(self, usual: UsualRate, lora: LoraConfig | None) -> OptimizerConfig:
         """The same settings with a learning rate: the usual one if none is given."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
@@ -87,6 +88,35 @@ class OverlapConfig(CarryConfig):
         description="the actor's KV cache of a carried rollout after an update: computed again with the "
         "new weights, or kept",
     )
+
+    def rules(self, batch_size: int, group_size: int = 1) -> Iterator[str]:
+        """Yield a sentence for each broken rule of delta, chunk sizes and backfill."""
+        yield from self._backfill_rules()
+        delta, candidates, groups = self.delta, self.chunk.candidates, batch_size // group_size
+        if self.inter and delta.initial > delta.max:
+            yield f"overlap.delta.initial is {delta.initial}, but overlap.delta.max is {delta.max}; lower initial, or raise max"
+        if self.inter and delta.max > self.max_staleness * groups:
+            of = f" / rollout.group_size {group_size} = {groups} prompts" if group_size > 1 else ""
+            yield (
+                f"overlap.delta.max is {delta.max}, but must not exceed overlap.max_staleness {self.max_staleness} times "
+                f"rollout.batch_size {batch_size}{of} (more prompts could not all be trained in time); lower it, or raise "
+                "overlap.max_staleness"
+            )
+        if len(set(candidates)) < len(candidates):
+            yield f"overlap.chunk.adaptive is {candidates}, but each size may appear once; remove the repeated ones"
+
+    def _backfill_rules(self) -> Iterator[str]:
+        every, tokens = self.backfill, self.chunk.tokens
+        if every and not self.inter:
+            yield (
+                f"overlap.backfill is {str(every).lower()}, but overlap.inter is false, and without it a step ends with the "
+                "rollouts that it began with; set inter to true or backfill to false"
+            )
+        if not isinstance(every, bool) and every % tokens:
+            yield (
+                f"overlap.backfill is {every}, but must be a multiple of overlap.chunk.tokens {tokens} (rounds end where "
+                f"prompts enter); set it to {-(-every // tokens) * tokens}, or the chunk to a divisor of it"
+            )
 
     @property
     def admission_period(self) -> int | None:

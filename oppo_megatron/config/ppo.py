@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictInt, StrictStr
@@ -33,6 +34,16 @@ class RolloutConfig(Section):
         "`generation_config.json`; a response ends with the first token at which its text contains a stop text, "
         "which stays in the response, for rewards too",
     )
+
+    def rules(self, *, forced: bool) -> Iterator[str]:
+        """Yield a sentence for each broken rule of `stop`; `forced`: lengths are forced, and nothing else ends a response."""
+        for each in self.stop_token_ids:
+            if each < 0:
+                yield f"rollout.stop has {each}, but ids are numbers from 0 on; correct or remove it"
+        if "" in self.stop:
+            yield "rollout.stop has an empty text, which would end every response at once; remove it"
+        if self.stop and forced:
+            yield "rollout.stop is set, but with debug.forced_lengths a response ends at its length only; remove one of them"
 
     @property
     def stop_texts(self) -> list[str]:

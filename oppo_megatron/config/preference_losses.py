@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -36,6 +37,19 @@ class DPOLossConfig(PairLossConfig):
     nll: Annotated[float, Unit("factor")] = Field(
         0.0, ge=0, description="factor of a second term: the chosen answer's mean negative log-prob per token"
     )
+
+    def rules(self) -> Iterator[str]:
+        """Yield a sentence if a share of wrong pairs is given to a loss that has none, or is missing."""
+        if self.loss == "robust" and not self.label_smoothing:
+            yield (
+                "dpo.loss is robust, but dpo.label_smoothing is 0, with which it is sigmoid; set label_smoothing to the share of "
+                "pairs that are the wrong way round, or choose sigmoid"
+            )
+        if self.loss in ("hinge", "ipo") and self.label_smoothing:
+            yield (
+                f"dpo.label_smoothing is {self.label_smoothing:g}, but dpo.loss {self.loss} has none; remove it, or choose "
+                "sigmoid or robust"
+            )
 
 
 class KTOLossConfig(Section):

@@ -1,4 +1,4 @@
-"""The schema as a page of documentation: `python -m oppo_megatron.config.reference > docs/configuration.md`."""
+"""The schema as a page of the site (docs/tools/site_hooks.py): `python -m oppo_megatron.config.reference` prints it."""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ from oppo_megatron.config.model import (
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
 from oppo_megatron.config.preference_losses import PairLossConfig
+from oppo_megatron.config.preset_file import with_preset_file
 from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
 from oppo_megatron.config.settling import SettleConfig
 
@@ -181,7 +182,7 @@ class TrainSettings(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _common_dtype(cls, data: Any) -> Any:
-        return with_preset(_with_common_dtype(data, ("actor", "critic", "reference", "reward")))
+        return with_preset(with_preset_file(_with_common_dtype(data, ("actor", "critic", "reference", "reward"))))
 
     @model_validator(mode="after")
     def _roles_of_algorithm(self) -> Self:

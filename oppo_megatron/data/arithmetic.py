@@ -1,6 +1,6 @@
 """Arithmetic problems with worked solutions, generated: a task for the demo that needs no outside file.
 
-A problem is a chain of additions and subtractions worked from left to right, one partial result a line:
+A problem is a chain of additions and subtractions worked from left to right, one partial result per line:
 
     Q: 7+5-3=?
     A:7+5=12
@@ -29,7 +29,7 @@ HELDOUT_BYTES = 26  # of 256: about a tenth of all problems
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How hard the problems are.  P(operations >= k) = (scale / k) ** tail, cut at `max_operations`."""
+    """Difficulty of the problems: P(operations >= k) = (scale / k) ** tail, cut at `max_operations`."""
 
     max_operations: int = 24
     scale: float = 1.5
@@ -68,13 +68,13 @@ class Problem:
 
 
 def _worked(totals: list[int], terms: tuple[int, ...], answer: int) -> str:
-    """Lines `before+term=after`, then the answer.  `totals` may hold a slip, and is then followed through."""
+    """Lines `before+term=after`, then the answer; a slip in `totals` is carried through."""
     lines = [f"{totals[i]}{terms[i + 1]:+d}={totals[i + 1]}" for i in range(len(terms) - 1)]
     return "\n".join([*lines, f"#### {answer}"])
 
 
 def is_heldout(prompt: str) -> bool:
-    """Whether a prompt is of the held-out split; its hash alone decides, so no seed can mix the splits."""
+    """True if a prompt belongs to the held-out split; its hash decides, so no seed can mix the splits."""
     return hashlib.sha256(prompt.encode()).digest()[0] < HELDOUT_BYTES
 
 
@@ -103,8 +103,8 @@ def _draw(rng: random.Random, shape: Shape) -> Problem:
 def wrong_solution(problem: Problem, rng: random.Random) -> str:
     """A worked solution that looks right and ends in a wrong answer.
 
-    Mostly one slip in a partial result, followed through; else the right work with a wrong last line, one step left
-    out, or a stop before the end.  Where a variant does not fit the problem, a slip takes its place.
+    Mostly one slip in a partial result, carried through; else the right work with a wrong last line, one step left out, or
+    a stop before the end.  If a variant does not fit the problem, it is a slip.
     """
     kind = rng.choices(("slip", "copy", "skip", "stop"), weights=(60, 15, 15, 10))[0]
     wrong: str | None = None
@@ -118,12 +118,12 @@ def wrong_solution(problem: Problem, rng: random.Random) -> str:
 
 
 def misreported_solution(problem: Problem, rng: random.Random) -> str:
-    """Right work, and as the answer the result before the last: one fault, always the same, whatever the length."""
+    """Right work, with the result before the last as the answer."""
     return _worked(problem.totals, problem.terms, problem.totals[-2])
 
 
 def slipped_solution(problem: Problem, rng: random.Random) -> str:
-    """One partial result is off by 1, 2 or 10, and all that follows is worked from it.  As long as the solution."""
+    """One partial result is off by 1, 2 or 10, and the rest is worked from it; as long as the solution."""
     totals = problem.totals
     slips = [
         (step, error)
@@ -159,7 +159,7 @@ def _early_stop(problem: Problem, rng: random.Random) -> str | None:
 
 
 def labelled_steps(problem: Problem, rng: random.Random, wrong: float = 0.6) -> tuple[list[str], list[bool]]:
-    """The lines of a solution, which is wrong in a share of the problems, and of each whether all is right up to it."""
+    """The lines of a solution, wrong in a share `wrong` of the problems, and for each whether all is right up to it."""
     text = wrong_solution(problem, rng) if rng.random() < wrong else problem.solution
     steps, right = text.split("\n"), problem.solution.split("\n")
     same = [step == expected for step, expected in zip(steps, right, strict=False)]
@@ -187,8 +187,8 @@ def write_dataset(
 ) -> dict[str, Path]:
     """Write sft.jsonl, pairs.jsonl, prompts.jsonl and heldout.jsonl, and return their paths by name.
 
-    `imperfect` is the fraction of SFT completions that `flaw` writes, so that the policy they teach is imperfect on
-    purpose.  The first three files are of the train split; held-out prompts are distinct and in none of them.
+    `imperfect` is the fraction of SFT completions that `flaw` writes, so that there is something left for RL to learn.
+    The first three files use the train split; held-out prompts are distinct and in none of them.
     """
     rng = random.Random(f"arithmetic answers {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     train = problems(seed, "train", shape)

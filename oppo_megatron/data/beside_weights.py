@@ -1,4 +1,4 @@
-"""The files beside weights that make transformers read the policy as it was trained: tokenizer, special ids, ends."""
+"""Files next to weights with which transformers reads the policy as it was trained: tokenizer, special ids, ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from oppo_megatron.nesting import read_json
 def special_ids(tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), *, scored: bool = False) -> dict[str, Any]:
     """The ids that `config.json` and `generation_config.json` name; several EOS are a list.
 
-    `scored`: of a reward model or critic, which scores the last token that is not padding, so that no token with which an
-    answer may end can pad it.
+    `scored`: the model is a reward model or critic, which scores the last token that is not padding, so no token that may
+    end an answer can be the padding.
     """
     ends = distinct([*tokenizer.eos_ids, *stop_token_ids])
     pad = scoring_pad(tokenizer) if scored else tokenizer.pad_id if tokenizer.pad_id is not None else ends[0]
@@ -29,7 +29,7 @@ def special_ids(tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), *, sco
 
 
 def scoring_pad(tokenizer: Tokenizer) -> int:
-    """An id that pads answers of a reward model: of padding, of another special token, or else the last that ends none."""
+    """A padding id for a reward model: the pad token, another special token, or the last id that does not end answers."""
     candidates = (tokenizer.pad_id, *tokenizer.other_ids, tokenizer.bos_id, *range(tokenizer.vocab_size - 1, -1, -1))
     return next(i for i in candidates if i is not None and i not in tokenizer.eos_ids)
 
@@ -43,9 +43,9 @@ def write_beside(
     scored: bool,
     source: Path | None = None,
 ) -> str | None:
-    """Write the tokenizer, and of a policy `generation_config.json`: that of `source`, where it has one, with `ids`.
+    """Write the tokenizer and, for a policy, `generation_config.json`: that of `source`, if it has one, with `ids`.
 
-    `family` is the `model_type` of the weights.  Returns what transformers will not read as the engine does, or None.
+    `family` is the `model_type` of the weights.  Returns a warning if transformers will tokenize differently, else None.
     """
     directory.mkdir(parents=True, exist_ok=True)
     told = tokenizer.save(directory, pad_id=ids["pad_token_id"] if scored else None)
@@ -58,8 +58,8 @@ def write_beside(
 
 
 def _keep_class(path: Path, family: str) -> None:
-    """Have transformers 5 take the tokenizer as it is written: beside a Qwen2 model it takes Qwen2's way of cutting up texts,
-    whatever class is named, unless the file says that it has a class of its own."""
+    """Make transformers 5 load the tokenizer as written: for a Qwen2 model it uses Qwen2's pre-tokenizer, whatever class
+    is named, unless `auto_map` names one."""
     if family != "qwen2" or not path.is_file():
         return
     settings = read_json(path.read_text(encoding="utf-8"))
@@ -69,5 +69,5 @@ def _keep_class(path: Path, family: str) -> None:
 
 
 def _generation_config(path: Path) -> dict[str, Any]:
-    """Of a directory; empty where there is none."""
+    """The file's settings; empty if it is missing."""
     return read_mapping(path, "the generation settings") if path.is_file() else {}

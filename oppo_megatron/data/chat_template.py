@@ -21,27 +21,27 @@ from oppo_megatron.nesting import check_template, read_json
 
 PROCESS = "oppo_megatron.data.template_process"
 RENDER_S = 5
-"""Processor time of one rendering; those of published templates take milliseconds."""
+"""Processor time of one rendering; published templates take milliseconds."""
 LONGEST_S = 120.0
-"""Wait for an answer, on a busy machine too."""
+"""Longest wait for an answer."""
 RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"})
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; templates read the first, gpt-oss's the second."""
+"""Keys of a message's reasoning; templates read the first, gpt-oss's the second."""
 NOTHING = ("null", "None", "undefined")
-"""Words that a template writes for a content that is not there."""
+"""Words that a template writes for a missing content."""
 PROBE = "a message of plain text"
 SHOWN_CHARACTERS = 500
 
 
 class NoChatTemplateError(ConfigError):
-    """Messages are to be rendered by a template that the tokenizer does not have."""
+    """The tokenizer has no chat template to render messages with."""
 
 
 class ChatTemplate:
-    """The chat template of the tokenizer at `config.path`, with the variables and the date that the configuration gives it.
+    """The chat template of the tokenizer at `config.path`, with the configured variables and date.
 
-    `choose`: the template's text for messages with, or without, tools; None if there is none.  `symbols`: texts of special
-    tokens (`bos_token`, ...).
+    `choose` returns the template's text for messages with or without tools, or None.  `symbols`: texts of special tokens
+    (`bos_token`, ...).
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ChatTemplate:
         self._takes_parts: dict[str, bool] = {}
 
     def reads(self, with_tools: bool = False) -> frozenset[str]:
-        """Variables that the template reads, beside the messages and special tokens.  Raises ConfigError without a template."""
+        """Variables that the template reads apart from messages and special tokens.  Raises ConfigError without a template."""
         template = self._template(with_tools)
         if template not in self._reads:
             found = frozenset(self._ask({"template": template})["reads"])
@@ -66,7 +66,7 @@ class ChatTemplate:
         return self._reads[template]
 
     def require_arguments(self) -> None:
-        """Raises ConfigError for template arguments of the configuration that the template does not read."""
+        """Raise ConfigError for configured template arguments that the template does not read."""
         if not (given := self._config.template_arguments):
             return
         known = self.reads() | self.reads(with_tools=True) | self._symbols.keys()
@@ -184,7 +184,7 @@ def _called(messages: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def _prepared(message: Mapping[str, Any], in_parts: bool, as_object: bool, empty: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without null keys, its reasoning by all its names; `empty`: the content beside calls that has no text."""
+    """A message without null keys, with its reasoning under all keys; `empty`: the content of calls without text."""
     made = {name: value for name, value in message.items() if value is not None}
     if (reasoning := next((made[name] for name in REASONING if name in made), None)) is not None:
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
@@ -199,7 +199,7 @@ def _prepared(message: Mapping[str, Any], in_parts: bool, as_object: bool, empty
 
 
 def _with_arguments(call: Any, as_object: bool) -> Any:
-    """A call with its arguments as an object, or as its JSON; other values stay as they are."""
+    """A call with its arguments as an object or as JSON; other values are unchanged."""
     if not isinstance(call, Mapping):
         return call
     made = {name: value for name, value in call.items() if value is not None}
@@ -216,15 +216,15 @@ def _with_arguments(call: Any, as_object: bool) -> Any:
 
 
 class _TemplateProcess:
-    """Starts with the first request and serves all of them, from any thread; after a failure the next one starts another."""
+    """A process that starts with the first request and serves any thread; after a failure the next request restarts it."""
 
     def __init__(self, render_s: int) -> None:
         self._lock, self._render_s = threading.Lock(), render_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # a forked copy of this process starts one of its own
+        self._owner = 0  # a forked copy of this process starts its own
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer, or why there is none, as an answer of kind `limit`."""
+        """Return the answer; a failure is an answer of kind `limit`."""
         line = json.dumps(request, default=str).encode() + b"\n"
         with self._lock:
             if self._process is None or self._owner != os.getpid():
@@ -238,7 +238,7 @@ class _TemplateProcess:
                 answer = self._process.stdout.readline() if poller.poll(LONGEST_S * 1000) else b""
             except BrokenPipeError:
                 answer = b""
-            except BaseException:  # of a signal's handler: what comes late would be taken for the next request's answer
+            except BaseException:  # from a signal's handler: a late answer would be taken for the next request's
                 self._process.kill()
                 self._process = None
                 raise

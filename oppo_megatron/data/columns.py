@@ -32,18 +32,18 @@ Value = str | list[Message]
 ASSISTANT_MARK, HUMAN_MARK = "\n\nAssistant:", "\n\nHuman:"
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
          "model": "assistant", "bot": "assistant", "function_response": "tool", "observation": "tool"}  # fmt: skip
-"""Words for those who speak in ShareGPT's files, and the chat templates' own for them."""
+"""Speakers of ShareGPT's files, and the roles of chat templates."""
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""Whether a completion is wanted, by the text of a label's value in small letters."""
+"""True if a completion is wanted, by the lower-case text of its label."""
 INSTEAD_OF_TEXT = ("tool_calls", "function_call")
-"""Keys of a message that needs no text beside them."""
+"""Keys of a message that make its text optional."""
 SAMPLED = 2000
 LISTED = ("label", "completions", "labels")
 """The parts that are not text."""
 NEVER_ASKED = {"role", "from", "system_prompt", "message_id", "version"}
-"""Columns of published data whose names are near those of a part."""
+"""Columns of published data whose names resemble a part's but are not suggested."""
 UNLEARNED = ("weight", "loss_weight", "loss", "train", "training")
-"""Keys of a message with which data sets mark what is not to be learned, as 0 or false (OpenAI's, ShareGPT's, Axolotl's)."""
+"""Keys of a message that mark it as not to be learned, by 0 or false (OpenAI's, ShareGPT's, Axolotl's)."""
 KNOWN_ROLES = ("user", "assistant", "system", "tool")
 
 
@@ -53,7 +53,7 @@ def is_filled(value: Any) -> bool:
 
 
 def sampled(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return up to twice SAMPLED rows, from all of the data: enough to tell what most rows have."""
+    """Return up to twice SAMPLED rows, spread over the data."""
     return rows[:: len(rows) // SAMPLED or 1]
 
 
@@ -164,7 +164,7 @@ def _is_text(row: Row, name: str) -> bool:
 
 
 def read_label(row: Row, column: str) -> bool:
-    """Whether the row's completion is wanted.  Raises `DataError` where the column does not say so plainly."""
+    """True if the row's completion is wanted.  Raises `DataError` for a value that is not a label."""
     value = row.require(column)
     said = LABELS.get(str(value).strip().lower())
     if said is None:
@@ -180,7 +180,7 @@ def read_texts(row: Row, column: str) -> list[str]:
     return [
         _checked_text(item, f"step {i} of column {column!r}")
         if isinstance(item, str)
-        else _refuse(f"step {i} of column {column!r} is no text, but {type(item).__name__}")
+        else _refuse(f"step {i} of column {column!r} is not text, but {type(item).__name__}")
         for i, item in enumerate(_listed(row, column), start=1)
     ]
 
@@ -202,7 +202,7 @@ def read_labels(row: Row, column: str) -> list[float | None]:
 def _listed(row: Row, column: str) -> list[Any]:
     value = row.require(column)
     if not isinstance(value, list) or not value:
-        raise DataError(f"column {column!r} is no list with something in it, one item a step, but {value!r:.60}")
+        raise DataError(f"column {column!r} is not a list with an item per step, but {value!r:.60}")
     return value
 
 
@@ -243,7 +243,7 @@ def _checked_message(message: Message, what: str) -> Message:
 
 
 def role_of(message: Message) -> Any:
-    """Who speaks, in the words of chat templates, of either style of keys."""
+    """The speaker as a role of chat templates, from either style of keys."""
     role = message.get("role") or message.get("from")
     return ROLES.get(role, role) if isinstance(role, str) else role
 
@@ -253,15 +253,13 @@ def _content_of(message: Message) -> Any:
 
 
 def _is_silent_system(message: Message) -> bool:
-    """ShareGPT's files write an empty system message where there is none."""
+    """True for ShareGPT's empty system message."""
     role, content = role_of(message), _content_of(message)
     return role == "system" and isinstance(content, str) and not content.strip()
 
 
 def split_last_turn(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """(what comes before the last assistant turn, that turn); the turn is empty if the messages end with another
-    role.
-    """
+    """(messages before the last assistant turn, that turn); the turn is empty if the messages end with another role."""
     if messages[-1]["role"] != "assistant":
         return messages, []
     if len(messages) == 1:
@@ -275,13 +273,13 @@ def is_learned(message: Message) -> bool:
 
 
 def split_turns(messages: list[Message]) -> list[tuple[list[Message], list[Message]]]:
-    """(what comes before, the turn) of each assistant's turn that has something before it and is to be learned."""
+    """(messages before, the turn) for each assistant turn that is to be learned and is not the first message."""
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant" and is_learned(message)]
     return [(messages[:i], messages[i : i + 1]) for i in turns]
 
 
 def split_dialogue(text: str, what: str) -> list[tuple[str, str]]:
-    """The same of a text in which "\\n\\nHuman:" and "\\n\\nAssistant:" take turns.  Raises DataError where none is left."""
+    """`split_turns` for text in which "\\n\\nHuman:" and "\\n\\nAssistant:" alternate.  Raises DataError without a turn."""
     found, end = [], 0
     while (place := text.find(ASSISTANT_MARK, end)) >= 0:
         end = place + len(ASSISTANT_MARK)
@@ -290,7 +288,7 @@ def split_dialogue(text: str, what: str) -> list[tuple[str, str]]:
         found.append((text[:end], _checked_text(answer, f"{what}: an assistant's turn")))
         end = len(text) if next_turn < 0 else next_turn
     if not found:
-        raise DataError(f"{what} is no dialogue with a turn after {ASSISTANT_MARK!r}, and there is no prompt column")
+        raise DataError(f"{what} is not a dialogue with a turn after {ASSISTANT_MARK!r}, and there is no prompt column")
     return found
 
 
@@ -344,6 +342,6 @@ def _continuing(turns: list[Message], answer: Value) -> list[Message]:
 
 
 def _same(messages: list[Message], others: list[Message]) -> bool:
-    """True if the same say the same, without regard to blanks around it."""
+    """True if roles and texts are equal, apart from surrounding white space."""
     pairs = zip(messages, others, strict=True)
     return all(one["role"] == two["role"] and one["content"].strip() == two["content"].strip() for one, two in pairs)

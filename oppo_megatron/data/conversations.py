@@ -1,4 +1,4 @@
-"""Messages of rows as text, by the chat template; tells what of a row the template leaves out."""
+"""Renders the messages of rows by the chat template, and notes the parts that the template leaves out."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.nesting import read_json
 
 FOR_TEMPLATES = ("tools", "documents")
-"""Columns that are made for chat templates: a template that does not read them hides them from the model."""
+"""Columns made for chat templates; a note says if the template does not read them."""
 ARGUMENTS = "chat_template_kwargs"
-"""TRL's column of a row's own template arguments."""
+"""TRL's column of template arguments per row."""
 THOUGHTS = "; by tokenizer.template_arguments prompts are for answers with reasoning (enable_thinking: true) or without (false)"
 SHOWN = 40
 
 
 class TemplateMismatch(DataError):
-    """A sound row that this chat template cannot render as prompt and answer."""
+    """The row is valid, but this chat template cannot render it as prompt and answer."""
 
 
 class Conversations:
@@ -107,19 +107,19 @@ def _read_json(value: Any, name: str, kind: type) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives each object of a column the keys of all of them, most of them null."""
+    """Remove null keys: in Parquet each object of a column has the keys of all."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _squeezed(text: str) -> str:
-    """`text` without white space, which templates trim and add."""
+    """Remove white space, which templates trim and add."""
     return "".join(text.split())
 
 
 def _lost(message: Message, squeezed: str, start: int = 0) -> Iterator[str]:
-    """Keys of a message that the rendered text does not show.  `start`: what ends before is not the message's."""
+    """Keys of a message that the rendered text does not show.  Text that ends before `start` is not the message's."""
 
     def shows(text: str) -> bool:
         forms = (_squeezed(text), _squeezed(json.dumps(text)[1:-1]))
@@ -138,23 +138,23 @@ def _lost(message: Message, squeezed: str, start: int = 0) -> Iterator[str]:
 
 
 def _require_whole(answer: Message, whole: str, head: str) -> None:
-    """Raises TemplateMismatch if the text after the prompt's lacks a part of an answer that is to be learned."""
+    """Raise TemplateMismatch if the text after the prompt's lacks a part of an answer that is to be learned."""
     learned = {"content", "tool_calls", "function_call", *REASONING}
     start = len(_squeezed(head)) if whole.startswith(head) else 0
     if lost := [name for name in _lost(answer, _squeezed(whole), start) if name in learned]:
         raise TemplateMismatch(
             f"the chat template leaves out a part of the answer's {' and '.join(lost)}, which would not be learned (templates of "
-            "reasoning models drop what stands before </think>)"
+            "reasoning models drop the text before </think>)"
         )
 
 
 def _require_continued(head: str, whole: str, reads: Collection[str]) -> None:
-    """Raises TemplateMismatch if a conversation's text does not begin with its prompt.  `reads`: the template's variables."""
+    """Raise TemplateMismatch if a conversation's text does not begin with its prompt.  `reads`: the template's variables."""
     if whole.startswith(head):
         return
     place = len(os.path.commonprefix([head, whole]))
     raise TemplateMismatch(
         "the chat template does not render the answer as a continuation of the prompt: the prompt ends with "
-        f"{head[place : place + SHOWN]!r}, where the whole conversation has {whole[place : place + SHOWN]!r}"
+        f"{head[place : place + SHOWN]!r}, but the whole conversation has {whole[place : place + SHOWN]!r}"
         + (THOUGHTS if "enable_thinking" in reads else "")
     )

@@ -1,4 +1,4 @@
-"""Turns rows into texts: a prompt and its answers, rendered by the templates or the tokenizer's chat template."""
+"""Turns rows into texts: a prompt and its answers, rendered by the configured templates or the chat template."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def read_pairs(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) 
 
 
 def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[tuple[Example, bool]]:
-    """Prompts with one completion each, and whether it is wanted: by the label's column, or pairs, of which each is two."""
+    """Prompts with one completion each, and whether it is wanted: by the label, or from pairs, each of which gives two."""
     rows = read_rows(config, problems, ["prompt", "completion"])
     column = find_column("label", config.columns, rows)
     if column is None and find_column("chosen", config.columns, rows) is not None:
@@ -104,7 +104,7 @@ def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems)
 def is_unequal(
     example: Example, answers: Sequence[str | list[int]], config: DataConfig, problems: RowProblems, when: str = ""
 ) -> bool:
-    """Whether a pair's answers, or their tokens, differ; else it is refused by `bad_rows`.  `when`: where they did before."""
+    """True if a pair's answers, or their tokens, differ; else the pair is refused by `bad_rows`, for a reason with `when`."""
     if answers[0] != answers[1]:
         return True
     reason = f"chosen and rejected are the same{when}: such a pair prefers nothing"
@@ -140,7 +140,7 @@ def _pairs(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, proble
 def read_steps(
     config: DataConfig, tokenizer: Tokenizer, problems: RowProblems, separator: str
 ) -> list[tuple[Example, list[float | None]]]:
-    """Prompts with one answer, whose steps are joined by the separator, and the steps' labels (None: it has none)."""
+    """Prompts with one answer, its steps joined by the separator, and the steps' labels (None: not labelled)."""
     rows = read_rows(config, problems, ["prompt", "completion"])
     steps, labels = (require_column(part, config.columns, rows) for part in ("completions", "labels"))
     layout = recognise(config, rows, "steps", [steps, labels])
@@ -170,7 +170,7 @@ def _said(row: Row, layout: Layout) -> Value:
     if isinstance(value, str):
         added = row.get(layout.added)
         if added is not None and not isinstance(added, str):
-            raise DataError(f"column {layout.added!r} is no text, but {type(added).__name__}")
+            raise DataError(f"column {layout.added!r} is not text, but {type(added).__name__}")
         value = f"{value}\n\n{added}" if added and added.strip() else value
         value = [{"role": "user", "content": value}] if layout.chat else value
     return _with_system(row, layout, value)
@@ -181,12 +181,12 @@ def _with_system(row: Row, layout: Layout, value: Value) -> Value:
     if isinstance(value, str) or value[0]["role"] == "system" or not is_filled(system):
         return value
     if not isinstance(system, str):
-        raise DataError(f"column {layout.system!r} is no text, but {type(system).__name__}")
+        raise DataError(f"column {layout.system!r} is not text, but {type(system).__name__}")
     return [{"role": "system", "content": system}, *value]
 
 
 def _turns(row: Row, layout: Layout, turns: str) -> Sequence[Answered]:
-    """Assistant's turns of a dialogue: the last, or all of them."""
+    """Assistant turns of a dialogue: the last, or all."""
     column = layout.prompt or layout.chosen
     assert column is not None, "rows without a prompt have dialogues"
     value = _said(row, layout) if layout.prompt else _with_system(row, layout, read_value(row, column))
@@ -224,7 +224,7 @@ def _pair(row: Row, layout: Layout) -> Answered:
 
 
 def _without_prompt(prompt: Value, answers: list[Value]) -> Answered:
-    """Where text answers are whole dialogues that repeat the prompt's, what comes after it."""
+    """Cut the prompt off text answers that are whole dialogues beginning with it."""
     if not isinstance(prompt, str) or ASSISTANT_MARK not in prompt:
         return prompt, answers
     if not all(

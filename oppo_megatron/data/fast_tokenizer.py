@@ -1,4 +1,4 @@
-"""A sentencepiece model as the files that `transformers.AutoTokenizer` loads, with the ids and texts of the engine.
+"""Converts a sentencepiece model to files for `transformers.AutoTokenizer`, with the ids and texts of the engine.
 
 Pieces keep a space as a space (sentencepiece writes U+2581), so that U+2581 in a text is not mistaken for a space.
 Control symbols are never read from text, as in `SentencePieceTokenizer`.
@@ -15,7 +15,7 @@ from typing import Any
 from oppo_megatron.nesting import read_json
 
 SPACE_MARK = "\u2581"
-"""Sentencepiece writes a space as this character, so text that holds the character itself needs care."""
+"""Sentencepiece's character for a space; text may hold the character itself."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Types of a piece (sentencepiece_model.proto)."""
 
@@ -30,7 +30,7 @@ MADE_FROM = "made_from_sentencepiece"
 """Key of the configuration: digests of the model and of what was made of it."""
 
 WITHOUT_CONTROLS = "{% set bos_token = '' %}{% set eos_token = '' %}"
-"""Before a chat template: control symbols in it would be read as text, and are put in by id."""
+"""Put before a chat template, whose control symbols would be read as text."""
 
 CHECKED = (
     "", " ", "a", " a", "a ", "  a  b   ", "a\nb", "\n\n", "\t", "a\tb", "Hello, world!", "1+1=2 100 3.14", "x\r\ny",
@@ -39,13 +39,13 @@ CHECKED = (
     "aaaa aaaaa aaaaaaa", "\u200b", "A\u0000B", "Q: 12+3-4=?\nA: 11\n", "The quick brown fox jumps over the lazy dog.",
     "def f(x):\n    return x ** 2\n",
 )  # fmt: skip
-"""Texts on which what was made must agree with sentencepiece."""
+"""Texts on which the result must agree with sentencepiece."""
 
 
 def fast_files(model: bytes, chat_template: str | None, pad_id: int | None = None) -> dict[str, str] | None:
-    """`tokenizer.json` and `tokenizer_config.json` of a serialized sentencepiece model, as texts; `pad_id`: of padding.
+    """`tokenizer.json` and `tokenizer_config.json` of a serialized sentencepiece model, as texts; `pad_id`: id of padding.
 
-    None where its texts cannot be cut up exactly so: a model of words, or one that changes what it reads.
+    None for a model that cannot be converted exactly: a word model, or one that normalizes its input.
     """
     from sentencepiece import sentencepiece_model_pb2
 
@@ -61,7 +61,7 @@ def fast_files(model: bytes, chat_template: str | None, pad_id: int | None = Non
 
 
 def is_made_from(directory: Path, model: Path) -> bool:
-    """Whether the files of the directory are what `fast_files` makes of the sentencepiece model beside them, unchanged since."""
+    """True if the directory has the unchanged output of `fast_files` for the sentencepiece model `model`."""
     try:
         made = read_json((directory / CONFIG).read_text(encoding="utf-8"))[MADE_FROM]
         files = {"model": model.read_bytes(), "tokenizer": (directory / TOKENIZER).read_bytes()}
@@ -71,7 +71,7 @@ def is_made_from(directory: Path, model: Path) -> bool:
 
 
 def chat_template_of(directory: Path) -> str | None:
-    """That of files for which `is_made_from` holds, as it was given to `fast_files`."""
+    """The chat template that was given to `fast_files`, from its output."""
     template = read_json((directory / CONFIG).read_text(encoding="utf-8")).get("chat_template")
     return None if template is None else str(template).removeprefix(WITHOUT_CONTROLS)
 
@@ -81,7 +81,7 @@ def _digest(content: bytes) -> str:
 
 
 def disagreement(files: Mapping[str, str], encode: Callable[[str], list[int]]) -> str | None:
-    """A text that `files` cut up otherwise than `encode` does, or do not give back; None where all checked ones agree."""
+    """A checked text that `files` tokenize differently from `encode`, or do not decode to itself; None if there is none."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(files[TOKENIZER])
@@ -94,7 +94,7 @@ def disagreement(files: Mapping[str, str], encode: Callable[[str], list[int]]) -
 
 
 def _keeps_text(proto: Any) -> bool:
-    """Whether the model reads texts as they are: nothing is normalized, put before them or left out."""
+    """True if the model does not normalize, prefix or drop text."""
     normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
     changes = (
         normalizer.precompiled_charsmap, normalizer.add_dummy_prefix, normalizer.remove_extra_whitespaces,
@@ -123,12 +123,12 @@ def _tokenizer(proto: Any) -> Any:
 
 
 def _text(piece: Any) -> str:
-    """What a piece stands for; those of bytes, control symbols and unknown text keep their names."""
+    """Text of a piece; bytes, control symbols and the unknown piece keep their names."""
     return str(piece.piece).replace(SPACE_MARK, " ") if piece.type in (NORMAL, USER_DEFINED) else str(piece.piece)
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Pairs in the order in which sentencepiece would join them: the piece of the highest score first."""
+    """Pairs in the order in which sentencepiece merges them: highest score first."""
     if proto.trainer_spec.model_type == CHAR:
         return []
     joined = {_text(piece): (-piece.score, i) for i, piece in enumerate(proto.pieces) if piece.type == NORMAL}
@@ -142,7 +142,7 @@ def _merges(proto: Any) -> list[tuple[str, str]]:
 
 
 def _config(proto: Any, chat_template: str | None, pad_id: int | None) -> dict[str, Any]:
-    """`tokenizer_config.json`: nothing is put before or behind a text."""
+    """`tokenizer_config.json`; nothing is added to a text."""
     trainer, ids = proto.trainer_spec, {}
     for name in ("bos", "eos", "pad"):
         number = getattr(trainer, f"{name}_id") if name != "pad" or pad_id is None else pad_id

@@ -1,6 +1,6 @@
 """The files that `data.path` names, and their rows, in any supported format.
 
-The first bytes tell a file's type; its name decides only whether other text is CSV.
+A file's first bytes decide its type; its name decides only whether other text is CSV.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SPLIT = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev|eval)(?:[^
 def data_files(path: Path, note: Callable[[str], None]) -> list[Path]:
     """The files, or folder of `save_to_disk`, that `path` names: itself, what a pattern matches, or a folder's files.
 
-    Of a folder whose names tell of several splits the files of `train` are taken, which `note` is told.
+    If the names in a folder show several splits, only the files of `train` are read, which is noted.
     """
     if not path.exists():
         return [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
@@ -73,7 +73,7 @@ def data_files(path: Path, note: Callable[[str], None]) -> list[Path]:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `datasets.Dataset.save_to_disk` wrote this folder."""
+    """True if `datasets.Dataset.save_to_disk` wrote this folder."""
     return any((folder / name).is_file() for name in SAVED)
 
 
@@ -85,13 +85,13 @@ def _rows_in(folder: Path) -> list[Path]:
 
 
 def _bare_name(file: Path) -> str:
-    """The name in small letters, without the ending of a compression."""
+    """The name in lower case, without the ending of a compression."""
     name = file.name.lower()
     return name.rpartition(".")[0] if name.endswith(PACKED) else name
 
 
 def file_rows(path: Path) -> Iterator[Numbered]:
-    """The rows of a file, or of a saved data set.  Raises DataError where it is no file of rows, or is damaged."""
+    """Yield the rows of a file or a saved data set.  Raises DataError if it does not hold rows or is damaged."""
     if path.is_dir():
         yield from _saved_rows(path)
         return
@@ -105,7 +105,7 @@ def file_rows(path: Path) -> Iterator[Numbered]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """The file's content, unpacked as its first bytes say, whatever its name says."""
+    """Open the file, decompressed according to its first bytes."""
     if irregular := irregular_path("the file of rows", path):
         raise DataError(irregular)
     with path.open("rb") as raw:
@@ -129,7 +129,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _first_lines(path: Path) -> tuple[bytes, bytes]:
-    """The first two lines that are not blank, or nothing for those that are not there."""
+    """The first two lines that are not blank; empty if there are fewer."""
     with _opened(path) as stream:
         lines = (line for line in stream if line.removeprefix(BOM).strip())
         return next(lines, b""), next(lines, b"")
@@ -152,7 +152,7 @@ def _rows(stream: BinaryIO, path: Path, start: bytes, first: bytes, second: byte
 
 
 def _table_delimiter(first: bytes, name: str) -> str | None:
-    """What separates the columns, where the file is a table: by its name, or by known column names in its first line."""
+    """The separator of columns if the file is a table, by its name or by known column names in its first line."""
     from oppo_megatron.config.data import KNOWN_NAMES
 
     header = first.decode("utf-8-sig", errors="replace")
@@ -177,7 +177,7 @@ def _text(content: bytes, path: Path) -> str:
 
 
 def _saved_rows(path: Path) -> Iterator[Numbered]:
-    """Rows of a directory that `datasets.Dataset.save_to_disk` wrote, numbered from 1."""
+    """Rows of a folder written by `datasets.Dataset.save_to_disk`, numbered from 1."""
     try:
         import datasets
     except ImportError as error:
@@ -200,7 +200,7 @@ def _saved_rows(path: Path) -> Iterator[Numbered]:
 
 
 def _readable(path: Path, loaded: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """The rows; DataError where the files behind them are damaged, which shows as they are read."""
+    """Yield the rows.  Raises DataError if the files are damaged, which shows as they are read."""
     rows = iter(loaded)
     while True:
         try:

@@ -37,9 +37,9 @@ TITLES = {"alpaca": "Alpaca", "sharegpt": "ShareGPT", "messages": "chat messages
 ADDED = ("input", "context")
 SYSTEM = ("system", "system_prompt")
 SPOKEN = ("sharegpt", "messages")
-"""The forms of a dialogue's value."""
+"""Forms of a dialogue that is not text."""
 NUM_NAMED = 8
-"""Columns that are named as unread; the others are counted."""
+"""Most unread columns that are named; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _prompt_column(config: RowsConfig, rows: Sequence[Row], chosen: str | None, 
         return None
     texts = [name for name in names if _form(rows, name) == "columns"]
     found = find_column("prompt", config.columns, rows, texts or None)
-    if found in (None, "prompt"):  # a column of that name is what it says
+    if found in (None, "prompt"):  # its name decides
         return found
     return _only("prompt", [found, *(name for name in texts if name != found)], rows)
 
@@ -192,7 +192,7 @@ def _completion_column(
                 f"data.format={form}"
             )
         return None
-    if len(names) > 1 and "answer" in names:  # beside another one it is what a whole answer comes to
+    if len(names) > 1 and "answer" in names:  # next to another column it is the short reference
         names.remove("answer")
     if names:
         return _only("completion", names, rows)
@@ -254,7 +254,7 @@ def form_of(value: Any) -> str:
 
 
 def is_dialogue(value: Any) -> bool:
-    """True of text in which a human and an assistant take turns."""
+    """True for text in which a human and an assistant alternate."""
     return isinstance(value, str) and value.lstrip().startswith("Human:") and ASSISTANT_MARK in value
 
 
@@ -265,7 +265,7 @@ def _share_answered(rows: Sequence[Row], column: str) -> float:
 
 
 def _are_whole(rows: Sequence[Row], column: str) -> bool:
-    """True if the column has messages, most of which begin with another role than the assistant's."""
+    """True if the column has messages, and most of its values do not begin with the assistant's turn."""
     begins = [role_of(value[0]) for value in _dialogues(rows, column)]
     return len(begins) > begins.count("assistant") * 2
 
@@ -279,7 +279,7 @@ def _values(rows: Sequence[Row], column: str | None) -> Iterator[Any]:
 
 
 def _is_frequent(rows: Sequence[Row], column: str) -> bool:
-    """True if at least half of the rows have something in the column: a stray row chooses none."""
+    """True if the column is filled in at least half of the rows."""
     return 2 * sum(1 for _ in _values(rows, column)) >= len(sampled(rows))
 
 

@@ -1,4 +1,4 @@
-"""Rows written as JSON: an object a line, an array of objects, or objects that go over several lines."""
+"""Rows in JSON: an object per line, an array of objects, or objects over several lines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GZIP = b"\x1f\x8b"
 SPACES = " \t\r\n"
 
 Numbered = tuple[int, "dict[str, Any] | DataError"]
-"""The line, from 1, on which a row begins (in a table without lines: the row), and the row or why it is refused."""
+"""The line, from 1, on which a row begins (in Parquet: the row), and the row, or the error that refuses it."""
 
 
 def json_lines(stream: Iterable[bytes]) -> Iterator[Numbered]:
-    """A row a line.  Blank lines at the end of the file are no rows."""
+    """Yield a row per line; blank lines at the end of the file are ignored."""
     blank: list[int] = []
     for line, raw in enumerate(stream, start=1):
         if not raw.strip():
@@ -38,7 +38,7 @@ def json_lines(stream: Iterable[bytes]) -> Iterator[Numbered]:
 
 
 def spans_lines(first: bytes, second: bytes) -> bool:
-    """Whether a file is an array, or has objects over several lines, by its first two lines that are not blank."""
+    """True if a file is an array or has objects over several lines, by its first two lines that are not blank."""
     first, second = first.removeprefix(BOM).strip(), second.strip()
     if first == b"[":
         return True
@@ -50,7 +50,7 @@ def spans_lines(first: bytes, second: bytes) -> bool:
 
 
 def _is_unfinished(text: bytes) -> bool:
-    """Whether a JSON reader would go on behind the line's end."""
+    """True if a JSON value begins here and does not end on this line."""
     try:
         read_json(text.decode("utf-8", errors="replace"))
     except json.JSONDecodeError as error:
@@ -61,11 +61,11 @@ def _is_unfinished(text: bytes) -> bool:
 
 
 def json_values(text: str, file: str) -> Iterator[Numbered]:
-    """The objects of an array, or those that follow each other.  Raises DataError where the rest cannot be read."""
+    """Yield the objects of an array, or consecutive objects.  Raises DataError if the rest cannot be read."""
     decoder, place, line = json.JSONDecoder(), _skip(text, 0, SPACES + "\ufeff"), 1
     is_array, counted = text.startswith("[", place), 0
     deep = too_deep_at(text, DEEPEST + is_array)
-    text = text[:deep]  # whatever is behind is met as the end of the text
+    text = text[:deep]  # reading stops there, as at the end of the text
     place = _skip(text, place + 1, SPACES) if is_array else place
     while place < len(text) and not (is_array and text.startswith("]", place)):
         line, counted = line + text.count("\n", counted, place), place
@@ -82,10 +82,10 @@ def json_values(text: str, file: str) -> Iterator[Numbered]:
             place = _skip(text, place + 1, SPACES)
         elif is_array and not text.startswith("]", place):
             line += text.count("\n", counted, place)
-            raise DataError(f"{file}:{line}: the array has no comma or ] behind an object; correct it, or write JSONL")
+            raise DataError(f"{file}:{line}: the array has no comma or ] after an object; correct it, or write JSONL")
     if is_array and text[place + 1 :].strip():
         line += text.count("\n", counted, place)
-        raise DataError(f"{file}:{line}: there is more behind the array's ]; remove it, or write an object a line")
+        raise DataError(f"{file}:{line}: there is more after the array's ]; remove it, or write an object a line")
 
 
 def _beyond_reading(file: str, line: int, error: Exception, is_array: bool, deep: int | None) -> DataError:
@@ -136,7 +136,7 @@ def parse(raw: bytes) -> dict[str, Any]:
 
 
 def _check_bytes(raw: bytes) -> None:
-    """Name what the JSON reader would call an unexpected character."""
+    """Raise a DataError that names what a JSON reader would call an unexpected character."""
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError("not UTF-8 but UTF-16, by its byte order mark; save the file as UTF-8")
     if raw.startswith(GZIP):
@@ -148,9 +148,9 @@ def _check_bytes(raw: bytes) -> None:
 
 
 def plain_row(row: dict[str, Any]) -> dict[str, Any] | DataError:
-    """Return the row of a typed file in JSON's types, so that rewards, services and records can have all of it, or why not.
+    """Convert a row of a typed file to JSON's types, which rewards, services and records need; NaN becomes null.
 
-    NaN, by which tables mean that there is no number, is null.
+    Returns the error if a value cannot be converted.
     """
     try:
         check_value(row)
@@ -183,7 +183,7 @@ def _plain(value: Any, column: str) -> Any:
 
 
 def _plain_number(value: float | Decimal, column: str) -> float | int | str | None:
-    """Return a number of that very value; text if only that has all of its digits."""
+    """Return a number of the same value, or text if no number has all of its digits."""
     if math.isnan(value):
         return None
     if math.isinf(value):
@@ -196,7 +196,7 @@ def _plain_number(value: float | Decimal, column: str) -> float | int | str | No
 
 
 def check_texts(row: dict[str, Any]) -> None:
-    """Raise DataError for a column with NUL or half of a surrogate pair, which neither UTF-8 nor a tokenizer takes."""
+    """Raise DataError for a column with NUL or half of a surrogate pair, which tokenizers do not accept."""
     for column, value in row.items():
         for text in _texts([column, value]):
             if (place := text.find("\0")) >= 0:
@@ -210,7 +210,7 @@ def check_texts(row: dict[str, Any]) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, names included, however deep it is."""
+    """Every text in a JSON value, including names, without recursion."""
     left = [value]
     while left:
         item = left.pop()
@@ -223,7 +223,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names are all different: of two values of one name, JSON does not say which is meant."""
+    """Build an object, refusing a name that comes twice: JSON does not say which value is meant."""
     value = dict(pairs)
     if len(value) < len(pairs):
         twice = next(name for i, (name, _) in enumerate(pairs) if any(name == other for other, _ in pairs[:i]))
@@ -234,9 +234,9 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return number
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,4 +1,6 @@
-"""The tokens of prompts and answers: those that their whole text has, which begins with BOS if its tokenizer says so."""
+"""Tokens of prompts and answers, encoded as one text, which begins with BOS if the tokenizer adds one; and checks of
+stop texts against a tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,19 @@ from typing import Protocol
 from oppo_megatron.errors import ConfigError
 
 
-class Beginning(Protocol):
-    """What of a tokenizer says how a prompt begins."""
+class Encoder(Protocol):
+    """The part of a tokenizer that encodes and decodes, and decides how a prompt begins."""
 
     bos_id: int | None
     adds_bos: bool
 
     def encode(self, text: str) -> list[int]: ...
 
+    def decode(self, ids: Sequence[int]) -> str: ...
 
-def encode_prompt(tokenizer: Beginning, text: str) -> list[int]:
-    """Token ids of a text that a model reads first.  One that begins with BOS, as some templates have it, gets no second."""
+
+def encode_prompt(tokenizer: Encoder, text: str) -> list[int]:
+    """Token ids of a text that begins a sequence; one that already begins with BOS, from a template, gets no second."""
     ids = tokenizer.encode(text)
     if not (tokenizer.adds_bos and ids) or ids[0] == tokenizer.bos_id:
         return ids
@@ -28,11 +32,11 @@ def encode_prompt(tokenizer: Beginning, text: str) -> list[int]:
     return [tokenizer.bos_id, *ids]
 
 
-def encode_answers(tokenizer: Beginning, prompt: str, answers: Sequence[str]) -> list[list[int]]:
+def encode_answers(tokenizer: Encoder, prompt: str, answers: Sequence[str]) -> list[list[int]]:
     """Token ids of a prompt and of each answer to it: prompt + answer are the tokens of the whole text.
 
-    Encoded alone, an answer may get a space in front (sentencepiece), or other tokens where the texts meet.  Tokens of the
-    prompt's end that an answer changes belong to the answers.  Only a prompt that would lose all tokens so is encoded apart.
+    Encoded alone, an answer may get a leading space (sentencepiece), or other tokens at the border.  Tokens at the prompt's
+    end that an answer changes belong to the answers.  Only a prompt that would lose all its tokens is encoded separately.
     """
     alone = encode_prompt(tokenizer, prompt)
     wholes = [encode_prompt(tokenizer, prompt + answer) for answer in answers]
@@ -42,18 +46,15 @@ def encode_answers(tokenizer: Beginning, prompt: str, answers: Sequence[str]) ->
     return [alone[:shared], *(whole[shared:] for whole in wholes)]
 
 
-def end_of_prompt(tokenizer: Beginning, ids: Sequence[int], most: int) -> list[int]:
-    """The last `most` tokens of a longer prompt; BOS stays in front where it was, whoever put it there."""
+def end_of_prompt(tokenizer: Encoder, ids: Sequence[int], most: int) -> list[int]:
+    """The last `most` tokens of a longer prompt; a BOS at its beginning is kept."""
     if ids[0] != tokenizer.bos_id or most < 2:
         return list(ids[-most:])
     return [ids[0], *ids[-(most - 1) :]]
 
 
-def settle_bos(tokenizer: Beginning, wanted: bool | None, path: Path) -> None:
-    """Whether prompts begin with BOS: as `wanted`, or null, as the tokenizer at `path` has it itself.
-
-    Raises ConfigError where it has none.
-    """
+def settle_bos(tokenizer: Encoder, wanted: bool | None, path: Path) -> None:
+    """Set whether prompts begin with BOS; None keeps the tokenizer's own way.  Raises ConfigError if it has no BOS."""
     if wanted and tokenizer.bos_id is None:
         raise ConfigError(
             f"tokenizer.add_bos is true, but the tokenizer at {path} has no BOS token; set it to null, or name a tokenizer "
@@ -61,3 +62,32 @@ def settle_bos(tokenizer: Beginning, wanted: bool | None, path: Path) -> None:
         )
     if wanted is not None:
         tokenizer.adds_bos = wanted
+
+
+EITHER_SIDE = "a"
+
+
+def hidden_ids(text: str, tokenizer: Encoder) -> list[int] | None:
+    """The special tokens in a text that no response can contain; None if one can."""
+    ids = tokenizer.encode(f"{EITHER_SIDE}{text}{EITHER_SIDE}")
+    return None if text in tokenizer.decode(ids) else [i for i in ids if not tokenizer.decode([i])]
+
+
+def require_stop_texts(texts: Sequence[str], tokenizer: Encoder, setting: str, ids_setting: str | None = None) -> None:
+    """Raise ConfigError for a text that no response can contain, because a special token has an id and no text.
+
+    `ids_setting`: the setting that takes its id instead.
+    """
+    problems = []
+    for text in texts:
+        if (special := hidden_ids(text, tokenizer)) is None:
+            continue
+        remedy = "; name another" if ids_setting is None else "; remove it"
+        if special and ids_setting is not None:
+            remedy = f"; give its id in {ids_setting}: {special}"
+        problems.append(
+            f"{setting} has {text!r:.60}, which is in no response's text: the tokenizer has a special token for it, or drops it"
+            f"{remedy}"
+        )
+    if problems:
+        raise ConfigError(problems)

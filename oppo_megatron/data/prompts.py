@@ -21,8 +21,8 @@ from oppo_megatron.records import Prompt
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One usable row: `row` is its index in the data set (refused rows counted), `place` its file:line; `chat`: the chat
-    template wrote the text.
+    """One usable row: `row` is its index in the data set (refused rows counted), `place` is file:line; `chat`: the chat
+    template rendered the text.
     """
 
     row: int
@@ -35,7 +35,7 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """All usable prompts, how often each is answered in a pass, and what was met on the way."""
+    """All usable prompts, responses per prompt in a pass, and counts of duplicate, truncated and refused rows."""
 
     rows: list[PromptRow]
     num_duplicates: int
@@ -48,11 +48,11 @@ class PromptSet:
 
     @property
     def rollouts_per_pass(self) -> int:
-        """Positions of the stream that one pass over the prompts takes."""
+        """Positions of the stream in one pass over the prompts."""
         return len(self.rows) * self.responses_per_prompt
 
     def fingerprint(self) -> str:
-        """SHA-256 of all prompts and their rows' other columns, in their order: the same where, and only where, they are."""
+        """SHA-256 of all prompts and their rows' other columns, in order."""
         digest = hashlib.sha256()
         for row in self.rows:
             fields = json.dumps(row.fields, sort_keys=True, default=str, ensure_ascii=False)
@@ -61,7 +61,7 @@ class PromptSet:
 
 
 Check = Callable[[Mapping[str, Any]], None]
-"""Raises an OppoError where a row's other columns are of no use."""
+"""Raises an OppoError if a row's other columns cannot be used."""
 
 
 def load_prompts(
@@ -120,13 +120,13 @@ def _refused(example: Example, num_tokens: int, config: PromptDataConfig, proble
 
 
 class PromptStream(Iterator[Prompt]):
-    """Prompts in the order of training; `seq_id` is the position in the stream, epochs counted on.
+    """Prompts in the order of training; `seq_id` is the position in the stream, counted over epochs.
 
-    The responses of a prompt have positions of their own, next to each other, and so draw other tokens.
+    Each response to a prompt has a position of its own, next to each other, and so draws other tokens.
 
-    The stream ends after `epochs` passes (None: never) or after `limit` prompts (None: no limit), whichever comes
-    first.  It begins at position `start`, so that a run goes on where it was: the order depends on (seed, epoch) alone.
-    Positions `left_out` are passed over, and do not count towards `limit`.
+    The stream ends after `epochs` passes (None: never) or `limit` prompts (None: no limit), whichever comes first.  A
+    resumed run begins at position `start`: the order depends on (seed, epoch) only.  Positions `left_out` are skipped and do
+    not count towards `limit`.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class PromptStream(Iterator[Prompt]):
             raise DataError("the prompt set is empty; at least one prompt is needed.")
         most = None if epochs is None else epochs * prompts.rollouts_per_pass
         self.planned = min((end for end in (limit, most) if end is not None), default=None)
-        """Prompts of the stream where none is left out."""
+        """Length of the stream if no position is left out."""
         ends = [end for end in (None if limit is None else _beyond(limit, left_out), most) if end is not None]
         self.end: int | None = min(ends, default=None)
         self._left_out = left_out
@@ -165,7 +165,7 @@ class PromptStream(Iterator[Prompt]):
         return prompt
 
     def at(self, position: int) -> Prompt:
-        """The prompt at a position of the stream, wherever the stream is now."""
+        """The prompt at any position of the stream."""
         epoch, place = divmod(position // self._prompts.responses_per_prompt, len(self._prompts))
         if epoch != self._epoch:
             self._order = epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
@@ -175,7 +175,7 @@ class PromptStream(Iterator[Prompt]):
 
 
 def _beyond(count: int, left_out: Set[int]) -> int:
-    """The position behind the first `count` that are not left out."""
+    """The position after the first `count` that are not left out."""
     end = count
     for position in sorted(left_out):
         end += position < end

@@ -1,7 +1,7 @@
 """Rows of a data set in any file format, each with its file and line.
 
-A refused row is never dropped in silence.  Under policy `error` all refused rows are gathered into one `DataError`;
-under `quarantine` they are set aside, with file, line and reason, and reading goes on.
+A refused row is never dropped silently.  Under policy `error` all refused rows are gathered into one `DataError`; under
+`quarantine` they are set aside with file, line and reason.
 """
 
 from __future__ import annotations
@@ -51,18 +51,17 @@ class Row:
 
 @dataclass(slots=True)
 class Quarantine:
-    """What became of the rows of data sets as they were read.
+    """The outcome of reading data sets.
 
-    `entries`: those that were refused and set aside, each with `file`, `line` and `reason`.  `notes`: a line for each thing that
-    was understood of a data set and could have been understood otherwise.  `first`: the first row of the first data set as the
-    model sees it, by part (prompt, completion, ...).
+    `entries`: refused rows that were set aside, each with `file`, `line` and `reason`.  `notes`: lines about how a data set was
+    understood.  `first`: the first row of the first data set as the model sees it, by part (prompt, completion, ...).
     """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     first: dict[str, str] = field(default_factory=dict)
     progress: Callable[[str], None] = lambda line: None
-    """Called with a line at every row, as a `ByTime` may be."""
+    """Called with a line for every row."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -72,7 +71,7 @@ class Quarantine:
         self.entries.append({"file": file, "line": line, "reason": reason})
 
     def note(self, line: str) -> None:
-        """Tell once how something of a data set was understood."""
+        """Add a note, once."""
         if line not in self.notes:
             self.notes.append(line)
 
@@ -87,7 +86,7 @@ class Quarantine:
 class RowProblems:
     """The refused rows of one data set, each handled by the policy of its setting.
 
-    `configured` is false where the user has no configuration, hence no setting that would set rows aside.
+    `configured` is false if there is no configuration, hence no setting that would set rows aside.
     """
 
     def __init__(self, quarantine: Quarantine, configured: bool = True):
@@ -112,31 +111,31 @@ class RowProblems:
         once: bool | str = False,
         sound: bool = False,
     ) -> None:
-        """Note one refused row.  `setting`: the one to change so that such rows are set aside.
+        """Record one refused row; `setting` is the one that would set such rows aside.
 
-        `once`: a reason that several rows share, or that has this text in common, is shown for the first row, with the number
-        of the others.  `sound`: the row is well, and another chat template would render it.
+        `once`: rows with the same reason, or with this text in common, are shown as one with their number.  `sound`: the row is
+        valid, and another chat template would render it.
         """
-        alike = once if isinstance(once, str) else reason
+        common = once if isinstance(once, str) else reason
         if policy == "quarantine":
             self.num_quarantined += 1
             self.quarantine.add(file, line, reason)
             return
         self.num_errors += 1
         self._num_sound += sound
-        if once and alike in self._same:
-            self._more[self._same[alike]] += 1
-            self._last[self._same[alike]] = f"{file}:{line}"
+        if once and common in self._same:
+            self._more[self._same[common]] += 1
+            self._last[self._same[common]] = f"{file}:{line}"
         elif len(self._shown) < NUM_SHOWN:
             self._shown[file, line] = reason
-            self._same[alike] = file, line
+            self._same[common] = file, line
         if setting not in self._settings:
             self._settings.append(setting)
 
     def raise_errors(self, *, any_left: bool = True) -> None:
         """Raise one `DataError` for all rows refused under policy `error`, if any.
 
-        Where no other is left (`any_left`), to set them aside is no remedy.
+        Without `any_left`, setting them aside would leave no row and is not suggested.
         """
         if not self.num_errors:
             return
@@ -152,7 +151,7 @@ class RowProblems:
             f"{rows} cannot be used{shown}:\n"
             + "\n".join(self._line(place, reason) for place, reason in self._shown.items())
             + (
-                f"\n{correct}, or set {remedy} to go on without such rows."
+                f"\n{correct}, or set {remedy} to continue without such rows."
                 if self._configured and any_left
                 else f"\n{correct}."
             )
@@ -166,10 +165,10 @@ class RowProblems:
 
 
 def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str] = ()) -> list[Row]:
-    """All rows of `config.path` (at most `config.max_rows`, refused rows counted), in order.
+    """Read the rows of `config.path` in order, at most `config.max_rows` with refused ones.
 
     `templates` names the templates that the rows will need (`prompt`, `completion`).  Raises `ConfigError` if a path or
-    template is wrong, `DataError` if there is no row; rows that are not JSON objects go to `problems`.
+    template is wrong, `DataError` without any row; rows that are not JSON objects go to `problems`.
     """
     wrong = check_data("data", config, templates)
     if wrong:

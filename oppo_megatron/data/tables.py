@@ -13,19 +13,19 @@ from oppo_megatron.nesting import check_value, read_json
 
 DELIMITERS = ",;\t"
 LONGEST_CELL = 1 << 27
-"""Characters; the csv module's own limit, 131072, is shorter than some dialogues."""
+"""Characters; csv's default limit of 131072 is too short for some dialogues."""
 PYARROW = "pip install pyarrow"
 
 
 def delimiter_of(header: str) -> str:
-    """What separates the columns of a header line: the most frequent of comma, semicolon and tab; comma if none is there."""
+    """The separator of a header line: the most frequent of comma, semicolon and tab; comma without any."""
     return max(DELIMITERS, key=header.count)
 
 
 def csv_rows(stream: BinaryIO, delimiter: str, file: str) -> Iterator[Numbered]:
-    """Rows of text below a line of column names; a row is numbered by the line on which it begins.
+    """Yield the rows below a line of column names, numbered by the line on which they begin.
 
-    A cell that is a JSON list of objects (messages) is read as such.  Raises DataError for a wrong header.
+    A cell that is a JSON list of objects is read as messages.  Raises DataError for a wrong header.
     """
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     usual = csv.field_size_limit(LONGEST_CELL)
@@ -80,7 +80,7 @@ def _cells_as_row(header: list[str], cells: list[str], delimiter: str) -> dict[s
 
 
 def _messages(cell: str) -> Any:
-    """The messages of a cell that is a JSON list of objects; any other cell as it is."""
+    """The messages of a cell that is a JSON list of objects; other cells are unchanged."""
     if not cell.lstrip().startswith("[") or "{" not in cell:
         return cell
     try:
@@ -91,7 +91,7 @@ def _messages(cell: str) -> Any:
 
 
 def parquet_rows(stream: BinaryIO, file: str) -> Iterator[Numbered]:
-    """Rows of a Parquet file, numbered from 1, a batch in memory at once.  Raises DataError without pyarrow."""
+    """Yield the rows of a Parquet file, numbered from 1, in batches.  Raises DataError without pyarrow."""
     try:
         import pyarrow
         import pyarrow.parquet

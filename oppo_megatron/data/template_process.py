@@ -4,7 +4,7 @@ JSON line out.
     request   {"template": Jinja text, "variables": {...}, "moment": time that `strftime_now` prints}, or without variables
     answer    {"text": ...}, or {"reads": names}, or {"error": reason, "kind": syntax | refusal | limit, "line": number}
 
-Templates have transformers' own filters, tags and functions.  Nothing in a rendering depends on the machine or the moment.
+Templates have transformers' filters, tags and functions.  A rendering does not depend on machine or time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_CHARACTERS = 1 << 24
 
 
 class Generation(Extension):
-    """`{% generation %}`, with which some templates mark the assistant's words; they are rendered as they are."""
+    """`{% generation %}`, which marks the assistant's words in some templates and changes nothing."""
 
     tags = {"generation"}
 
@@ -97,7 +97,7 @@ def _counted(template: str) -> str:
 
 
 def _read_names(template: nodes.Template) -> set[str]:
-    """Names that a caller may give.  Of those that it sets itself, the ones that it reads before or asks for (`x is defined`)."""
+    """Names that a caller may give, without those that the template sets first, unless it tests them (`x is defined`)."""
     found = meta.find_undeclared_variables(template) - environment().globals.keys()
     begun: dict[str, bool] = {}
     for node in _names(template):
@@ -109,7 +109,7 @@ def _read_names(template: nodes.Template) -> set[str]:
 
 
 def _names(node: nodes.Node, parameters: frozenset[str] = frozenset()) -> Iterator[nodes.Name]:
-    """Names in the order of evaluation, a value before the name that it is assigned to; without the parameters of macros."""
+    """Names in the order of evaluation, a value before the assigned name; without the parameters of macros."""
     if isinstance(node, nodes.Name) and node.name not in parameters:
         yield node
     if isinstance(node, nodes.Macro):
@@ -120,7 +120,7 @@ def _names(node: nodes.Node, parameters: frozenset[str] = frozenset()) -> Iterat
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The text of a rendering; of a request without variables, the names that the template reads and does not define."""
+    """Return the rendered text; for a request without variables, the names that the template reads."""
     try:
         if "variables" not in request:
             return {"reads": sorted(_read_names(environment().parse(_counted(request["template"]))))}
@@ -141,7 +141,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(render_s: int) -> None:
-    """Answer until there are no more requests; one that takes more processor time ends the process."""
+    """Answer requests until they end; one that takes more processor time ends the process."""
     limit_resource(resource.RLIMIT_CORE, 0)
     limit_resource(resource.RLIMIT_AS, MEMORY_BYTES)
     for line in sys.stdin.buffer:

@@ -42,9 +42,9 @@ LOSSLESS: dict[str, Any] = {
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package knows of a tokenizer.  `vocab_size` is the largest id + 1, added tokens included.
+    """The interface of a tokenizer.  `vocab_size` is the largest id + 1, added tokens included.
 
-    `eos_id` is the tokenizer's own EOS, which is written behind answers to learn from; `eos_ids` are all ids that end a
+    `eos_id` is the tokenizer's own EOS, which is added to answers to learn from; `eos_ids` are all ids that end a
     response, that one first.  `adds_bos`: prompts begin with `bos_id` (`prompt_tokens.py`).
     """
 

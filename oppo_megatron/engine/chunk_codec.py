@@ -1,13 +1,13 @@
-"""Chunks as integers on the wire, checked against what each sequence held before.
+"""Chunks as integers on the wire, checked against the earlier content of each sequence.
 
 A message is a header of HEADER_SIZE int64 words, then a payload:
 
     header   magic, message index, logical clock, rows, tokens, halt (0 or 1), checksum of these six
     payload  per row: its line of the table of `row_words.py`, and a checksum; then the body
 
-A row's checksum is the CRC-32 of everything sent for its sequence so far, the prompt first.  A lost or repeated chunk
-shows in the offset, a corrupted one (or a peer that has another prompt) in the checksum; either is a StreamError and
-never a wrong score.
+A row's checksum is the CRC-32 of everything sent for its sequence so far, the prompt first.  The offset reveals a lost or
+repeated chunk, the checksum a corrupted one (or a peer with another prompt); either raises StreamError and never gives a
+wrong score.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ MAGIC = 0x4F50504F
 
 @dataclass
 class Ledger:
-    """What has passed for one sequence: response tokens so far, and their running checksum."""
+    """Response tokens of one sequence so far, and their running checksum."""
 
     offset: int
     checksum: int
 
 
 class ChunkBooks:
-    """The state that both ends of a stream keep: a ledger of each open sequence, opened with its prompt."""
+    """The state of both ends of a stream: a ledger for each open sequence, starting with its prompt."""
 
     def __init__(self) -> None:
         self.ledgers: dict[int, Ledger] = {}
         self._next_index = 0
 
     def open(self, seq_id: int, prompt: Sequence[int], response: Sequence[int] = ()) -> None:
-        """The sequence is admitted, in a resumed run with what it had of its response; chunks of it may follow."""
+        """Admit a sequence, in a resumed run with its partial response."""
         checksum = zlib.crc32(struct.pack(f"={len(prompt) + len(response)}q", *prompt, *response))
         self.ledgers[seq_id] = Ledger(len(response), checksum)
 
     def close(self, seq_id: int) -> None:
-        """The sequence has been trained."""
+        """Drop a trained sequence."""
         del self.ledgers[seq_id]
 
 
@@ -79,7 +79,7 @@ class ChunkDecoder(ChunkBooks):
     """The receiving end."""
 
     def payload_size(self, header: Ints) -> int:
-        """Ints of the payload that follows.  Raises StreamError for a header out of its place."""
+        """Integers of the payload that follows.  Raises StreamError for an unexpected header."""
         magic, index, _, num_rows, num_tokens, _, checksum = (int(x) for x in header)
         if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
             raise StreamError(
@@ -106,7 +106,7 @@ class ChunkDecoder(ChunkBooks):
         return Chunk(index, clock, rows, halt=bool(halt))
 
     def _require_whole(self, table: Ints, num_tokens: int, index: int) -> None:
-        """Raises StreamError for a row that has numbers which none can have."""
+        """Raises StreamError for a row with impossible numbers."""
         seq_ids, offsets, counts, _, finish, reasons, _ = table
         ends = np.cumsum(np.clip(counts, 0, num_tokens))
         bad = (counts < 0) | (counts > num_tokens) | (ends > num_tokens)
@@ -121,7 +121,7 @@ class ChunkDecoder(ChunkBooks):
         raise StreamError(f"a chunk message was {kind}: message {index} came where {self._due()}.")
 
     def _due(self) -> str:
-        """The message that has to come next, and whose tokens it would bring first."""
+        """Describe the message that is due, for an error."""
         due = f"{self._next_index} was due"
         for seq_id, ledger in self.ledgers.items():
             return f"{due}; the first sequence waiting is sequence {seq_id} at offset {ledger.offset}"
@@ -145,7 +145,7 @@ class ChunkDecoder(ChunkBooks):
 
 
 class _Sent:
-    """What the checksums of packed rows are of: the bytes of their numbers but the count, of their tokens and log-probs."""
+    """The bytes that the checksums of packed rows cover: their numbers without the count, tokens and log-probs."""
 
     def __init__(self, rows: ChunkRows):
         self._heads = memoryview(np.ascontiguousarray(rows.table[[0, 1, 3, 4, 5]].T).tobytes())
@@ -154,7 +154,7 @@ class _Sent:
         self._ends = (8 * (rows.starts + rows.counts)).tolist()
 
     def checksum(self, row: int, before: int) -> int:
-        """Of one row, continuing that of what was sent of its sequence before."""
+        """Checksum of one row, continuing the checksum of its sequence."""
         size = 8 * (FIELDS - 1)
         before = zlib.crc32(self._heads[size * row : size * (row + 1)], before)
         for part in self._body:

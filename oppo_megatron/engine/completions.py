@@ -1,4 +1,4 @@
-"""Prompts decoded to their ends by the ranks of one model: held-out evaluation, `oppo generate`."""
+"""Decodes whole responses on the ranks of one model: held-out evaluation, `oppo generate`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ROUND_STEPS = 64
 
 
 class PromptDecoder:
-    """Decodes on a cache of its own.  Every rank of the model makes the same calls, with the same prompts, and gets the same.
+    """Decodes on its own cache.  Every rank of the model makes the same calls with the same prompts, and gets the same responses.
 
-    A response depends on the seed of `sampling` and on its prompt's `seq_id` and tokens alone, not on what else is decoded, in
-    which layout, or in rounds of how many steps.
+    A response depends on the seed of `sampling` and on its prompt's `seq_id` and tokens alone, not on other prompts, the
+    layout or the steps of a round.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class PromptDecoder:
         round_steps: int = ROUND_STEPS,
         activity: Activity | None = None,
     ):
-        """`num_slots`: sequences that a replica decodes at once, where `kv_budget_bytes` (None: no limit) holds as many.
+        """`num_slots`: sequences that a replica decodes at once, if `kv_budget_bytes` (None: no limit) holds them.
 
-        `round_steps`: decode steps after which prompts may take the places of those that have ended.
+        `round_steps`: decode steps after which new prompts may take the slots of ended responses.
         """
         self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
         self._num_slots, self._kv_budget_bytes = num_slots, kv_budget_bytes
@@ -48,17 +48,17 @@ class PromptDecoder:
         self._clock = 0
 
     def decode(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
-        """Their responses in the order in which they end; prompts are taken as places become free.
+        """Yield responses in the order in which they end; prompts are taken as slots become free.
 
-        Raises CapacityError where the budget holds no sequence.
+        Raises CapacityError if the budget holds no sequence, or if memory runs out.
         """
         for rollouts in self.rounds(prompts):
             yield from sorted((r for r in rollouts if r.finished), key=_order)
 
     def rounds(self, prompts: Iterable[Prompt]) -> Iterator[list[Rollout]]:
-        """After each round what it has decoded, for whoever looks at responses while they grow; otherwise as `decode`.
+        """Yield the rollouts after each round, while they grow; otherwise as `decode`.
 
-        Whoever leaves before the end gives the rest up.
+        A caller that stops before the end abandons the others.
         """
         rounds, waiting = self._rounds or self._new_rounds(), iter(prompts)
         assert rounds.decode is not None
@@ -101,7 +101,7 @@ class PromptDecoder:
 
 
 class _AllEnded:
-    """Ends a round before its last step where no response goes on."""
+    """Ends a round before its last step if all responses have ended."""
 
     def __init__(self, active: Sequence[Rollout]):
         self._going_on = {r.seq_id for r in active}

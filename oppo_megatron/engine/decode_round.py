@@ -8,21 +8,53 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows
-from oppo_megatron.engine.growing import Drawn, Growing
+from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.taking_up import TakenUp
+from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.schedule.planning.book import ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal, merge_rows
 from oppo_megatron.schedule.rounds import Batch
 
+Drawn = list[list[float]]
+"""[DRAWN][R]: token, log-prob and sampling log-prob of each row.  Steps on the device have a fourth row: a number that is finite
+if the token came from a valid distribution."""
+
+
+class Growing:
+    """A running sequence within a round."""
+
+    def __init__(self, rollout: Rollout, limit: int, version: int):
+        self.seq_id, self.limit, self.num_prompt_tokens = rollout.seq_id, limit, len(rollout.prompt.tokens)
+        self.tokens = [*rollout.prompt.tokens, *rollout.tokens]
+        self.response = list(rollout.tokens)
+        self.row = ChunkRow(rollout.seq_id, len(rollout.tokens), [], [], [], version)
+
+    @property
+    def position(self) -> int:
+        """Response position of the next token."""
+        return self.row.offset + len(self.row.tokens)
+
+    def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:
+        """Append a drawn token.  Returns True if it is the last.  The round started at clock `start`."""
+        self.tokens.append(token)
+        self.response.append(token)
+        self.row.tokens.append(token)
+        self.row.logprobs.append(logprob)
+        self.row.sampling_logprobs.append(sampling_logprob)
+        self.row.finish_reason = stopping.reason(self.response, self.limit)
+        if self.row.finish_reason is not None:
+            self.row.finish_clock = start + len(self.row.tokens)
+        return self.row.finish_reason is not None
+
 
 @dataclass
 class DecodeRound:
-    """A round of one replica's `work`, which its cache has `taken` up; it began at clock `start`, with the sequences `growing`.
+    """A round of one replica's `work`, which started at clock `start` with the sequences `growing`.
 
     `local`: this rank's knowledge of the batch's completion within the round; `stop`: the signal that the merge uses.
-    The rest is by micro-batch: `lanes` are its running sequences, `steps` its decode steps, `ended` its first void step,
-    `hidden` the stage's last output, `drawn` the tokens of its last step.
+    By micro-batch: `lanes` are the running sequences, `steps` the decode steps, `ended` the first void step, `hidden` the
+    stage's last output, `drawn` the tokens of the last step.
     """
 
     work: ReplicaWork
@@ -53,23 +85,22 @@ class DecodeRound:
         return self.work.prefill
 
     def live(self, action: Action) -> bool:
-        """Whether a micro-step is not void."""
+        """True if the micro-step is not void."""
         return action.step is None or action.step < self.ended.get(action.micro_batch, action.step + 1)
 
     def num_tokens(self, action: Action) -> int:
-        """Tokens that go through the stage."""
+        """Tokens that the action moves through the stage."""
         if action.step is not None:
             return len(self.lanes[action.micro_batch])
         return sum(g.new for g in self.prefill[action.micro_batch])
 
     def hear(self, seq_id: int, where: tuple[int, int]) -> None:
-        """A sequence has finished at `where`, (step, micro-batch)."""
+        """Note that a sequence has finished at `where`, (step, micro-batch)."""
         self.local.finish(seq_id)
         if self.local.ready and self.ready is None:
             self.ready = where
 
     def merge(self) -> Chunk:
-        """The round's chunk."""
         if self.merged is None:
             self.merged = merge_rows(self.index, self.start, self.rows, self.stop)
             self.merged.halt = self.halt

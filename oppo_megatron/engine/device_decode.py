@@ -1,13 +1,13 @@
 """Decode steps that the host only starts: tokens, positions and draws stay on the device for several steps.
 
-A step is the model over one token of each row, the draw, and the bookkeeping, all of them operations of the device.  A row that
-has ended runs on without effect: its draws are ignored, and its position stays.  After `sync_steps` steps, or when no row can
-go on, the host reads the drawn tokens, closes the gaps among the rows (`DecodeWorker`), and loads again.
+A step is the model over one token of each row, the draw and the bookkeeping, all of them device operations.  A row that has
+ended continues without effect: its draws are ignored and its position stays.  After `sync_steps` steps, or when no row can
+continue, the host reads the drawn tokens, closes the gaps among the rows (`DecodeWorker`) and loads again.
 
-To keep the number of shapes small, rows are padded to a number of `batch_bucket`, and attended positions to a bound of the
-cache.  A step of a shape may therefore be captured and replayed (`mcore/cuda_graphs.py`).
+To keep the number of shapes small, rows are padded to a size of `batch_bucket`, and attended positions to a bound of the
+cache.  A step of one shape can therefore be captured and replayed (`mcore/cuda_graphs.py`).
 
-Legend: B rows of a step, M cache slots, K steps of a window, R rows that mean something, E ids that end a response.
+Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGE_BATCH = 16
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence that goes on: `token` is its last, response position `position` is drawn next, below `limit`."""
+    """A running sequence: `token` is its last, response position `position` is drawn next, below `limit`."""
 
     seq_id: int
     token: int
@@ -53,7 +53,7 @@ class DeviceLane:
         sync_steps: int,
         name: int,
     ):
-        """`run` makes or replays a step; `name` tells this lane's tensors from those of others."""
+        """`run` makes or replays a step; `name` distinguishes the captured steps of lanes."""
         self._model, self._cache, self._run, self._name = model, cache, run, name
         self._sampling, self._eos_ids = sampling, sorted(eos_ids)
         self._places = cache.step_rows()
@@ -69,17 +69,17 @@ class DeviceLane:
 
     @property
     def loaded(self) -> bool:
-        """Whether rows are on the device that may go on."""
+        """True if rows on the device can continue."""
         return self._done < self._window
 
     def load(self, rows: Sequence[Row], steps: int) -> None:
-        """Rows for the next window, of at most `steps` steps.  They lie in neighbouring slots."""
+        """Load rows, in neighbouring slots, for the next window of at most `steps` steps."""
         cache = self._cache
         self._rows, self._done = list(rows), 0
         self._window = min(self._sync_steps, steps, max(row.limit - row.position for row in rows))
         past = [cache.length(row.seq_id) for row in rows]
         for row, length in zip(rows, past, strict=True):
-            # The last token of a response is not cached, so that the last position is never attended to by one that goes on.
+            # The last token of a response is not cached, so a running sequence never attends to the last position.
             assert length + row.limit - row.position < cache.max_length, (row, length, cache.max_length)
             cache.reserve(row.seq_id, min(self._window + 1, cache.max_length - length))
         slots = [cache.slot(row.seq_id) for row in rows]
@@ -87,23 +87,23 @@ class DeviceLane:
         self._size = min(batch_bucket(len(rows)), cache.num_slots - slots[0])
         self._reach = self._places.reach(max(past) + self._window)
         filled = self._size - len(rows)
-        # What fills up the rows writes where the first one will not write in this window, and has nothing yet.
+        # Padding rows write where the first row has nothing and will not write in this window.
         aside = min(past[0] + self._window, cache.max_length - 1)
         self._places.load([*slots, *[slots[0]] * filled])
         state = [self._state(row, length) for row, length in zip(rows, past, strict=True)]
         self._load_state([*state, *[(0, aside, 0, 0, 0, 0)] * filled])
 
     def step(self) -> None:
-        """One more token of each row that goes on."""
+        """Decode one token of each running row."""
         assert self.loaded
         with torch.inference_mode():
             self._run((self._name, self._size, self._reach, self._places.key), self._advance)
         self._done += 1
 
     def read(self) -> list[list[list[float]]]:
-        """Of each step of the window tokens, log-probs, sampling log-probs and masses of the rows; the host waits for them.
+        """Tokens, log-probs, sampling log-probs and masses of the rows for each step of the window; the host waits for them.
 
-        What stands behind a row's end means nothing, its mass included, which is finite where a token came of a distribution.
+        Values past a row's end are meaningless, including its mass, which is finite if the token came from a valid distribution.
         """
         assert self._done and not self.loaded
         drawn_K4R: list[list[list[float]]]
@@ -111,7 +111,7 @@ class DeviceLane:
         return drawn_K4R
 
     def _state(self, row: Row, length: int) -> tuple[int, ...]:
-        """Token, cached length, position, limit, the state of its random numbers, 64 bits, and 1 where it is greedy."""
+        """Token, cached length, position, limit, 64-bit state of its random numbers, and 1 if it is greedy."""
         chain, greedy = row_state(self._sampling.seed, row.seq_id), self._sampling.members.is_greedy(row.seq_id)
         return row.token, length, row.position, row.limit, chain, int(greedy)
 
@@ -125,7 +125,7 @@ class DeviceLane:
         self._step_1.zero_()
 
     def _advance(self) -> None:
-        """One step, by operations of the device alone."""
+        """One step, by device operations alone."""
         size = self._size
         token_B, cached_B, position_B, limit_B, chain_B, greedy_B = self._state_6M[:, :size].unbind(0)
         ended_B = self._ended_M[:size]
@@ -145,7 +145,7 @@ class DeviceLane:
 
 
 def batch_bucket(rows: int) -> int:
-    """The rows of a step for `rows` of them: one of few numbers."""
+    """Padded number of rows of a step."""
     for size in SMALL_BATCHES:
         if rows <= size:
             return size

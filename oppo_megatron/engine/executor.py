@@ -1,11 +1,10 @@
-"""Carries out one rank's part of a schedule.  It has no policy of its own: the actions and their order decide.
+"""Executes one rank's part of a schedule.  It has no policy of its own: the actions and their order decide.
 
-Consumes a list of actions; each is done by the `RoleWorker` of its role on this rank.  Sends are asynchronous: a rank waits
-for one only when it is many rounds old, or at the end of a step (`drain`); a recv waits until its message is here.
-Nothing else waits, but for the tensor-parallel collectives inside a stage and the gather of the replicas' chunks.  A wait
-in vain ends with a StallError that names the action.
+The `RoleWorker` of its role executes each action.  Sends are asynchronous: a rank waits for one only if it is many rounds old,
+or at the end of a step (`drain`); a recv waits for its message.  Nothing else waits except the tensor-parallel collectives
+inside a stage and the gather of the replicas' chunks.  If a wait times out, StallError names the action.
 
-On a GPU each worker has a CUDA stream of its own, so that decoding and prefill run side by side.
+On a GPU each worker has its own CUDA stream, so decoding and prefill run concurrently.
 """
 
 from __future__ import annotations
@@ -31,24 +30,27 @@ from oppo_megatron.schedule.actions import Action, Op
 
 
 class RoleWorker(Protocol):
-    """One role on this rank: it has the model, the cache and the round's sequences."""
+    """One role on this rank, with its model, cache and sequences of the round."""
 
     def live(self, action: Action) -> bool:
-        """False where the action is void: its sequences have ended.  All ranks that it concerns say the same."""
+        """False if the action is void because its sequences have ended.  The same on all ranks of the action."""
 
     def compute(self, action: Action) -> int:
-        """Do a decode, sample, prefill, score or gather.  Returns the number of tokens (rows) that it was about."""
+        """Do a decode, sample, prefill, score or gather.  Returns the number of tokens (rows).
+
+        Raises CapacityError if memory runs out.
+        """
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
-        """What a send carries."""
+        """Tensors of a send."""
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        """Buffers for a recv, each filled before the next is asked for."""
+        """Buffers for a recv, each filled before the next is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shifted:
-    """An action of a round that is `shift` rounds later than its chunk says."""
+    """An action `shift` rounds later than its chunk's number."""
 
     action: Action
     shift: int
@@ -58,8 +60,7 @@ class _Shifted:
 
 
 ROUNDS_IN_FLIGHT = 64
-"""Rounds that a sent message may be on its way.  A listener is behind for as long as the critic's update takes; beyond
-that, a rank does not heap up buffers for a peer that does not take them."""
+"""Rounds after which a rank waits for its sends.  A listener falls behind during the critic's update; this bounds the buffers."""
 
 Observer = Callable[[Action, float, float, int], None]
 """Called after every action: start, end (by the executor's clock), number of tokens (0 for messages)."""
@@ -67,7 +68,7 @@ Observer = Callable[[Action, float, float, int], None]
 
 @dataclass
 class Executor:
-    """One rank's executor.  `timeout_s` is the longest that a message may be late."""
+    """One rank's executor.  `timeout_s`: time limit of a message."""
 
     rank: int
     workers: Mapping[str, RoleWorker]
@@ -86,9 +87,9 @@ class Executor:
         self._streams = {role: torch.cuda.Stream(self.device) for role in self.workers} if cuda else {}
 
     def run(self, actions: Sequence[Action], shift: int = 0) -> None:
-        """Do the actions of a round in order.  Raises StallError, naming the action, where a peer does not come.
+        """Do the actions of a round in order.  Raises StallError, naming the action, if a peer does not come.
 
-        `shift`: how many rounds later this is than their chunks say, for that name (`Schedule.shifted`).
+        `shift` is added to the chunk numbers in that name (`Schedule.shifted`).
         """
         self._num_rounds += 1
         self._sent.append((shift, []))
@@ -117,11 +118,11 @@ class Executor:
         self.observe(action, start, self.clock(), size)
 
     def drain(self) -> None:
-        """Wait until every message has been sent, so that buffers and executor may be released."""
+        """Wait until every message has been sent."""
         self._release(0)
 
     def _release(self, rounds: int) -> None:
-        """Wait for all that was sent before the last `rounds` rounds.  (gloo cannot tell what has left without waiting.)"""
+        """Wait for all sends before the last `rounds` rounds.  (gloo reports a completed send only to a wait.)"""
         while len(self._sent) > rounds:
             shift, sends = self._sent.popleft()
             for action, work, _ in sends:
@@ -141,7 +142,7 @@ class Executor:
             self._wait(action, work)
 
     def _tag(self, action: Action) -> int:
-        """Both ends give it, so that (on gloo; NCCL has no tags) no message is taken for one that was lost."""
+        """The message's tag on both ends, so that on gloo no message replaces a lost one.  (NCCL has no tags.)"""
         step = 0 if action.step is None else action.step + 1
         return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
 
@@ -171,7 +172,7 @@ class Executor:
     def _stalled(
         self, action: Action, error: RuntimeError, shift: int | None = None, seconds: float | None = None
     ) -> StallError:
-        """`shift`: that of the action's round, by default of the present one."""
+        """`shift`: of the action's round, by default the current one."""
         shift = self._sent[-1][0] if shift is None else shift
         return stalled(self.rank, str(_Shifted(action, shift)), error, self.timeout_s, seconds)
 

@@ -1,16 +1,16 @@
-"""The actor on one rank, decoding.
+"""The actor's decoding on one rank.
 
-Legend: R rows (running sequences of a micro-batch), V vocabulary, T packed tokens.
+Legend: R rows (running sequences of a micro-batch), V vocabulary.
 
-Every rank of a replica keeps the same books: the last pipeline stage draws the tokens, identically on its tensor ranks, and the
-other stages receive them.  A decode micro-step is exactly one token of each running sequence of a micro-batch.
+Every rank of a replica has the same state: the last pipeline stage draws the tokens, identically on its tensor ranks, and the
+other stages receive them.  A decode micro-step is one token for each running sequence of a micro-batch.
 
-Where one rank holds all layers (or tensor ranks of one stage), micro-steps may run on the device for a while before their
-tokens are read (`device_decode.py`); the round's result is the same.
+If one rank (or the tensor ranks of one stage) holds all layers, several micro-steps may run on the device before their tokens
+are read (`device_decode.py`); the round's result is the same.
 
-A micro-step is *void*, and skipped by every rank of the replica alike, once its micro-batch has no running sequence or the
-batch was complete by the micro-batch's own step before (in the order of steps, then micro-batches: a rank must not use
-news of later micro-steps, which other ranks may not have).
+A micro-step is *void*, and every rank of the replica skips it, once its micro-batch has no running sequence or the batch was
+complete by the micro-batch's previous step (ordered by step, then micro-batch: a rank must not use information about later
+micro-steps, which other ranks may not have yet).
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows
-from oppo_megatron.engine.decode_round import DecodeRound
+from oppo_megatron.engine.decode_round import DecodeRound, Drawn, Growing
 from oppo_megatron.engine.device_decode import DeviceLane, Row
-from oppo_megatron.engine.growing import Drawn, Growing
-from oppo_megatron.engine.row_exchange import gather_rows
-from oppo_megatron.engine.row_words import DRAWN
+from oppo_megatron.engine.row_words import DRAWN, gather_rows
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import ChunkOutlet
@@ -45,7 +43,7 @@ from oppo_megatron.schedule.planning.merge import StopSignal
 
 
 class DecodeWorker:
-    """The actor's worker: prefills prompts, decodes micro-steps, and says what a round has produced."""
+    """The actor's worker: prefills prompts, decodes micro-steps and returns a round's chunk."""
 
     def __init__(
         self,
@@ -57,9 +55,9 @@ class DecodeWorker:
         outlet: ChunkOutlet | None = None,
         sync_steps: int = 1,
     ):
-        """`outlet` makes the messages for ranks without the actor, on the rank that sends them.
+        """`outlet` encodes the messages for ranks without the actor, on the rank that sends them.
 
-        Drawn tokens are read once in `sync_steps` micro-steps, where the model has a single pipeline stage; else in each.
+        The host reads drawn tokens every `sync_steps` micro-steps if the model has one pipeline stage, else in each.
         """
         self.model, self.cache, self.outlet = model, cache, outlet
         self.sampling, self.stopping = sampling, stopping
@@ -71,22 +69,22 @@ class DecodeWorker:
         self.captured = CapturedSteps(cache.device, model.parameters) if captures else None
 
     def order(self, seq_ids: Sequence[int]) -> list[int]:
-        """The open sequences among `seq_ids` in the order of their slots; the others as they come."""
+        """Sort `seq_ids` by cache slot; sequences without a slot keep their order, at the end."""
         return sorted(seq_ids, key=lambda i: self.cache.slot(i) if i in self.cache else self.cache.num_slots)
 
     def invalidate(self) -> None:
-        """The weights changed: caches must be computed again."""
+        """Empty the caches, because the weights changed."""
         for seq_id in self.cache.seq_ids:
             self.cache.truncate(seq_id, 0)
 
     def stop(self, seq_ids: Sequence[int]) -> None:
-        """These leave the cache between two rounds; others may be another replica's."""
+        """Close the sequences that this replica holds, between two rounds."""
         held = [seq_id for seq_id in seq_ids if seq_id in self.cache]
         for seq_id in sorted(held, key=self.cache.slot, reverse=True):
             self.cache.close(seq_id)
 
     def resume(self, stored: Mapping[int, Tensor]) -> None:
-        """Open sequences with what was cached of them, in the order of their slots."""
+        """Open sequences with their stored caches, in the order of their slots."""
         for seq_id, cached in stored.items():
             self.cache.restore(seq_id, cached)
 
@@ -102,10 +100,10 @@ class DecodeWorker:
         halt: bool = False,
         outlived: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """A round of this replica's `work` begins.  `readiness()` is a fresh signal of what the batch still waits for.
+        """Begin a round of this replica's `work`.  `readiness()` returns a new signal of what the batch still waits for.
 
-        `halt` is passed on with the chunk.  `version` is the policy's; what is drawn over a cache that has outlived
-        updates is of the oldest weights in it.
+        `halt` is sent with the chunk.  `version` is the policy's; tokens drawn over a cache that has `outlived` updates have
+        the version of the oldest weights in it.
         """
         taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}
@@ -117,7 +115,6 @@ class DecodeWorker:
 
     @property
     def _round(self) -> DecodeRound:
-        """The round under way."""
         assert self._begun is not None, "no round has begun"
         return self._begun
 
@@ -155,7 +152,7 @@ class DecodeWorker:
             self._round.hidden[action.micro_batch] = hidden
 
     def end(self) -> Chunk:
-        """The round's chunk, of all replicas; what has finished, or was decoded beyond it, leaves this one's cache."""
+        """Return the chunk of all replicas; drop finished sequences and tokens beyond the chunk from this replica's cache."""
         chunk = self._round.merge()
         rows, finished = chunk.rows, []
         lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != GOES_ON).tolist()
@@ -237,10 +234,10 @@ class DecodeWorker:
         return self._resident[micro_batch]
 
     def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
-        """What the last micro-steps drew joins the sequences; those that end leave the micro-batch.
+        """Append the tokens of the last micro-steps; sequences that end leave the micro-batch.
 
-        They keep their slots to the end of the round: their end may lie beyond the chunk's, and then they go on.
-        `resident`: the cache has not been told yet.
+        They keep their slots until the end of the round: if their end lies beyond the chunk's, they continue.
+        `resident`: the cache's lengths have not been advanced yet.
         """
         assert action.step is not None
         lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn)
@@ -263,9 +260,9 @@ class DecodeWorker:
         return len(rows)
 
     def _leave(self, micro_batch: int, ends: Mapping[int, int]) -> None:
-        """Take ended sequences, by id the micro-step of their end, out of the micro-batch, in the order of their ends.
+        """Remove ended sequences (id -> last micro-step) from the micro-batch, in the order of their ends.
 
-        What was decoded after the batch was complete counts for nothing: no one leaves any more.
+        Ends after the batch was complete do not count.
         """
         lane = self._round.lanes[micro_batch]
         for step_ in sorted(set(ends.values())):

@@ -1,4 +1,4 @@
-"""The process groups of the links that a schedule may send over (`schedule/links.py`)."""
+"""Process groups of the links that a schedule may use (`schedule/links.py`)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Links:
     groups: dict[Link, dist.ProcessGroup]
 
     def of(self, action: Action) -> dist.ProcessGroup:
-        """The group that a send or recv goes over."""
+        """The group of a send or recv."""
         return self.groups[link_of(action)]
 
     def use_once(self, device: torch.device) -> None:
         """Send one number over each link.  All ranks that have links make the call.
 
-        NCCL makes the communicator of a pair in its first message, and holds the host of either end until the other has come;
-        a collective of the two would make another communicator.  So the first messages go here, in an order in which no
-        circle of ranks waits (`in_waves`), and not in a round.
+        NCCL makes the communicator of a pair in its first message, and blocks both hosts until the other end has come; a
+        collective of the two would make another communicator.  So the first messages are sent here, in an order without
+        cycles of waiting ranks (`in_waves`), and not in a round.
         """
         rank = dist.get_rank()
         for (source, destination, *_), group in self.groups.items():

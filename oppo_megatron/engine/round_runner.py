@@ -1,6 +1,6 @@
-"""One rank's part in the rounds of a run: planned from the books, carried out by the executor.
+"""One rank's part in the rounds of a run, which the planner plans and the executor executes.
 
-A round decodes a chunk of the active rollouts and scores the chunk before: `run`, then the buffer records the chunk, then
+A round decodes a chunk of the active rollouts and scores the previous chunk: `run`, then the buffer records the chunk, then
 `recorded`.
 """
 
@@ -38,9 +38,9 @@ from oppo_megatron.schedule.rounds import Batch, Site
 
 @dataclass(frozen=True)
 class Decoding:
-    """What a round needs to know of the decoding: where the logical clock stands, the policy's version, when to end.
+    """Parameters of a round's decoding: logical clock, the policy's version, and when to end.
 
-    `halt`: the run is to stop after this round, which the chunk tells the ranks that only listen.
+    `halt`: the run stops after this round; the chunk carries this to the ranks that only listen.
     """
 
     clock: int
@@ -51,11 +51,10 @@ class Decoding:
 
 @dataclass
 class RoundRunner:
-    """The workers of this rank, and the planner that says what they do.
+    """The workers of this rank, and the planner of their rounds.
 
-    `decode` is None on ranks without the actor, `listen` on ranks with it; `scoring` are the scorer roles held here.
-    `replicas` is the replica that this rank is part of, by role.
-    `planning_s`: seconds spent so far on planning and checking rounds.
+    `decode` is None on ranks without the actor, `listen` on ranks with it; `scoring` are this rank's scorer roles.
+    `replicas`: this rank's replica of each role.  `planning_s`: seconds spent on planning and checking rounds.
     """
 
     planner: RoundPlanner
@@ -78,8 +77,8 @@ class RoundRunner:
     ) -> Chunk | None:
         """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (for the critic: of those in `readable`).
 
-        Returns the chunk, the same on every rank; None where `active` is empty.  Raises ScheduleError before anything
-        has run, StallError where a peer does not come.
+        Returns the chunk, the same on every rank; None if `active` is empty.  Raises ScheduleError before anything has run,
+        StallError if a peer does not come, CapacityError if memory runs out.
         """
         self.num_rounds += 1
         order = self.decode.order if self.decode is not None else list
@@ -96,13 +95,13 @@ class RoundRunner:
         return self._end() if active else None
 
     def recorded(self, rollouts: Sequence[Rollout]) -> None:
-        """The chunk has been recorded in the rollouts that were active."""
+        """Update the planner after the chunk has been recorded in the active rollouts."""
         self.planner.actor.record(rollouts)
 
     def stop(self, rollouts: Sequence[Rollout]) -> None:
-        """Between two rounds: these are decoded no further, and may have been cut.
+        """Stop decoding these rollouts, which may have been cut, between two rounds.
 
-        A scorer that has read all that is left of one, or more, reads it anew.
+        A scorer that has read as much of one as is left, or more, reads it again.
         """
         self.planner.actor.stop(rollouts)
         if self.decode is not None:
@@ -114,16 +113,16 @@ class RoundRunner:
                 self.scoring[name].give_up(*beyond)
 
     def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
-        """Whether a scorer, here or elsewhere, has not read all of the rollouts; `role`: whether that one has not."""
+        """True if any scorer (or scorer `role`), on any rank, has not read all of the rollouts."""
         return self.planner.owes(rollouts) if role is None else self.planner.scorers[role].owes(rollouts)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """New rollouts."""
+        """Admit new rollouts."""
         for end in self._stream_ends():
             end.admit(rollouts)
 
     def retire(self, rollouts: Sequence[Rollout]) -> None:
-        """Rollouts whose scores are everywhere: nothing of them is needed any more."""
+        """Drop rollouts whose scores all ranks have."""
         for end in self._stream_ends():
             end.retire(rollouts)
         seq_ids = [rollout.seq_id for rollout in rollouts]
@@ -134,7 +133,7 @@ class RoundRunner:
                 worker.forget(seq_id)
 
     def give_up(self, rollouts: Sequence[Rollout]) -> None:
-        """Finished rollouts that will not be trained, and may not have been read."""
+        """Drop finished rollouts that will not be trained, whether or not they have been read."""
         seq_ids = [rollout.seq_id for rollout in rollouts]
         for book in self.planner.scorers.values():
             book.forget(*seq_ids, unread=True)
@@ -143,17 +142,17 @@ class RoundRunner:
         self.retire(rollouts)
 
     def actor_changed(self) -> None:
-        """The actor's weights changed: its cache is stale."""
+        """Invalidate the actor's cache, because its weights changed."""
         self.planner.actor.invalidate()
         if self.decode is not None:
             self.decode.invalidate()
 
     def actor_kept(self) -> None:
-        """The actor's weights changed, and its cache is kept: what is drawn over it is of older weights."""
+        """Keep the actor's cache although its weights changed: tokens drawn over it have older versions."""
         self.planner.actor.keep()
 
     def scorers_changed(self) -> None:
-        """Scorers that are trained have other weights: what they have computed of carried rollouts is stale."""
+        """Drop stale outputs and caches of trained scorers, because their weights changed."""
         for name in self.planner.reset_perishable():
             if name in self.scoring:
                 self.scoring[name].reset()
@@ -186,7 +185,7 @@ class RoundRunner:
 
 
 def grown(batches: Sequence[Batch], rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Those of `rollouts` that the micro-batches advance: a rank looks at its own replica's, not at all."""
+    """The rollouts in the micro-batches of this rank's replica."""
     by_id = rollouts.by_id if isinstance(rollouts, Held) else {rollout.seq_id: rollout for rollout in rollouts}
     return [by_id[growth.seq_id] for batch in batches for growth in batch]
 

@@ -1,6 +1,6 @@
 """Drawing tokens with counter-based randomness.
 
-Legend: R rows (one a sequence), V vocabulary (this tensor rank's shard), S tensor ranks, K candidates kept by top-k, or blocks
+Legend: R rows (one per sequence), V vocabulary (this tensor rank's shard), S tensor ranks, K candidates kept by top-k, or blocks
 of W tokens of the shard.
 
 The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on
@@ -25,17 +25,17 @@ from oppo_megatron.records import ALONE, Members
 from oppo_megatron.uniforms import uniforms
 
 BELOW_ONE = 1 - 2.0**-24
-"""A float32 times this number is the next one below it."""
+"""A float32 times this number is the next smaller float32."""
 
 BLOCK = 64
-"""Tokens of a block.  The cumulative sum over a vocabulary is slow; over its blocks, and over one of them, it is not."""
+"""Tokens of a block.  A cumulative sum over blocks and then over one block is faster than over the whole vocabulary."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.  Temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary.
+    """Sampling settings.  Temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary.
 
-    Sequences that are greedy by `members` are, whatever the temperature of the others.
+    Sequences that `members` marks as greedy are greedy at any temperature.
     """
 
     temperature: float = 1.0
@@ -51,12 +51,11 @@ class Sampling:
 
 @dataclass
 class Draw:
-    """Tokens [R], two log-probs [R] of each, and a number [R] that is finite exactly where the row was a distribution.
+    """Tokens [R], two log-probs [R] each, and masses [R] that are finite exactly if the row is a valid distribution.
 
-    `logprobs` is under the whole vocabulary at the configured temperature (1 when greedy): the quantity that the
-    training forward recomputes, so PPO's ratio compares like with like and is 1 before the first update.
-    `sampling_logprobs` is under the distribution after top-k and top-p, whose support changes with the weights: no
-    ratio of it is defined.
+    `logprobs` are over the whole vocabulary at the configured temperature (1 if greedy), as the training forward recomputes
+    them, so PPO's ratio is 1 before the first update.  `sampling_logprobs` are of the distribution after top-k and top-p,
+    whose support changes with the weights, so ratios of it are undefined.
     """
 
     tokens: Tensor
@@ -65,18 +64,18 @@ class Draw:
     masses: Tensor
 
     def table(self) -> Tensor:
-        """All of them, one below the other: float64 [4, R], in which tokens are exact."""
+        """All four as rows of a float64 table [4, R], which holds tokens exactly."""
         return torch.stack([x.double() for x in (self.tokens, self.logprobs, self.sampling_logprobs, self.masses)])
 
     def where(self, mask_R: Tensor, other: Draw) -> Draw:
-        """These rows where the mask says so, else those of `other`."""
+        """These rows where the mask is true, else the rows of `other`."""
         pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return Draw(*(torch.where(mask_R, mine_R, theirs_R) for mine_R, theirs_R in pairs))
 
     def read(self, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> list[list[float]]:
-        """Tokens, log-probs and sampling log-probs for the host, in one copy.
+        """Copy tokens, log-probs and sampling log-probs to the host at once.
 
-        Raises NumericsError for the first row that gave no distribution.
+        Raises NumericsError for the first row that is not a valid distribution.
         """
         *drawn, masses = self.table().tolist()
         for mass, seq_id, position in zip(masses, seq_ids, positions, strict=True):
@@ -86,7 +85,7 @@ class Draw:
 
 
 def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsError:
-    """The error for logits that give no distribution."""
+    """The error for logits that are not a valid distribution."""
     return NumericsError(
         f"sequence {seq_id}, response token {position}: the logits at temperature {sampling.temperature:g} are not finite, "
         "but must give a distribution; check the actor's weights, lower the learning rate if training has diverged, or "
@@ -95,10 +94,9 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
 
 
 def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
-    """Float64 [R] in [0, 1): the numbers of `uniforms`, continued from `row_state` at int64 positions, on their device.
+    """Float64 [R] in [0, 1): the numbers of `uniforms`, from `row_state` and int64 positions, on their device.
 
-    Nothing is copied and nothing waits for the device.  Sums and products of torch's int64 wrap around, so the numbers are
-    the same to the last bit on every device.
+    No copy and no wait for the device.  torch's int64 arithmetic wraps around, so the numbers are bit-equal on every device.
     """
     return _shifted(_mix_int64(states_R ^ positions_R), 11).double() * 2.0**-53
 
@@ -111,7 +109,7 @@ def _mix_int64(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """A right shift, as if of numbers without a sign."""
+    """Unsigned right shift."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -122,9 +120,9 @@ def draw(
     positions: Sequence[int],
     shards: VocabShards | None = None,
 ) -> Draw:
-    """Draw one token a row from float32 logits, this rank's shard of them where there are `shards`.
+    """Draw one token per row from float32 logits (this rank's shard of them, with `shards`).
 
-    Every rank of the shards makes the call and gets the same answer.  Whether rows gave distributions shows in `Draw.read`.
+    Every rank of the shards makes the call and gets the same result.  `Draw.read` checks that rows are valid distributions.
     """
     u_R = on_device(uniforms(sampling.seed, seq_ids, positions), logits_RV.device, torch.float64)
     greedy_R: Tensor | None = None
@@ -140,9 +138,9 @@ def draw_at(
     shards: VocabShards | None = None,
     greedy_R: Tensor | None = None,
 ) -> Draw:
-    """`draw` at given numbers in [0, 1), by operations of the device alone: whether rows were distributions is not asked.
+    """`draw` at given numbers in [0, 1), by device operations alone.
 
-    `greedy_R` (bool): which rows take their likeliest token; None: all are drawn alike.
+    `greedy_R` (bool): rows that take their likeliest token; None: no row differs.
     """
     shards = shards or VocabShards()
     logits_RV = shards.filled_up(logits_RV)
@@ -176,7 +174,7 @@ def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
 
 
 def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
-    """Draws from the whole vocabulary: first the block of tokens that the number falls into, then the token within.
+    """Draw from the whole vocabulary: first find the block of tokens that contains the number, then the token in it.
 
     Ranks exchange the masses of their blocks, never their logits.
     """
@@ -210,7 +208,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
 
 
 def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
-    """Draws from the candidates that top-k and top-p leave.  Ranks exchange their best k; without top-k, all logits."""
+    """Draw from the candidates of top-k and top-p.  Ranks exchange their best k; without top-k, all logits."""
     vocab = scaled_RV.shape[-1] * shards.size
     mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
     if shards.size > 1:
@@ -235,15 +233,15 @@ def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: Voca
 
 
 def _in_blocks(probs_RV: Tensor) -> Tensor:
-    """[R, K, W]: the vocabulary in blocks of `BLOCK` tokens, the last one filled up with probability 0."""
+    """The vocabulary in blocks of `BLOCK` tokens [R, K, W], the last one padded with probability 0."""
     missing = -probs_RV.shape[-1] % BLOCK
     padded_RV = torch.nn.functional.pad(probs_RV, (0, missing)) if missing else probs_RV
     return padded_RV.view(len(probs_RV), -1, BLOCK)
 
 
 def _invert(cumulative_RK: Tensor, target_R1: Tensor) -> Tensor:
-    """Index [R, 1] at which the cumulative sum first exceeds the target; never one of probability 0."""
-    # The target may have been rounded up to the total, which no element exceeds: then it is the first to reach it.
+    """Index [R, 1] where the cumulative sum first exceeds the target; never one of probability 0."""
+    # The target may have been rounded up to the total, which no element exceeds: take the first that reaches it.
     below_R1 = torch.minimum(target_R1, cumulative_RK[:, -1:] * BELOW_ONE)
-    # A row that is no distribution finds no element; its index has to be one all the same.
+    # A row that is not a distribution has no such element, but needs a valid index.
     return torch.searchsorted(cumulative_RK, below_R1, right=True).clamp_max_(cumulative_RK.shape[-1] - 1)

@@ -1,8 +1,8 @@
-"""The scorers on one rank: reward, reference and critic, which prefill the sequences chunk by chunk while the actor decodes.
+"""The scorers on one rank: reward, reference and critic prefill the sequences chunk by chunk while the actor decodes.
 
 Legend: T tokens of a response, P tokens of its prompt, R output rows of a call.
 
-Response token t (0-based) stands at position P + t.  Its reference log-prob and its value V(s_t) come from position
+Response token t (0-based) is at position P + t.  Its reference log-prob and its value V(s_t) come from position
 P + t - 1, so reference and critic never need the last token; the reward model reads all and scores at the last one.
 """
 
@@ -42,10 +42,10 @@ class _ScoringRound:
 
 
 class ScoringWorker:
-    """One scoring role on this rank, with its KV cache and the outputs that it has so far.
+    """One scoring role on this rank, with its KV cache and its outputs so far.
 
-    Does what the role's `ScoringBook` plans; keeps, on the last stage, one output a response token (reference, critic) or
-    one a response (reward).
+    Executes the plans of the role's `ScoringBook`.  The last stage keeps one output per response token (reference, critic) or
+    per response (reward).
     """
 
     def __init__(
@@ -62,28 +62,28 @@ class ScoringWorker:
         self._weight = next(model.parameters())
 
     def reset(self) -> None:
-        """The weights changed: forget all outputs and all that is cached."""
+        """Drop all outputs and caches, because the weights changed."""
         self._outputs.clear()
         for seq_id in self.cache.seq_ids:
             self.cache.close(seq_id)
 
     def forget(self, seq_id: int) -> None:
-        """The sequence has been trained."""
+        """Drop the outputs of a trained sequence."""
         self._outputs.pop(seq_id, None)
 
     def give_up(self, *seq_ids: int) -> None:
-        """The sequences leave untrained, whatever was read of them."""
+        """Drop sequences that will not be trained, whether or not they have been prefilled."""
         for seq_id in seq_ids:
             self.forget(seq_id)
             if seq_id in self.cache:
                 self.cache.close(seq_id)
 
     def outputs(self) -> dict[int, Tensor]:
-        """What has been computed so far, by sequence, each [R]."""
+        """Outputs so far by sequence, each [R]."""
         return {seq_id: torch.cat(parts) for seq_id, parts in self._outputs.items()}
 
     def resume(self, stored: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
-        """Open sequences with what was cached, in the order of their slots, and take up what had been computed."""
+        """Open sequences with their stored caches, in the order of their slots, and restore their outputs."""
         for seq_id, cached in stored.items():
             self.cache.restore(seq_id, cached)
         self._outputs = {seq_id: [values.to(self.cache.device)] for seq_id, values in outputs.items()}
@@ -94,14 +94,14 @@ class ScoringWorker:
         return torch.cat(parts) if parts else torch.empty(0, device=self.cache.device)
 
     def begin(self, work: ReplicaWork, rollouts: Sequence[Rollout]) -> None:
-        """A round of this replica's `work` begins."""
+        """Begin a round of this replica's `work`."""
         taken = TakenUp(self.cache, work)
         wanted = {g.seq_id for batch in work.prefill for g in batch}
         sequences = {r.seq_id: [*r.prompt.tokens, *r.tokens] for r in rollouts if r.seq_id in wanted}
         self._round = _ScoringRound(sequences, [self._by_slot(batch) for batch in work.prefill], work.done, taken)
 
     def end(self) -> None:
-        """Finished sequences, whose outputs are complete, give up their slots."""
+        """Close finished sequences, whose outputs are complete."""
         for seq_id in self._round.done:
             self.cache.close(seq_id)
 
@@ -124,7 +124,7 @@ class ScoringWorker:
         self._round.hidden = hidden
 
     def _by_slot(self, batch: Batch) -> Batch:
-        """Neighbouring slots next to each other: the cache then reads a slice."""
+        """Sort by slot, so that the cache reads a slice."""
         return tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id)))
 
     def _prefill(self, batch: Batch) -> int:
@@ -155,7 +155,7 @@ class ScoringWorker:
         return sum(g.rows for g in batch)
 
     def _reduce(self, batch: Batch, out_R: Tensor) -> Tensor:
-        """The kept part of the output rows: the reference's log-probs of the tokens that followed, else the rows themselves."""
+        """The part of the output rows to keep: for the reference the log-probs of the next tokens, else the rows themselves."""
         if self.role != "reference":
             return out_R
         ends = [g.past + g.new for g in batch]

@@ -1,4 +1,8 @@
-"""The end of responses."""
+"""The end of responses: EOS ids, stop texts, limits.
+
+With a stop text a response ends at the first token at which its decoded text contains the text, wherever the tokens' borders
+are.  This depends on the response's tokens alone, not on the layout or on the number of tokens examined together.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,39 @@ from oppo_megatron.chunks import FinishReason
 from oppo_megatron.config.debug import ForcedLengths, Quantile
 from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.ppo import RolloutConfig
-from oppo_megatron.engine.stop_text import StopText
-from oppo_megatron.token_text import Decode
+from oppo_megatron.token_text import Completing, Decode
+
+EDGE_CHARACTERS = 8
+"""Characters of a part's text that may differ from the whole's: a leading space, an incomplete character."""
+FIRST_TOKENS = 16
+
+
+class StopText:
+    """Finds whether a response contains one of `strings`."""
+
+    def __init__(self, strings: Sequence[str], decode: Decode):
+        assert strings and all(strings)
+        self.strings, self._decode = tuple(strings), decode
+        self._longest = max(map(len, strings))
+        self._completing = Completing(strings, decode)
+
+    def ends(self, response: Sequence[int]) -> bool:
+        """True if the last token ends the response; earlier tokens have not ended it."""
+        if response[-1] not in self._completing:
+            return False
+        size = FIRST_TOKENS + self._longest
+        while size < len(response):
+            text = self._decode(response[-size:])
+            within = text[EDGE_CHARACTERS:]
+            if self._in(within):
+                return True
+            if len(within) >= self._longest and not self._in(text):
+                return False
+            size *= 2
+        return self._in(self._decode(response))
+
+    def _in(self, text: str) -> bool:
+        return any(string in text for string in self.strings)
 
 
 @dataclass(frozen=True)
@@ -35,9 +70,9 @@ class Stopping:
         decode: Decode | None = None,
         forced: ForcedLengths | None = None,
     ) -> Stopping:
-        """`eos_ids` and `decode` are the tokenizer's; without `decode` the texts of `rollout.stop` end nothing.
+        """`eos_ids` and `decode` are the tokenizer's; without `decode` the texts of `rollout.stop` have no effect.
 
-        `forced` is where responses end in place of EOS; `trace` has the lengths of the file that it names, where it names one.
+        `forced` lengths replace EOS; `trace` has the lengths of the file that `forced` names, if it names one.
         """
         if forced is None:
             text = StopText(rollout.stop_texts, decode) if rollout.stop_texts and decode is not None else None
@@ -47,7 +82,7 @@ class Stopping:
         return cls((), rollout.max_response_tokens, limits)
 
     def reason(self, response: Sequence[int], limit: int) -> FinishReason | None:
-        """Why the response ends with its last token, if it does; `limit`: its largest length."""
+        """Why the response ends with its last token, or None; `limit`: its maximum length."""
         if response[-1] in self.eos_ids:
             return "eos"
         if self.text is not None and self.text.ends(response):
@@ -55,7 +90,7 @@ class Stopping:
         return "length" if len(response) == limit else None
 
     def limit(self, seq_id: int) -> int:
-        """Largest response of the sequence, in tokens; a forced one is a function of (seed, sequence id) alone."""
+        """Maximum response of the sequence, in tokens; a forced one depends on (seed, sequence id) alone."""
         return self.max_response_tokens if self.forced is None else self.forced(seq_id)
 
 

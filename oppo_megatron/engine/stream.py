@@ -1,4 +1,4 @@
-"""The token stream from the actor to the ranks without it, and the way back for the scorers' results.
+"""The token stream from the actor to the ranks without it, and the scorers' results back.
 
     ranks of the actor  --- chunk (isend to each) --->  listening ranks, some of which pass it on  (`Site.feeds`)
     every rank          <-- outputs, stats (broadcast from the rank that has them)
@@ -22,7 +22,7 @@ from oppo_megatron.schedule.actions import Action
 
 
 class ChunkOutlet:
-    """The sending end, on each rank of the actor that sends chunks: all make the same message of the same chunk."""
+    """The sending end, on each rank of the actor that sends chunks: all encode the same message."""
 
     def __init__(self, device: torch.device):
         self.device, self._encoder = device, ChunkEncoder()
@@ -47,7 +47,7 @@ class ChunkOutlet:
 
 
 class ListenWorker:
-    """The receiving end, in the actor's place on a rank that does not hold it; it may pass on what it receives."""
+    """The receiving end on a rank without the actor; it may forward messages."""
 
     def __init__(self, device: torch.device):
         self.device, self._decoder = device, ChunkDecoder()
@@ -71,7 +71,7 @@ class ListenWorker:
         raise AssertionError(f"{action}: this rank does not hold the actor")
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
-        """The round's message as it came."""
+        """The round's message as received."""
         assert self._received, f"{action}: no chunk has come"
         return self._received
 
@@ -94,7 +94,7 @@ class ListenWorker:
 
 
 def share(values: Tensor | None, size: int, source: int, device: torch.device) -> Tensor:
-    """A vector of `size` numbers from rank `source` to every rank of the world, in float64."""
+    """Broadcast a vector of `size` float64 numbers from rank `source` to the world."""
     vector = torch.empty(size, dtype=torch.float64, device=device)
     if dist.get_rank() == source:
         assert values is not None and values.numel() == size

@@ -1,4 +1,4 @@
-"""A round's work taken up by the cache of one role on this rank: slots that close and open, and prompts that fork."""
+"""Applies a round's plan to the cache of one role on this rank: slots that close and open, and prompts that fork."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from oppo_megatron.schedule.rounds import Batch, Forks
 
 
 class TakenUp:
-    """Closes and opens what the work says, and forks what is cached already; `prefilled` forks the rest."""
+    """Closes and opens slots, and forks prompts that are cached already; `prefilled` forks the others."""
 
     def __init__(self, cache: SequenceCache, work: ReplicaWork):
         self._cache, self._forks = cache, Forks(work.fork)
@@ -16,7 +16,7 @@ class TakenUp:
             cache.close(seq_id)
         for seq_id in work.open:
             cache.open(seq_id)
-        for fork in work.fork:  # what was planned on other books would be forked of other tokens
+        for fork in work.fork:  # a plan for another state would fork other tokens
             held = cache.length(fork.source)
             assert held == fork.held, f"sequence {fork.source} has {held} tokens cached, but {fork.held} are planned"
         for source in self._forks.sources:
@@ -31,7 +31,7 @@ class TakenUp:
             )
 
     def prefilled(self, batch: Batch) -> None:
-        """The micro-batch is in the cache."""
+        """Fork prompts of a micro-batch that is now in the cache."""
         for growth in batch if self._forks.sources else ():
             self._make(growth.seq_id)
 

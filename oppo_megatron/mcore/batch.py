@@ -1,4 +1,4 @@
-"""Packed micro-batches: whole sequences side by side, padded only where a schedule asks for it.
+"""Packed micro-batches: whole sequences in a row, padded only if a schedule needs it.
 
 Legend: T packed tokens, R rows of interest (positions whose output counts).
 """
@@ -22,10 +22,9 @@ Answered = tuple[Sequence[int], Sequence[int]]
 class MicroBatch:
     """Sequences to run forward (and backward) together.
 
-    `index` are the sequences' places in the batch they came from; `rows_R` the packed positions whose outputs are wanted;
-    `targets_R` the token each of these rows predicts; `tokens` are those of `tokens_T` for the host, where it may ask for them;
-    `counts` are the rows of each sequence, where they are those of responses; `extra` holds tensors that a loss needs, aligned
-    with the rows or with the sequences.
+    `index` are the sequences' indices in their batch; `rows_R` the packed positions whose outputs are wanted; `targets_R` the
+    token that each of these rows predicts; `tokens` is `tokens_T` on the host, for responses; `counts` are the rows of each
+    response; `extra` holds tensors for the loss, aligned with the rows or the sequences.
     """
 
     index: list[int]
@@ -39,7 +38,7 @@ class MicroBatch:
 
     @classmethod
     def dummy(cls, device: torch.device) -> MicroBatch:
-        """One token that belongs to no sequence, for a rank that has to run a step without work of its own."""
+        """One token of no sequence, for a rank without work in a step."""
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         return cls([], [1], zero, zero, zero)
 
@@ -48,7 +47,7 @@ class MicroBatch:
         return not self.index
 
     def padded(self, num_tokens: int, longest: int) -> tuple[list[int], Tensor]:
-        """Lengths and tokens [num_tokens], with sequences of at most `longest` tokens added that no row looks at."""
+        """Lengths and tokens [num_tokens], padded by sequences of at most `longest` tokens without rows."""
         missing = num_tokens - len(self.tokens_T)
         assert missing >= 0, f"{len(self.tokens_T)} tokens do not fit into {num_tokens}"
         full, rest = divmod(missing, longest)
@@ -59,7 +58,7 @@ class MicroBatch:
 def pack_responses(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `budget` tokens (a longer sequence has one of its own), longest first.
+    """Micro-batches of at most `budget` tokens (a longer sequence is alone in one), longest first.
 
     The row of response token t is the position before it: its output predicts token t, and its value is V(s_t).  The last
     token of a sequence predicts nothing and is left out.
@@ -72,7 +71,7 @@ def pack_responses(
 
 
 def pack_together(units: Sequence[Sequence[Answered]], budget: int, device: torch.device) -> list[MicroBatch]:
-    """As `pack_responses`, but the responses of a unit are in one micro-batch, side by side; `index` counts units."""
+    """As `pack_responses`, but the responses of a unit are in one micro-batch; `index` counts units."""
     lengths = [sum(len(prompt) + len(response) - 1 for prompt, response in unit) for unit in units]
     return [
         whole_responses(index, [each for i in index for each in units[i]], device)
@@ -83,7 +82,7 @@ def pack_together(units: Sequence[Sequence[Answered]], budget: int, device: torc
 def whole_responses(
     index: list[int], answered: Sequence[Answered], device: torch.device
 ) -> MicroBatch:
-    """One micro-batch of prompts with their responses, rows as in `pack_responses`; `index` says where they come from."""
+    """One micro-batch of prompts with their responses, with rows as in `pack_responses`."""
     tokens: list[int] = []
     rows: list[int] = []
     targets: list[int] = []
@@ -100,7 +99,7 @@ def whole_responses(
 
 
 def pack_sequences(sequences: Sequence[Sequence[int]], budget: int, device: torch.device) -> list[MicroBatch]:
-    """Micro-batches of whole sequences, each wanted at its last token; as `pack_responses`, but nothing is predicted."""
+    """As `pack_responses`, for whole sequences whose only row is the last token, without targets."""
     lengths = [len(sequence) for sequence in sequences]
     return [whole_sequences(index, [sequences[i] for i in index], device) for index in pack_by_tokens(lengths, budget)]
 
@@ -108,7 +107,7 @@ def pack_sequences(sequences: Sequence[Sequence[int]], budget: int, device: torc
 def pack_at(
     sequences: Sequence[Sequence[int]], places: Sequence[Sequence[int]], budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """As `pack_sequences`, but each sequence is wanted at places of its own, in their order."""
+    """As `pack_sequences`, but each sequence has rows at its own `places`."""
     lengths = [len(sequence) for sequence in sequences]
     batches = []
     for index in pack_by_tokens(lengths, budget):
@@ -124,7 +123,7 @@ def pack_at(
 
 
 def whole_sequences(index: list[int], sequences: Sequence[Sequence[int]], device: torch.device) -> MicroBatch:
-    """One micro-batch of sequences wanted at their last token; `index` says where they come from.  No targets."""
+    """One micro-batch of sequences whose rows are their last tokens.  No targets."""
     lengths = [len(sequence) for sequence in sequences]
     tokens_T = on_device([token for sequence in sequences for token in sequence], device)
     last_S = on_device(lengths, device).cumsum(0) - 1
@@ -132,7 +131,7 @@ def whole_sequences(index: list[int], sequences: Sequence[Sequence[int]], device
 
 
 def split_rows(values_T: Tensor, lengths: Sequence[int], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Per-response-token values of a whole batch, cut for each micro-batch in the order of its rows."""
+    """Split values per response token of a whole batch into those of each micro-batch, in the order of its rows."""
     pieces = values_T.split(list(lengths))
     return [torch.cat([pieces[i] for i in batch.index]) for batch in batches]
 

@@ -1,9 +1,8 @@
 """Patches that megatron-core 0.16.1 needs to run without a CUDA device, and nothing more.
 
-megatron-core says "here" as `torch.cuda.current_device()` or `device="cuda"`.  `install()` gives those words the meaning
-"the CPU" in the modules that this runtime uses; with a CUDA device present it changes nothing.  Each `Patch` names the file it
-serves and the words in that file that make it necessary: a test reads megatron-core's source and fails when a patch has
-lost its reason.
+megatron-core names its device `torch.cuda.current_device()` or `device="cuda"`.  `install()` makes these mean the CPU in the
+modules that this runtime uses; with a CUDA device present it changes nothing.  Each `Patch` names the file and the text that
+make it necessary: a test reads megatron-core's source and fails when a patch is no longer needed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megatron.core import parallel_state
 
 @dataclass(frozen=True)
 class Patch:
-    """One adaptation.  `serves` is `path:line` below megatron/core, `because` the words found there."""
+    """One adaptation.  `serves` is `path:line` below megatron/core, `because` the text found there."""
 
     serves: str
     because: str
@@ -55,7 +54,7 @@ class _TorchOnCpu(types.ModuleType):
 
 
 def _replace(owner: object, name: str, stand_in: object) -> None:
-    """`name` of a module or class means `stand_in` from now on."""
+    """Replace `name` of a module or class by `stand_in`."""
     setattr(owner, name, stand_in)
 
 
@@ -133,7 +132,7 @@ PATCHES = (
 
 
 def install() -> bool:
-    """Apply every patch once, where no CUDA device is present.  Returns whether the patches are in force."""
+    """Apply every patch once if no CUDA device is present.  Returns True if the patches are applied."""
     if torch.cuda.is_available():
         return False
     if not getattr(torch.cuda.current_device, "__module__", "").startswith(__name__):
@@ -145,7 +144,7 @@ def install() -> bool:
 
 
 def make_scratch_memory() -> None:
-    """Make what `parallel_state` would hold for sequence parallelism, were it initialised (needed on GPU as well).
+    """Make the buffer that an initialised `parallel_state` has for sequence parallelism (needed on GPU as well).
 
     tensor_parallel/layers.py:482 gathers activations into this process-wide buffer.
     """
@@ -154,9 +153,9 @@ def make_scratch_memory() -> None:
 
 
 def keep_norms_on_device() -> None:
-    """Where there is a GPU, but neither transformer-engine nor apex: sum the norms of the gradients there.
+    """Sum the gradients' norms on the GPU if there is neither transformer-engine nor apex.
 
-    utils.py:1206 reads the norm of each parameter's gradient by itself, and the host waits for the device in each.
+    utils.py:1206 reads the norm of each parameter's gradient separately, and the host waits for each.
     """
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     plain = getattr(clip_grads, "local_multi_tensor_l2_norm", None)
@@ -165,15 +164,15 @@ def keep_norms_on_device() -> None:
 
 
 def norm_on_device(_chunk: int, _overflow: torch.Tensor, lists: list[list[torch.Tensor]], *_: Any) -> Any:
-    """In place of `local_multi_tensor_l2_norm`, with its result: a tensor of one number."""
+    """Replacement of `local_multi_tensor_l2_norm`: a tensor of one number."""
     return torch.nn.utils.get_total_norm(lists[0]).float().reshape(1), None
 
 
 @contextlib.contextmanager
 def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
-    """Within it, `step` of a chained optimizer takes `norm` for that of its gradients (needed on GPU alone).
+    """In the block, `step` of a chained optimizer uses `norm` as its gradients' norm (needed on GPU only).
 
-    optimizer/optimizer.py:1314 computes it again, and the host waits for the device once more.
+    optimizer/optimizer.py:1314 computes it again, and the host waits for the device again.
     """
     with mock.patch.object(optimizer, "get_grad_norm", lambda: norm):
         yield

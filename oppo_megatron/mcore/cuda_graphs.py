@@ -1,4 +1,4 @@
-"""Steps of fixed shapes as CUDA graphs: captured once, then replayed without the host's cost of starting each kernel."""
+"""Steps of fixed shapes as CUDA graphs: captured once, then replayed without the host's launch cost of each kernel."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ WARM_UPS = 2
 
 
 def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
-    """Where there are no graphs."""
+    """Run a step without graphs."""
     step()
 
 
 class CapturedSteps:
-    """Runs the first steps of a key as they are, then captures one, and replays that from then on.
+    """Runs the first steps of a key eagerly, then captures one and replays it.
 
-    A graph holds the addresses of what it reads.  An optimizer writes new weights where the old ones were, and graphs stay
-    valid; where weights have moved (`weights` are asked at each `renew`), all are dropped.  Graphs of one object share their
-    memory, for they never run at the same time.
+    A graph holds the addresses of its inputs.  An optimizer updates weights in place, so graphs stay valid; if weights have
+    moved (`weights` are compared at each `renew`), all graphs are dropped.  Graphs of one object share their memory, because
+    they never run at the same time.
 
-    Where CUDA refuses a capture (a library's kernel that waits for the device), that is told on stderr, and steps of new keys
-    run as they are: slower, with the same tokens.
+    If CUDA refuses a capture (a library's kernel that waits for the device), a warning goes to stderr, and steps of new keys
+    run eagerly: slower, with the same tokens.
     """
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]]):
@@ -65,7 +65,7 @@ class CapturedSteps:
         step()
 
     def _try_capture(self, key: Hashable, step: Callable[[], None]) -> Any | None:
-        """The step's graph, or None where CUDA refuses to capture it."""
+        """The step's graph, or None if CUDA refuses to capture it."""
         try:
             graph = self._graphs[key] = self._capture(step)
         except RuntimeError as error:
@@ -79,7 +79,7 @@ class CapturedSteps:
         return graph
 
     def _capture(self, step: Callable[[], None]) -> Any:
-        """Nothing of the step is computed now.  `thread_local`: NCCL's watchdog may ask for its events meanwhile."""
+        """Capture the step without computing it.  `thread_local`: NCCL's watchdog may query its events meanwhile."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

@@ -1,9 +1,9 @@
 """Cached calls of a stage in few operations, over the parameters of its megatron modules.
 
-megatron's modules make some fifteen nested calls a layer, which dominate a decode step of few tokens.  Training and full
-forwards take them; so does `decode_path: module`, the oracle of the parity tests.
+megatron's modules make some fifteen nested calls per layer, which dominate a decode step of few tokens.  Training and full
+forwards use them, and so does `decode_path: module`, the reference of the parity tests.
 
-Legend: T packed tokens, H hidden, G key/value heads of this tensor rank, R query heads a key/value head, X = R + 2 (the query
+Legend: T packed tokens, H hidden, G key/value heads of this tensor rank, R query heads per key/value head, X = R + 2 (the query
 heads, the key, the value), D head dimension, V vocabulary shard.
 """
 
@@ -28,29 +28,27 @@ Product = Callable[[Tensor], Tensor]
 
 
 class FusedStage:
-    """The layers of a stage, and its final norm on the last one.  It is made again when the weights have changed.
+    """The layers of a stage, and the final norm on the last stage.  It is made again after the weights changed.
 
-    What it holds beside the weights themselves are copies for the CPU: captured steps (`cuda_graphs.py`) rely on there being
-    none on a GPU.
+    Apart from the weights it holds only copies for the CPU: captured steps (`cuda_graphs.py`) need that there are none on a GPU.
     """
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
-        """`packed`: over copies of the weights that are laid out for the CPU's products."""
+        """`packed`: use copies of the weights that are laid out for the CPU's products."""
         self._bare = [_fused_layer(layer, packed) for layer in layers]
         self.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
         self.final_norm = None if final_norm is None else fixed_norm(final_norm.weight, final_norm.eps)
         self.tp_group = tp_group if tp_group.size() > 1 else None
 
     def of(self, layers: Sequence[Any], tp_group: dist.ProcessGroup) -> FusedStage:
-        """The same products with what the adapters of `layers`, if any, add to them: those of another model, of its own group,
-        over the same weights."""
+        """The same products with the adapters of `layers`, which belong to another model over the same weights."""
         stage = copy.copy(self)
         stage.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
         stage.tp_group = tp_group if tp_group.size() > 1 else None
         return stage
 
     def __call__(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
-        """The hidden states behind the stage, [T, H]."""
+        """The hidden states after the stage, [T, H]."""
         for number, layer in enumerate(self.layers):
             x_TH = x_TH + self._reduced(layer.attend(x_TH, plan, number))
             x_TH = x_TH + self._reduced(layer.transform(x_TH))
@@ -64,7 +62,7 @@ class FusedStage:
 
 @dataclass(frozen=True)
 class _FusedLayer:
-    """What a layer computes with, without the modules around it."""
+    """The operations of a layer, without its modules."""
 
     norm: Norm
     qkv: Product
@@ -80,7 +78,7 @@ class _FusedLayer:
         qkv_TGXD = self.qkv(self.norm(x_TH)).view(-1, *self.shape_GXD)
         if self.head_norms is not None:
             queries, keys = self.head_norms
-            qkv_TGXD = torch.cat(  # no name for its parts, which would live, and with them the product, while tokens attend
+            qkv_TGXD = torch.cat(  # unnamed parts: a name would keep them, and the product, alive during attention
                 [queries(qkv_TGXD[:, :, :-2]), keys(qkv_TGXD[:, :, -2:-1]), qkv_TGXD[:, :, -1:]], dim=2
             )
         return self.proj(plan.attend_grouped(number, qkv_TGXD, self.window))
@@ -111,13 +109,13 @@ def _fused_layer(layer: Any, packed: bool) -> _FusedLayer:
 
 
 def _bias(linear: Any) -> Tensor | None:
-    """transformer-engine's layers have an empty tensor where there is none."""
+    """The bias or None: transformer-engine's layers without a bias have an empty tensor."""
     bias = linear.bias
     return None if bias is None or bias.numel() == 0 else bias
 
 
 def _adapted(bare: _FusedLayer, layer: Any) -> _FusedLayer:
-    """The layer with what its adapters add, before any sum over tensor ranks; they are read as they are in each call."""
+    """The layer with its adapters added before any sum over tensor ranks; each call reads the adapters' weights."""
     attention, mlp = layer.self_attention, layer.mlp
     return replace(
         bare,

@@ -1,4 +1,4 @@
-"""Process groups of one role: a `ProcessGroupCollection` of its own, so that megatron's global state stays unused.
+"""Process groups of one role: its own `ProcessGroupCollection`, so that megatron's global state stays unused.
 
 Every rank of the world calls `build_groups` for every role in the same order, because creating a group is a collective
 of the world.
@@ -18,9 +18,9 @@ from oppo_megatron.layout.groups import model_groups
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """Where one role lives, seen from one of its ranks.  `ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank.
+    """A role's groups on one of its ranks.  `ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank.
 
-    `made`: all groups of this rank, in the order in which they were made.
+    `made`: all groups of this rank, in the order of creation.
     """
 
     collection: ProcessGroupCollection
@@ -41,7 +41,7 @@ class RoleGroups:
 
     @property
     def dp_rank(self) -> int:
-        """Which replica of the model this rank holds a part of."""
+        """This rank's replica of the model."""
         return int(self.collection.dp.rank())
 
     @property
@@ -50,7 +50,7 @@ class RoleGroups:
 
     @property
     def output_rank(self) -> int:
-        """The global rank that speaks for the role's output: last stage, replica 0, tensor rank 0."""
+        """The global rank that reports the role's output: last stage, replica 0, tensor rank 0."""
         return self.ranks[(self.pp - 1) * (len(self.ranks) // self.pp)]
 
 
@@ -59,9 +59,9 @@ def build_groups(
 ) -> RoleGroups | None:
     """Groups of a model on `ranks` (order: tensor fastest, then data, then pipeline; megatron's own).
 
-    `shared`: the groups of the run so far, of which those with the same ranks and part are taken (`layout/groups.py`).
+    `shared`: the groups of the run so far; those with the same ranks and part are reused (`layout/groups.py`).
 
-    Returns None on a rank that is not among `ranks`, which nevertheless has to make the call.
+    Every rank makes the call.  Returns None on a rank outside of `ranks`.
     """
     parts, found = list(model_groups(ranks, tp, pp, role)), dict[str, dist.ProcessGroup]()
     shared = shared or SharedGroups()

@@ -1,7 +1,7 @@
-"""Numbers of the host for a device, copied while the host goes on.
+"""Copies numbers from the host to a device without blocking the host.
 
-From ordinary memory CUDA copies only once everything that the stream was given before is done, and the host waits for it; from
-pinned memory the copy takes its turn in the stream.  torch's allocator gives a pinned block to nobody else before it is copied.
+From ordinary memory CUDA copies after all earlier work of the stream, and the host waits; from pinned memory the copy is queued
+in the stream.  torch's allocator does not reuse a pinned block before it is copied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of the host, or numbers that become one of `dtype`, on the device; a tensor that is there already as it is."""
+    """Copy a tensor, or numbers as a tensor of `dtype`, to the device; a tensor that is there already is returned as is."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)

@@ -1,13 +1,13 @@
-"""Low-rank adapters beside megatron-core's parallel products; only the adapters are trained.
+"""Low-rank adapters of megatron-core's parallel products; only the adapters are trained.
 
-y = W x + s B A x (Hu et al. 2021).  A product that Hugging Face has in several (queries, keys and values; gate and up) has a
-pair for each of its targets, so that every pair is a tensor of a peft directory.  Over tensor ranks a column-parallel
-product has A whole and B cut by rows, a row-parallel one A cut by columns and B whole:
+y = W x + s B A x (Hu et al. 2021).  A product that is several in Hugging Face (queries, keys and values; gate and up) has a
+pair for each of these targets, so that every pair is a tensor of a peft directory.  Over tensor ranks a column-parallel
+product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole B:
 
-    column   A x is the same on all ranks; the gradient of what B takes is summed over them
+    column   A x is the same on all ranks; the gradient of B's input is summed over them
     row      B A x is summed with the product (cached calls), or A x is, which is smaller (training)
 
-With sequence parallelism a whole factor meets a share of the tokens on each rank, and megatron sums its gradient.
+With sequence parallelism a whole factor has a share of the tokens on each rank, and megatron sums its gradient.
 
 Legend: T packed tokens, I inputs, O outputs and K rank of a pair, G key/value heads of this tensor rank, R query heads of
 each, D head dimension.
@@ -54,7 +54,7 @@ class Pair(torch.nn.Module):
 
     @property
     def whole(self) -> torch.nn.Parameter:
-        """The one that all tensor ranks have alike."""
+        """The factor that is the same on all tensor ranks."""
         return self.lora_A if getattr(self.lora_B, "tensor_model_parallel", False) else self.lora_B
 
 
@@ -80,7 +80,7 @@ class Adapters(torch.nn.Module):
         self._names, self._cut, self._join, self._scale, self._ranks = list(pairs), cut, join, scale, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        """The addition to the product's output in a forward pass by megatron's modules, for the input of such a module."""
+        """The addition to the product's output in a forward pass of megatron's modules."""
         return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
 
     def cached(self, x_TI: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Adapters(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The pairs with their places in the whole model, for megatron-core's `dist_checkpointing`."""
+        """The pairs with their offsets in the whole model, for megatron-core's `dist_checkpointing`."""
         assert metadata is not None
         matrix, axis = ("lora_B", 0) if self._cut == "rows" else ("lora_A", 1)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -120,9 +120,9 @@ class Adapters(torch.nn.Module):
 
 
 def attach_adapters(model: Any, lora: LoraConfig) -> None:
-    """Give a built stage adapters, values not yet set; of its other weights only a scalar head is trained on.
+    """Attach adapters, values not yet set, to a built stage; of its other weights only a scalar head stays trainable.
 
-    `model` is a RoleModel: adapters stand beside the product that they belong to, as `linear_qkv_lora`.
+    `model` is a RoleModel: the adapters of `linear_qkv` are the attribute `linear_qkv_lora` of the same module.
     """
     model.requires_grad_(False)
     if model.head == "scalar" and model.post_process:
@@ -145,12 +145,12 @@ def attach_adapters(model: Any, lora: LoraConfig) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of a model is one of its adapters'."""
+    """True if the parameter belongs to an adapter."""
     return name.endswith((".lora_A", ".lora_B"))
 
 
 def adapters_of(owner: Any, linear: str) -> Adapters | None:
-    """The adapters of the product `linear` of an attention or MLP module, where it has some."""
+    """The adapters of the product `linear` of an attention or MLP module, or None."""
     found = getattr(owner, f"{linear}_lora", None)
     assert found is None or isinstance(found, Adapters)
     return found

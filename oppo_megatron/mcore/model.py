@@ -1,7 +1,7 @@
 """A role's model: one pipeline stage of a megatron-core `GPTModel`, driven by an attention plan.
 
-A model that serves (decodes, scores) is one stage a rank.  A model that is trained may be several chunks a rank (virtual
-stages), shard its activations over the tensor ranks and compute them again in the backward pass.
+A model that serves (decodes, scores) is one stage per rank.  A trained model may be several chunks per rank (virtual stages),
+shard its activations over the tensor ranks and recompute them in the backward pass.
 
 Legend: T packed tokens, H hidden, V vocabulary, R rows of interest.
 """
@@ -52,7 +52,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class RoleModel(GPTModel):
-    """Stage `stage` of `num_stages`, on this rank.  `head` is "lm" (vocabulary-parallel logits) or "scalar" (a number a token).
+    """Stage `stage` of `num_stages`, on this rank.  `head` is "lm" (vocabulary-parallel logits) or "scalar" (a number per token).
 
     Stages are virtual: chunk c of pipeline rank p is stage c * pp + p.  Without interleaving there is only chunk 0.
     """
@@ -94,7 +94,7 @@ class RoleModel(GPTModel):
         self._fit_modules(last)
 
     def _fit_modules(self, last: bool) -> None:
-        """What megatron-core's modules do not know of: the head, which layer of the stage each is, and its window."""
+        """Set what megatron-core's modules do not have: the head, the index of each layer on the stage, and its window."""
         if self.head == "scalar" and last:
             self.output_layer = ScalarHead(self.config)
         elif self.config.sequence_parallel and last:
@@ -105,32 +105,31 @@ class RoleModel(GPTModel):
 
     @property
     def token_multiple(self) -> int:
-        """The tokens of a call over whole sequences come in multiples of this number."""
+        """The number of tokens of a call over whole sequences is a multiple of this."""
         return math.lcm(self.groups.tp if self.config.sequence_parallel else 1, self._row_multiple)
 
     @property
     def _row_multiple(self) -> int:
-        """In bfloat16 a CPU's library prepares kernels for every number of rows that it meets, for as long as some products
-        take, and keeps a MiB of each: there are to be few of them."""
+        """On a CPU in bfloat16, oneDNN builds and keeps a kernel (about 1 MiB) for each number of rows: pad to few of them."""
         weight = next(self.parameters())
         return WHOLE_MULTIPLE if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else 1
 
     def decode_by(self, path: DecodePath) -> None:
-        """How cached calls compute from now on; the weights are set."""
+        """Set how cached calls compute; the weights must be set."""
         self._path = path
         self.fused = self._fused_head = None
         self.end_weight_update()
 
     def begin_weight_update(self) -> None:
-        """The weights are about to change: the memory of what has been made of them is free for the update.
+        """Free the tensors derived from the weights, before the weights change.
 
-        What has been made of weights beside adapters stays right: they do not change, and adapters are read as they are.
+        With adapters they stay valid: the other weights do not change, and adapters are read directly.
         """
         if self.adapters is None:
             self.fused = self._fused_head = None
 
     def end_weight_update(self) -> None:
-        """The weights have other values now: what has been made of them is made again."""
+        """Make the tensors derived from the weights again, after the weights changed."""
         if self._path == "module":
             self.fused = None
             return
@@ -146,7 +145,7 @@ class RoleModel(GPTModel):
             self._fused_head = product(weight, packed=packed)
 
     def compute_as(self, adapted: RoleModel) -> None:
-        """Cached calls over what `adapted`, whose weights this model shares, has made of them, with this model's adapters."""
+        """For cached calls, use the derived tensors of `adapted`, whose weights this model shares, with this model's adapters."""
         self._path, self._fused_head = adapted._path, adapted._fused_head
         if adapted.fused is not None:
             self.fused = adapted.fused.of(self.decoder.layers, self.groups.collection.tp)
@@ -156,11 +155,11 @@ class RoleModel(GPTModel):
         self.rope = rope_tables(self.shape, self.max_length, device)
 
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
-        """Hidden states [T, 1, H] before the last stage; on it logits [R, V / tp] or scalars [R] of the rows (null: all T).
+        """Hidden states [T, 1, H] before the last stage; on it logits [R, V / tp] or scalars [R] of the rows (None: all T).
 
-        Where tp does not divide V, the last rank has fewer logits: those of rows that belong to no token are left out (`vocab`).
-        Stages after the first take their input from `set_input_tensor`.  Logits are float32 where a cached call may draw from
-        them; those of whole sequences are as computed, so that later operations need not hold them twice.
+        If tp does not divide V, the last rank has fewer logits, without padding (`vocab`).  Stages after the first take their
+        input from `set_input_tensor`.  Logits of cached calls are float32, for drawing; those of whole sequences keep their
+        type, so that later operations need not hold them twice.
         """
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
@@ -192,7 +191,7 @@ class RoleModel(GPTModel):
     ) -> Tensor:
         if self.pre_process and tokens_T is not None:
             words = self.embedding.word_embeddings
-            # The module's reduction costs more than the look-up, also where there is nothing to reduce.
+            # The module's reduction costs more than the look-up, even with nothing to reduce.
             hidden_TH = words(tokens_T) if self.groups.tp > 1 else F.embedding(tokens_T, words.weight)
         else:
             hidden_TH = self.decoder.input_tensor[:, 0]
@@ -250,7 +249,7 @@ class RoleModel(GPTModel):
 
 
 def _take_gathered_input(output_layer: ColumnParallelLinear) -> None:
-    """Let the vocabulary's projection see rows that the model has gathered, and leave the sum of its gradients to it."""
+    """Configure the output projection for rows that the model has gathered; the model sums its gradients."""
     output_layer.sequence_parallel = output_layer.allreduce_dgrad = False
     output_layer.disable_grad_reduce = True
 
@@ -258,7 +257,7 @@ def _take_gathered_input(output_layer: ColumnParallelLinear) -> None:
 def transformer_config(
     shape: ModelShape, groups: RoleGroups, dtype: torch.dtype, layout: TrainingLayoutConfig | None = None
 ) -> TransformerConfig:
-    """megatron-core's configuration, to serve or to be trained in `layout`.  Fusions for apex or CUDA only are off."""
+    """megatron-core's configuration, for serving or for training in `layout`.  Fusions for apex or CUDA only are off."""
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -368,10 +367,9 @@ def _finished(model: RoleModel, device: torch.device) -> RoleModel:
 
 
 def _mark_shards(model: RoleModel) -> None:
-    """Say which parameters are tensor-parallel shards, so that gradient norms count each weight once.
+    """Mark the parameters that are tensor-parallel shards, so that gradient norms count each weight once.
 
-    megatron marks weights while it initialises them, which this runtime does not let it do; transformer-engine's layers are
-    marked as they are made.
+    megatron marks weights when it initialises them, which this runtime skips; transformer-engine's layers mark their own.
     """
     for name, module in model.named_modules():
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:

@@ -30,9 +30,9 @@ def load_role(
     layers: Layers = "torch",
     vocab_multiple: int = 1,
 ) -> RoleModel:
-    """This rank's stage of the model that `config` names, in evaluation mode; cached calls go by `path`.
+    """This rank's stage of the model in `config`, in evaluation mode; `path`: computation of cached calls.
 
-    `vocab_multiple` (`ModelShape`): where weights move between layouts, one that all their tensor ranks divide.
+    `vocab_multiple` (`ModelShape`): if weights move between layouts, a multiple of all their tensor ranks.
 
     Raises CheckpointError for weights that are missing or do not fit, CapacityError for too few positions, ConfigError for
     layers of a library that cannot be used here.
@@ -56,7 +56,7 @@ def load_training(
     layers: Layers = "torch",
     vocab_multiple: int = 1,
 ) -> list[RoleModel]:
-    """This rank's chunks of the model, to be trained on `groups` with the options of `layout`; otherwise as `load_role`."""
+    """This rank's chunks of the model, for training on `groups` with the options of `layout`; otherwise as `load_role`."""
     shape, source = _open(config, head, vocab_multiple)
     kind = _layer_kind(config, layers, device)
     chunks = build_chunks(
@@ -69,9 +69,9 @@ def load_training(
 
 
 def as_it_began(adapted: RoleModel, groups: RoleGroups, config: ModelConfig) -> RoleModel:
-    """The model that a model with adapters began as, in the same layout and over the very same weights, to score with.
+    """The initial model of a model with adapters, for scoring, in the same layout and sharing its weights.
 
-    `config` names it: with adapters, those that were given; without, they were to begin with as if there were none.
+    `config` has the adapters that the run started from, if any; new adapters add 0 at the start.
     """
     device = next(adapted.parameters()).device
     model = build_model(
@@ -84,7 +84,7 @@ def as_it_began(adapted: RoleModel, groups: RoleGroups, config: ModelConfig) -> 
 
 
 def _open(config: ModelConfig, head: Head, vocab_multiple: int) -> tuple[ModelShape, TensorSource]:
-    """Shape and weights of a role, and whether its adapters fit.  Reads headers only."""
+    """Shape and weights of a role, after a check of its adapters.  Reads headers only."""
     shape, source = open_weights(config, head)
     if isinstance(config, LearningModelConfig) and config.lora is not None and config.lora.adapter is not None:
         open_adapters(config.lora.adapter, shape, config.lora, head)
@@ -94,7 +94,7 @@ def _open(config: ModelConfig, head: Head, vocab_multiple: int) -> tuple[ModelSh
 def _layer_kind(config: ModelConfig, wanted: Layers, device: torch.device) -> LayerKind:
     adapters = isinstance(config, LearningModelConfig) and config.lora is not None
     available = find_available(device.type == "cuda")
-    if problem := layers_refused(wanted, available, adapters=adapters):  # which device `auto` is, is known only here
+    if problem := layers_refused(wanted, available, adapters=adapters):  # the device of `auto` is known only here
         raise ConfigError(problem)
     return layer_kind(wanted, available, adapters=adapters)
 

@@ -1,4 +1,4 @@
-"""One unit of work: a pipeline stage advances some sequences by some tokens.  Actor decode and scorer prefill are this call.
+"""Advances sequences by some tokens on one pipeline stage: the call of both actor decode and scorer prefill.
 
 Legend: T packed tokens, H hidden, R rows of interest, V vocabulary.
 """
@@ -26,8 +26,8 @@ def step(
     """Append lens[s] tokens to each sequence's cache and return this stage's output.
 
     `inputs` are tokens [T] on the first stage and hidden states [T, 1, H] on the others.  The output is hidden [T, 1, H]
-    before the last stage; there it is logits [R, V / tp] or values / scores [R] of `rows_R` (null: all T tokens).
-    No communication happens inside but megatron's own tensor-parallel reductions.
+    before the last stage; there it is logits [R, V / tp] or values / scores [R] of `rows_R` (None: all T tokens).
+    The only communication is megatron's tensor-parallel reductions.
     """
     plan = kv.begin(seq_ids, lens)
     if model.pre_process:
@@ -35,6 +35,6 @@ def step(
     else:
         model.set_input_tensor(inputs)
         out = model(None, plan, rows_R)
-        model.set_input_tensor(None)  # nobody else would let it go
+        model.set_input_tensor(None)  # release it
     kv.commit(plan)
     return out

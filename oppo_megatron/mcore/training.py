@@ -1,6 +1,6 @@
 """Training and cache-free forward of a role through megatron-core's own DDP, optimizer, scheduler and pipeline schedules.
 
-A rank holds one model chunk, or several where the pipeline is interleaved: chunk c of stage p is virtual stage c * pp + p.
+A rank holds one model chunk, or several if the pipeline is interleaved: chunk c of stage p is virtual stage c * pp + p.
 
 Legend: R rows of interest of a micro-batch.
 """
@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from oppo_megatron.cluster.gathering import gather_figures
+from oppo_megatron.cluster.process_groups import gather_figures
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.mcore import compat
@@ -29,7 +32,6 @@ from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.layers.attention import PackedPlan
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import memory_for, too_many_tokens
-from oppo_megatron.mcore.stage_messages import StageMessages
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics).
@@ -43,9 +45,9 @@ Chunks = RoleModel | Sequence[RoleModel]
 
 @dataclass
 class StepReport:
-    """One optimizer step.  `stats` are sums over the micro-batches (maxima where the name begins with `max_`).
+    """One optimizer step.  `stats` are sums over the micro-batches of all replicas (maxima if the name starts with `max_`).
 
-    They cover all replicas, and are known on last-stage ranks only; on the others the mapping is empty.
+    They are known on last-stage ranks only; on the others the mapping is empty.
     """
 
     grad_norm: float
@@ -55,13 +57,13 @@ class StepReport:
 
 @dataclass
 class Ahead:
-    """A micro-batch whose forward pass has been made before its turn, and the output, with its graph, until it is taken."""
+    """A micro-batch whose forward pass has already run, and its output with the graph, until it is taken."""
 
     batch: MicroBatch
     output: Tensor | None
 
     def take(self, batch: MicroBatch) -> Tensor | None:
-        """The output, which is not held here any longer, if it is of this micro-batch."""
+        """Release the output if it is of this micro-batch, else None."""
         if batch.index != self.batch.index or batch.tokens != self.batch.tokens:
             return None
         output, self.output = self.output, None
@@ -102,21 +104,21 @@ def _run(
             pg_collection=groups.collection,
         )
     for chunk in chunks:
-        chunk.set_input_tensor(None)  # of the last micro-batch; nobody else would let it go
+        chunk.set_input_tensor(None)  # release the last micro-batch's
     if not groups.is_last_stage:
         return []
     return [report for report, batch in zip(reports, batches, strict=True) if not batch.is_dummy]
 
 
 def _forward(model: RoleModel, module: torch.nn.Module, batch: MicroBatch, size: int) -> Tensor:
-    """The output of a chunk, which `module` wraps, for a micro-batch made up to `size` tokens."""
+    """The output of a chunk, wrapped in `module`, for a micro-batch padded to `size` tokens."""
     lengths, tokens_T = batch.padded(size, model.max_length)
     out: Tensor = module(tokens_T, PackedPlan(lengths, model.rope), batch.rows_R)
     return out
 
 
 def _forward_step(model: RoleModel, finish: Loss, ahead: Ahead | None) -> Callable[..., Any]:
-    """The function by which megatron's schedules run a micro-batch through a chunk, and get its loss on the last stage."""
+    """megatron's `forward_step_func`: runs a micro-batch through a chunk, and gives its loss on the last stage."""
 
     def forward_step(
         work_left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module
@@ -142,7 +144,7 @@ def _largest(batches: Sequence[MicroBatch], work: str) -> tuple[str, str]:
 
 
 def _filled(batches: Sequence[MicroBatch], multiple: int, device: torch.device) -> list[MicroBatch]:
-    """With dummies behind them, so that there is at least one and the number is a multiple of `multiple`."""
+    """Append dummies until the number is a positive multiple of `multiple`."""
     missing = _multiple(max(len(batches), 1), multiple) - len(batches)
     return [*batches, *[MicroBatch.dummy(device)] * missing]
 
@@ -178,7 +180,7 @@ def forward_rows(
 
 
 class TrainedModel:
-    """A role's chunks on this rank with their optimizer, which updates them in place; `model` is the first of them."""
+    """A role's chunks on this rank with their optimizer, which updates them in place; `model` is the first chunk."""
 
     def __init__(
         self, model: Chunks, config: OptimizerConfig, total_steps: int, layout: TrainingLayoutConfig | None = None
@@ -214,14 +216,14 @@ class TrainedModel:
 
     @property
     def goes_ahead(self) -> bool:
-        """Whether a forward pass needs neither another stage's output nor another micro-batch's turn."""
+        """True if a forward pass needs neither another stage's output nor another micro-batch."""
         return self.model.groups.pp == 1 and len(self.chunks) == 1
 
     def ahead(self, batch: MicroBatch) -> None:
-        """Run the forward pass of a micro-batch that the next `step` is given among others: it goes on from there.
+        """Run the forward pass of one micro-batch of the next `step`, which continues from it.
 
-        All tensor ranks of the replica make the call, and none where not `goes_ahead`.  Takes the memory that the step takes
-        for the micro-batch, until then; the weights must not change in between.
+        All tensor ranks of the replica make the call, if `goes_ahead`.  Holds the micro-batch's activations until the step;
+        the weights must not change in between.
         """
         assert self.goes_ahead
         self._ahead = None
@@ -235,15 +237,15 @@ class TrainedModel:
             ddp.eval()
 
     def forget_ahead(self) -> None:
-        """The step for which `ahead` was called will not be made."""
+        """Drop the forward pass of `ahead`, whose step will not be made."""
         self._ahead = None
 
     def step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepReport:
         """Forward, backward and one optimizer step on this replica's share of a minibatch, which may be empty.
 
-        All ranks of all replicas make the call.  The micro-batches' losses add up, over the replicas too, to the
-        minibatch's; the gradient and its norm belong to the sum.  Raises NumericsError, before the weights change, if
-        the norm is not finite.
+        All ranks of all replicas make the call.  The minibatch's loss is the sum over the micro-batches of all replicas; the
+        gradient and its norm are of that sum.  Before the weights change, raises NumericsError if the norm is not finite and
+        CapacityError if memory runs out.
         """
         for ddp in self.ddp:
             ddp.train()
@@ -266,7 +268,7 @@ class TrainedModel:
         return int(self.scheduler.num_steps)
 
     def resume_schedule(self, updates: int) -> None:
-        """So many optimizer steps are done: the learning rate goes on from there."""
+        """Set the number of optimizer steps done, which determines the learning rate."""
         self.scheduler.num_steps = updates
         self.scheduler.step(increment=0)
 
@@ -278,7 +280,7 @@ class TrainedModel:
 
     def _checked_step(self) -> float:
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())  # for which the host waits
+        norm = float(self.optimizer.get_grad_norm())  # the host waits
         if not math.isfinite(norm):
             raise NumericsError(
                 f"the gradient norm is {norm}: the update is not applied. Lower the learning rate, or look at the batch's "
@@ -295,11 +297,11 @@ def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[
     own = _added(read_reports(list(reports)))
     if groups.dp == 1 or not groups.is_last_stage:
         return own
-    return _added(gather_figures(own, groups.collection.dp))  # a replica without rows knows no names
+    return _added(gather_figures(own, groups.collection.dp))  # a replica without rows has no names
 
 
 def read_reports(reports: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
-    """Figures of the device, scalars each, on the host: all in one copy."""
+    """Copy scalars from the device to the host at once."""
     values = [value.detach().double() for report in reports for value in report.values()]
     numbers = iter(torch.stack(values).tolist() if values else ())
     return [{name: next(numbers) for name in report} for report in reports]
@@ -332,16 +334,16 @@ def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, grou
             pg_collection=groups.collection,
         )
     for each in optimizer.chained_optimizers:
-        if isinstance(each.optimizer, torch.optim.AdamW):  # where megatron found no other
+        if isinstance(each.optimizer, torch.optim.AdamW):  # megatron found no other
             for group in each.optimizer.param_groups:
-                group["fused"] = True  # one pass over weights and moments, in place of a dozen
+                group["fused"] = True  # one pass over weights and moments instead of a dozen
     return optimizer
 
 
 def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
-        # megatron starts a warm-up at init_lr: the first step is to be one of the ramp, not one that does nothing.
+        # megatron starts a warm-up at init_lr; without this the first step would have a learning rate of 0.
         init_lr=config.rate / config.warmup_steps if config.warmup_steps else config.rate,
         max_lr=config.rate,
         min_lr=config.min_lr if config.decay != "constant" else min(config.min_lr, config.rate),
@@ -353,3 +355,29 @@ def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Opt
         wd_incr_steps=max(total_steps, 1),
         wd_incr_style="constant",
     )
+
+
+NOTHING = [0, 0, 0]
+
+
+class StageMessages(P2PCommunicator):
+    """Pipeline messages without an exchange of shapes, for which the host would wait (p2p_communication.py:242).
+
+    Activations and gradients come in the order of the micro-batches, whose sizes every stage knows.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, sizes: Sequence[int]):
+        """`sizes`: tokens of each micro-batch."""
+        super().__init__(group, config)
+        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shapes = [[size // shards, 1, config.hidden_size] for size in sizes]
+        self._activations, self._gradients = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        """Shapes of the tensors from the previous and the next stage."""
+        return (
+            next(self._activations) if recv_prev else NOTHING,
+            next(self._gradients) if recv_next else NOTHING,
+        )

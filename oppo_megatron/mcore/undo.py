@@ -1,4 +1,4 @@
-"""Undoing an update: weights, optimizer state and learning rate of a trained model are set aside in host memory."""
+"""Undoes updates: keeps weights, optimizer state and learning rate of a trained model in host memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from oppo_megatron.mcore.training import TrainedModel
 
 
 class Undo:
-    """What `model` is now; `restore` puts it back, to the bit, whatever updates were made in between.
+    """A copy of `model`'s state; `restore` restores it to the bit after any updates.
 
-    Takes as many bytes of host memory as weights and optimizer have on this rank.
+    Takes as much host memory as weights and optimizer on this rank.
     """
 
     def __init__(self, model: TrainedModel):
@@ -29,7 +29,6 @@ class Undo:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back in place."""
         for weight, before in self._weights:
             weight.copy_(before)
         for group, settings in self._groups:

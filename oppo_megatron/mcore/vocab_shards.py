@@ -1,6 +1,6 @@
-"""The tensor ranks among which the vocabulary is divided, in order: all have equally many rows of embedding and output layer.
+"""The tensor ranks that share the vocabulary, in order, each with the same number of rows of embedding and output layer.
 
-Where the vocabulary does not divide, the rows behind its end belong to no token: the last rank has fewer tokens than rows.
+If the vocabulary does not divide evenly, the last rank has padding rows.
 
 Legend: R rows, V tokens of this rank's shard, S shards.
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class VocabShards:
-    """This rank's place among the shards.  Without a group the only shard is the whole vocabulary."""
+    """This rank's shard.  Without a group the only shard is the whole vocabulary."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
-        """`rows`: of a rank; `vocab_size` where it is less than those of all ranks."""
+        """`rows`: per rank; `vocab_size`: if it is less than the rows of all ranks."""
         self.group, self.rows, self.vocab_size = group, rows, vocab_size
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
@@ -26,24 +26,24 @@ class VocabShards:
 
     @property
     def first(self) -> int:
-        """The first token of this shard, by its number in the vocabulary."""
+        """Id of this shard's first token."""
         return self.rank * self.rows
 
     def of_tokens(self, rows_RV: Tensor) -> Tensor:
-        """The columns that belong to tokens: all but those that fill up the last shard."""
+        """Drop the last shard's padding columns."""
         return rows_RV if self.num_tokens == self.rows else rows_RV[..., : self.num_tokens]
 
     def filled_up(self, logits_RV: Tensor) -> Tensor:
-        """As wide as those of the other ranks, with logits that are never drawn."""
+        """Pad to the other ranks' width, with logits that are never drawn."""
         missing = self.rows - self.num_tokens
         return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing and self.size > 1 else logits_RV
 
     def globally(self, tokens: Tensor) -> Tensor:
-        """Tokens of this shard by their number in the vocabulary."""
+        """Vocabulary ids of this shard's tokens."""
         return tokens + self.first
 
     def gather(self, mine: Tensor) -> Tensor:
-        """What all ranks have, stacked in their order: [S, ...]."""
+        """Tensors of all ranks, stacked in their order: [S, ...]."""
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine.contiguous(), group=self.group)
         return torch.stack(found)

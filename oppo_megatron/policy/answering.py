@@ -16,8 +16,7 @@ from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.sampler import Sampling
-from oppo_megatron.engine.stop_text import StopText
-from oppo_megatron.engine.stopping import Stopping, all_ids
+from oppo_megatron.engine.stopping import Stopping, StopText, all_ids
 from oppo_megatron.policy.answers import Decode, GrowingText, Meter, ResponseFile, answer_of
 from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
 from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted

@@ -11,6 +11,7 @@ from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.model import LearningModelConfig, ModelConfig, PlacementConfig
 from oppo_megatron.config.paths import check_exists
+from oppo_megatron.config.reward_rules import check_rewards
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.errors import CheckpointError
@@ -33,7 +34,7 @@ from oppo_megatron.modeldir.headers import (
 )
 from oppo_megatron.modeldir.megatron import find_megatron
 from oppo_megatron.modeldir.vocabularies import compare_tokenizers
-from oppo_megatron.preflight.settings import check_rewards, check_source, check_stop_ids, check_supervised, check_train
+from oppo_megatron.preflight.settings import check_source, check_stop_ids, check_supervised, check_train
 
 SHOWN = 3
 """Tensors that do not fit, of each role."""

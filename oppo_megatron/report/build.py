@@ -44,7 +44,7 @@ def write_report(
     if page.exists() and not (page.is_file() and HEADING in page.read_text(encoding="utf-8", errors="replace")):
         raise DataError(f"{page} exists and is not a report; name another folder with --out")
     progress(f"reading {len(paths)} run{'s' * (len(paths) > 1)}")
-    records = read_runs(paths)
+    records = read_runs(paths, progress)
     have = {step for record in records for step in step_bounds(record.spans)}
     for step in steps:
         if step not in have:

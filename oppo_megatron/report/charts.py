@@ -97,15 +97,11 @@ def run_colour(number: int) -> str:
     return RUN_COLOURS[number % len(RUN_COLOURS)]
 
 
-def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Centred mean over `window` values, or over those that exist near the ends."""
+def smooth(values: Sequence[float]) -> list[float]:
+    """Centred moving mean over a tenth of the values, or over those that exist near the ends."""
+    window = max(1, len(values) // 10)
     before, after = window // 2, window - window // 2
     return [fmean(values[max(0, at - before) : at + after]) for at in range(len(values))]
-
-
-def smooth(values: Sequence[float]) -> list[float]:
-    """Moving mean over a tenth of the values."""
-    return moving_mean(values, window=max(1, len(values) // 10))
 
 
 def short(value: float) -> str:

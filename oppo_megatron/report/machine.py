@@ -115,12 +115,12 @@ def _waits(windows: Mapping[str, StepWindow]) -> Iterator[list[str]]:
 
 
 def utilization_section(records: Sequence[RunRecord]) -> Section:
-    """Share of its time in which each rank does useful work (the paper's Figure 5)."""
+    """Share of each rank's time that is useful work (the paper's Figure 5)."""
     section = Section(
         "utilization",
         "Utilisation of each rank",
-        "Share of the time after the first step in which a rank decodes, scores or updates, from the trace (Figure 5 of the "
-        "OPPO paper). Waiting, messages and the exchange of scores count as idle.",
+        "Share of the time after the first step that a rank spends on decoding, scoring or updates, from the trace (Figure 5 of "
+        "the OPPO paper). Waiting, messages and the exchange of scores count as idle.",
     )
     rows: list[tuple[str, dict[str, float]]] = []
     for record in records:

@@ -7,7 +7,7 @@ import os
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -109,7 +109,9 @@ def memory_peaks(line: MetricsLine) -> list[float | None]:
     return peaks if any(peak is not None for peak in peaks) else []
 
 
-def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[RunRecord]:
+def read_runs(
+    paths: Sequence[str | os.PathLike[str]], progress: Callable[[str], None] = lambda line: None
+) -> list[RunRecord]:
     """Read run directories; names are the shortest ends of the paths that differ.  Raises DataError."""
     resolved = [Path(path).resolve() for path in paths]
     for place, path in enumerate(resolved):
@@ -118,7 +120,12 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[RunRecord]:
     for given in paths:
         check_run_directory(given)
     names = distinct_names(resolved)
-    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    records = []
+    for given, name in zip(paths, names, strict=True):
+        if len(names) > 1:
+            progress(f"reading {name}")
+        records.append(read_run(given, name))
+    return records
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None, *, spans: bool = True) -> RunRecord:
@@ -189,7 +196,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 def without_downtime(spans: Sequence[Span], lines: Sequence[MetricsLine]) -> list[Span]:
     """Remove the pauses between a run's attempts; returns the spans in order of their starts.
 
-    A pause is a stretch in which no rank has a span, longer than the metrics say that the steps on both sides of it
+    A pause is a stretch without any span, longer than the metrics say that the steps on both sides of it
     took.  The last span before it and the first after it name these steps.
     """
     took_s = {

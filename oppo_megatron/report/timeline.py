@@ -62,8 +62,8 @@ class Timeline:
 def step_bounds(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:
     """Start and end of each step, in step order.
 
-    A step lasts from its first span of work to that of the next step (the last step: to the end of its last span), so
-    that work which overlaps two steps is not counted twice.  Waiting and evaluation do not bound a step.
+    A step lasts from its first span of work to the first of the next step (the last step: to its last span's end), so that
+    work which overlaps two steps is not counted twice.  Waiting and evaluation do not bound a step.
     """
     work = [span for span in spans if span.name not in WAITING and span.name != "evaluate"]
     starts: dict[int, float] = {}

@@ -13,7 +13,7 @@ KINDS = ("decode", "score", "update")
 
 
 def utilization(runs: Sequence[Path]) -> list[dict[str, float]]:
-    """Return each rank's number and the percent of the steps after the first in which it decodes, scores, updates, is idle.
+    """Return each rank's number and the percent of its time after the first step for decoding, scoring, updates and idling.
 
     The time counts from the first work of step 2 on any rank (of step 1 if it is the only one) to the last work of the
     run.  A span of decoding or scoring includes what the loop does between its actions.  Waiting, messages and the
@@ -47,21 +47,6 @@ def work_seconds(run: Path) -> dict[int, dict[int, float]]:
         steps = work.setdefault(span.rank, {})
         steps[span.step] = steps.get(span.step, 0.0) + span.end - span.start
     return work
-
-
-def untraced_percent(runs: Sequence[Path]) -> float:
-    """Percent of the same time in which the first rank is in no span: the loop itself, and the exchange of scores and
-    the writing of metrics apart from their waits.  Several runs are summed."""
-    total_s = covered_s = 0.0
-    for run in runs:
-        spans = read_trace(RunDirectory(run).trace)
-        start, end = _window(str(run), spans)
-        reached = start
-        for span in sorted((s for s in spans if s.rank == 0), key=lambda s: s.start):
-            covered_s += max(0.0, min(span.end, end) - max(span.start, reached))
-            reached = max(reached, span.end)
-        total_s += end - start
-    return 100 * (1 - covered_s / total_s)
 
 
 def kind_of(span: Span) -> str | None:

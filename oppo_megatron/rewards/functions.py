@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.evaluation import part_labels
+from oppo_megatron.config.reward_rules import check_rewards
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.plugins import SHOWN_CHARACTERS, load_entry_point, said_of
-from oppo_megatron.preflight.settings import check_rewards
 from oppo_megatron.rewards.isolated_rule import IsolatedRule
 from oppo_megatron.rewards.isolation import NO_SETTLED, IsolatedFunction
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, read_token

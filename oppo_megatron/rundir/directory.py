@@ -35,8 +35,7 @@ from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.nesting import read_json, read_yaml
 from oppo_megatron.rundir.checkpoints import CheckpointStore
-from oppo_megatron.rundir.holding import HELD_WAIT_S, held
-from oppo_megatron.rundir.space import free_bytes, megabytes
+from oppo_megatron.rundir.disk import HELD_WAIT_S, free_bytes, held, megabytes
 
 RUN_FORMAT = 1
 """The format of the files of a run directory, recorded in `hosts.json`.  It is raised when earlier files would be misread."""

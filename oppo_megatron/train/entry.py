@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from oppo_megatron.clock import by_time
-from oppo_megatron.cluster.liveness.watching import stacks_on_request, watched
+from oppo_megatron.cluster.liveness.watchdog import stacks_on_request, watched
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.derived import describe_batch, describe_settle
 from oppo_megatron.config.load import dump_config
@@ -21,7 +21,7 @@ from oppo_megatron.mcore.cpu.private_ops import require_private_ops
 from oppo_megatron.mcore.out_of_memory import memory_for
 from oppo_megatron.overcommit.ahead import NEW_RUN
 from oppo_megatron.rundir.directory import RunDirectory, write_json
-from oppo_megatron.rundir.space import clear_when_full
+from oppo_megatron.rundir.disk import clear_when_full
 from oppo_megatron.rundir.trace import merge_traces
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
 from oppo_megatron.train.guards.rollback import RollBack, Rollbacks

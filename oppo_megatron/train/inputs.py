@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from oppo_megatron.config.derived import batch_rows, members
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.length_trace import forced_quantile
+from oppo_megatron.data.prompt_tokens import hidden_ids, require_stop_texts
 from oppo_megatron.data.prompts import PromptSet, load_prompts
 from oppo_megatron.data.rows import Quarantine, RowProblems
-from oppo_megatron.data.stops import hidden_ids, require_stop_texts
 from oppo_megatron.data.supervised_rows import describe_seen
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError

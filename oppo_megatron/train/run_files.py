@@ -20,7 +20,7 @@ from oppo_megatron.mcore.training import Chunks, as_chunks
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.mcore.weights.lora_weights import export_adapters
 from oppo_megatron.rundir.directory import RUN_FORMAT, RunDirectory, write_json
-from oppo_megatron.rundir.space import free_bytes, megabytes
+from oppo_megatron.rundir.disk import free_bytes, megabytes
 
 
 def save_role(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from oppo_megatron.clock import by_time
-from oppo_megatron.cluster.liveness.watching import watched
+from oppo_megatron.cluster.liveness.watchdog import watched
 from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.data import DataConfig

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "control": {"config"},
     "algorithms": {"config"},
     "schedule": {"config", "modeldir", "layout"},
-    "rewards": {"config", "preflight"},
+    "rewards": {"config"},
     "data": {"config", "modeldir", "preflight"},
     "cluster": {"config", "rundir"},
     "mcore": {"config", "modeldir", "rundir", "layout", "schedule", "cluster"},

@@ -1,4 +1,4 @@
-"""docs/promises.md names tests that exist, with the tiers that their marks give them, and counts its rows rightly."""
+"""tests/promises.md names tests that exist, with the tiers that their marks give them, and counts its rows rightly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "promises.md"
+PAGE = ROOT / "tests" / "promises.md"
 NONE = "**none**"
 BREAK = "<br>"
 ROW = re.compile(r"^\| (?P<promise>.+) \| (?P<tests>.+) \| (?P<tiers>.*?) ?\|$")

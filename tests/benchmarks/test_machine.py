@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.machine import Core, cluster_tree, main, processor
-from oppo_megatron.cli.main import main as oppo
-from oppo_megatron.cores import usable_cores
-from oppo_megatron.rundir.directory import write_json
-from oppo_megatron.sim.clusters.reading import read_cluster
-from oppo_megatron.sim.clusters.threads import threaded
-from oppo_megatron.sim.laws.points import (
+from benchmarks.fitting.points import (
     CollectivePoint,
     LayerPoint,
     read_collectives,
@@ -21,6 +15,12 @@ from oppo_megatron.sim.laws.points import (
     write_collectives,
     write_layers,
 )
+from benchmarks.machine import Core, cluster_tree, main, processor
+from oppo_megatron.cli.main import main as oppo
+from oppo_megatron.cores import usable_cores
+from oppo_megatron.rundir.directory import write_json
+from oppo_megatron.sim.clusters.reading import read_cluster
+from oppo_megatron.sim.clusters.threads import threaded
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 CORE = Core(5e10, 2e10, {1: 1.0, 2: 1.5, 4: 2.0})

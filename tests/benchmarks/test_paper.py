@@ -144,7 +144,7 @@ def test_the_command_prints_each_figure_beside_the_papers(
 @pytest.mark.long
 def test_the_page_has_the_figures_of_the_command() -> None:
     """At its defaults, of figures 3 and 6 and table 2's mean."""
-    page, whole = (Path(__file__).resolve().parents[2] / "docs" / "paper.md").read_text(encoding="utf-8"), Paper(100, 0)
+    page, whole = (Path(__file__).resolve().parents[2] / "benchmarks" / "README.md").read_text(encoding="utf-8"), Paper(100, 0)
     for row in whole.speedups():
         cells = " | ".join(f"{row[key]:.2f}" for key in ("speedup", "speedup_implied", "speedup_padded"))
         assert f"| {cells} | {row['stated']:g} |" in page

@@ -60,11 +60,10 @@ def test_the_command_counts_what_a_rank_has(capsys: pytest.CaptureFixture[str]) 
     assert main(["--count", "--ranks", "8", "64", *sizes]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
     assert [row[:2] for row in rows] == [["disaggregated", "8"], ["disaggregated", "64"]]
-    groups, calls, messages, chunks, peers, notes, summaries = zip(*(map(int, row[2:]) for row in rows), strict=True)
+    groups, calls, messages, chunks, peers = zip(*(map(int, row[2:]) for row in rows), strict=True)
     assert groups == (15, 16) and calls[0] == 37, "there is a dp group where there are replicas"
     assert chunks == (8, 16) and peers == (5, 9), "a header and a payload to eight listeners, and tokens to one stage"
     assert all((each - chunk) % 16 in (0, 2) for each, chunk in zip(messages, chunks, strict=True)), "two gathers of dp"
-    assert notes == (8, 32) and summaries == (8, 34)
 
 
 def test_rounds_are_planned_by_the_rules_of_a_transport(capsys: pytest.CaptureFixture[str]) -> None:

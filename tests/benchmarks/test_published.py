@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.fitting.nonnegative import nonnegative_fit
 from benchmarks.published.__main__ import main
 from benchmarks.published.calls import Constants
 from benchmarks.published.prediction import (
@@ -26,7 +27,6 @@ from benchmarks.published.prediction import (
 )
 from benchmarks.published.tables import PLANS, SHAPES, cut_stages, least_largest, plan_named
 from oppo_megatron.sim.clusters.gpus import GPUS
-from oppo_megatron.sim.laws.nonnegative import nonnegative_fit
 
 TABLES = {"70b-searched": 2, "70b-heuristic": 3, "7b-searched": 4, "7b-heuristic": 5}
 

@@ -61,7 +61,7 @@ def test_the_script_prints_and_writes_its_tables(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     found = json.loads((tmp_path / "scale.json").read_text())
     assert [row["ranks"] for row in found["weak"]] == [8, 32] and all(row["speedup"] > 1 for row in found["weak"])
-    assert [round(row["step_s"], 2) for row in found["weak"]] == [18.76, 20.95], "docs/benchmarks.md"
+    assert [round(row["step_s"], 2) for row in found["weak"]] == [18.76, 20.95], "benchmarks/README.md"
     for row in found["weak"]:
         shares = sum(row[f"{part}_percent"] for part in ("decode", "score", "update", "critic"))
         assert shares + 100 * row["idle_s"] / row["step_s"] == pytest.approx(100)

@@ -22,7 +22,6 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.preflight.settings import check_overlap
 from oppo_megatron.rundir.trace import Span
 from tests.support.ppo import Workspace
 from tests.unit.test_bench_overlap import faults, made
@@ -110,7 +109,7 @@ def test_deltas_fixed_and_by_rule(configs_of: Make) -> None:
     }  # fmt: skip
     assert configs["fixed-8"].overlap.delta.initial == 8 and configs["fixed-0"].overlap.delta.initial == 0
     assert configs["algorithm1"].overlap.delta.max == 4, "a rule is bounded as configured"
-    assert all(not check_overlap(c.overlap, 16) for c in configs.values())
+    assert all(not list(c.overlap.rules(16)) for c in configs.values())
     with pytest.raises(ConfigError, match="overlap.inter=true"):
         configs_of("delta", with_critic(overlap={"inter": False}))
     with pytest.raises(ConfigError, match="--rules names fixed"):
@@ -166,7 +165,7 @@ def test_limits_and_batches_take_what_depends_on_them_along() -> None:
     smaller = sweeps.with_batch(with_critic(overlap={"delta": {"initial": 4, "max": 8}}), 4)
     assert smaller.rollout.batch_size == 4
     assert (smaller.overlap.delta.initial, smaller.overlap.delta.max) == (1, 2)
-    assert not check_overlap(smaller.overlap, 4)
+    assert not list(smaller.overlap.rules(4))
 
 
 def test_growth_is_the_power_of_what_grows() -> None:

@@ -25,7 +25,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.errors import OppoError
 from oppo_megatron.rundir.directory import RunDirectory
-from oppo_megatron.rundir.space import clear_when_full
+from oppo_megatron.rundir.disk import clear_when_full
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, read_inputs

@@ -12,8 +12,7 @@ from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.engine.sampler import Sampling
-from oppo_megatron.engine.stop_text import StopText
-from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.engine.stopping import Stopping, StopText
 from oppo_megatron.mcore.model import build_model
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import export_weights, load_weights

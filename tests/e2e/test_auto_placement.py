@@ -87,7 +87,7 @@ def test_measures_chooses_and_trains(workspace: Workspace, capfd: pytest.Capture
 def test_one_that_fails_is_left_out(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
     rewards = [{"kind": "python", "entry_point": "tests.e2e.rewards:only_alone"}]
     path, run = write(workspace, "one-fails", reward=None, rewards=rewards)
-    assert main(["placement", str(path)]) == 0
+    assert main(["plan", "measure", str(path)]) == 0
     out = capfd.readouterr().out
     failed = next(line for line in out.splitlines() if line.startswith("failed: disaggregated 1 | 1: "))
     assert "cannot be shared" in failed and str(run / "placement" / "disaggregated-1-1-1.log") in failed
@@ -107,14 +107,14 @@ def test_if_all_fail_the_error_is_told(workspace: Workspace, capfd: pytest.Captu
     assert not (run / "placement.json").exists() and not (run / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("command", ["train", "placement"])
+@pytest.mark.parametrize("command", [["train"], ["plan", "measure"]])
 def test_what_every_run_would_refuse_is_refused_once(
-    workspace: Workspace, capfd: pytest.CaptureFixture[str], command: str
+    workspace: Workspace, capfd: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     bad = workspace.root / "bad.jsonl"
     bad.write_text('{"prompt": "1+1=", "answer": "2"}\nno JSON\n')
-    path, run = write(workspace, f"bad-{command}", **{"data.path": str(bad)})
-    assert main([command, str(path)]) == 2
+    path, run = write(workspace, f"bad-{command[0]}", **{"data.path": str(bad)})
+    assert main([*command, str(path)]) == 2
     err = capfd.readouterr().err
     assert f"{bad}:2: not JSON" in err and "could be measured" not in err and "Traceback" not in err
     assert not (run / "placement").exists()

@@ -11,6 +11,8 @@ import pytest
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.records import StepSignals
+from oppo_megatron.sim.runs.virtual import VirtualRun
+from tests.support.ordered import OrderedRun
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.virtual import assert_unfolds_alike
 
@@ -40,7 +42,7 @@ def test_every_prompt_is_trained_exactly_once(outcome: Outcome) -> None:
 
 
 def test_it_unfolds_alike_in_virtual_time(workspace: Workspace, outcome: Outcome) -> None:
-    assert_unfolds_alike(overcommitted(workspace, "first"), outcome, "laps", "actions")
+    assert_unfolds_alike(overcommitted(workspace, "first"), outcome, VirtualRun, OrderedRun)
 
 
 def test_rollouts_are_carried_with_all_their_tokens(outcome: Outcome) -> None:

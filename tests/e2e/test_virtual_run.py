@@ -11,6 +11,8 @@ import pytest
 from oppo_megatron.cli.main import main
 from oppo_megatron.control.delta_controllers import RULES
 from oppo_megatron.rundir.metrics_log import read_metrics
+from oppo_megatron.sim.runs.virtual import VirtualRun
+from tests.support.ordered import OrderedRun
 from tests.support.ppo import SHAPE, Workspace, run_ppo_ranks
 from tests.support.virtual import assert_unfolds_alike
 
@@ -45,7 +47,7 @@ def test_batches_and_deferrals_are_those_of_a_real_run(workspace: Workspace, cas
     config = workspace.config("".join(c for c in case if c.isalnum()), **both | CASES[case])
     outcome = run_ppo_ranks(config)
     assert any(row["deferrals"] for row in outcome.rollouts), "some should be carried"
-    assert_unfolds_alike(config, outcome, "laps", "actions")
+    assert_unfolds_alike(config, outcome, VirtualRun, OrderedRun)
 
 
 @pytest.mark.long
@@ -67,7 +69,7 @@ def test_a_step_takes_what_the_run_s_own_costs_say(workspace: Workspace, layout:
     run = Path(config["run_dir"])
     measured = run_ppo_ranks(config).metrics
     out = run.with_name(f"{run.name} played")
-    arguments = ["simulate", str(run / "config.yaml"), "--steps", "8", "--calibrate", str(run), "--out", str(out)]
+    arguments = ["plan", "simulate", str(run / "config.yaml"), "--steps", "8", "--calibrate", str(run), "--out", str(out)]
     assert main(arguments) == 0
     played = read_metrics(out / "metrics.jsonl")
     assert [line["tokens"] for line in played] == [line["tokens"] for line in measured]

@@ -13,8 +13,7 @@ from oppo_megatron.engine import device_decode
 from oppo_megatron.engine.links import build_links
 from oppo_megatron.engine.round_runner import RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
-from oppo_megatron.engine.stop_text import StopText
-from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.engine.stopping import Stopping, StopText
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.kv import sequence_cache

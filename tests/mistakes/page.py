@@ -1,4 +1,4 @@
-"""`python -m tests.mistakes.page > docs/mistakes.md`: every mistake, with the message that it gets now."""
+"""Print the page of every mistake with the message that it gets; the site shows it (docs/tools/site_hooks.py)."""
 
 from __future__ import annotations
 

@@ -43,7 +43,6 @@ RESUME: tuple[Mistake, ...] = (
     Mistake("held-out rows for a run of sft from here on", (*TUNE, "evaluation.fraction=0.2"),
             ("usable rows", "19", "24"), TUNE),
     Mistake("a seed of sft changed", (*TUNE, "seed=4"), ("seed is 4", "has 1"), TUNE),
-    Mistake("a key by its old name", ("sft", "sft.yaml", "max_steps=3"), ("`max_steps`", "`steps`"), ("validate", "sft.yaml")),
     Mistake("fewer updates than sft has made", ("sft", "sft.yaml", "run_dir=runs/tuned", "steps=1", "--resume"),
             ("steps is 1", "2"), TUNE),
     Mistake("a file of the only checkpoint lost", CUT, ("none of its checkpoints is whole", "state.json", "another run_dir"), CUT,

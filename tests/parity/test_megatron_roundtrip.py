@@ -240,7 +240,7 @@ def test_a_missing_config_says_what_is_needed(dist: Path) -> None:
         (lambda d: (d / "metadata.json").unlink(), "no metadata.json"),
         (lambda d: (d / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "torch_dist alone"),
         (lambda d: (d / "metadata.json").write_text("[]"), "must be a JSON object"),
-        (lambda d: next(d.glob("*.distcp")).unlink(), "which is no file beside it"),
+        (lambda d: next(d.glob("*.distcp")).unlink(), "which is not a file in its folder"),
         (lambda d: (d / ".metadata").write_bytes(b"\x80\x04"), "not an index of weights"),
     ],
 )

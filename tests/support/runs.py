@@ -74,7 +74,9 @@ def write_run(
     if finished:
         merge_traces(run)
         memory = {"memory_base_mb": [50.0, 50.0], "memory_peak_mb": [100.0, 204.0], "memory_planned_mb": [60.0, 150.0]}
-        write_json(run.summary, {**summarise(lines), **memory, "memory_ratio": [0.83, 1.03], "total_s": 2.0 * steps, **BEST})
+        write_json(
+            run.summary, {**summarise(lines), **memory, "memory_ratio": [0.83, 1.03], "total_s": 2.0 * steps, **BEST}
+        )
     return run
 
 

@@ -12,7 +12,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.records import StepSignals
 from oppo_megatron.sim.runs.lines import metrics_lines
 from oppo_megatron.sim.runs.step_costs import StepCosts
-from oppo_megatron.sim.runs.virtual import Fidelity, VirtualRun
+from oppo_megatron.sim.runs.virtual import VirtualRun
 from tests.support.ppo import Outcome
 
 COUNTED = (
@@ -35,16 +35,14 @@ def shown(outcome: Outcome) -> Callable[[int, StepSignals], StepSignals]:
     return signals
 
 
-def assert_unfolds_alike(config: dict[str, Any], outcome: Outcome, *fidelities: Fidelity) -> None:
+def assert_unfolds_alike(config: dict[str, Any], outcome: Outcome, *players: type[VirtualRun]) -> None:
     """Batches, deferrals and clocks are the real run's to the last token, and so is whatever follows from them."""
     parsed = TrainConfig(**config)
     rows = {row["seq_id"]: row for row in [*outcome.rollouts, *outcome.greedy]}
     prompts = [len(rows[seq_id]["prompt_tokens"]) for seq_id in range(len(rows))]
     lengths = {seq_id: len(row["tokens"]) for seq_id, row in rows.items()}
-    for fidelity in fidelities or ("laps",):
-        run = VirtualRun(
-            parsed, StepCosts(), lengths.__getitem__, fidelity, prompt_tokens=prompts, signals=shown(outcome)
-        )
+    for player in players or (VirtualRun,):
+        run = player(parsed, StepCosts(), lengths.__getitem__, prompt_tokens=prompts, signals=shown(outcome))
         steps = list(run.steps(len(outcome.metrics)))
         assert [step.seq_ids.tolist() for step in steps] == outcome.batches()
         deferrals = [times for step in steps for times in step.deferrals.tolist()]

@@ -181,14 +181,13 @@ def test_wrong_number_of_ranks(
     assert "[rank 1]" in err and "started 3 ranks, but the configuration places its roles on 4" in err
 
 
-@pytest.mark.parametrize("command", [["validate"], ["train", "--dry-run"], ["train"], ["schedule"]])
+@pytest.mark.parametrize("command", [["validate"], ["train", "--dry-run"], ["train"], ["plan", "schedule"]])
 def test_a_length_trace_is_read_before_anything_starts(
     config: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     Path("lengths.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,5\nx,1,nan\n")
-    name, *options = command
     overrides = ["debug.forced_lengths=lengths.csv", "ppo.minibatches=3"]
-    assert main([name, str(config), *options, *overrides]) == 2
+    assert main([*command, str(config), *overrides]) == 2
     err = capsys.readouterr().err
     assert "2 problems" in err and "ppo.minibatches 3 does not divide" in err
     assert "debug.forced_lengths: 1 row cannot be used" in err

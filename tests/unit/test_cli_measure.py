@@ -15,16 +15,14 @@ import pytest
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.cli.measure import START, describe_work, failure, run_logged, this_machine
-from oppo_megatron.cli.placement import report
+from oppo_megatron.cli.plan.measure import report
 from oppo_megatron.cli.run import load_settings
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.placing.candidates import Machine, find_candidates
-from oppo_megatron.layout.placing.choice import choose, to_record
-from oppo_megatron.layout.placing.probe import Run, fingerprint
-from oppo_megatron.layout.placing.trials import measure_all
+from oppo_megatron.layout.candidates import Machine, find_candidates
+from oppo_megatron.layout.trials import Run, choose, fingerprint, measure_all, to_record
 
 CONFIG = """
 run_dir: run
@@ -132,7 +130,7 @@ def test_ranks_of_a_launcher_cannot_be_placed(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([command, str(config)]) == 2
     err = capsys.readouterr().err
-    assert "the launcher has started 2 ranks" in err and "`oppo placement CONFIG`" in err
+    assert "the launcher has started 2 ranks" in err and "`oppo plan measure CONFIG`" in err
 
 
 def test_commands_that_do_not_measure_say_who_does(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

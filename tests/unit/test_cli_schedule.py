@@ -1,4 +1,4 @@
-"""`oppo schedule`: what it assumes and predicts, the picture, the text form, costs, wrong input and faults."""
+"""`oppo plan schedule`: what it assumes and predicts, the picture, the text form, costs, wrong input and faults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.cli.schedule import GENERATORS, TRANSPORTS
+from oppo_megatron.cli.plan.schedule import GENERATORS, TRANSPORTS
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
@@ -55,7 +55,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    assert main(["schedule", *arguments]) == code
+    assert main(["plan", "schedule", *arguments]) == code
     captured = capsys.readouterr()
     return captured.out if code == 0 or captured.out else captured.err
 
@@ -100,7 +100,7 @@ def test_picture(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("out", ["grid", "grid.txt", "grid.pdf", "."])
 def test_a_picture_of_another_name_is_refused(config: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
-    assert main(["schedule", str(config), "--out", out]) == 2
+    assert main(["plan", "schedule", str(config), "--out", out]) == 2
     captured = capsys.readouterr()
     assert f"--out {out}: the grid is drawn as PNG; name a file that ends in .png" in captured.err
     assert captured.out == ""
@@ -331,7 +331,7 @@ def test_wrong_costs_are_refused(config: Path, text: str, says: str) -> None:
 def test_wrong_input_ends_with_2(
     config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
-    assert main(["schedule", str(config), *arguments]) == 2
+    assert main(["plan", "schedule", str(config), *arguments]) == 2
     assert says in capsys.readouterr().err
 
 

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.liveness import watchdog as watchdog_module
-from oppo_megatron.cluster.liveness.board import Board
-from oppo_megatron.cluster.liveness.stalls import Note, Watch
+from oppo_megatron.cluster.liveness.stalls import Board, Note, Watch
 from oppo_megatron.cluster.liveness.watchdog import Watchdog
 from oppo_megatron.cluster.loopback import loopback_store
 
@@ -40,7 +39,7 @@ class Bench:
     def __init__(self, size: int, **options: float):
         self.clock, self.beats, self.number = Clock(), [0] * size, 0
         self.waits, self.silent, self.what = [False] * size, set[int](), ["work"] * size
-        self.watch = Watch(range(size), 10.0, 3.0, self.clock, **options)
+        self.watch = Watch(range(size), 10.0, self.clock, **options)
 
     def look(self, seconds: int, moving: tuple[int, ...] = (), reaches: bool = True) -> bool:
         """So many seconds pass, in which these ranks move; whether the run has stalled."""
@@ -184,7 +183,7 @@ def test_all_ranks_write_their_stacks_and_say_the_same(
             told[rank].append(message)
             ended.wait()
 
-        watch = Watch(range(2), 1.5, 0.5, time.monotonic)
+        watch = Watch(range(2), 1.5, time.monotonic)
         return Watchdog(rank, watch, activities[rank], boards[rank], tmp_path / "stacks", end)
 
     with (
@@ -242,7 +241,7 @@ def hold_the_interpreter(board: Board, folder: Path) -> None:
         timers.release()
 
     faulthandler.dump_traceback_later = noted  # in this process alone
-    watch = Watch(range(2), 1.0, 0.3, time.monotonic)
+    watch = Watch(range(2), 1.0, time.monotonic)
     with Watchdog(0, watch, Activity(), board, folder / "stacks", lambda _: os._exit(77)).watching():
         for _ in range(2):
             timers.acquire()

@@ -17,9 +17,8 @@ import pytest
 
 from oppo_megatron.cli.launch import GOOD_ENDS
 from oppo_megatron.cluster.liveness import supervisor as supervisor_module
-from oppo_megatron.cluster.liveness.board import board_of
 from oppo_megatron.cluster.liveness.failures import ended_well, read_failures
-from oppo_megatron.cluster.liveness.stalls import Note
+from oppo_megatron.cluster.liveness.stalls import Note, board_at
 from oppo_megatron.cluster.liveness.supervisor import Limits, Supervisor
 from oppo_megatron.cluster.liveness.watchdog import told_within_s
 from oppo_megatron.cluster.loopback import loopback_store
@@ -154,7 +153,7 @@ def test_where_no_rank_can_report_the_notes_are_read_and_the_ranks_ended(
     ranks: list[tuple[BaseProcess, Connection]], tmp_path: Path, point: MeetingPoint, hurried: Callable[[], float]
 ) -> None:
     """As both are stopped, no watchdog says that the run stands still."""
-    board = board_of(point)
+    board = board_at(point)
     for note in Note(0, 7, 5, "step 3, wait_scores actor", True, 0.0), Note(1, 9, 4, "step 3, prefill critic", False, 0.0):
         assert board.exchange(note, 20.0)
     begun, stall_s = hurried(), 4.0

@@ -22,7 +22,7 @@ from oppo_megatron.config.run import SFTConfig, TrainConfig
 from oppo_megatron.cores import has_cuda
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import named_roles
-from oppo_megatron.preflight.settings import check_forced_lengths, check_source
+from oppo_megatron.preflight.settings import check_source, check_trace
 from oppo_megatron.sim.clusters.schema import ClusterConfig
 
 GOOD = """
@@ -177,7 +177,7 @@ def test_forced_lengths_stay_in_the_range_of_floats(good: Path) -> None:
 
 def test_a_key_that_is_wrong_is_not_said_to_be_absent_as_well(good: Path) -> None:
     def check(config: TrainConfig) -> list[str]:
-        return [*check_forced_lengths(config.debug), *check_source("actor", config.actor)]
+        return [*check_trace(config.debug), *check_source("actor", config.actor)]
 
     with pytest.raises(ConfigError) as caught:
         load_config(TrainConfig, good, ["debug.forced_lengths=[0,1]", "actor.checkpoint=[1]", "actor.lorra={}"], check=check)

@@ -8,9 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.reward_rules import check_rewards, check_waits
 from oppo_megatron.config.serve import ServeConfig
-from oppo_megatron.preflight.reward_parts import check_waits
-from oppo_megatron.preflight.settings import check_rewards
 
 URL = "http://10.0.0.7:8900/score"
 RULE = {"kind": "verifier"}
@@ -44,12 +43,12 @@ def test_right(part: dict[str, Any]) -> None:
     ("part", "expected"),
     [
         ({"kind": "http"}, "rewards.0.url is missing"),
-        ({"kind": "http", "url": "10.0.0.7:8900"}, "no address of a service"),
-        ({"kind": "http", "url": "ftp://host/"}, "no address of a service"),
-        ({"kind": "http", "url": "http:///score"}, "no address of a service"),
-        ({"kind": "http", "url": "http://host:99999/"}, "no address of a service"),
-        ({"kind": "http", "url": "http://[::1/"}, "no address of a service"),
-        ({"kind": "http", "url": "http://ho st/"}, "no address of a service"),
+        ({"kind": "http", "url": "10.0.0.7:8900"}, "not the address of a service"),
+        ({"kind": "http", "url": "ftp://host/"}, "not the address of a service"),
+        ({"kind": "http", "url": "http:///score"}, "not the address of a service"),
+        ({"kind": "http", "url": "http://host:99999/"}, "not the address of a service"),
+        ({"kind": "http", "url": "http://[::1/"}, "not the address of a service"),
+        ({"kind": "http", "url": "http://ho st/"}, "not the address of a service"),
         ({"kind": "http", "url": "http://me:s3cret@host/"}, "a user name or password"),
         ({"kind": "http", "url": "http://host/?key=s3cret"}, "a query or fragment"),
         ({"kind": "http", "url": "http://host/#s3cret"}, "a query or fragment"),

@@ -93,7 +93,7 @@ def test_a_template_that_drops_the_thought_is_to_be_replaced(tmp_path: Path, tem
 
 
 def test_a_prompt_that_the_conversation_does_not_go_on_from(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the prompt ends with '<think>\\n', where the whole conversation has '4<\|end_of"):
+    with pytest.raises(DataError, match=r"the prompt ends with '<think>\\n', but the whole conversation has '4<\|end_of"):
         read(tmp_path, [{"messages": [ASKED, ANSWER]}], R1_DISTILL)
 
 

@@ -143,7 +143,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         "a.json", b'[\n{"prompt": "a"},\n{"prompt": "b"', r"a\.json:3: not JSON .*write each object"
     ),
     "an array without a comma": ("a.json", b'[\n{"prompt": "a"}\n{"prompt": "b"},\n]', r"a\.json:3: the array has no comma"),
-    "two arrays": ("a.json", b'[\n{"prompt": "a"}\n]\n[\n{"prompt": "b"}\n]', "there is more behind the array's ]"),
+    "two arrays": ("a.json", b'[\n{"prompt": "a"}\n]\n[\n{"prompt": "b"}\n]', "there is more after the array's ]"),
     "an array that is not UTF-8": ("a.json", b'[\n{"prompt": "\xe9"}\n]', r"a\.json:2: not UTF-8 .*save the file as UTF-8"),
     "a cut gzip": ("a.jsonl.gz", gzip.compress(jsonl())[:-12], "compressed, and damaged .*fetch or write it again"),
     "a cut xz": ("a.jsonl.xz", lzma.compress(jsonl())[:-30], "compressed, and damaged"),

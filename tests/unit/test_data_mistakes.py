@@ -51,7 +51,7 @@ MISTAKES: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "a dialogue that ends with a question": ("sft", [{"messages": [USER]}], {}, "does not end with an assistant's turn"),
     "a number as Alpaca's input": (
         "sft", [{"instruction": "a", "input": "x", "output": "b"}, {"instruction": "a", "input": 5, "output": "b"}], {},
-        "rows.jsonl:2: column 'input' is no text, but int"),
+        "rows.jsonl:2: column 'input' is not text, but int"),
     "pairs without a prompt": ("rm", [{"chosen": "a", "rejected": "b"}], {}, "no prompt column, and chosen and rejected share"),
     "text against messages": ("rm", [{"chosen": "a", "rejected": [USER, REPLY]}], {}, "one is text and the other a list"),
     "pairs with nothing in common": (
@@ -59,7 +59,7 @@ MISTAKES: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "an empty answer": ("rm", [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant:"}], {},
                         "the rejected answer after the common dialogue is empty"),
     "no labels": ("prm", [{"prompt": "a", "completions": ["b"]}], {}, "no column for the labels .*it has: prompt, completions"),
-    "a text as steps": ("prm", [{"prompt": "a", "completions": "b", "labels": [1]}], {}, "no list with something in it"),
+    "a text as steps": ("prm", [{"prompt": "a", "completions": "b", "labels": [1]}], {}, "not a list with an item per step"),
     "a number as a step": ("prm", [{"prompt": "a", "completions": ["b", 3], "labels": [1, 0]}], {}, "step 2 .* but int"),
     "an empty step": ("prm", [{"prompt": "a", "completions": ["b", " "], "labels": [1, 0]}], {}, "step 2 .* is empty"),
     "more labels than steps": ("prm", [{"prompt": "a", "completions": ["b"], "labels": [1, 0]}], {}, "1 steps .* but 2 labels"),

@@ -66,7 +66,7 @@ FAULTS = {
     "UTF-16 without a mark": ('{"prompt": "a"}'.encode("utf-16-le"), "a NUL byte"),
     "Latin-1": (b'{"prompt": "\xe9"}', r"not UTF-8 \(byte 12 of the line\)"),
     "cut in a character": (b'{"prompt": "\xf0\x9f"}', "not UTF-8"),
-    "too large a number": (b'{"prompt": "a", "answer": 1e999}', "1e999 is no finite number"),
+    "too large a number": (b'{"prompt": "a", "answer": 1e999}', "1e999 is not a finite number"),
     "nested too deeply": (b'{"prompt": "a", "x": ' + b"[" * 101 + b"]" * 101 + b"}", "nested deeper than 100"),
     "gzip": (gzip.compress(b'{"prompt": "a"}', mtime=0).replace(b"\n", b""), "compressed by gzip; unpack"),
     "a name twice": (b'{"prompt": "a", "prompt": "b"}', "the name 'prompt' comes twice in one object"),

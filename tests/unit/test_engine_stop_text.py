@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.data.stops import require_stop_texts
+from oppo_megatron.data.prompt_tokens import require_stop_texts
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
-from oppo_megatron.engine.stop_text import StopText
-from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.engine.stopping import Stopping, StopText
 from oppo_megatron.errors import ConfigError
 from tests.support.tokenizers import save_byte_level
 

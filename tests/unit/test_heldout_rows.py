@@ -15,12 +15,12 @@ from oppo_megatron.algorithms.supervised_losses import preference_table
 from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.evaluation import Standard
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig
+from oppo_megatron.config.run_rules import heldout_rules
 from oppo_megatron.control.estimates import moments_of, ratios
 from oppo_megatron.data.supervised_rows import describe_seen, split_rows
 from oppo_megatron.errors import DataError
 from oppo_megatron.mcore.layers.vocab_parallel import likeliest_share
 from oppo_megatron.mcore.vocab_shards import VocabShards
-from oppo_megatron.preflight.measuring import check_heldout
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.heldout import HeldoutLog
 
@@ -115,7 +115,7 @@ FILE = {"data": {"path": "h"}}
 )
 def test_what_names_the_best_step(changes: dict[str, Any], standard: Standard | None) -> None:
     chosen = config(SFTConfig, **changes)
-    assert best_standard(chosen) == standard and check_heldout(chosen) == []
+    assert best_standard(chosen) == standard and list(heldout_rules(chosen)) == []
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_what_names_the_best_step(changes: dict[str, Any], standard: Standard | 
     ],
 )
 def test_what_cannot_be_measured_is_refused(kind: Any, changes: dict[str, Any], words: str) -> None:
-    problems = check_heldout(config(kind, **changes))
+    problems = list(heldout_rules(config(kind, **changes)))
     assert len(problems) == 1 and words in problems[0]
 
 

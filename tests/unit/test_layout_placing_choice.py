@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.model import ParallelConfig, PlacementConfig
 from oppo_megatron.errors import PlacementError
-from oppo_megatron.layout.placing.candidates import Candidate, LeftOut, Machine, Options
-from oppo_megatron.layout.placing.choice import Choice, choose, to_record
-from oppo_megatron.layout.placing.probe import Run, read_run
-from oppo_megatron.layout.placing.trials import CONFIRMED_RUNS, Trial, measure_all
+from oppo_megatron.layout.candidates import Candidate, LeftOut, Machine, Options
+from oppo_megatron.layout.trials import CONFIRMED_RUNS, Choice, Run, Trial, choose, measure_all, read_run, to_record
 
 SINGLE = Candidate(PlacementConfig(mode="single"))
 PAIR = Candidate(PlacementConfig(mode="disaggregated", scorer=ParallelConfig()))
@@ -50,8 +48,8 @@ def test_a_clear_case_is_measured_once() -> None:
     assert bench.calls == [(candidate.name, 1) for candidate in ALL]
     assert choice.candidate == PAIR and choice.margin == pytest.approx(0.25)
     assert choice.reason == (
-        "disaggregated 1 | 1 trains 50 tokens/s (2 s a step); the next, colocated dp 2, needs 25.0% more time; "
-        "most of it in rounds that decode: 1 s a step against 1.25"
+        "disaggregated 1 | 1 trains 50 tokens/s (2 s per step); the next, colocated dp 2, needs 25.0% more time; "
+        "most of it in rounds that decode: 1 s per step against 1.25"
     )
 
 

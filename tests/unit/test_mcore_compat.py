@@ -119,7 +119,7 @@ def test_megatron_still_reads_each_gradients_norm_and_clips_by_one_of_its_own() 
 
 
 def test_stages_still_ask_each_other_for_shapes_and_wait() -> None:
-    """The reason of `stage_messages.StageMessages`."""
+    """The reason of `training.StageMessages`."""
     lines = (MEGATRON / "pipeline_parallel/p2p_communication.py").read_text().splitlines()
     assert "torch.cuda.synchronize()" in lines[241] and ".tolist()" in lines[245] and ".tolist()" in lines[249]
 

@@ -142,7 +142,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"algorithm": {"preset": "grpo", "objective": "plain"}, "ppo.clip_high": 0.3},
         "ppo.clip_high is 0.3, but algorithm.objective is plain, which has no ratio",
     ),
-    ({"algorithm": {"preset": "cispo"}, "ppo.dual_clip": 3.0}, "ppo.dual_clip is 3.0, but algorithm.objective is cispo"),
+    ({"algorithm": {"preset": "cispo"}, "ppo.dual_clip": 3.0}, "ppo.dual_clip is 3, but algorithm.objective is cispo"),
     ({"algorithm": {"preset": "cispo"}, "ppo.clip_high": None}, "ppo.clip_high is null, but algorithm.objective cispo"),
     ({"algorithm": {"preset": "grpo", "objective": "plain"}, "ppo.epochs": 2}, "algorithm.objective is plain, whose gradient"),
     (
@@ -195,7 +195,7 @@ BROKEN += [({"algorithm": {"preset": "online_dpo"}, **changes}, message) for cha
     ),
     ({"ppo.kl": {"mode": "penalty"}}, "ppo.kl.mode is penalty, but algorithm.preset online_dpo measures its pairs"),
     ({"ppo.kl": {"coefficient": 0.1}}, "ppo.kl.coefficient is 0.1, but with pairs the reference is in their margins alone"),
-    ({"ppo.kl": {"target": 6.0}}, "ppo.kl.target is 6.0, but with pairs the reference is in their margins alone"),
+    ({"ppo.kl": {"target": 6.0}}, "ppo.kl.target is 6, but with pairs the reference is in their margins alone"),
     ({"ppo.clip": 0.1}, "ppo.clip is 0.1, but a pair is compared by the policy and the reference alone, whoever drew it"),
     ({"ppo.staleness": "decoupled"}, "ppo.staleness is decoupled, but a pair is compared by the policy and the reference"),
     ({"ppo.entropy_coefficient": 0.1}, "ppo.entropy_coefficient is 0.1, but a pair is compared"),

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.report.charts import COLOURS, MAX_ROWS, SPAN_COLOURS, moving_mean, new_figure
+from oppo_megatron.report.charts import COLOURS, MAX_ROWS, SPAN_COLOURS, new_figure, smooth
 from oppo_megatron.report.timeline import OTHER_STEP_ALPHA, StepWindow, draw_window, draw_windows, step_window, waits
 from oppo_megatron.rundir.trace import Span
 
@@ -113,11 +113,11 @@ def test_waits_are_summed_by_rank_role_and_kind_within_the_step() -> None:
     assert waits(step_window("run", spans, 2)) == {(0, "actor"): {"wait_scores": 0.5}, (1, "critic"): {"wait_tokens": 1.0}}
 
 
-def test_moving_mean() -> None:
-    values = [1.0, 2.0, 3.0, 4.0, 10.0]
-    assert moving_mean(values, 1) == values
-    assert moving_mean(values, 3) == pytest.approx([1.5, 2.0, 3.0, 17 / 3, 7.0])
-    assert moving_mean([], 3) == []
+def test_smooth_is_a_moving_mean_over_a_tenth() -> None:
+    assert smooth([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0] and smooth([]) == []
+    values = [float(value % 7) for value in range(30)]
+    assert smooth(values)[10] == pytest.approx(sum(values[9:12]) / 3)
+    assert smooth(values)[0] == pytest.approx(sum(values[:2]) / 2)
 
 
 def test_loading_what_a_run_writes_loads_neither_torch_nor_matplotlib() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
+from oppo_megatron.rundir.disk import shortage, unwritten
 from oppo_megatron.rundir.manifest import (
     MANIFEST,
     OtherFormatError,
@@ -23,7 +24,6 @@ from oppo_megatron.rundir.manifest import (
     seal,
     write_manifest,
 )
-from oppo_megatron.rundir.space import shortage, unwritten
 
 
 def fill(folder: Path) -> Path:

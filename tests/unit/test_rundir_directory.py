@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.errors import ConfigError, DataError
-from oppo_megatron.rundir import holding
+from oppo_megatron.rundir import disk
 from oppo_megatron.rundir.directory import RunDirectory, atomic_writer, encode_json, write_json, write_text
 
 
@@ -118,7 +118,7 @@ def test_a_second_start_waits_for_the_first_to_end(
     with ExitStack() as first:
         first.enter_context(RunDirectory(tmp_path).held())
         clock = Clock(ends_s, first.close)
-        monkeypatch.setattr(holding, "time", clock)
+        monkeypatch.setattr(disk, "time", clock)
         refused = nullcontext() if begins else pytest.raises(ConfigError, match="has been for 20 s; wait for its end")
         with refused, RunDirectory(tmp_path).held():
             assert begins

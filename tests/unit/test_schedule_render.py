@@ -10,8 +10,7 @@ import pytest
 from oppo_megatron.schedule.actions import Action, Op, Schedule
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate
-from oppo_megatron.schedule.drawing.draw import COLOURS, FAULT_COLOUR, colour, draw
-from oppo_megatron.schedule.drawing.render import failing_times, letter, render
+from oppo_megatron.schedule.drawing import COLOURS, FAULT_COLOUR, colour, draw, failing_times, letter, render
 from oppo_megatron.schedule.rounds import Growth, Round
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from tests.support.schedules import ample_budgets, build, colocated, make_round, make_site

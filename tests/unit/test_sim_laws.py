@@ -12,6 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.fitting.comparing import fit_lines
+from benchmarks.fitting.laws import elementwise_of, fit_layers, mean_error, products_of
+from benchmarks.fitting.points import LayerPoint, read_collectives, read_layers
 from benchmarks.machine import main
 from benchmarks.published.points import SERVING, TRAINING, serving_by_law, training_by_law
 from benchmarks.published.tables import SHAPES
@@ -23,10 +26,7 @@ from oppo_megatron.sim.clusters.links import INSIDE, Between, Line
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.clusters.sources import published
 from oppo_megatron.sim.laws.communication import Group, Moves, all_reduce_s, ring_efficiency, scatter_s, send_s
-from oppo_megatron.sim.laws.comparing import fit_lines
-from oppo_megatron.sim.laws.fitting import elementwise_of, fit_layers, mean_error, products_of
 from oppo_megatron.sim.laws.layer import LayerLaw, LayerSizes
-from oppo_megatron.sim.laws.points import LayerPoint, read_collectives, read_layers
 
 GOLDEN = Path(__file__).parent / "golden" / "laws"
 LAYERS, COLLECTIVES = GOLDEN / "layers.csv", GOLDEN / "collectives.csv"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from statistics import fmean
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +23,11 @@ from oppo_megatron.schedule.planning.book import packed
 from oppo_megatron.schedule.rounds import Fork, Growths
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.sim.runs import virtual
-from oppo_megatron.sim.runs.laps import micro_batches, packed_bins, portions
 from oppo_megatron.sim.runs.lines import metrics_lines
+from oppo_megatron.sim.runs.player import micro_batches, packed_bins, portions
 from oppo_megatron.sim.runs.step_costs import StepCosts
-from oppo_megatron.sim.runs.virtual import Fidelity, VirtualRun, VirtualStep
+from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep
+from tests.support.ordered import OrderedRun
 from tests.support.virtual_layouts import SIZES, Layout, drawn, plain, tree
 
 PROMPT = 32
@@ -35,19 +36,19 @@ COSTS = StepCosts(Costs(), UPDATES, {"actor": 0.05}, round_s=1e-3, step_s=0.01)
 
 
 def play(
-    config: TrainConfig, count: int, costs: StepCosts = COSTS, fidelity: Fidelity = "laps", **options: Any
+    config: TrainConfig, count: int, costs: StepCosts = COSTS, player: type[VirtualRun] = VirtualRun, **options: Any
 ) -> list[VirtualStep]:
     forced = config.debug.lengths
     assert forced is not None
     limits = ForcedLimits.of(forced, config.rollout.max_response_tokens, config.seed)
-    return list(VirtualRun(config, costs, limits, fidelity, prompt_tokens=PROMPT, **options).steps(count))
+    return list(player(config, costs, limits, prompt_tokens=PROMPT, **options).steps(count))
 
 
-@pytest.mark.parametrize("fidelity", ["laps", "actions"])
-def test_a_sequential_step_on_one_rank_by_hand(fidelity: Fidelity) -> None:
+@pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
+def test_a_sequential_step_on_one_rank_by_hand(player: type[VirtualRun]) -> None:
     """Prompts, 24 decode steps of 16 sequences, three scorers, two updates, a move of weights, one after the other."""
     config = switched(plain(debug={"forced_lengths": [24.0, 0.0]}), "sequential")
-    step, _ = play(config, 2, fidelity=fidelity)
+    step, _ = play(config, 2, player=player)
     costs, rows, length, rounds = Costs(), 16, 24, 2
     decode = costs.default_prefill(rows * (PROMPT - 1))
     decode += length * (costs.decode_at(0)(rows) + costs.sample(rows)) + rounds * 1e-3
@@ -63,13 +64,13 @@ def test_a_sequential_step_on_one_rank_by_hand(fidelity: Fidelity) -> None:
     assert parts.update_s == pytest.approx(UPDATES["actor"](rows * length))
     assert parts.critic_exposed_s == pytest.approx(UPDATES["critic"](rows * length))
     assert parts.reallocate_s == 0.05 and parts.idle_s == pytest.approx(0.01 + 1e-3)  # a round that only scores
-    assert step.step_s == pytest.approx(sum(vars(parts).values()))
+    assert step.step_s == pytest.approx(parts.total)
     assert (step.decode_steps, step.clock, step.tokens) == (24, 24, 16 * 24)
 
 
-@pytest.mark.parametrize("fidelity", ["laps", "actions"])
+@pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
 @pytest.mark.parametrize("ahead_s", [0.0, 0.05])
-def test_a_scorer_beside_is_a_queue_with_one_server(fidelity: Fidelity, ahead_s: float) -> None:
+def test_a_scorer_beside_is_a_queue_with_one_server(player: type[VirtualRun], ahead_s: float) -> None:
     """Scorers so slow that they never wait: a step ends when they have worked off all rounds, one after the other.
 
     Meanwhile the actor makes the first forward pass of its update.
@@ -77,7 +78,7 @@ def test_a_scorer_beside_is_a_queue_with_one_server(fidelity: Fidelity, ahead_s:
     prefill = {"actor": Linear(ahead_s, 0.0)}
     slow = replace(COSTS, actions=replace(Costs(), default_prefill=Linear(0.5, 0.0), prefill=prefill))
     config = switched(plain(actor=(1, 1, 1), scorer=(1, 1, 1), debug={"forced_lengths": [24.0, 0.0]}), "intra")
-    step, _ = play(config, 2, slow, fidelity)
+    step, _ = play(config, 2, slow, player)
     rounds, roles, outputs = 3, 3, 2 * 16 * 24 + 16
     scorers = rounds * (roles * (0.5 + Costs().score.fixed_s) + 1e-3) + outputs * Costs().score.per_token_s
     assert step.step_s == pytest.approx(scorers + UPDATES["actor"](16 * 24) - ahead_s + 0.05 + 0.01)
@@ -86,21 +87,21 @@ def test_a_scorer_beside_is_a_queue_with_one_server(fidelity: Fidelity, ahead_s:
     assert step.parts.score_exposed_s == pytest.approx(exposed)
 
 
-@pytest.mark.parametrize("fidelity", ["laps", "actions"])
-def test_a_hidden_update_of_the_critic_shows_where_it_holds_up_scores(fidelity: Fidelity) -> None:
+@pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
+def test_a_hidden_update_of_the_critic_shows_where_it_holds_up_scores(player: type[VirtualRun]) -> None:
     """Scoring takes no time, so the scores of a step are there when the critic's update of the step before has ended."""
     none = Linear(0.0, 0.0)
     actions = Costs(Linear(1e-3, 0.0), none, {}, none, none, 0.0)
     costs = StepCosts(actions, {"actor": Linear(0.2, 0.0), "critic": Linear(5.0, 0.0)})
     config = plain(scorer=(1, 1, 1), debug={"forced_lengths": [24.0, 0.0]}, overlap={"inter": False})
-    steps = play(config, 4, costs, fidelity)
+    steps = play(config, 4, costs, player)
     lines = list(metrics_lines(config, steps))[:3]
     decode_s = 24 * 1e-3
     assert [line["critic_exposed_s"] for line in lines] == pytest.approx([5.0 - 0.2 - decode_s] * 3)
     assert [step.step_s for step in steps] == pytest.approx([decode_s + 0.2, *[5.0] * 3])
     assert [step.parts.critic_exposed_s for step in steps] == pytest.approx([0.0, *[5.0 - 0.2 - decode_s] * 3])
     waits = {"forced_lengths": [24.0, 0.0], "wait_for": ["critic"]}
-    waiting = play(plain(scorer=(1, 1, 1), debug=waits, overlap={"inter": False}), 2, costs, fidelity)
+    waiting = play(plain(scorer=(1, 1, 1), debug=waits, overlap={"inter": False}), 2, costs, player)
     assert [step.step_s for step in waiting] == pytest.approx([decode_s + 5.0] * 2)
     assert [step.parts.critic_exposed_s for step in waiting] == pytest.approx([5.0 - 0.2] * 2)
 
@@ -185,14 +186,16 @@ def test_streaming_never_costs_where_rounds_cost_nothing(
     assert intra <= sequential * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("fidelity", ["laps", "actions"])
-def test_void_micro_steps_cost_nothing(fidelity: Fidelity) -> None:
+@pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
+def test_void_micro_steps_cost_nothing(player: type[VirtualRun]) -> None:
     """The batch is complete after 10 of 64 decode steps: of the others no stage computes, and no message is sent."""
     none, second = Linear(0.0, 0.0), Linear(1.0, 0.0)
     costs = StepCosts(Costs(second, none, {}, none, none, message_s=0.25))
     overlap = tree()["overlap"] | {"chunk": {"tokens": 64, "adaptive": False}, "weave": [1, "auto"]}
-    config = plain(actor=(1, 2, 1), scorer=(1, 1, 1), overlap=overlap, rollout={"batch_size": 4, "max_response_tokens": 96})
-    run = VirtualRun(config, costs, lambda seq_id: 10 if seq_id < 4 else 90, fidelity, prompt_tokens=PROMPT)
+    config = plain(
+        actor=(1, 2, 1), scorer=(1, 1, 1), overlap=overlap, rollout={"batch_size": 4, "max_response_tokens": 96}
+    )
+    run = player(config, costs, lambda seq_id: 10 if seq_id < 4 else 90, prompt_tokens=PROMPT)
     step = next(run.steps(1))
     assert step.clock == 10 and step.parts.decode_s == pytest.approx(10 * 2 * 1.0 + (10 + 9) * 0.25)
 
@@ -206,7 +209,7 @@ NEAR = [
 def furthest(config: TrainConfig, costs: StepCosts = COSTS, count: int = 3) -> float:
     """By what share of a step laps differ from actions, at most."""
     pairs = list(
-        zip(*(play(config, count, costs, each, endless=True) for each in get_args(Fidelity)), strict=True)
+        zip(*(play(config, count, costs, each, endless=True) for each in (VirtualRun, OrderedRun)), strict=True)
     )
     assert all((laps.seq_ids == actions.seq_ids).all() and laps.clock == actions.clock for laps, actions in pairs)
     return max(abs(laps.step_s / actions.step_s - 1) for laps, actions in pairs)
@@ -215,28 +218,26 @@ def furthest(config: TrainConfig, costs: StepCosts = COSTS, count: int = 3) -> f
 @pytest.mark.parametrize("mode", ["sequential", "full"])
 @pytest.mark.parametrize(("actor", "scorer"), NEAR)
 @pytest.mark.parametrize("schedule", ["intra", "woven"])
-def test_laps_are_within_two_percent_of_actions(
-    actor: Layout, scorer: Layout | None, schedule: str, mode: str
-) -> None:
+def test_rounds_are_within_two_percent_of_actions(actor: Layout, scorer: Layout | None, schedule: str, mode: str) -> None:
     config = switched(plain(actor=actor, scorer=scorer, overlap={"schedule": schedule}), mode)
     assert furthest(config) < 0.02
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_laps_are_within_two_percent_of_actions_on_layouts_drawn_at_random(seed: int) -> None:
+def test_rounds_are_within_two_percent_of_actions_on_layouts_drawn_at_random(seed: int) -> None:
     assert furthest(*drawn(seed), count=2) < 0.02
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(6))
-def test_laps_are_within_two_percent_of_actions_on_many_layouts(part: int) -> None:
+def test_rounds_are_within_two_percent_of_actions_on_many_layouts(part: int) -> None:
     found = {seed: furthest(*drawn(seed)) for seed in range(100 + 75 * part, 175 + 75 * part)}
     assert {seed: share for seed, share in found.items() if share >= 0.02} == {}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["sequential", "intra", "woven"])
-def test_laps_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_ranks(schedule: str) -> None:
+def test_rounds_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_ranks(schedule: str) -> None:
     layouts = [each for each in product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8)) if np.prod(each) <= 16]
     for actor in layouts:
         beside = [each for each in ((1, 1, 1), (1, 2, 2), actor) if np.prod(actor) + np.prod(each) <= 16]
@@ -264,7 +265,11 @@ def test_formulas_of_many_ranks_are_within_two_percent_of_actions(
     """Of more kinds of ranks than are walked through, all but the output rank's component follow from formulas."""
     own = {} if reference is None else {"parallel": dict(zip(SIZES, reference, strict=True))}
     batch = {"batch_size": 50, "max_response_tokens": 96}
-    changes: dict[str, Any] = {"rollout": batch, "runtime": {"micro_batch_tokens": 256}, "reference": {"init": MODEL_70B, **own}}
+    changes: dict[str, Any] = {
+        "rollout": batch,
+        "runtime": {"micro_batch_tokens": 256},
+        "reference": {"init": MODEL_70B, **own},
+    }
     config = switched(plain(actor=actor, scorer=scorer, **changes), mode)
     assert VirtualRun(config, DEAR, lambda _: 1).planner.rank is not None
     assert furthest(config, DEAR, count=2) < 0.02
@@ -276,13 +281,13 @@ def test_what_formulas_miss_of_a_component_they_are_taken_to_miss_of_all(monkeyp
     assert furthest(*drawn(118)) < 0.02
 
 
-@pytest.mark.parametrize("fidelity", ["laps", "actions"])
-def test_scorers_hear_of_a_chunk_a_message_later(fidelity: Fidelity) -> None:
+@pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
+def test_scorers_hear_of_a_chunk_a_message_later(player: type[VirtualRun]) -> None:
     none = Linear(0.0, 0.0)
     costs = StepCosts(Costs(Linear(1e-3, 0.0), none, {}, none, none, message_s=1.0))
     chunk = {"chunk": {"tokens": 64, "adaptive": False}}
     config = switched(plain(scorer=(1, 1, 1), debug={"forced_lengths": [24.0, 0.0]}, overlap=chunk), "intra")
-    assert play(config, 1, costs, fidelity)[0].step_s == pytest.approx(24 * 1e-3 + 1.0)
+    assert play(config, 1, costs, player)[0].step_s == pytest.approx(24 * 1e-3 + 1.0)
 
 
 @given(st.lists(st.integers(0, 4), max_size=40), st.integers(1, 5))

@@ -1,4 +1,4 @@
-"""Plans of overlapped rounds: what a step has to do once rollouts are carried, and how plans are played against each other."""
+"""Plans of overlapped rounds: the work of a step when rollouts are carried, and how plans are played."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.sim.pricing.decoding import Decoding
-from oppo_megatron.sim.search import finalists
-from oppo_megatron.sim.search.exact import never
-from oppo_megatron.sim.search.finalists import finished, played
-from oppo_megatron.sim.search.planning import Planned, Task, make_plan
-from oppo_megatron.sim.search.record import to_record
+from oppo_megatron.sim.search import playing
+from oppo_megatron.sim.search.configured import planned_config, with_delta
+from oppo_megatron.sim.search.enumeration import Plan
+from oppo_megatron.sim.search.planning import Task, find_plans
 from oppo_megatron.sim.search.steady import steady_work
 from tests.unit.test_sim_search_plan import CLUSTER, config
 
@@ -51,54 +50,48 @@ def test_carried_rollouts_fill_up_the_batch_and_are_read_again(delta: int) -> No
     assert kept.reads["actor"] == pytest.approx(1.0, abs=0.02) and kept.decoding == found.decoding
 
 
+TASK = Task(carrying(0), CLUSTER, LENGTHS)
+
+
 @cache
-def planned() -> Planned:
-    return make_plan(Task(carrying(0), CLUSTER, LENGTHS), "exact", 1, 1, never, never)
+def planned() -> list[Plan]:
+    return find_plans(TASK)[0]
 
 
 def test_plans_are_played_until_no_other_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gap that is told is of played seconds; whatever was not played lies above it by price."""
-    few = {"RESPONSES": (32, 64), "FEW": 1, "MANY": 2, "WARM_UP": 1, "LONG": 2, "LONG_RESPONSES": 64, "MORE": 1}
+    """By the least ratio of played seconds to a price, no plan that is left out can be the fastest."""
+    few = {"RESPONSES": (32, 64), "FEW": 1, "MANY": 2, "WARM_UP": 1, "LONG": 2, "LONG_RESPONSES": 64}
     for name, value in few.items():
-        monkeypatch.setattr(finalists, name, value)
-    before = planned()
-    after = finished(before, 1, never)
-    contest = after.contest
-    assert contest is not None and contest.ended and contest.finalists == 2 <= contest.plans < len(before.plans)
-    assert [each.played for each in after.plans] == [number < contest.plans for number in range(len(after.plans))]
-    first, rest = after.plans[0].step_ns, min(each.plan.step_ns for each in after.plans[contest.plans :])
-    assert first <= after.plans[1].step_ns
-    assert rest * min(1.0, contest.least_ratio) > min(each.step_ns for each in after.plans[: contest.plans]) * 0.98
-    record = to_record(after, "exact", 1, 1.0)["contest"]
-    assert record["gap"] == first / min(each.plan.step_ns for each in after.plans) - 1
-    assert record["others_s"] == rest / 1e9
+        monkeypatch.setattr(playing, name, value)
+    seen, real = list[tuple[Plan, float]](), playing._played
 
+    def watched(task: Task, plan: Plan, config: TrainConfig, steps: int) -> playing.Played:
+        found = real(task, plan, config, steps)
+        seen.append((plan, found.step_s))
+        return found
 
-def test_where_time_is_out_the_plans_asked_for_and_one_more_are_played() -> None:
-    after = finished(planned(), 1, lambda: True)
-    assert after.contest is not None and (after.contest.plans, after.contest.finalists, after.contest.ended) == (
-        2,
-        0,
-        False,
-    )
-    assert after.plans[0].played and after.plans[1].played and not after.plans[2].played
+    monkeypatch.setattr(playing, "_played", watched)
+    best = playing.play_plans(TASK, planned(), 1)
+    count = len({id(plan) for plan, _ in seen})
+    assert 1 < count < len(planned()) and len(best) == 1
+    first = seen[:count]
+    ratio = min(1.0, *(seconds * 1e9 / plan.step_ns for plan, seconds in first))
+    assert planned()[count].step_ns * ratio > 1e9 * min(seconds for _, seconds in first)
 
 
 def test_the_delta_of_least_seconds_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against every delta played on its own for long: the chosen one trains a token in no more time than any."""
-    task, plan = planned().task, planned().plans[0]
-    monkeypatch.setattr(finalists, "MOST_LONG", 16)
-    chosen = finalists.best_delta(task, plan, 4, never)
-    paces = {
-        delta: finalists.pace(finalists.counted_steps(task, finalists.with_delta(plan.config, delta), 16))
-        for delta in (0, 8, 32)
-    }
+    """The chosen delta trains a token in no more time than any other that is played for long."""
+    monkeypatch.setattr(playing, "MOST_LONG", 16)
+    config = planned_config(TASK.config, planned()[0])
+    chosen = playing.best_delta(TASK, config, 4)
+    paces = {delta: playing._pace(playing.counted_steps(TASK, with_delta(config, delta), 16)) for delta in (0, 8, 32)}
     best = min(paces.values())
     assert paces[chosen or 0] <= 1.015 * best and (chosen is not None) == (paces[0] > 1.015 * best)
 
 
 def test_played_seconds_are_means_of_steps_after_the_first_responses() -> None:
-    task, plan = planned().task, planned().plans[0]
-    steps = finalists.counted_steps(task, plan.config, 3)
+    config = planned_config(TASK.config, planned()[0])
+    steps = playing.counted_steps(TASK, config, 3)
     assert len(steps) == 3 and steps[0].step > 3 and steps[0].clock > max(LENGTHS)
-    assert played(task, plan, 3).step_ns == pytest.approx(1e9 * fmean(step.step_s for step in steps), rel=1e-6)
+    seconds = playing._played(TASK, planned()[0], config, 3).step_s
+    assert seconds == pytest.approx(fmean(step.step_s for step in steps), rel=1e-6)

@@ -23,12 +23,10 @@ from oppo_megatron.sim.clusters.gpus import GPUS
 from oppo_megatron.sim.clusters.links import INSIDE, Between
 from oppo_megatron.sim.clusters.sources import published
 from oppo_megatron.sim.runs.virtual import VirtualRun
-from oppo_megatron.sim.search import finalists
-from oppo_megatron.sim.search.exact import never
-from oppo_megatron.sim.search.finalists import finished, step_costs
-from oppo_megatron.sim.search.inner import micro_batches, with_micro_batch
-from oppo_megatron.sim.search.planning import Planned, Task, make_plan
-from oppo_megatron.sim.search.shortage import find_shortage
+from oppo_megatron.sim.search import playing
+from oppo_megatron.sim.search.configured import planned_config, with_micro_batch
+from oppo_megatron.sim.search.planning import Task, find_plans, find_shortage, micro_batches
+from oppo_megatron.sim.search.playing import Played, play_plans, task_costs
 from tests.unit.test_sim_search_plan import SMALL, tree
 
 BOUND = 0.15
@@ -73,38 +71,34 @@ def drawn(rng: random.Random) -> Task:
 @contextmanager
 def few_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in {"RESPONSES": (96, 96), "FEW": 4, "MANY": 4, "LONG": 6, "LONG_RESPONSES": 96, "MORE": 1}.items():
-            patched.setattr(finalists, name, value)
+        for name, value in {"RESPONSES": (96, 96), "FEW": 4, "MANY": 4, "LONG": 6, "LONG_RESPONSES": 96}.items():
+            patched.setattr(playing, name, value)
         yield
 
 
 def simulated_s(task: Task, config: TrainConfig, steps: int) -> float:
     """Mean seconds of steps after the first ones."""
-    run = VirtualRun(config, step_costs(task, config), task.limit_of, prompt_tokens=task.prompt_tokens, endless=True)
+    run = VirtualRun(config, task_costs(task, config), task.limit_of, prompt_tokens=task.prompt_tokens, endless=True)
     return fmean([step.step_s for step in run.steps(steps)][steps // 3 :])
 
 
-def held(seed: int) -> Planned | None:
-    """Plan and prove; None if the configuration itself is refused, or nothing fits."""
+def held(seed: int) -> list[Played]:
+    """Plan and prove; empty if the configuration itself is refused, or nothing fits."""
     task = drawn(random.Random(seed))
     if task.check(task.config):
-        return None
+        return []
     with few_steps():
-        planned = finished(make_plan(task, "exact", 2, 1, never, never), 2, never)
-    for each in planned.plans:
+        plans = play_plans(task, find_plans(task)[0], 2)
+    for each in plans:
         assert train_problems(each.config, inputs=False) == []
-        assert max(planned_memory(each.config, on_cpu=False)) <= task.budget
-    for each in planned.plans[:2]:
-        assert each.played
-        assert each.step_ns / 1e9 == pytest.approx(simulated_s(task, each.config, 18), rel=BOUND)
-    if not planned.plans:
-        shortage = find_shortage(planned.task, never)
+        assert max(planned_memory(each.config, on_cpu=False)) <= task.budget(task.cluster)
+        assert each.step_s == pytest.approx(simulated_s(task, each.config, 18), rel=BOUND)
+    if not plans:
+        shortage = find_shortage(task)
         assert shortage is None or shortage.fullest.held > shortage.budget
         if shortage is not None and shortage.nodes is not None:
-            enough = replace(task, cluster=replace(task.cluster, nodes=shortage.nodes))
-            assert make_plan(enough, "exact", 1, 1, never, never).plans
-        return None
-    return planned
+            assert find_plans(replace(task, cluster=replace(task.cluster, nodes=shortage.nodes)), 1)[0]
+    return plans
 
 
 @settings(max_examples=4, deadline=None)
@@ -125,18 +119,18 @@ def test_every_size_of_micro_batches_passes_the_checks() -> None:
 
 
 def test_a_plan_that_the_checks_refuse_is_not_offered() -> None:
-    """Nor counted as one that so many nodes would allow."""
+    """Nor counted as one that more nodes would allow."""
     task = drawn(random.Random(24))
-    every = make_plan(task, "exact", 2, 1, never, never)
-    widest = max(each.config.actor.train.recompute for each in every.plans)
+    plans = [planned_config(task.config, plan) for plan in find_plans(task, 8)[0]]
+    widest = max(config.actor.train.recompute for config in plans)
     some = replace(task, check=lambda config: ["refused"] * (config.actor.train.recompute == widest))
-    offered = make_plan(some, "exact", 2, 1, never, never).plans
-    assert all(each.config.actor.train.recompute != widest for each in offered)
+    offered = [planned_config(task.config, plan) for plan in find_plans(some, 8)[0]]
+    assert offered and all(config.actor.train.recompute != widest for config in offered)
     none = replace(task, check=lambda config: ["refused"])
-    assert not make_plan(none, "exact", 2, 1, never, never).plans and find_shortage(none, never) is None
+    assert not find_plans(none, 1)[0] and find_shortage(none) is None
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(8))
 def test_more_plans_pass_the_checks_and_take_the_seconds_that_are_printed(part: int) -> None:
-    assert sum(held(seed) is not None for seed in range(8 * part, 8 * part + 8)) > 1
+    assert sum(bool(held(seed)) for seed in range(8 * part, 8 * part + 8)) > 1

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 FOLDER = "OPPO_FAILURES"
-"""Environment variable: where a rank that `oppo` has started leaves its `Failure`."""
+"""Environment variable: folder for the `Failure` of a rank that `oppo` has started."""
 CALLS = ".calls"
 WELL = ".ended"
-EXIT_STALLED = 2  # as every error that is no defect
+EXIT_STALLED = 2  # as every error that is not a defect
 
 
 @dataclass(frozen=True)
 class Failure:
     """Why a rank ended.
 
-    input: what the user can correct.  defect: an error of ours, `message` is its traceback.  symptom: a peer did not come.
-    stall: the run stood still, `message` says who did not move.
+    input: the user can correct it.  defect: an error of ours, `message` is its traceback.  symptom: a peer did not come.
+    stall: the run stood still, `message` names the rank that did not move.
     """
 
     rank: int
@@ -34,7 +34,7 @@ class Failure:
     message: str
 
     def leave(self, folder: Path) -> None:
-        """A rank may leave one of each kind: its watchdog's is another than that of its main thread.  Appears whole."""
+        """Write it, atomically.  A rank may write one of each kind (its watchdog and its main thread write separate ones)."""
         path = folder / f"{self.rank}.{self.kind}.json"
         aside = path.with_suffix(".part")
         aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -42,21 +42,21 @@ class Failure:
 
 
 def ended_well(rank: int, folder: Path) -> None:
-    """A rank says so at its end."""
+    """Note that the rank ended as it should."""
     (folder / f"{rank}{WELL}").touch()
 
 
 def read_failures(folder: Path) -> Iterator[Failure]:
-    """What the ranks have left."""
+    """The failures that ranks have written."""
     for path in sorted(folder.glob("*.json")):
         yield Failure(**json.loads(path.read_text(encoding="utf-8")))
 
 
 @contextmanager
 def noted(rank: int, what: str, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """While the block calls a user's code, a file says so: native code may end the process, and nothing else would tell.
+    """Keep a file while the block calls a user's code: native code may end the process without another trace.
 
-    Where nobody would read the file, a crash has the stack written to stderr, with the user's line.
+    If nobody reads the file, a crash writes the stack to stderr, with the user's line.
     """
     if FOLDER not in environment:
         with _stack_on_crash():
@@ -83,7 +83,7 @@ def _stack_on_crash() -> Iterator[None]:
 
 
 def ended_within(folder: Path) -> dict[int, str]:
-    """What each rank had called and has not come back from."""
+    """The user call that each rank was inside when it ended."""
     return {int(path.stem): path.read_text(encoding="utf-8") for path in folder.glob(f"*{CALLS}")}
 
 

@@ -1,4 +1,4 @@
-"""Finds the rank that stands still, from notes that the ranks' watchdogs exchange.
+"""Finds the rank that stands still, from notes that the ranks' watchdogs write to a store.
 
 Every rank regularly writes a note: its activity, whether it waits for others, and how often it has moved.  A run has stalled
 if one of these has lasted for the deadline:
@@ -7,24 +7,39 @@ if one of these has lasted for the deadline:
     a rank does not move, and does not wait    a function that never returns, a file system that does not answer
     no rank moves                              they wait for each other, or for a message that was lost
 
-A rank that waits for one that moves has not stalled, however long it waits.
+A rank that waits for a rank that moves has not stalled, however long it waits.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Doing
+from oppo_megatron.cluster.rendezvous import MeetingPoint
+
+LONGEST_TICK_S = 5.0
+MOST_STATES = 32
+"""Ranks whose states a message has."""
+
+
+def tick_s(deadline_s: float) -> float:
+    """Seconds between two notes."""
+    return min(LONGEST_TICK_S, max(0.1, deadline_s / 20))
 
 
 @dataclass(frozen=True)
 class Note:
-    """One rank's word.  `number` grows from note to note, `beats` wherever the rank moves; `still_s`: since it last did.
+    """A rank's note.  `number` grows from note to note, `beats` whenever the rank moves; `still_s`: seconds since it last moved.
 
-    alarm: this rank has found a stall or heard of one, and its stacks are written.  told: it has made up its message.
-    ended: it takes no further part.  elsewhere: what the speaker of a circle has heard of the others' ranks.
+    alarm: this rank has found a stall or read of one, and its stacks are written.  verdict: its message about the stall.
+    ended: it takes no further part.
     """
 
     rank: int
@@ -34,9 +49,8 @@ class Note:
     waits: bool
     still_s: float
     alarm: bool = False
-    told: bool = False
+    verdict: str = ""
     ended: bool = False
-    elsewhere: str = ""
 
     @classmethod
     def of(cls, rank: int, number: int, doing: Doing) -> Note:
@@ -51,41 +65,93 @@ class Note:
         return cls(**json.loads(text))
 
 
-class Watch:
-    """What one observer knows of these ranks.  `clock` gives seconds.
+class Board:
+    """The notes of `ranks`, in a store.  `connect` opens a new connection to it; `keeper` names the process that has the store.
 
-    Time counts only while the observer runs: what passes between two looks counts as `longest_s` at most, so that a machine
-    that was asleep, or a job that was stopped as a whole and goes on, raises no alarm.  `first_s`: so much longer may the
-    first note of a rank take.  `later_s`: how much later than at the deadline this observer judges.  `whole`: these are all
-    ranks of the run; otherwise all of them may well wait for others.
+    A call to a store whose process is stopped never returns, so a thread makes the calls and may be left behind.
+    """
+
+    def __init__(self, connect: Callable[[], dist.Store], ranks: Sequence[int], keeper: str):
+        self.keeper = keeper
+        self._connect, self._unknown = connect, list(ranks)
+        self._known: list[int] = []
+        self._store: dist.Store | None = None
+        self._call: threading.Thread | None = None
+        self._found: list[Note] | None = None
+
+    def exchange(self, mine: Note | None, within_s: float) -> list[Note] | None:
+        """Write a note and read those of `ranks`; None if the store does not answer in time."""
+        if self._call is not None and self._call.is_alive():
+            self._call.join(within_s)
+            return None
+        self._found = None
+        self._call = threading.Thread(target=self._exchange, args=(mine,), name="stall notes", daemon=True)
+        self._call.start()
+        self._call.join(within_s)
+        return None if self._call.is_alive() else self._found
+
+    def _exchange(self, mine: Note | None) -> None:
+        with suppress(RuntimeError, ValueError):  # the store has ended, or the value is not a note
+            if self._store is None:
+                self._store = self._connect()
+            store = self._store
+            if mine is not None:
+                store.set(str(mine.rank), mine.encode())
+            if self._unknown and store.check([str(rank) for rank in self._unknown]):
+                self._known, self._unknown = [*self._known, *self._unknown], []
+            for rank in [rank for rank in self._unknown if store.check([str(rank)])]:
+                self._known.append(rank)
+                self._unknown.remove(rank)
+            keys = [str(rank) for rank in self._known]
+            self._found = [Note.decode(text) for text in store.multi_get(keys)] if keys else []
+
+
+def board_at(point: MeetingPoint, ranks: Sequence[int] | None = None) -> Board:
+    """The notes of the ranks that meet at a point, or of `ranks` of them."""
+
+    def connect() -> dist.Store:
+        address = "localhost" if point.opens and not point.address.startswith("127.") else point.address
+        timeout = timedelta(seconds=LONGEST_TICK_S)
+        store = dist.TCPStore(address, point.port, None, False, timeout, wait_for_workers=False)
+        return dist.PrefixStore(f"{point.name}/stalls", store)
+
+    return Board(connect, range(point.size) if ranks is None else ranks, point.opener)
+
+
+class Watch:
+    """An observer's knowledge of some ranks.  `clock` gives seconds.
+
+    Time counts only while the observer runs: the time between two looks counts as three ticks at most, so that a machine that
+    was asleep, or a job that was stopped as a whole and continues, raises no alarm.  `first_s`: extra time for the first note
+    of a rank.  `later_s`: extra time after the deadline for this observer.  `whole`: these are all ranks of the run;
+    otherwise all of them may well wait for others.
     """
 
     def __init__(
         self,
         ranks: Sequence[int],
         deadline_s: float,
-        longest_s: float,
         clock: Callable[[], float],
         first_s: float = 0.0,
         later_s: float = 0.0,
         whole: bool = True,
     ):
-        self.ranks, self.deadline_s, self.longest_s = list(ranks), deadline_s, longest_s
+        self.ranks, self.deadline_s, self._whole, self._longest_s = list(ranks), deadline_s, whole, 3 * tick_s(deadline_s)
         self._clock, self._last, self._passed = clock, clock(), 0.0
-        self._limit_s, self._whole = deadline_s + later_s, whole
+        self._limit_s = deadline_s + later_s
         self.notes: dict[int, Note] = {}
         self._heard = dict.fromkeys(ranks, first_s)
         self._moved = dict.fromkeys(ranks, first_s)
         self._alone = 0.0  # when the others were last within reach
 
     def observe(self, notes: Iterable[Note], *, reaches_others: bool = True) -> None:
-        """Take in what the ranks say now.  Where the others cannot be asked, nothing is held against them."""
+        """Take in the ranks' notes.  If the others cannot be read, their silence does not count."""
         now = self._clock()
-        passed = min(now - self._last, self.longest_s)
+        passed = min(now - self._last, self._longest_s)
         self._last, self._passed = now, self._passed + passed
-        told = {note.rank: note for note in notes}
+        read = {note.rank: note for note in notes}
         for rank in self.ranks:
-            note, known = told.get(rank), self.notes.get(rank)
+            note, known = read.get(rank), self.notes.get(rank)
             if note is None:
                 if not reaches_others:
                     self._heard[rank] += passed
@@ -114,7 +180,7 @@ class Watch:
 
     @property
     def live(self) -> list[int]:
-        """Ranks that have not said that they have ended."""
+        """Ranks that have not ended."""
         return [rank for rank in self.ranks if rank not in self.notes or not self.notes[rank].ended]
 
     @property
@@ -123,7 +189,7 @@ class Watch:
         return [rank for rank in self.live if rank in self.notes and self.notes[rank].alarm]
 
     def stalled(self, own: int | None = None) -> bool:
-        """Whether the run stands still.  `own` is the observer's rank, where it is one, to judge alone if it has to."""
+        """True if the run stands still.  `own` is the observer's rank, which judges itself if it cannot read the others."""
         limit, live = self._limit_s, self.live
         if own is not None and self.alone_s >= limit:
             return self.still_s(own) >= limit
@@ -133,34 +199,26 @@ class Watch:
         nobody_moves = self._whole and bool(live) and len(still) == len(live)
         return nobody_moves or any(not self.notes[rank].waits for rank in still)
 
-    def describe(self, own: int | None, answered: Collection[int], keeper: str, elsewhere: str = "") -> str:
-        """Who does not move, and what each of the others was at.
+    def describe(self, own: int | None, answered: Collection[int], keeper: str) -> str:
+        """The ranks that do not move, then the activities of the others (`MOST_STATES` in all).
 
-        `answered`: the ranks that have spoken since the alarm; `keeper`: who has the place where the notes are put down;
-        `elsewhere`: which ranks of other circles stand still.
+        `answered`: the ranks that have written a note since the alarm; `keeper`: the process that has the store.
         """
         live, alone_s = self.live, self.alone_s
         if own is not None and alone_s >= self.deadline_s:
             first = [own]
             head = f"the place where the ranks meet, which {keeper} keeps, has not answered for {alone_s:.0f} s"
         else:
-            first = self._standing(answered)
-            found = first or elsewhere
-            head = "the run stands still" if found else "the run stands still, for its ranks wait for each other"
-        states = [self._state(rank, rank in answered) for rank in first]
-        states += [elsewhere] if elsewhere else []
-        states += [self._state(rank, rank in answered) for rank in live if rank not in first]
+            first = [rank for rank in live if rank not in answered] or self._longest_at_work(live)
+            head = "the run stands still" if first else "the run stands still, for its ranks wait for each other"
+        order = [*first, *[rank for rank in live if rank not in first]]
+        states = [self._state(rank, rank in answered) for rank in order[:MOST_STATES]]
+        if len(order) > MOST_STATES:
+            states.append(f"and {len(order) - MOST_STATES} other ranks")
         return f"{head} (stall_deadline_s is {self.deadline_s:g}): " + "; ".join(states)
 
-    def describe_standing(self, answered: Collection[int]) -> str:
-        """Who does not move, for other circles; "" where all wait."""
-        return "; ".join(self._state(rank, rank in answered) for rank in self._standing(answered))
-
-    def _standing(self, answered: Collection[int]) -> list[int]:
-        return [rank for rank in self.live if rank not in answered] or self._longest_at_work(self.live)
-
     def _longest_at_work(self, live: Collection[int]) -> list[int]:
-        """The rank that has been at one and the same thing for the longest, without waiting for another."""
+        """The rank that has been at one activity for the longest, without waiting for another."""
         at_work = [rank for rank in live if not self.notes[rank].waits]
         at_work = [rank for rank in at_work if self.notes[rank].still_s >= self.deadline_s / 2]
         return sorted(at_work, key=lambda rank: self.notes[rank].still_s, reverse=True)[:1]

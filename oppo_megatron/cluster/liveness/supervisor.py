@@ -1,8 +1,8 @@
 """Ensures, in the process that started the ranks of a host, that all of them end once the run has ended.
 
 a rank was killed or failed        the ranks still there GRACE_S later are killed: they may hang, or be stopped
-told to stop, and not saved        the ranks end by themselves; ranks that cannot are killed
-the run stands still               the ranks' watchdogs say so and end them; if none of them can, all are killed
+asked to stop, and not saved       the ranks end by themselves; ranks that cannot are killed
+the run stands still               the ranks' watchdogs report it and end them; if none of them can, all are killed
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from typing import Any
 
 import psutil
 
-from oppo_megatron.cluster.liveness.board import board_of, tick_s
-from oppo_megatron.cluster.liveness.circles import Circles
 from oppo_megatron.cluster.liveness.failures import WELL, Failure
-from oppo_megatron.cluster.liveness.stalls import Watch
+from oppo_megatron.cluster.liveness.stalls import Watch, board_at, tick_s
 from oppo_megatron.cluster.liveness.watchdog import told_within_s
 from oppo_megatron.cluster.rendezvous import MeetingPoint
 
@@ -30,7 +28,7 @@ GRACE_S = 8.0
 
 @dataclass(frozen=True)
 class Limits:
-    """stall_s: 0 for none.  told_s: how long ranks that were told to stop may take, None for ever.  first_s: until they meet."""
+    """stall_s: 0 for none.  told_s: time of ranks that were asked to stop, None: unlimited.  first_s: time until they meet."""
 
     stall_s: float
     told_s: float | None
@@ -38,7 +36,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Any) -> Limits:
-        """Of a command's configuration; one without such settings has no limits."""
+        """The limits in a command's configuration; one without such settings has none."""
         stall_s, told_s = getattr(config, "stall_deadline_s", None), getattr(config, "preempt_deadline_s", None) or None
         if stall_s is None:
             return cls(0.0, told_s, 0.0)
@@ -46,23 +44,23 @@ class Limits:
 
 
 class Supervisor:
-    """Over the ranks whose process ids are in `folder`, where failures are left, too.  `told_s`: since they were told to stop."""
+    """Supervises the ranks whose process ids are in `folder`, which also holds failures.
+
+    `told_s`: seconds since the ranks were asked to stop.
+    """
 
     def __init__(self, folder: Path, point: MeetingPoint, limits: Limits, told_s: Callable[[], float | None]):
         self._folder, self._limits, self._told_s = folder, limits, told_s
-        self._board = board_of(point)
-        told_within = told_within_s(limits.stall_s, Circles(point.size).count)
-        later_s = told_within + 2 * tick_s(limits.stall_s)  # the ranks' watchdogs come first
-        self._watch = Watch(
-            range(point.size), limits.stall_s, 3 * tick_s(limits.stall_s), time.monotonic, limits.first_s, later_s
-        )
+        self._board, self._tick_s = board_at(point), tick_s(limits.stall_s)
+        later_s = told_within_s(limits.stall_s) + 2 * self._tick_s  # the ranks' watchdogs come first
+        self._watch = Watch(range(point.size), limits.stall_s, time.monotonic, limits.first_s, later_s)
         self._looked = self._ending_since = 0.0
         self._over = threading.Event()
         self._ranks: dict[Path, psutil.Process | None] = {}
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
-        """While the block waits for the ranks."""
+        """Supervise while the block waits for the ranks."""
         thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         thread.start()
         try:
@@ -73,7 +71,7 @@ class Supervisor:
             self._explain_silence()
 
     def last_words(self) -> dict[int, str]:
-        """What each rank was at when it was last heard of."""
+        """The activity in each rank's last note."""
         return {rank: note.what for rank, note in self._watch.notes.items() if not note.ended}
 
     def _run(self) -> None:
@@ -81,57 +79,51 @@ class Supervisor:
             now = time.monotonic()
             if not self._ending_since and (self.someone_failed() or self._is_late()):
                 self._ending_since = now
-                self._listen()
-            looks = self._limits.stall_s and now - self._looked >= tick_s(self._limits.stall_s)
+                self._read_notes()
+            looks = self._limits.stall_s and now - self._looked >= self._tick_s
             if looks:
                 self._looked = now
-                self._listen()
+                self._read_notes()
             if self._ending_since:
                 if now - self._ending_since >= GRACE_S:
                     self._kill()
-            elif looks and self._watch.notes and self._watch.stalled():  # other entries than a training's give no notes
-                self._end_stalled()
+            elif looks and self._watch.notes and self._watch.stalled():  # entries other than training's write no notes
+                self._leave_message()  # no watchdog has ended its rank: all are stopped, or their interpreters are held
+                self._ending_since = time.monotonic()
+                self._kill()
 
-    def _listen(self) -> None:
+    def _read_notes(self) -> None:
         found = self._board.exchange(None, 1.0)
         self._watch.observe(found or [], reaches_others=found is not None)
 
-    def _end_stalled(self) -> None:
-        """No watchdog has ended its rank: all are stopped, or within calls that let nothing else run."""
-        self._leave_message()
-        self._ending_since = time.monotonic()
-        self._kill()
-
     def _explain_silence(self) -> None:
-        """A rank whose interpreter was held was ended by its timer, and could not say why."""
+        """Report a rank whose interpreter was held: its timer ended it without a message."""
         watch = self._watch
         if self._limits.stall_s and watch.notes and not any(self._folder.glob("*.json")):
-            self._listen()
+            self._read_notes()
             if any(watch.heard_s(rank) >= self._limits.stall_s for rank in watch.live):
                 self._leave_message()
 
     def _leave_message(self) -> None:
-        silent_s = 3 * tick_s(self._limits.stall_s)
-        watch = self._watch
+        watch, silent_s = self._watch, 3 * self._tick_s
         answered = [rank for rank in watch.live if rank in watch.notes and watch.heard_s(rank) < silent_s]
-        message = watch.describe(None, answered, "this process")
-        Failure(-1, time.time(), "stall", message).leave(self._folder)
+        Failure(-1, time.time(), "stall", watch.describe(None, answered, "this process")).leave(self._folder)
 
     def _is_late(self) -> bool:
         told_s, limit_s = self._told_s(), self._limits.told_s
         return told_s is not None and limit_s is not None and told_s >= limit_s
 
     def someone_failed(self) -> bool:
-        """Whether a rank has ended as none should, or a watchdog has ended one.
+        """True if a rank has ended without leaving `WELL`, or a watchdog has ended one.
 
-        Does not ask for a rank's exit code, for there is one answer, which is the agent's.
+        Does not ask for a rank's exit code, which can be asked for only once, by the agent.
         """
         return any(self._folder.glob("*.stall.json")) or any(
             not _runs(rank) and not path.with_suffix(WELL).exists() for path, rank in self._processes().items()
         )
 
     def _processes(self) -> dict[Path, psutil.Process | None]:
-        """Of the ranks that have left their process ids, by the file; None for one that was never seen."""
+        """The processes of the ranks, by the file with the process id; None for one that was never seen."""
         for path in self._folder.glob("*.pid"):
             pid = path.read_text(encoding="utf-8")
             if pid and path not in self._ranks:
@@ -149,7 +141,7 @@ class Supervisor:
 
 
 def _runs(rank: psutil.Process | None) -> bool:
-    """Whether a process has not ended; another that has got its number is not taken for it."""
+    """True if the process has not ended; another process with the same id does not count."""
     try:
         return rank is not None and rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,9 +1,10 @@
 """A rank's watchdog: ends the rank if the run stands still.
 
-A thread writes the rank's note to the store where the ranks have met, and reads those of its circle, several times within
-`stall_deadline_s`.  If the run has stalled (`stalls.py`), every watchdog writes the stacks of all threads of its process to
-`stacks/rank-N.txt`, says so in its note, waits for the notes of the others, and ends its process: the main thread may be in a
-call that nothing can interrupt.
+A thread writes the rank's note to the store where the ranks have met, several times within `stall_deadline_s`.  Rank 0 (the
+judge) reads all notes, the other ranks read only the judge's, so the store's load grows linearly with the ranks and no step
+waits for any of it.  If the run has stalled (`stalls.py`), every watchdog writes the stacks of all threads of its process to
+`stacks/rank-N.txt`, the judge writes a verdict, and every watchdog ends its process with it: the main thread may be in a call
+that nothing can interrupt.  If the judge itself is silent, each rank says so.
 
 A call that holds the interpreter stops the watchdog, too.  Then a timer of `faulthandler`, which needs no interpreter, writes
 the stacks and ends the process; the watchdog restarts this timer with each note.
@@ -12,45 +13,43 @@ the stacks and ends the process; the watchdog restarts this timer with each note
 from __future__ import annotations
 
 import faulthandler
+import os
+import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.cluster.liveness.board import Board, tick_s
-from oppo_megatron.cluster.liveness.stalls import Note, Watch
-from oppo_megatron.cluster.liveness.summaries import Summaries, speaker
+from oppo_megatron.cluster.liveness.failures import end_stalled
+from oppo_megatron.cluster.liveness.stalls import Board, Note, Watch, board_at, tick_s
+from oppo_megatron.cluster.rendezvous import MeetingPoint
+from oppo_megatron.cluster.world import World
+from oppo_megatron.rundir.directory import RunDirectory
 
-ANSWER_S = 2.0  # for a rank that hears of a stall to write its stacks and to answer, beside two ticks
-LOOK_S = 1e-4  # what the store takes for a look of one rank, for its circle's notes: so often do ranks look in an alarm
-TOLD_S = 2.0  # for the others to make up their messages: the store may end with this process
-
-
-def told_within_s(deadline_s: float, circles: int = 1) -> float:
-    """Seconds beyond the deadline within which the running watchdogs have reported the stall and end.
-
-    Of several circles each hears of the others' ranks by two speakers.
-    """
-    one = 4 * tick_s(deadline_s) + ANSWER_S + TOLD_S + 0.5
-    return one if circles == 1 else one + _elsewhere_s(deadline_s)
+JUDGE = 0
+ANSWER_S = 2.0  # for a rank that reads of a stall to write its stacks and to answer, in addition to two ticks
+TOLD_S = 2.0  # for the others to read the verdict: the store may end with this process
+LOOK_S = 1e-4  # the store's time for a look of one rank: with many ranks each looks less often
 
 
-def _elsewhere_s(deadline_s: float) -> float:
-    """How long a circle waits for the others' words once its own ranks have answered."""
-    return 4 * tick_s(deadline_s) + 2 * ANSWER_S + TOLD_S  # one with a silent rank takes half of it to say so
+def told_within_s(deadline_s: float) -> float:
+    """Seconds after the deadline within which the running watchdogs have reported the stall and ended their ranks."""
+    return 4 * tick_s(deadline_s) + ANSWER_S + TOLD_S + 0.5
 
 
 class Watchdog:
-    """One rank's watchdog.  `board` is None for a single rank; `end` takes the message of the stall and does not return.
+    """One rank's watchdog.  `end` takes the message about the stall and does not return.
 
-    `watch` and `board` are of the rank's circle; `far`: of the other circles, where there are any.
+    `watch` and `board` have all ranks if this is the judge, else the judge and this rank; `board` is None for a single rank.
+    `size`: ranks of the run.
     """
 
     def __init__(
@@ -61,13 +60,11 @@ class Watchdog:
         board: Board | None,
         folder: Path,
         end: Callable[[str], None],
-        far: Summaries | None = None,
+        size: int = 1,
     ):
-        self.rank, self.watch, self.activity, self.board, self.folder, self.far = (
-            rank, watch, activity, board, folder, far,
-        )  # fmt: skip
-        self._answered: set[int] | None = None
+        self.rank, self.watch, self.activity, self.board, self.folder = rank, watch, activity, board, folder
         self._end, self._tick_s, self._number = end, tick_s(watch.deadline_s), 0
+        self._pause_s = min(max(0.1, LOOK_S * size), self._tick_s)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stall watchdog", daemon=True)
         self._spare: IO[Any] | None = None
@@ -82,14 +79,14 @@ class Watchdog:
             self._over.set()
             self._thread.join(3 * self._tick_s)
             if self.board is not None:
-                self._leave(replace(self._note(), ended=True))
+                self.board.exchange(replace(self._note(), ended=True), ANSWER_S)
 
     def _run(self) -> None:
         try:
             while not self._over.wait(self._tick_s):
-                self._wind_up(self.watch.deadline_s + self._told_within_s)
+                self._wind_up(self.watch.deadline_s + told_within_s(self.watch.deadline_s))
                 self._look(self._note())
-                if self.watch.alarmed or self.watch.stalled(self.rank) or self._others_stalled:
+                if self.watch.alarmed or self.watch.stalled(self.rank):
                     self._alarm()
                     return
         finally:
@@ -99,82 +96,55 @@ class Watchdog:
         self._number += 1
         return Note.of(self.rank, self._number, self.activity.look())
 
-    @property
-    def _told_within_s(self) -> float:
-        return told_within_s(self.watch.deadline_s, 1 if self.far is None else self.far.circles.count)
-
-    @property
-    def _others_stalled(self) -> bool:
-        return self.far is not None and self._spoken_by == self.rank and self.far.stalled
-
-    @property
-    def _spoken_by(self) -> int | None:
-        return speaker(self.watch, self._answered)
-
     def _look(self, mine: Note) -> None:
-        """Put the note down, and take in those of the circle; as its speaker, those of all circles."""
+        """Write the note, and read the others'."""
         found = None if self.board is None else self.board.exchange(mine, self._tick_s)
         others = [note for note in found or [] if note.rank != self.rank]
         self.watch.observe([mine, *others], reaches_others=self.board is None or found is not None)
-        if self.far is not None and self._spoken_by == self.rank:
-            self.far.exchange(self.watch, self._tick_s)
-
-    def _leave(self, last: Note) -> None:
-        """The last to leave a circle says so for it: of two that leave at once, the later finds the other's note."""
-        assert self.board is not None
-        found = self.board.exchange(last, ANSWER_S)
-        if found is not None and self.far is not None:
-            self.watch.observe(found)
-            if not self.watch.live:
-                self.far.exchange(self.watch, ANSWER_S)
 
     def _alarm(self) -> None:
-        """Stacks, notes of the others, the message, and the end."""
-        mine = replace(self._note(), alarm=True)
+        """Write stacks, wait for the verdict (as the judge: for all answers), and end."""
+        watch, mine = self.watch, replace(self._note(), alarm=True)
         self._write_stacks(mine)
-        beyond_s = 0.0 if self.far is None else _elsewhere_s(self.watch.deadline_s)
-        self._wind_up(2 * self._tick_s + 2 * ANSWER_S + TOLD_S + beyond_s)
+        self._wind_up(5 * self._tick_s + 2 * ANSWER_S + TOLD_S)
         self._look(mine)
-        self._until(2 * self._tick_s + ANSWER_S, mine, lambda: self._all(lambda note: note.alarm))
-        answered = self._answered = {self.rank, *self.watch.alarmed}
-        elsewhere = self._words_from_elsewhere(mine)
+        answer_s = 2 * self._tick_s + ANSWER_S
+        if self.rank == JUDGE or self.board is None:
+            self._until(answer_s, mine, lambda: self._all(lambda note: note.alarm))
+        else:
+            self._until(answer_s + self._tick_s, mine, lambda: bool(self._verdict))
+        answered = {self.rank, *watch.alarmed}
         keeper = "this rank" if self.board is None else self.board.keeper
-        message = f"{self.watch.describe(self.rank, answered, keeper, elsewhere)}; stacks of all threads are in {self.folder}"
-        told = replace(mine, told=True, elsewhere=elsewhere)
-        self._look(told)
-        stays = self.far is not None and self._spoken_by == self.rank  # the store may be here, and other circles still read
-        self._until(TOLD_S, told, lambda: not stays and self._all(lambda note: note.told or note.rank not in answered))
-        self._end(message)
+        described = f"{watch.describe(self.rank, answered, keeper)}; stacks of all threads are in {self.folder}"
+        verdict = self._verdict or described
+        last = replace(mine, verdict=verdict)
+        self._look(last)
+        if self.rank == JUDGE:
+            self._until(TOLD_S, last, lambda: self._all(lambda note: bool(note.verdict) or note.rank not in answered))
+        self._end(verdict)
 
-    def _words_from_elsewhere(self, mine: Note) -> str:
-        """Which ranks of other circles stand still: asked by the speaker, and passed on in its note."""
-        far, spoken_by, assured_s = self.far, self._spoken_by, _elsewhere_s(self.watch.deadline_s)
-        if far is None or self.watch.alone_s >= self.watch.deadline_s:
-            return ""
-        if spoken_by == self.rank:
-            far.say(self.watch.describe_standing(self._answered or ()))
-            self._until(assured_s - TOLD_S, mine, lambda: far.told)
-            return far.elsewhere()
-        notes = self.watch.notes
-        self._until(assured_s, mine, lambda: spoken_by in notes and notes[spoken_by].told)
-        return notes[spoken_by].elsewhere if spoken_by in notes else ""
+    @property
+    def _verdict(self) -> str:
+        """The judge's, read by another rank."""
+        note = self.watch.notes.get(JUDGE)
+        return "" if note is None or self.rank == JUDGE else note.verdict
 
     def _all(self, done: Callable[[Note], bool]) -> bool:
-        """Whether the notes of all live ranks of the circle are `done`."""
+        """True if the notes of all live ranks are `done`."""
         watch = self.watch
         return len(watch.live) == sum(done(watch.notes[rank]) for rank in watch.live if rank in watch.notes)
 
     def _until(self, seconds: float, mine: Note, done: Callable[[], bool]) -> None:
         """Look until it is `done`, or the time is over."""
-        until, size = time.monotonic() + seconds, 1 if self.far is None else self.far.circles.size
+        until = time.monotonic() + seconds
         while time.monotonic() < until and not done():
-            time.sleep(min(max(0.1, LOOK_S * size), self._tick_s))
+            time.sleep(self._pause_s)
             self._number += 1
             mine = replace(mine, number=self._number)
             self._look(mine)
 
     def _wind_up(self, seconds: float) -> None:
-        """Should this thread not come back in time, the process ends by a timer that needs no interpreter."""
+        """If this thread does not come back in time, a timer that needs no interpreter ends the process."""
         with suppress(OSError, ValueError, RuntimeError):  # the folder cannot be written, or this process has no stderr
             if self._spare is None and self.board is not None and self.folder.parent.is_dir():
                 self.folder.mkdir(exist_ok=True)
@@ -186,7 +156,7 @@ class Watchdog:
         return self.folder / f"rank-{self.rank}.txt"
 
     def _write_stacks(self, note: Note) -> None:
-        """Of all threads of this process; the file system may be what does not answer."""
+        """Write the stacks of all threads of this process, from another thread: the file system may be what hangs."""
         faulthandler.cancel_dump_traceback_later()
         with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -202,3 +172,33 @@ class Watchdog:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(text)
+
+
+@contextmanager
+def watched(
+    world: World,
+    deadline_s: float,
+    run_dir: Path,
+    command: str,
+    environment: Mapping[str, str] = os.environ,
+    end: Callable[[int, str, str], None] = end_stalled,
+) -> Iterator[None]:
+    """End this process, by `end` (rank, command, message), if the run stands still in the block for `deadline_s`; 0: never."""
+    if not deadline_s:
+        yield
+        return
+    rank, size, board = world.rank, world.size, None
+    ranks = range(size) if rank == JUDGE else (JUDGE, rank)
+    if size > 1 or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        board = board_at(MeetingPoint.from_environment(environment, rank, size), ranks)
+    watch = Watch(ranks, deadline_s, time.monotonic, whole=rank == JUDGE)
+    folder = RunDirectory(run_dir).stacks
+    with Watchdog(rank, watch, world.activity, board, folder, partial(end, rank, command), size).watching():
+        yield
+
+
+def stacks_on_request() -> None:
+    """Write the stacks of all threads to stderr on SIGUSR2, at once, whatever the process does."""
+    if hasattr(faulthandler, "register") and sys.__stderr__ is not None:
+        with suppress(ValueError, OSError):  # a stderr that is not a file
+            faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)

@@ -1,8 +1,8 @@
 """Attention on a CPU: the operation in bfloat16, and which sequences of a call attend together.
 
-Neighbouring sequences that attend together read as many positions as the longest of them: reading beyond the end of a
-shorter one is wasted, but a call of its own costs time too.  Sequences that joined together are of similar length and lie
-side by side, so few cuts save most of the waste.
+Neighbouring sequences that attend together all read the positions of the longest: reading past the end of a shorter one is
+wasted, but a separate call costs time, too.  Sequences admitted together have similar lengths and neighbouring slots, so a few
+cuts save most of the waste.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class HalfOnCpu(torch.autograd.Function):
     """torch's attention in bfloat16 on a CPU, causal without a mask, with its backward pass in float32.
 
     In bfloat16 a backward pass takes up to three times as long, and keeps hundreds of megabytes of kernels, one for every
-    length that it meets.  The forward pass is the one that cached calls make.
+    length.  The forward pass is that of cached calls.
     """
 
     @staticmethod
@@ -44,16 +44,16 @@ class HalfOnCpu(torch.autograd.Function):
 
 
 CALL_NUMBERS = 2**16
-"""Cached numbers that can be read in the time that one attention call takes beside reading."""
+"""Cached numbers that can be read in the overhead of one attention call."""
 
 
 def stretches(lengths: Sequence[int], call: float) -> list[slice]:
-    """Cuts rows wherever that saves more than `call` positions, the price of one attention call; each cut is the best one."""
+    """Cut rows wherever that saves more than `call` positions, the cost of one attention call, greedily by the best cut."""
     return blocks([(length,) for length in lengths], call)
 
 
 def blocks(sizes: Sequence[tuple[int, ...]], call: float) -> list[slice]:
-    """As `stretches`, of rows with several sizes: each row costs the product of the largest of those together with it."""
+    """As `stretches`, for rows with several sizes: each row costs the product of the largest sizes in its block."""
     return [slice(first, end) for first, end in _cut(sizes, 0, len(sizes), call)]
 
 
@@ -68,6 +68,6 @@ def _cut(sizes: Sequence[tuple[int, ...]], first: int, end: int, call: float) ->
 
 
 def _costs(rows: Sequence[tuple[int, ...]]) -> list[int]:
-    """What a row costs together with all before it."""
+    """Cost of a row in a block with all rows before it."""
     largest = [accumulate(column, max) for column in zip(*rows, strict=True)]
     return [prod(each) for each in zip(*largest, strict=True)]

@@ -1,8 +1,8 @@
-"""Matrix products with weights laid out once in the order in which the CPU's kernels read them.
+"""Matrix products with weights packed once in the layout of the CPU's kernels.
 
-For more than a few rows torch's float32 product lays the weights out anew in every call, which in a decode step costs more
-than the product itself; its bfloat16 product looks up their order in every call.  oneDNN, which torch brings along, takes
-weights that were laid out before.  The laid-out weights are a copy, which must be made again after the weights have changed.
+For more than a few rows torch's float32 product packs the weights in every call, which in a decode step costs more than the
+product itself; its bfloat16 product looks up their layout in every call.  oneDNN, which is part of torch, takes packed weights.
+They are a copy, which must be made again after the weights changed.
 
 Legend: T rows, I inputs, O outputs of this tensor rank.
 """
@@ -28,12 +28,12 @@ the packed one is ahead from the first row."""
 
 @cache
 def by_intel() -> bool:
-    """Whether the processor is one for which torch's own product, MKL's, has its best kernels."""
+    """True if torch's own product, MKL's, has its best kernels for this processor."""
     return processor()[0] == "GenuineIntel"
 
 
 def can_prepack(weight: Tensor) -> bool:
-    """Whether this build of torch, on this processor, multiplies by laid-out weights of the tensor's kind."""
+    """True if this build of torch, on this processor, supports packed weights of the tensor's type."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -42,7 +42,7 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:
-    """x [T, I] -> x W^T + b [T, O].  `packed`: few rows go by a copy of the weight that is laid out now."""
+    """x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a packed copy of the weight, made now."""
     if not packed:
         return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), TYPICAL_ROWS)
@@ -61,9 +61,9 @@ def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) ->
 
 
 def _filled_up(x_TI: Tensor) -> Tensor:
-    """With rows of no meaning behind it, so that prefill comes in few sizes.
+    """Pad with arbitrary rows, so that prefill has few sizes.
 
-    oneDNN prepares a kernel for each size that it meets, which takes as long as a small product, and keeps about a thousand
+    oneDNN builds a kernel for each size, which takes as long as a small product, and keeps about a thousand
     (`layout/cpu_kernels.py` counts them).
     """
     num_rows = x_TI.shape[0]

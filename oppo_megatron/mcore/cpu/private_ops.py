@@ -1,4 +1,4 @@
-"""Operations of torch that it does not document, and that a CPU's paths call: checked before a run starts."""
+"""Checks, before a run starts, the undocumented operations of torch that the CPU paths call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALF_ATTENTION = (
 
 @dataclass(frozen=True)
 class Need:
-    """Operations that a setting needs, and what to set in its place."""
+    """Operations that a setting needs, and the alternative."""
 
     setting: str
     instead: str
@@ -26,7 +26,7 @@ class Need:
 
 
 def needs(runtime: RuntimeConfig, dtypes: set[Dtype]) -> list[Need]:
-    """What a run on a CPU calls."""
+    """Operations that a run on a CPU calls."""
     found = []
     if runtime.decode_path == "packed" and torch.backends.mkldnn.is_available():
         found.append(Need("runtime.decode_path packed", "set it to fused", PACKING))

@@ -1,7 +1,7 @@
 """Attention of a call's tokens to cached positions: the common part of dense and paged caches.
 
 Legend: T packed tokens of a call, S sequences of the call, C longest chunk of the call, B rows of a decode step, G key/value
-heads of this rank, N query heads, R query heads a key/value head, L cached positions, D head dimension, X = R + 2 (query
+heads of this rank, N query heads, R query heads per key/value head, L cached positions, D head dimension, X = R + 2 (query
 heads, key, value).
 """
 
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from oppo_megatron.mcore.cpu.cpu_attention import CALL_NUMBERS, stretches
 from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.kv.call_parts import PartsOfCall, parts_of
-from oppo_megatron.mcore.kv.masks import beyond_mask, hidden_keys
+from oppo_megatron.mcore.kv.call_parts import PartsOfCall, beyond_mask, hidden_keys, parts_of
 from oppo_megatron.mcore.layers.rope import apply_rope
 from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
 
@@ -30,7 +29,7 @@ and calls are many."""
 
 
 class Cache(Protocol):
-    """The part of a cache that a plan needs: rotary tables (cosine, sine), type and device."""
+    """Interface of a cache for a plan: rotary tables (cosine, sine), type and device."""
 
     rope: tuple[Tensor, Tensor]
     dtype: torch.dtype
@@ -38,7 +37,7 @@ class Cache(Protocol):
 
 
 class CachedPlan(ABC):
-    """An `AttentionPlan` that continues sequences from their cache.  Computed once a call, used by every layer."""
+    """An `AttentionPlan` that continues sequences from their cache.  Made once per call, used by every layer."""
 
     qkv_format = "thd"
 
@@ -55,7 +54,7 @@ class CachedPlan(ABC):
         return self._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
 
     def attend_grouped(self, layer: int, qkv_TGXD: Tensor, window: int | None = None) -> Tensor:
-        """As `attend`, of queries, keys and values that lie side by side: X = the group's query heads, the key, the value."""
+        """As `attend`, for queries, keys and values in one tensor: X = the group's query heads, the key, the value."""
         cos, sin = self.cos_T1D.unsqueeze(1), self.sin_T1D.unsqueeze(1)
         qk_TGXD = apply_rope(qkv_TGXD[:, :, :-1], cos, sin).to(qkv_TGXD.dtype)
         scale = qkv_TGXD.shape[-1] ** -0.5
@@ -65,11 +64,11 @@ class CachedPlan(ABC):
     def _attention(
         self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Cache the new keys and values and attend to all that the sequences have -> [T, N * D]."""
+        """Cache the new keys and values and attend to all cached positions -> [T, N * D]."""
 
 
 class CallPlan(CachedPlan):
-    """Any number of new tokens of each sequence, whose lengths the host knows."""
+    """Any number of new tokens per sequence, with lengths known to the host."""
 
     def __init__(self, cache: Cache, slots: list[int], past: list[int], lens: list[int]):
         self.slots, self.past, self.lens = slots, past, lens
@@ -90,7 +89,7 @@ class CallPlan(CachedPlan):
 
     @cached_property
     def row_T(self) -> Tensor:
-        """The sequence of each token, by its number in the call."""
+        """Index of each token's sequence in the call."""
         number_S = torch.arange(len(self.lens), device=self._device)
         return number_S if self.decode else torch.repeat_interleave(number_S, self.lens_S, output_size=sum(self.lens))
 
@@ -107,10 +106,10 @@ class CallPlan(CachedPlan):
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v; all that is cached of the call's sequences, each [S, G, longest, D]."""
+        """Cache k and v.  Returns all cached keys and values of the call's sequences, each [S, G, longest, D]."""
 
     def _stretches(self, cached_SGLD: Tensor) -> list[slice]:
-        """Sequences that attend together: on a CPU neighbours of like length, elsewhere all."""
+        """Sequences that attend together: on a CPU neighbours of similar length, elsewhere all."""
         if self._device.type != "cpu":
             return [slice(0, len(self.lens))]
         _, groups, _, dim = cached_SGLD.shape
@@ -119,7 +118,7 @@ class CallPlan(CachedPlan):
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:
-        """[C, L] of each sequence, 0 or minus infinity; None where all its tokens are new."""
+        """Mask [C, L] of each sequence, 0 or minus infinity; None if all its tokens are new."""
         return [
             torch.full((new, past + new), -torch.inf, dtype=self._dtype).triu_(past + 1) if past else None
             for past, new in zip(self.past, self.lens, strict=True)
@@ -130,7 +129,7 @@ class CallPlan(CachedPlan):
         return WindowedAttention(self._dtype, self._device)
 
     def _attend_each(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
-        """One sequence after the other, each at its own length: nothing is padded, and invisible positions are skipped."""
+        """Attend sequence by sequence, without padding and invisible positions."""
         q_NTD, outputs, first = q_TGRD.flatten(1, 2).transpose(0, 1), [], 0
 
         def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -153,7 +152,7 @@ class CallPlan(CachedPlan):
 
     @staticmethod
     def parts_on(device: torch.device) -> bool:
-        """Whether sequences with several new tokens attend in parts."""
+        """True if sequences with several new tokens attend in parts."""
         return device.type != "cpu"
 
     def _attend_in_parts(
@@ -171,7 +170,7 @@ class CallPlan(CachedPlan):
     def _attend_together(
         self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Few new tokens of each sequence: many sequences in a call, as far as their longest."""
+        """Attend with few new tokens per sequence: many sequences in a call, up to the longest."""
         parts = self._together.get(window)
         if parts is None:
             parts = [self._padded(rows, q_TGRD.shape[2], window) for rows in self._stretches(k_SGLD)]
@@ -183,7 +182,7 @@ class CallPlan(CachedPlan):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _padded(self, rows: slice, repeat: int, window: int | None) -> _Together:
-        """`repeat` query heads a key head."""
+        """Pad to the longest chunk; `repeat`: query heads per key head."""
         past, lens = self.past[rows], self.lens[rows]
         reach = max(p + n for p, n in zip(past, lens, strict=True))
         keys = slice(0 if window is None else max(0, min(past) + 1 - window), reach)
@@ -203,7 +202,7 @@ class CallPlan(CachedPlan):
 class _Together:
     """Neighbouring sequences of a call that attend together, to the cached positions `keys`.
 
-    `places` are sequence and column of each token, where sequences have several new ones.
+    `places` are sequence and column of each token, if sequences have several new ones.
     """
 
     rows: slice
@@ -228,10 +227,10 @@ class _Together:
 
 
 class StepPlan(CachedPlan):
-    """One new token of each row, at positions that only the device knows; every shape is known beforehand.
+    """One new token per row, at positions known only to the device; all shapes are fixed.
 
-    `reach` is a bound on the positions that are attended to.  Made of operations of the device alone, so that it may be
-    captured in a CUDA graph and replayed while the numbers behind `position_B` change.
+    `reach` bounds the positions that are attended to.  It consists of device operations alone, so it can be captured in a CUDA
+    graph and replayed with other numbers in `position_B`.
     """
 
     def __init__(self, cache: Cache, position_B: Tensor, reach: int):
@@ -254,20 +253,20 @@ class StepPlan(CachedPlan):
 
 
 class StepRows(ABC):
-    """Where the rows of decode steps lie in a cache, in tensors that keep their place from step to step."""
+    """Places of decode rows in a cache, in tensors whose addresses do not change."""
 
     @abstractmethod
     def load(self, slots: Sequence[int]) -> None:
-        """The slots of the rows from now on; several rows may be given the same one."""
+        """Set the slots of the rows; several rows may have the same one."""
 
     @property
     @abstractmethod
     def key(self) -> Hashable:
-        """What of the rows is not in tensors: a captured step holds for rows of the same key."""
+        """The state of the rows outside of tensors: a captured step is valid for rows with the same key."""
 
     @abstractmethod
     def reach(self, longest: int) -> int:
-        """A bound on positions of at least `longest`, which takes few values."""
+        """A bound on positions, at least `longest`, one of few values."""
 
     @abstractmethod
     def plan(self, position_B: Tensor, reach: int) -> StepPlan:
@@ -275,7 +274,7 @@ class StepRows(ABC):
 
 
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """One new token a sequence -> [S, N * D].
+    """Attention of one new token per sequence -> [S, N * D].
 
     The query heads of a group take the place of query positions, so grouped heads need no copy of keys.
     """

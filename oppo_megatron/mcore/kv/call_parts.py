@@ -1,12 +1,12 @@
-"""Attention of a call with many new tokens where torch's kernels compute it, on a GPU: in parts that waste and hold little.
+"""Attention of a call with many new tokens by torch's kernels on a GPU, in parts that waste little time and memory.
 
-Queries that attend together are padded to the longest chunk, and read as far as the longest sequence.  So a sequence whose own
-attention takes longer than a call takes to start attends alone, and others beside neighbours of like size.  Sequences that are
-new need no mask; those that go on need one, for which there is no fused kernel that knows groups of heads: the query heads of
-a group take the place of query positions.  Such a mask is bounded by taking the queries in pieces.
+Queries that attend together are padded to the longest chunk and read the longest sequence's positions.  So a sequence whose
+attention takes longer than the launch of a call attends alone, and small neighbours attend together.  New sequences need no
+mask; continued ones do, and no fused kernel with a mask supports grouped heads: the query heads of a group take the place of
+query positions.  Taking the queries in pieces bounds the mask.
 
 Legend: T packed tokens of the call, S sequences of a part, C its query positions, N query heads, G key/value heads, R query
-heads a key/value head, L cached positions, D head dimension.
+heads per key/value head, L cached positions, D head dimension.
 """
 
 from __future__ import annotations
@@ -19,9 +19,26 @@ from torch import Tensor
 
 from oppo_megatron.layout.activations import MASK_NUMBERS
 from oppo_megatron.mcore.cpu.cpu_attention import blocks
-from oppo_megatron.mcore.kv.masks import hidden_keys
 from oppo_megatron.mcore.layers.attention import torch_attention
 from oppo_megatron.mcore.layers.windows import binding
+
+
+def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:
+    """[..., L]: True for the cached positions `keys` that a token at `position` [...] does not attend to.
+
+    Each token attends to at least one, even after all of them, as padding tokens do.
+    """
+    key_L, position_1 = torch.arange(keys.start, keys.stop, device=position.device), position.unsqueeze(-1)
+    beyond = key_L > position_1
+    return beyond if window is None else beyond | (key_L <= (position_1 - window).clamp(max=keys.stop - 2))
+
+
+def beyond_mask(position_S: Tensor, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
+    """[S, 1, 1, L]: 0 up to a sequence's position within its window, and minus infinity elsewhere."""
+    hidden_SL = hidden_keys(position_S, keys, window)
+    mask_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device)
+    return mask_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None]
+
 
 CALL_SCORES = 2**20
 """Scores of a head (pairs of query and key) that are computed in about the time that a call takes to start."""
@@ -29,9 +46,9 @@ CALL_SCORES = 2**20
 
 @dataclass(frozen=True)
 class Part:
-    """The sequences `rows` of a call; of one alone the new tokens `queries`, else all.  They read the cached positions `keys`.
+    """The sequences `rows` of a call, which read the cached positions `keys`; `queries`: new tokens, if it is one sequence.
 
-    `window` is None where it does not bind; `causal`: the part needs no mask, because all its sequences are new.
+    `window` is None if it does not bind; `causal`: the part needs no mask, because all its sequences are new.
     """
 
     rows: slice
@@ -46,7 +63,7 @@ class Part:
         return self.rows.stop - self.rows.start == 1
 
     def mask_numbers(self, repeat: int) -> int:
-        """Of the mask for `repeat` query heads a key head."""
+        """Numbers of the mask for `repeat` query heads per key head."""
         queries, keys = (each.stop - each.start for each in (self.queries, self.keys))
         return 0 if self.causal else (self.rows.stop - self.rows.start) * repeat * queries * keys
 
@@ -54,8 +71,8 @@ class Part:
 def parts_of(
     past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, call: int = CALL_SCORES
 ) -> list[Part]:
-    """Parts of a call that appends lens[s] tokens to past[s], `repeat` query heads a key head; none needs a larger mask than
-    MASK_NUMBERS, or than that of one query."""
+    """Parts of a call that appends lens[s] tokens to past[s], with `repeat` query heads per key head.  The mask of each has at
+    most MASK_NUMBERS numbers, or one query."""
     parts: list[Part] = []
     for rows in _groups(past, lens, call):
         parts += _bounded(past, lens, repeat, window, rows)
@@ -63,7 +80,7 @@ def parts_of(
 
 
 def _groups(past: Sequence[int], lens: Sequence[int], call: int) -> Iterator[slice]:
-    """Large sequences alone, runs of small ones between them in blocks."""
+    """Large sequences alone, and runs of small ones between them in blocks."""
     sizes = [(new, before + new) for before, new in zip(past, lens, strict=True)]
     large = [s for s, (new, reach) in enumerate(sizes) if new * reach >= call]
     first = 0
@@ -76,7 +93,7 @@ def _groups(past: Sequence[int], lens: Sequence[int], call: int) -> Iterator[sli
 
 
 def _bounded(past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, rows: slice) -> list[Part]:
-    """Some sequences, in as many parts as bound the masks."""
+    """Divide sequences into parts until the masks are within bounds."""
     pasts, news = past[rows], lens[rows]
     reach, longest = max(p + n for p, n in zip(pasts, news, strict=True)), max(news)
     bound = binding(window, reach)
@@ -101,7 +118,7 @@ def _pieces(rows: slice, past: int, new: int, window: int | None, size: int) -> 
 
 
 class PartsOfCall:
-    """The parts of a call, with what of them all layers of one window have in common."""
+    """The parts of a call, with the tensors that all layers of one window share."""
 
     def __init__(
         self, parts: Sequence[Part], lens: Sequence[int], past_S: Tensor, places: tuple[Tensor, Tensor], repeat: int,

@@ -1,7 +1,7 @@
 """The dense key/value cache: a slot of `max_length` positions for each sequence.
 
-A decode step over sequences in neighbouring slots reads one slice and never gathers.  In return a sequence that changes its
-slot is copied, and so is a prompt that several sequences begin with.
+A decode step over sequences in neighbouring slots reads one slice and never gathers.  In return, changing a sequence's slot
+copies it, and so does forking a prompt.
 
 Legend: T packed tokens of a call, S sequences of the call, B rows of a decode step, M slots, G key/value heads of this rank,
 L cached positions, D head dimension.
@@ -20,7 +20,7 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache, slots_within
 
 
 class KVCache(SequenceCache):
-    """Storage k, v: per layer [M, G, L, D].  Raises CapacityError when the byte budget does not hold one sequence."""
+    """Storage k, v: per layer [M, G, L, D].  Raises CapacityError if the byte budget does not hold one sequence."""
 
     def __init__(
         self,
@@ -68,10 +68,10 @@ class KVCache(SequenceCache):
             store[slot_S, :, :length] = store[source, :, :length].clone()
 
     def _extend(self, slot: int, length: int) -> None:
-        """Every position is there from the beginning."""
+        """Nothing to do: a slot has all positions."""
 
     def _shorten(self, slot: int, length: int) -> None:
-        """And stays."""
+        """Nothing to do: a slot keeps all positions."""
 
     def _read(self, slot: int, length: int) -> Tensor:
         return torch.stack([store[slot, :, :length].transpose(0, 1) for store in (*self.k, *self.v)])
@@ -126,7 +126,7 @@ class _DenseRows(StepRows):
 
 
 class _DenseStep(StepPlan):
-    """Rows that write into `slot_B`, and read from `first` on."""
+    """Rows that write into `slot_B` and read slots from `first` on."""
 
     def __init__(self, cache: KVCache, slot_B: Tensor, first: int, position_B: Tensor, reach: int):
         super().__init__(cache, position_B, reach)

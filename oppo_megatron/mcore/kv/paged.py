@@ -1,9 +1,8 @@
-"""The paged key/value cache: a pool of blocks, and for each sequence a table of those that it has.
+"""The paged key/value cache: a pool of blocks, and a table of blocks for each sequence.
 
-A sequence that changes its slot takes its table along: nothing is copied.  A block is taken when a sequence grows into it
-and given back when it is rolled back or closed; the pool has enough for all slots at full length.  Sequences that begin with
-the same prompt share the blocks that it fills; of a block that it fills in part each has a copy.  So what is written to is
-of one sequence alone.
+Changing a sequence's slot moves its table and copies nothing.  A sequence takes a block when it grows into it and returns it
+when it is rolled back or closed; the pool has enough for all slots at full length.  Sequences with the same prompt share the
+blocks that it fills.  Each sequence has its own copy of a partly filled block, so only one sequence ever writes to a block.
 
 Legend: T packed tokens of a call, S sequences of the call, B rows of a decode step, M slots, P blocks, K positions of a block,
 W blocks of a table, G key/value heads of this rank, L cached positions, D head dimension.
@@ -24,9 +23,9 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache, slots_within
 
 
 class PagedKVCache(SequenceCache):
-    """Storage k, v: per layer [P, K, G, D].  Raises CapacityError when the byte budget does not hold one sequence.
+    """Storage k, v: per layer [P, K, G, D].  Raises CapacityError if the byte budget does not hold one sequence.
 
-    `kernel` attends over tables; without one, what the tables name is gathered and attended to as in a dense cache.
+    `kernel` attends over tables; without one, the tables' blocks are gathered and attended to as in a dense cache.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class PagedKVCache(SequenceCache):
         return len(self._free)
 
     def tables(self, slots: Sequence[int], width: int) -> Tensor:
-        """Int32 [S, W]: the blocks of each slot; behind the last that it has, any."""
+        """Int32 [S, W]: block table of each slot; entries past its last block are arbitrary."""
         rows = [self._tables[slot][:width] for slot in slots]
         return on_device([row + [0] * (width - len(row)) for row in rows], self.device, torch.int32)
 
@@ -115,7 +114,7 @@ class PagedKVCache(SequenceCache):
             self._free.append(block)
 
     def _copies(self, block: int, count: int, length: int) -> list[int]:
-        """Blocks that begin with the first `length` positions of one.  Where it fails, none is taken."""
+        """New blocks with a copy of the first `length` positions of one.  If it fails, none is taken."""
         copies = [self._take() for _ in range(count)]
         try:
             block_S = on_device(copies, self.device)
@@ -139,7 +138,7 @@ class PagedKVCache(SequenceCache):
 
 
 class _Places:
-    """Where new tokens are written, and what the tables of their sequences name."""
+    """Places of new tokens, and the tables of their sequences."""
 
     def __init__(self, cache: PagedKVCache, table_SW: Tensor, row_T: Tensor, pos_T: Tensor):
         self._cache, self._table_SW = cache, table_SW
@@ -147,14 +146,14 @@ class _Places:
         self._offset_T = pos_T % cache.block_tokens
 
     def write(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v; the whole pools."""
+        """Cache k and v.  Returns the whole pools."""
         pools = self._cache.k[layer], self._cache.v[layer]
         for pool, new_TGD in zip(pools, (k_TGD, v_TGD), strict=True):
             pool[self._block_T, self._offset_T] = new_TGD
         return pools
 
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Cache k and v; the first `length` positions of every table, gathered, each [S, G, L, D]."""
+        """Cache k and v.  Returns the first `length` positions of every table, gathered, each [S, G, L, D]."""
         table_SW = self._table_SW[:, : -(-length // self._cache.block_tokens)]
         k, v = (pool[table_SW].flatten(1, 2)[:, :length].transpose(1, 2) for pool in self.write(layer, k_TGD, v_TGD))
         return k, v
@@ -200,7 +199,7 @@ class _PagedRows(StepRows):
         return None
 
     def reach(self, longest: int) -> int:
-        """A kernel reads only cached positions, whatever the bound; gathering takes time for the whole bound."""
+        """A kernel reads only cached positions; gathering takes time for the whole bound."""
         return self._cache.bucket(longest) if self._cache.kernel is None else self._cache.max_length
 
     def plan(self, position_B: Tensor, reach: int) -> StepPlan:

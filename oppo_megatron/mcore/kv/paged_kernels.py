@@ -3,7 +3,7 @@
 Legend: T packed tokens of a call, S sequences of the call, N query heads, G key/value heads, D head dimension, P blocks,
 K positions of a block, W blocks of a table.
 
-The kernel does not run on a CPU.  What it has to compute is held by the tests against `PagedKVCache` without one.
+The kernel does not run on a CPU.  The tests compare it with `PagedKVCache` without a kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEAST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class PagedCall:
-    """What a kernel is told of a call beside queries and pools: int32 tensors, and bounds that hold for all sequences.
+    """Arguments of a kernel in addition to queries and pools: int32 tensors, and bounds for all sequences.
 
     Sequence s has `new_S[s]` queries, its last tokens, and `length_S[s]` cached tokens in the blocks `table_SW[s]`.
     """
@@ -36,7 +36,7 @@ class PagedCall:
 
     @cached_property
     def new_ends(self) -> Tensor:
-        """[S + 1]: where the queries of each sequence begin, and the last end."""
+        """[S + 1]: start of each sequence's queries, and the end of the last."""
         return _ends(self.new_S)
 
     @cached_property
@@ -49,7 +49,7 @@ PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None], T
 
 
 def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
-    """flash-attn's.  The kernels built into torch know no tables."""
+    """flash-attn's kernel, or None.  torch's own kernels do not support tables."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
@@ -60,7 +60,7 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
 def flash_attn(
     q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None
 ) -> Tensor:
-    """flash-attn (2.5 or newer): its decoding kernel for one query a sequence, else the one for packed queries."""
+    """flash-attn (2.5 or newer): its decoding kernel for one query per sequence, else the one for packed queries."""
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
     if call.most_new == 1:
@@ -91,7 +91,7 @@ def flash_attn(
 
 
 def _beside(window: int | None) -> tuple[int, int]:
-    """Positions before and behind its own that a token attends to; -1: all."""
+    """Positions before and after its own that a token attends to; -1: all."""
     return (-1 if window is None else window - 1, 0)
 
 

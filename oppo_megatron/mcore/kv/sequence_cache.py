@@ -1,9 +1,9 @@
-"""The books of a key/value cache of one pipeline stage; where keys and values lie is a matter of its layout.
+"""Bookkeeping of a key/value cache of one pipeline stage; subclasses decide the storage.
 
 Life of a sequence:  open -> [fork] -> (begin .. commit)* -> [truncate -> (begin .. commit)*]* -> close
 
-Sequences are known by id and have a slot each, the first ones without a gap: closing one moves another into its slot.  All
-bookkeeping is a function of the calls made, so every tensor- and pipeline-parallel rank keeps the same books without a message.
+Sequences have an id and a slot.  The occupied slots are the first ones, without a gap: closing a sequence moves another into
+its slot.  All state follows from the calls, so every tensor- and pipeline-parallel rank has the same state without messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REACH = 256
 
 
 class SequenceCache(ABC):
-    """`num_slots` sequences of up to `max_length` tokens, each with a length of its own."""
+    """`num_slots` sequences of up to `max_length` tokens each."""
 
     def __init__(
         self, num_slots: int, max_length: int, rope: tuple[Tensor, Tensor], dtype: torch.dtype, device: torch.device
@@ -51,7 +51,7 @@ class SequenceCache(ABC):
         return list(self._ids)
 
     def slot(self, seq_id: int) -> int:
-        """Where the sequence lies now.  A call whose sequences come in the order of neighbouring slots is the cheapest."""
+        """The sequence's current slot.  A call over sequences in the order of neighbouring slots is the cheapest."""
         return self._slots[seq_id]
 
     def length(self, seq_id: int) -> int:
@@ -59,7 +59,7 @@ class SequenceCache(ABC):
         return self._lengths[self._slots[seq_id]]
 
     def open(self, seq_id: int) -> None:
-        """Give the sequence a slot, empty."""
+        """Give the sequence an empty slot."""
         assert seq_id not in self._slots, f"sequence {seq_id} is already open"
         if not self.num_free:
             raise CapacityError(
@@ -73,7 +73,7 @@ class SequenceCache(ABC):
         """Free the sequence's slot; the sequence in the last one moves into the gap."""
         slot, last = self._slots[seq_id], len(self._ids) - 1
         self._shorten(slot, 0)
-        if slot != last:  # before the books change: where it fails, the last one is still in its own slot
+        if slot != last:  # first: if it fails, the last sequence is still in its slot
             self._move(last, slot, self._lengths[last])
         del self._slots[seq_id]
         mover, length = self._ids.pop(), self._lengths.pop()
@@ -81,7 +81,7 @@ class SequenceCache(ABC):
             self._slots[mover], self._ids[slot], self._lengths[slot] = slot, mover, length
 
     def exchange(self, one: int, other: int) -> None:
-        """Two sequences change slots: so those that go on can be kept side by side, and the other keeps what it has."""
+        """Exchange the slots of two sequences, so that running ones can have neighbouring slots."""
         a, b = self._slots[one], self._slots[other]
         if a == b:
             return
@@ -98,7 +98,7 @@ class SequenceCache(ABC):
         self._lengths[slot] = length
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """The first `length` tokens of `source` become those of `targets`, which are open and empty; each goes on by itself."""
+        """Give `targets`, which are open and empty, the first `length` tokens of `source`."""
         assert length <= self.length(source), f"sequence {source} has {self.length(source)} tokens to fork, not {length}"
         slots = [self._slots[target] for target in targets]
         for target, slot in zip(targets, slots, strict=True):
@@ -108,19 +108,19 @@ class SequenceCache(ABC):
             self._lengths[slot] = length
 
     def begin(self, seq_ids: Sequence[int], lens: Sequence[int]) -> CallPlan:
-        """Plan a call that appends lens[s] tokens to sequence seq_ids[s].  Order of the tokens: as given."""
+        """Plan a call that appends lens[s] tokens to sequence seq_ids[s], in the given order."""
         for seq_id, new in zip(seq_ids, lens, strict=True):
             self.reserve(seq_id, new)
         slots = [self._slots[i] for i in seq_ids]
         return self._plan(slots, [self._lengths[s] for s in slots], list(lens))
 
     def commit(self, plan: CallPlan) -> None:
-        """The planned tokens are in the cache on every layer of this stage."""
+        """Note that the planned tokens are cached on every layer of this stage."""
         for slot, start, new in zip(plan.slots, plan.past, plan.lens, strict=True):
             self._lengths[slot] = start + new
 
     def reserve(self, seq_id: int, new: int) -> None:
-        """Have a place for `new` more tokens.  Raises CapacityError beyond `max_length`."""
+        """Reserve places for `new` more tokens.  Raises CapacityError beyond `max_length`."""
         slot = self._slots[seq_id]
         start = self._lengths[slot]
         if start + new > self.max_length:
@@ -130,7 +130,7 @@ class SequenceCache(ABC):
         self._extend(slot, start + new)
 
     def advance(self, seq_id: int, new: int) -> None:
-        """Decode steps of `step_rows` have cached `new` more tokens."""
+        """Note that decode steps of `step_rows` have cached `new` more tokens."""
         self._lengths[self._slots[seq_id]] += new
 
     def stored(self, seq_id: int) -> Tensor:
@@ -138,10 +138,7 @@ class SequenceCache(ABC):
         return self._read(self._slots[seq_id], self.length(seq_id))
 
     def restore(self, seq_id: int, stored: Tensor) -> None:
-        """Open the sequence with what `stored` gave.  Raises CheckpointError for what another model's cache gave.
-
-        Where it raises, the sequence is not open.
-        """
+        """Open the sequence with the result of `stored`.  Raises CheckpointError and opens nothing for another model's cache."""
         self.open(seq_id)
         try:
             self._fill(seq_id, stored)
@@ -150,7 +147,7 @@ class SequenceCache(ABC):
             raise
 
     def _fill(self, seq_id: int, stored: Tensor) -> None:
-        """`restore` of an open sequence that is empty."""
+        """`restore` for an open, empty sequence."""
         slot = self._slots[seq_id]
         ours = self._read(slot, 0)
         fits = stored.dim() == 4 and stored.shape[0] == ours.shape[0] and stored.shape[2:] == ours.shape[2:]
@@ -164,7 +161,7 @@ class SequenceCache(ABC):
         self._lengths[slot] = stored.shape[1]
 
     def bucket(self, longest: int) -> int:
-        """`longest` rounded up, so that it takes few values."""
+        """Round `longest` up to one of few values."""
         return min(-(-longest // REACH) * REACH, self.max_length)
 
     @abstractmethod
@@ -176,18 +173,18 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def _move(self, source: int, target: int, length: int) -> None:
-        """What lies in one slot goes to another, which is empty."""
+        """Move a slot's content to an empty slot."""
 
     @abstractmethod
     def _swap(self, one: int, other: int, length: int) -> None: ...
 
     @abstractmethod
     def _share(self, source: int, targets: list[int], length: int) -> None:
-        """The first `length` tokens of a slot are those of others too, which are empty."""
+        """Give empty slots the first `length` tokens of a slot."""
 
     @abstractmethod
     def _extend(self, slot: int, length: int) -> None:
-        """Have places for the first `length` tokens of the slot."""
+        """Provide places for the first `length` tokens of the slot."""
 
     @abstractmethod
     def _read(self, slot: int, length: int) -> Tensor:
@@ -195,15 +192,15 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def _write(self, slot: int, stored: Tensor) -> None:
-        """What `_read` gave, into a slot that has places for it."""
+        """Write the result of `_read` into a slot that has places for it."""
 
     @abstractmethod
     def _shorten(self, slot: int, length: int) -> None:
-        """Only the first `length` tokens of the slot are wanted from now on."""
+        """Drop all but the first `length` tokens of the slot."""
 
 
 def slots_within(budget_bytes: int | None, slot_bytes: int, asked: int, max_length: int) -> int:
-    """How many of the slots the budget holds.  Raises CapacityError where it holds none."""
+    """Number of slots that the budget holds.  Raises CapacityError if it holds none."""
     held = asked if budget_bytes is None else min(asked, budget_bytes // slot_bytes)
     if held < 1:
         raise CapacityError(

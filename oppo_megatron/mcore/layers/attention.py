@@ -2,7 +2,7 @@
 
 Legend: T packed tokens, N query heads, G key/value heads of this tensor rank, D head dimension, S sequences of the call.
 
-A layer hands its q, k, v to an `AttentionPlan`, which knows where each token stands.  `PackedPlan` below holds whole
+A layer passes q, k, v to an `AttentionPlan`, which has the position of each token.  `PackedPlan` below has whole
 sequences and no cache (training, full forward); `CachedPlan` (`kv/cached_plan.py`) continues sequences from their cache
 (decode and chunked prefill).  Both run through the same layers, so decode, scoring and training share one model.
 """
@@ -38,7 +38,7 @@ class AttentionPlan(Protocol):
 
 
 class PackedPlan:
-    """Whole sequences side by side, causal within each, no padding and no cache; differentiable.
+    """Packed whole sequences, causal within each, without padding and cache; differentiable.
 
     `lengths` are token counts S; the tokens of sequence s follow those of s - 1.
     """
@@ -79,7 +79,7 @@ class PackedPlan:
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """torch's, causal without a mask."""
+    """torch's attention, causal if there is no mask."""
     grouped = q.shape[1] != k.shape[1]
     # Of CUDA's fast kernels those for masks, or float32, know no groups.
     if grouped and q.device.type == "cuda" and (mask is not None or q.dtype == torch.float32):

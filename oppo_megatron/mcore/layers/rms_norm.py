@@ -1,8 +1,8 @@
 """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, in float32 inside.
 
-torch has a kernel of it for CUDA.  On a CPU it composes norm and gradient of some twenty-five passes over float32 tensors, and
+torch has a CUDA kernel for it.  On a CPU torch makes some twenty-five passes over float32 tensors for norm and gradient, and
 keeps several of them for the backward pass.  This version makes twelve passes and keeps the input.  The result is
-x / hypot(|x|, sqrt(H eps)) * sqrt(H) w, to the bit the same in training and in cached calls.
+x / hypot(|x|, sqrt(H eps)) * sqrt(H) w, bit-equal in training and in cached calls.
 
 Legend: H features, R rows of [..., H].
 """
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def fixed_norm(weight_H: Tensor, eps: float) -> Norm:
-    """The norm by a weight that stays as it is, without gradient: for cached calls, where few rows make operations dear.
+    """The norm with a constant weight, without gradient: for cached calls of few rows, where each operation counts.
 
     On a CPU it holds a copy of the weight.
     """
@@ -45,7 +45,7 @@ def _constants(weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _normalised(wide: Tensor, floor: Tensor, scaled_H: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm, and what each row was divided by, [..., 1]."""
+    """The norm, and the divisor of each row, [..., 1]."""
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(floor)
     return (wide / length).mul_(scaled_H), length
 

@@ -1,4 +1,4 @@
-"""The modules that our layer spec puts in place of megatron-core's own, and the attributes that megatron reads off parameters.
+"""Modules of our layer spec that replace megatron-core's, and attributes of parameters that megatron reads.
 
 Legend: T packed tokens, H hidden, N query heads, G key/value heads of this tensor rank, R = N / G, D head dimension.
 """
@@ -25,7 +25,34 @@ from torch import Tensor
 
 from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.mcore.layers.rms_norm import rms_norm
-from oppo_megatron.mcore.layers.swiglu import swiglu
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """SwiGLU (Shazeer 2020), silu(gate) * up, of gate and up side by side: [T, ..., 2 F] -> [T, ..., F]; differentiable once."""
+    return _SwiGLU.apply(gate_up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps only gate and up, and computes the silu again in the backward pass.
+
+    megatron-core composes it of several operations and keeps their results, two more tensors of the feed-forward size.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        grads = torch.empty_like(gate_up)
+        (gate, up), (gate_grad, up_grad) = gate_up.chunk(2, dim=-1), grads.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=up_grad)
+        torch.mul(grad, up, out=gate_grad)
+        torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
+        return grads
 
 
 def tag_parameter(
@@ -77,7 +104,7 @@ class PlannedSelfAttention(SelfAttention):
 
 
 class ScalarHead(torch.nn.Module):
-    """One number a token, in the place and with the calling convention of `GPTModel.output_layer`; replicated over TP."""
+    """One number per token, with the calling convention of `GPTModel.output_layer`; replicated over TP."""
 
     sequence_parallel = False
 
@@ -92,8 +119,8 @@ class ScalarHead(torch.nn.Module):
 def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
     """Spec of one pipeline stage of `num_layers` layers, final norm included; attention's middle part is the plan's.
 
-    `kind`: whose linear layers and norms.  transformer-engine's are the ones that do not fuse a norm into the product behind
-    it, so that parameters have the same names, which loading, saving and cached calls go by.
+    `kind`: the library of linear layers and norms.  Of transformer-engine's, those that do not fuse a norm into the next
+    product are used, so that parameters keep their names, which loading, saving and cached calls use.
     """
     linears = (BiasedLinear, ColumnParallelLinear, RowParallelLinear)
     norm: Any = RMSNorm
@@ -108,7 +135,7 @@ def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "to
 def _block(
     config: TransformerConfig, num_layers: int, linears: tuple[Any, Any, Any], norm: Any
 ) -> TransformerBlockSubmodules:
-    """`linears`: of queries, keys and values; of gate and up; row-parallel."""
+    """`linears`: for queries, keys and values; for gate and up; row-parallel."""
     qkv, column, row = linears
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = layer.submodules
@@ -130,8 +157,8 @@ def _block(
 class BiasedLinear(ColumnParallelLinear):
     """The projection with a bias (queries, keys and values of Qwen2), rounded once; without a bias it is megatron's own.
 
-    megatron-core adds the bias to a product that has been rounded already.  In bfloat16 this second rounding, which neither
-    Hugging Face's forward nor cached decoding makes, would let log-probs of decoding and training drift apart.
+    megatron-core adds the bias to a rounded product.  In bfloat16 this second rounding, which neither Hugging Face's forward
+    nor cached decoding has, would make log-probs of decoding and training differ.
     """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,8 +1,8 @@
-"""Log-probs and entropy from vocabulary-parallel logits, the tensor ranks given, in float32.
+"""Log-probs and entropy from vocabulary-parallel logits, in float32.
 
 megatron's unfused cross entropy reads the global tensor-parallel group, and its fused one rounds gradients to bfloat16.
-Both hold several numbers in float32 for each logit.  Here only some rows at a time do, and the
-backward pass keeps the logits themselves.
+Both hold several float32 numbers for each logit.  Here only some rows at a time do, and the backward pass keeps only the
+logits.
 
 Legend: R rows, V vocabulary shard of this rank, q the distribution softmax(logits / temperature) over the whole vocabulary.
 """
@@ -66,7 +66,7 @@ class _LogProbEntropy(torch.autograd.Function):
 
 
 def _blocks(logits_RV: Tensor) -> Iterator[slice]:
-    """Rows that are worked on together."""
+    """Rows that are computed together."""
     size = _block_rows(logits_RV)
     return (slice(first, first + size) for first in range(0, len(logits_RV), size))
 
@@ -86,7 +86,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log q(target), entropy of q), each [R], equal on every rank of the shards.  V are this rank's tokens.
 
-    A temperature of 0 (greedy decoding) stands for the distribution at temperature 1.
+    A temperature of 0 (greedy decoding) means temperature 1.
     """
     return _LogProbEntropy.apply(logits_RV, targets_R, shards, temperature or 1.0)
 
@@ -103,8 +103,8 @@ def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
 def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
     """1 / n if the target is one of the n likeliest tokens of the vocabulary, else 0 [R]; equal on every rank of the shards.
 
-    Logits that rounding could part are equally likely: which one is the largest would depend on the processor and the layout.
-    That is four roundings of the largest in float32, and one in bfloat16, whose products are rounded once.
+    Logits within rounding of the largest count as equal, because their order would depend on the processor and the layout:
+    four roundings of the largest in float32, and one in bfloat16, whose products are rounded once.
     """
     local_R = targets_R - shards.first
     here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])

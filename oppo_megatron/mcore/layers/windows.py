@@ -1,6 +1,6 @@
 """Attention through a sliding window: a token attends to itself and to the `window` - 1 tokens before it.
 
-Queries come in pieces, so that none reads many more keys than it attends to, and masks stay small.
+Queries are computed in pieces, so that each reads few keys beyond its window and masks stay small.
 
 Legend: Q queries of a piece, K keys of a piece, N query heads, G key/value heads, T new tokens, L cached positions, D head
 dimension.
@@ -22,13 +22,13 @@ Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def binding(window: int | None, reach: int) -> int | None:
-    """The window where it leaves out some of `reach` positions; else None, for then attention is causal and nothing more."""
+    """The window if it excludes some of `reach` positions; else None."""
     return window if window is not None and window < reach else None
 
 
 @dataclass
 class WindowedAttention:
-    """Attention of a call's sequences, with the masks that its layers have in common."""
+    """Attention of a call's sequences, with the masks that its layers share."""
 
     dtype: torch.dtype
     device: torch.device

@@ -1,13 +1,13 @@
 """Trained models in a checkpoint of megatron-core (`dist_checkpointing`, format torch_dist), for any layout to load.
 
 Weights and optimizer state are written under megatron-core's own names (`optimizer.state.exp_avg.<weight>`), as tensors of
-the whole model in pieces.  Two things are done here, because megatron-core 0.16.1 does them otherwise:
-  - A distributed optimizer, which has flat shares of the state on each replica, is gathered to the shapes of the weights
-    and written as any other optimizer.  megatron-core's own way needs Apex or TE to load (distrib_optimizer.py:640), and
-    groups of gloo to save.
-  - Files are written by this process.  megatron-core forks writers (filesystem_async.py:266), which a process with CUDA,
-    or with the threads of a process group, must not.
-The caller keeps all but tensors (counts of steps): rank 0 alone would write them, and rank 0 may not hold the model.
+the whole model in pieces.  Two things differ from megatron-core 0.16.1:
+  - A distributed optimizer, which has flat shares of the state on each replica, is gathered to the shapes of the weights and
+    written like any other.  megatron-core's own format needs Apex or TE to load (distrib_optimizer.py:640), and gloo groups
+    to save.
+  - This process writes the files.  megatron-core forks writers (filesystem_async.py:266), which is unsafe for a process with
+    CUDA or with the threads of a process group.
+The caller stores everything but tensors (step counts): rank 0 alone would write them, and it may not hold the model.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ MASTER = "fp32_param"
 
 @dataclass(frozen=True)
 class ModelShards:
-    """This rank's part of trained models: tensors with their places in torch's own form, and everything else.
+    """This rank's part of trained models: tensors with their offsets in torch's format, and everything else.
 
-    `shapes`: the `config.json` of each model whose first rank this is, which tensors do not say.  `num_bytes`: about what it
-    comes to on the disk; what replicas hold alike is the first one's.
+    `shapes`: the `config.json` of each model whose first rank this is.  `num_bytes`: approximate size on disk; tensors that
+    replicas share count for the first one.
     """
 
     sharded: dict[str, Any]
@@ -64,7 +64,7 @@ class ModelShards:
 def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelShards:
     """Models by name, with their optimizers.  Every rank of the world makes the call, with the models that it holds.
 
-    `copied`: into memory of their own, so that they may be trained while they are written.
+    `copied`: into separate memory, so that training may continue during the write.
     """
     tree: dict[str, Any] = {}
     for name, model in models.items():
@@ -86,10 +86,10 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
 
 
 def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
-    """Write into an empty folder what megatron-core's own strategy writes, in this process.
+    """Write the files of megatron-core's own strategy into an empty folder, in this process.
 
-    Every rank of `group`, which is the world, makes the call.  Raises CheckpointError on all ranks where a shard could not be
-    written, OSError on one rank alone for what only it writes: behind the last message, so that the ranks can still agree.
+    Every rank of `group`, which is the world, makes the call.  Raises CheckpointError on all ranks if a shard could not be
+    written, OSError on one rank for a file that only it writes, after the last message, so that the ranks can still agree.
     """
     try:
         torch_checkpoint.save(
@@ -120,9 +120,9 @@ def _size_bytes(models: Mapping[str, TrainedModel]) -> int:
 
 
 def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mapping[str, int]) -> None:
-    """Set weights and optimizers to what a checkpoint has; otherwise as `gather_models`.
+    """Load weights and optimizers from a checkpoint; otherwise as `gather_models`.
 
-    `updates` are optimizer steps done.  Raises CheckpointError where the models are not those of the checkpoint.
+    `updates` are optimizer steps done.  Raises CheckpointError if the checkpoint has other models.
     """
     shards = [_Shards(name, model, gather=False) for name, model in models.items()]
     tree: dict[str, Any] = {}
@@ -144,9 +144,9 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
 
 
 def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
-    """Set the adapters of a model in evaluation to what the checkpoint has of model `name`, whatever layout wrote it.
+    """Load the adapters of a model in evaluation from model `name` of a checkpoint, whatever layout wrote it.
 
-    Every rank of the model makes the call.  Raises CheckpointError where the checkpoint does not have them.
+    Every rank of the model makes the call.  Raises CheckpointError if the checkpoint does not have them.
     """
     prefix = f"{name}."
     weights = model.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": model.groups.collection.dp_cp})
@@ -167,7 +167,7 @@ def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
-    """torch's, which tells what the system refused: torch's own archive writer covers that with an error of its own."""
+    """torch's writer that reports the system's error, which torch's archive writer hides behind its own."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -183,7 +183,7 @@ class _Writer(torch_checkpoint.FileSystemWriter):
 
 @dataclass(frozen=True)
 class _Piece:
-    """What this rank's optimizer has of a weight: its elements start .. end, flat."""
+    """This rank's optimizer state of a weight: its flat elements start .. end."""
 
     start: int
     end: int
@@ -195,12 +195,12 @@ class _Shards:
     """The tensors of one model on this rank, under the names of the checkpoint."""
 
     def __init__(self, name: str, model: TrainedModel, gather: bool):
-        """`gather`: with the values; else with memory to load them into."""
+        """`gather`: with values; else with memory to load them into."""
         self.name, self._model, self._gather = name, model, gather
         self._pieces = dict(_pieces(model.optimizer))
 
     def prepare(self, updates: int, fresh: bool = False) -> None:
-        """Give weights that have none the state that their first update would; `fresh`: count `updates` as done."""
+        """Create missing optimizer state as the first update would; `fresh`: count `updates` as done."""
         for optimizer in self._model.optimizer.chained_optimizers:
             inner = optimizer.optimizer
             by_group = not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))  # fused ones count steps there
@@ -216,7 +216,7 @@ class _Shards:
         self._pieces = dict(_pieces(self._model.optimizer))
 
     def tree(self) -> dict[str, Any]:
-        """Tensors with their places in the whole model."""
+        """Tensors with their offsets in the whole model."""
         groups = self._model.model.groups
         tree: dict[str, Any] = {}
         for number, chunk in enumerate(self._model.chunks):
@@ -230,7 +230,7 @@ class _Shards:
         return tree
 
     def take(self, loaded: Mapping[str, Any]) -> None:
-        """Put what was loaded where it belongs."""
+        """Copy loaded values into the optimizer."""
         with torch.no_grad():
             for number in range(len(self._model.chunks)):
                 for key, param in self._weights(number):
@@ -242,13 +242,13 @@ class _Shards:
                         target.copy_(loaded[f"{part}:{key}"].flatten()[piece.start : piece.end].view(target.shape))
 
     def _weights(self, number: int) -> Iterator[tuple[str, Parameter]]:
-        """Those that are trained: what adapters stand beside is where the model came from."""
+        """The trained weights; with adapters the others stay in the model's own files."""
         for name, param in self._model.chunks[number].named_parameters():
             if _is_trained(param):
                 yield f"{number}:{self.name}.{name}", param
 
     def _state(self, param: Parameter) -> dict[str, Tensor]:
-        """The optimizer's state of a whole weight, as this tensor and pipeline rank has it, in the shape of the weight."""
+        """The optimizer's state of a weight of this tensor and pipeline rank, in the shape of the weight."""
         piece, group = self._pieces.get(param), self._model.model.groups.collection.dp
         names = [*MOMENTS, *([MASTER] if param.dtype != torch.float32 else [])]
         found = {} if piece is None else _parts(piece)
@@ -271,7 +271,7 @@ def _is_trained(param: Parameter) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """What torch tells of the ranks' errors at length, in a line."""
+    """torch's report of the ranks' errors, in one line."""
     failures = getattr(error, "failures", None) or {}
     first = next((wrapped[0] for wrapped in failures.values()), error)
     return reason_of(first)
@@ -283,7 +283,7 @@ def _parts(piece: _Piece) -> dict[str, Tensor]:
 
 
 def _pieces(chained: Any) -> Iterator[tuple[Parameter, _Piece]]:
-    """What each optimizer of megatron-core has of its weights."""
+    """The optimizer state of each weight."""
     for optimizer in chained.chained_optimizers:
         if hasattr(optimizer, "gbuf_ranges"):
             yield from _sharded_pieces(optimizer)
@@ -295,7 +295,7 @@ def _pieces(chained: Any) -> Iterator[tuple[Parameter, _Piece]]:
 
 
 def _sharded_pieces(optimizer: Any) -> Iterator[tuple[Parameter, _Piece]]:
-    """Of a distributed optimizer: the shares of weights that this replica updates."""
+    """The shares of weights that this replica updates with a distributed optimizer."""
     for param, (group, order) in optimizer.model_param_group_index_map.items():
         share = optimizer._get_model_param_range_map(param)["param"]
         main = optimizer.optimizer.param_groups[group]["params"][order]

@@ -1,7 +1,7 @@
-"""The index of a `torch_dist` checkpoint (`.metadata`), which torch writes and reads as a pickle: it may hold data only.
+"""Reads the index of a `torch_dist` checkpoint (`.metadata`), a pickle of torch's, as data only.
 
-A pickle can call any function that it names.  Here it is read with a table of the classes that torch's own index is made of
-(torch/distributed/checkpoint/metadata.py), so that torch's reader never meets another.
+A pickle can call any function that it names.  This reader allows only the classes of torch's own index
+(torch/distributed/checkpoint/metadata.py), so that torch's reader never sees another.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def read_plain_index(path: Path) -> Any:
     for name in files:
         if PurePosixPath(name).name != name or not (path.parent / name).is_file():
             raise CheckpointError(
-                f"{path}: names {name!r:.100}, which is no file beside it; use another checkpoint, or copy this one whole"
+                f"{path}: names {name!r:.100}, which is not a file in its folder; use another checkpoint, or copy this one whole"
             )
     return index
 
 
 def reason_of(error: BaseException) -> str:
-    """The error of torch's readers in a line, without torch's advice to read a refused pickle in the way that runs it."""
+    """The error of torch's readers in one line, without its advice to read a refused pickle unsafely."""
     text = str(error)
     if "weights_only" not in text:
         return next(iter(text.splitlines()), type(error).__name__)
@@ -60,7 +60,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Knows the classes of `ALLOWED` only."""
+    """Allows only the classes of `ALLOWED`."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in ALLOWED.get(module, ()):

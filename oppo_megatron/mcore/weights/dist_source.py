@@ -2,6 +2,11 @@
 
 The index is read with a closed table of classes (`checkpoint_index.py`) and each piece by torch's reader of tensors alone
 (`weights_only`): no pickle of the folder can call anything.  `common.pt`, which has a program's arguments, is not opened.
+
+Layers of one kind are stacked: `decoder.layers.mlp.linear_fc2.weight` has all of them along its first dimension.  Newer
+checkpoints may name each layer (`decoder.layers.7...`).  Either way a tensor is whole: the shards of tensor ranks follow each
+other, and all of gate comes before up.  Norms have the names that transformer-engine gives them when it fuses them into the
+next product; NeMo-Aligner calls a scalar head `rm_head`.
 """
 
 from __future__ import annotations
@@ -18,9 +23,35 @@ import torch
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Part, param_shapes, stage_parts
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.mcore.naming.dist_layout import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, is_weight, saved_names
 from oppo_megatron.mcore.weights.checkpoint_index import read_plain_index, reason_of
 from oppo_megatron.modeldir.megatron import TORCH_INDEX, MegatronFolder
+
+LAYERS = "decoder.layers."
+HEAD = "output_layer.weight"
+ALIGNER_HEAD, ALIGNER_BIAS = "rm_head.weight", "rm_head.bias"
+_RENAMED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_scheduler")
+"""Prefixes of keys that are not parameters."""
+
+
+def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
+    """The possible keys of a parameter, each with its layer's number if it is stacked."""
+    if not param.startswith(LAYERS):
+        return ((param, None),)
+    number, _, name = param.removeprefix(LAYERS).partition(".")
+    for ours, saved in _RENAMED.items():
+        if name.startswith(ours):
+            name = saved + name.removeprefix(ours)
+    return (f"{LAYERS}{name}", int(number)), (f"{LAYERS}{number}.{name}", None)
+
+
+def is_weight(key: str) -> bool:
+    """True if the key is a parameter of the model: `_extra_state` belongs to transformer-engine's FP8."""
+    return not key.startswith(NO_WEIGHTS) and not key.endswith("_extra_state") and "._extra_state" not in key
+
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -30,7 +61,7 @@ _SHOWN_PROBLEMS = 8
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a Hugging Face tensor lies: in the saved tensor `key`, of a stacked one in layer `layer`."""
+    """Place of a Hugging Face tensor: saved tensor `key`, and `layer` if it is stacked."""
 
     part: Part
     key: str
@@ -77,7 +108,7 @@ class DistSource:
         return self._places[name]
 
     def _find(self, shape: ModelShape) -> Iterator[tuple[str, _Place]]:
-        """Each Hugging Face tensor that is there.  Raises CheckpointError for tensors of other shapes or of no place."""
+        """Find each Hugging Face tensor.  Raises CheckpointError for unexpected shapes or tensors."""
         parts = {part.hf_name: part for head in ("lm", "scalar") for part in stage_parts(shape, head)}
         shapes = {part.param: () for part in parts.values()} | param_shapes(
             [part for name, part in parts.items() if name not in (LM_HEAD, SCALAR_HEAD)]
@@ -105,7 +136,7 @@ class DistSource:
             )
 
     def _count_problems(self, depths: Mapping[str, int | None]) -> Iterator[str]:
-        """Tensors and layers that nobody reads, or that lack.  `depths`: due layers of each key that is read, None: no stack."""
+        """Problems: unused or missing tensors and layers.  `depths`: expected layers of each key, None: not stacked."""
         for key in sorted(self._saved.keys() - depths.keys() - {ALIGNER_BIAS}):
             tied = ", which ties it to the embeddings (tie_word_embeddings)" if key == HEAD else ""
             yield f"{key} has no place in the model of config.json{tied}"
@@ -124,7 +155,7 @@ class DistSource:
         return None
 
     def _size(self, place: _Place) -> tuple[int, ...]:
-        """Of one layer where layers are stacked."""
+        """Shape of a tensor, or of one layer if layers are stacked."""
         size = tuple(self._saved[place.key].size)
         return size if place.layer is None else size[1:]
 
@@ -204,7 +235,7 @@ def _spans(part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _prefix(saved: Collection[str], folder: MegatronFolder) -> str:
-    """What the model's keys begin with: nothing in Megatron-LM, `model.` in NeMo, the role in a run of ours."""
+    """Prefix of the model's keys: none in Megatron-LM, `model.` in NeMo, the role in our runs."""
     found = [name.removesuffix(WORD_EMBEDDING) for name in saved if name.endswith(WORD_EMBEDDING)]
     prefixes = sorted(prefix for prefix in found if not prefix.startswith("optimizer."))
     if folder.prefix is not None:

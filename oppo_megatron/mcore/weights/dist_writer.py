@@ -1,6 +1,6 @@
-"""A model written as a Megatron `torch_dist` checkpoint from any source of tensors, without a model and without ranks.
+"""Writes a Megatron `torch_dist` checkpoint from any source of tensors, without a model and without ranks.
 
-One parameter is in memory at a time: the file is planned from the shapes, and each tensor is read when its turn comes.
+One parameter is in memory at a time: the file is planned from the shapes, and each tensor is read when it is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from oppo_megatron.layout.hf_layout import Head, Part, param_shapes, stage_parts
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.mcore.naming.dist_layout import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, saved_names
+from oppo_megatron.mcore.weights.dist_source import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, saved_names
 from oppo_megatron.mcore.weights.hf_source import TensorSource
 from oppo_megatron.mcore.weights.hf_weights import put_part
 from oppo_megatron.mcore.weights.hf_writer import aside, require_empty
@@ -34,9 +34,9 @@ from oppo_megatron.rundir.manifest import sync_folder
 
 @dataclass(frozen=True)
 class Naming:
-    """How a program's checkpoints name what megatron-core's modules have: the prefix of keys, and the scalar head.
+    """A program's names in checkpoints: the prefix of keys, and the scalar head.
 
-    `keeps_output`: a model with a scalar head has its output layer still, unused, and cannot be loaded without.
+    `keeps_output`: a model with a scalar head keeps its unused output layer, and cannot be loaded without it.
     """
 
     prefix: str = ""
@@ -72,7 +72,7 @@ def write_dist(
 ) -> int:
     """Write the tensors of `source` into the folder `weights`, which must not exist; returns their number.
 
-    The number is of parameters as they are saved, with layers stacked.
+    Stacked layers count as one.
     """
     planned = list(_planned(shape, head, naming))
     weights.mkdir(parents=True)
@@ -90,8 +90,7 @@ def write_directory(
 ) -> int:
     """Make `directory` with weights in its folder `sub`, and texts and other files by name; whole or not at all.
 
-    `write` makes the folder that it is called with, and what it returns is returned.  Raises CheckpointError if the directory
-    already holds something.
+    `write` makes the folder of its argument; returns its result.  Raises CheckpointError if the directory is not empty.
     """
     require_empty(directory)
     partial = aside(directory)
@@ -125,7 +124,7 @@ def _planned(shape: ModelShape, head: Head, naming: Naming) -> Iterator[_Saved]:
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Plans tensors that are not there yet: torch's writer asks for each when it writes it."""
+    """Plans tensors that are read later, when torch's writer writes them."""
 
     def __init__(self, planned: Sequence[_Saved], source: TensorSource, dtype: torch.dtype):
         super().__init__(flatten_state_dict=False)

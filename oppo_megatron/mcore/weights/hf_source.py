@@ -38,22 +38,22 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """None: stored as something else than a plain floating-point number (quantised, say)."""
+        """Dtype of a tensor; None if it is not floating point (quantised, for example)."""
         ...
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """The given region (a slice per dimension) of one tensor, on the CPU, in the dtype that it is stored in."""
+        """The given region (a slice per dimension) of one tensor, on the CPU, in its stored dtype."""
         ...
 
 
 class SafetensorsSource:
-    """`model.safetensors`, or the shards that `model.safetensors.index.json` names, of a directory.
+    """`model.safetensors`, or the shards in `model.safetensors.index.json`, of a directory.
 
-    Opening reads the headers of all files, so that a missing, truncated or damaged file is met before any work is done.
+    Opening reads the headers of all files, so that a missing, truncated or damaged file is found early.
     """
 
     def __init__(self, directory: Path | str, file: str | None = None):
-        """`file`: the only one, by another name than `model.safetensors`."""
+        """`file`: a single file with another name than `model.safetensors`."""
         self.directory = Path(directory)
         _require_directory(self.directory)
         self._stored = stored_tensors(
@@ -83,7 +83,7 @@ class SafetensorsSource:
 
 
 class DrawnSource(ABC):
-    """Tensors that start from random numbers, a function of the seed and each tensor's name: the same in every layout."""
+    """Random tensors that depend on the seed and each tensor's name: the same in every layout."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int):
         self._shapes, self._seed = shapes, seed
@@ -106,11 +106,11 @@ class DrawnSource(ABC):
 
     @abstractmethod
     def draw(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Fill the whole tensor, which is zero."""
+        """Fill the whole tensor, initially zero."""
 
 
 class RandomSource(DrawnSource):
-    """The tensors of a model that starts from random numbers: matrices normal(0, init_std), norms one, biases zero."""
+    """Tensors of a randomly initialised model: matrices normal(0, init_std), norms one, biases zero."""
 
     def __init__(self, shape: ModelShape, seed: int, head: Head):
         super().__init__(hf_tensors(shape, head), seed)
@@ -124,7 +124,7 @@ class RandomSource(DrawnSource):
 
 
 class FreshHead:
-    """A causal LM's tensors with a random scalar head over them; its own `lm_head` is left unread."""
+    """A causal LM's tensors with a random scalar head; its own `lm_head` is not read."""
 
     def __init__(self, source: TensorSource, shape: ModelShape, seed: int):
         self._body = source
@@ -147,7 +147,7 @@ class FreshHead:
 
 
 def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
-    """Shape and checked source of the weights that a `ModelConfig` names.  Reads headers only.
+    """Shape and checked source of the weights of a `ModelConfig`.  Reads headers only.
 
     `fresh_head` lets a causal LM be loaded with a new scalar head; a head that the checkpoint has is kept.  `shape_file`:
     the `config.json` of a Megatron checkpoint that has none.
@@ -171,7 +171,7 @@ def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None)
 
 
 def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
-    """Shape and tensors of a Hugging Face or Megatron directory; `shape_file` says the shape of the latter."""
+    """Shape and tensors of a Hugging Face or Megatron directory; `shape_file`: shape of the latter."""
     _require_directory(directory)
     refuse_adapters(directory)
     megatron = find_megatron(directory, shape_file)
@@ -182,7 +182,7 @@ def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[Mod
 
 
 def check_source(shape: ModelShape, source: TensorSource, head: Head) -> list[str]:
-    """One sentence for each tensor that is missing, of the wrong shape, or has no place in the model."""
+    """One sentence for each tensor that is missing, has the wrong shape, or is not part of the model."""
 
     def equal(one: str, other: str) -> bool:
         rows = source.shape(one)[0]
@@ -198,7 +198,7 @@ def stored_of(source: TensorSource) -> dict[str, Tensor]:
 
 
 def require_source(shape: ModelShape, source: TensorSource, head: Head, where: str) -> None:
-    """Raise CheckpointError with what `check_source` finds."""
+    """Raise CheckpointError with the problems of `check_source`."""
     if problems := check_source(shape, source, head):
         raise CheckpointError(f"{where}: the weights do not fit the model:\n{summary(problems)}")
 
@@ -211,7 +211,7 @@ def read_shape(directory: Path | str) -> ModelShape:
 
 
 def side_files(directory: Path) -> list[Path]:
-    """The files of tokenizer and generation settings in a Hugging Face directory, which go where the weights go."""
+    """Files of tokenizer and generation settings in a Hugging Face directory, which are copied with the weights."""
     return [directory / name for name in SIDE_FILES if (directory / name).is_file()]
 
 

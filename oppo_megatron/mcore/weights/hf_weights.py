@@ -1,4 +1,4 @@
-"""Weights between Hugging Face tensors and the parameters of one rank, a tensor's share at a time."""
+"""Transfers weights between Hugging Face tensors and the parameters of one rank, one tensor's share at a time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def export_weights(
 
     Each tensor is gathered over the tensor-parallel group and sent down the pipeline group to the rank that is first in
     both, which writes it; replicas after the first only wait.  The call returns when the directory is whole.  `model` is
-    this rank's stage, or its chunks.  Groups may be None where their size is one; `dtype` defaults to the parameters'.
+    this rank's stage, or its chunks.  Groups may be None if their size is one; `dtype` defaults to the parameters'.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
 
@@ -95,9 +95,9 @@ def gather_parts(
     *,
     whole: bool = True,
 ) -> None:
-    """Collect the parts of a model on its first rank, tensor by tensor, in what `writer` makes for the dtype found.
+    """Collect the parts of a model on its first rank, tensor by tensor, in the result of `writer` for their dtype.
 
-    Every rank of the model makes the call, which returns when all is written.  `whole`: the parts are all parameters.
+    Every rank of the model makes the call, which returns when everything is written.  `whole`: the parts are all parameters.
     """
     if _place(dp_group)[0] == 0:
         _gather_replica(chunks, parts_of, writer, tp_group, pp_group, whole)
@@ -173,7 +173,7 @@ def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.d
 
 
 def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
-    """Store a rank's share of a Hugging Face tensor in its rows of the parameter, and zeros where it has fewer."""
+    """Store a rank's share of a Hugging Face tensor in its rows of the parameter, padded with zeros."""
     first = 0
     for rows in part.rows:
         piece = share[first : first + rows.stop - rows.start]
@@ -183,14 +183,14 @@ def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
 
 
 def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
-    """A rank's share of a Hugging Face tensor, from its rows of the parameter: the inverse of `put_part`, with its zeros."""
+    """A rank's share of a Hugging Face tensor, from its rows of the parameter: the inverse of `put_part`, padding included."""
     return torch.cat([param[rows] for rows in part.rows])
 
 
 def matching_params(
     model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
 ) -> dict[str, torch.nn.Parameter]:
-    """The parameters that `parts` fill, after checking that they are there; `whole`: and that there are no others."""
+    """The parameters that `parts` fill, after a check that they exist; `whole`: and that there are no others."""
     filled = {part.param for part in parts}
     params = {name: param for name, param in model.named_parameters() if whole or name in filled}
     expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}
@@ -217,7 +217,7 @@ def _owned_parts(parts_of: PartsOf, tp_size: int, num_stages: int) -> list[tuple
 
 
 def _gather(share: torch.Tensor, part: Part, tp_group: dist.ProcessGroup | None) -> torch.Tensor | None:
-    """The whole tensor on the group's first rank, without rows behind its end; None on the others."""
+    """The whole tensor on the group's first rank, without padding rows; None on the others."""
     rank, size = _place(tp_group)
     if size == 1 or part.cut is None:
         return share[: part.hf_shape[0]] if rank == 0 else None

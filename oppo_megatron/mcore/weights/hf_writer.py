@@ -1,4 +1,4 @@
-"""A Hugging Face directory written tensor by tensor: the writer never holds more than one of them.
+"""Writes a Hugging Face directory tensor by tensor: the writer never holds more than one.
 
 The safetensors format: 8 bytes with the length of a JSON header (little-endian), the header with dtype, shape and byte
 range of each tensor, then the bytes.  Shapes are known before any tensor arrives, so the header can be written first.
@@ -32,7 +32,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class FileNames:
-    """Of the mapping that describes the tensors, and of the tensors where they are one file."""
+    """Names of the file that describes the tensors, and of the tensors' file if there is only one."""
 
     config: str
     single: str
@@ -42,10 +42,10 @@ MODEL_FILES = FileNames("config.json", SINGLE_FILE)
 
 
 class HfWriter:
-    """Context manager that writes `tensors` (name and shape, in the order in which they will come) into `directory`.
+    """Context manager that writes `tensors` (name and shape, in the order of writing) into `directory`.
 
-    All is written beside it, synced to disk and renamed at the end: the directory is whole or does not exist.  An error
-    inside the `with` block leaves nothing.  Raises CheckpointError if the directory already holds something.
+    Everything goes to a temporary directory next to it, is synced to disk and renamed at the end: the directory is whole or
+    does not exist.  An error in the `with` block leaves nothing.  Raises CheckpointError if the directory is not empty.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class HfWriter:
         return self
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """The next tensor; it is cast to the directory's dtype."""
+        """Write the next tensor, cast to the directory's dtype."""
         file, expected = self._coming.pop(0)
         assert (name, tuple(tensor.shape)) == (expected, self._tensors[expected]), (name, tensor.shape, expected)
         if name == self._shards[file][0]:
@@ -145,12 +145,12 @@ class HfWriter:
 
 
 def aside(directory: Path) -> Path:
-    """Where a directory is written until it is whole."""
+    """Temporary path of a directory until it is whole."""
     return directory.with_name(f".{directory.name}.partial")
 
 
 def require_empty(directory: Path) -> None:
-    """Raises CheckpointError where weights would be written over something."""
+    """Raises CheckpointError if weights would overwrite something."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(
             f"{directory} exists and is not empty: weights are never overwritten. Remove or rename it."
@@ -173,7 +173,7 @@ _LABEL_KEYS = ("num_labels", "id2label", "label2id", "problem_type")
 def _plan_shards(
     tensors: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int, single: str
 ) -> dict[str, Sequence[str]]:
-    """File names with the tensors of each: as many as fit into `max_bytes`, and at least one."""
+    """File names with the tensors of each: at most `max_bytes`, and at least one tensor."""
     shards: list[list[str]] = []
     size = 0
     for name, shape in tensors.items():

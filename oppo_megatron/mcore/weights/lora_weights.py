@@ -27,7 +27,7 @@ TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
 
 
 class FreshAdapters(DrawnSource):
-    """What adapters start from: A uniform within 1 / sqrt(inputs), as peft draws it; B zero."""
+    """Initial adapters: A uniform within 1 / sqrt(inputs), as in peft; B zero."""
 
     def __init__(self, parts: Collection[Part], seed: int):
         super().__init__({part.hf_name: part.hf_shape for part in parts if ".lora_" in part.hf_name}, seed)
@@ -47,13 +47,13 @@ def open_adapters(directory: Path, shape: ModelShape, lora: LoraConfig, head: He
 
 
 def has_head(directory: Path) -> bool:
-    """Whether the adapters of a peft directory bring a scalar head along."""
+    """True if a peft directory has a scalar head."""
     return f"{PEFT}{SCALAR_HEAD}" in SafetensorsSource(directory, ADAPTER_WEIGHTS).names()
 
 
 @torch.no_grad()
 def fill_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
-    """Set the adapters of a stage, a RoleModel, to where they start.
+    """Initialise the adapters of a stage, a RoleModel.
 
     Raises CheckpointError for a directory that does not fit the model.
     """
@@ -82,7 +82,7 @@ def export_adapters(
 ) -> None:
     """Write the adapters of a model, its RoleModel chunks on this rank, as a peft directory; otherwise as `export_weights`.
 
-    `base`: the directory of the weights that they stand beside; None where these were drawn.
+    `base`: the directory of the base weights; None if these are random.
     """
     first = chunks[0]
     lora, shape, head = first.adapters, first.shape, first.head
@@ -123,7 +123,7 @@ def peft_config(lora: LoraConfig, head: Head, base: Path | None) -> dict[str, An
 
 
 class MergedSource:
-    """A model's tensors with W + s B A in place of each W that has adapters, and their scalar head in place of its own."""
+    """A model's tensors with W + s B A for each W that has adapters, and with the adapters' scalar head."""
 
     def __init__(self, base: TensorSource, adapters: TensorSource, scale: float):
         self._base, self._adapters, self._scale = base, adapters, scale
@@ -157,7 +157,7 @@ class MergedSource:
 
 
 def merged(base: TensorSource, shape: ModelShape, head: Head, lora: LoraConfig) -> MergedSource:
-    """`base` with the adapters of `lora.adapter` in it.  Raises CheckpointError where they do not fit."""
+    """`base` merged with the adapters of `lora.adapter`.  Raises CheckpointError if they do not fit."""
     assert lora.adapter is not None
     adapters = open_adapters(lora.adapter, shape, lora, head)
     return MergedSource(base, adapters, lora.scale)

@@ -1,7 +1,7 @@
-"""The `model_config.yaml` that NeMo 1 and NeMo-Aligner read beside `model_weights/`: the facts that weights do not show.
+"""The `model_config.yaml` that NeMo 1 and NeMo-Aligner read next to `model_weights/`: the settings that weights do not have.
 
 Keys and values follow NeMo's own converters of Llama, Mistral and Qwen2.  Settings of a training run (batch sizes, layouts,
-data, optimizer) are in the configuration of that run, which NeMo-Aligner merges over this one.
+data, optimizer) are in the configuration of that run, which overrides this one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _scaling(shape: ModelShape) -> dict[str, Any]:
 
 
 def _window(shape: ModelShape) -> dict[str, Any]:
-    """NeMo counts the positions before a token's own and behind it."""
+    """NeMo's window: numbers of positions before and after a token's own."""
     window, *others = set(shape.windows)
     if others:
         raise ConfigError(

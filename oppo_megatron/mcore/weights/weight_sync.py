@@ -1,11 +1,11 @@
 """Moves a trained role's weights from the layout of its updates to the layout of decoding or scoring.
 
 The plan and its execution are megatron-core's (`megatron.core.resharding`).  Four things are added, because megatron-core
-0.16.1 plans over all ranks of the world, knows one module a rank, may fetch what a rank has itself, and stages a whole model
-at once:
+0.16.1 plans over all ranks of the world, supports one module per rank, may fetch a rank's own weights from others, and stages
+a whole model at once:
   - `_RoleWorld` narrows "the world" to the role's own ranks;
-  - `_Weights` names parameters alike in every layout: layers of all model chunks by their number in the model, and the
-    copy of tied embeddings that a last stage keeps by the name of the embeddings;
+  - `_Weights` gives parameters the same names in every layout: layers of all model chunks by their number in the model, and
+    a last stage's copy of tied embeddings by the name of the embeddings;
   - `_nearest_replica` prefers the weights that the receiving rank trains itself;
   - the plan is cut into rounds of bounded size.
 If both layouts are the same nothing moves: the two models share their parameters.
@@ -47,11 +47,11 @@ class MoveReport:
 
 
 class Reallocation:
-    """The way from the model chunks that are trained to the model that serves.
+    """Moves weights from the trained model chunks to the serving model.
 
-    Every rank of the role makes it at the same point, after both models are built, and so does each `move`; no other rank
-    takes part.  Both models are on the same ranks and of one dtype.  On CUDA devices the tensors travel as they are, so the
-    role's groups must be NCCL's.
+    Every rank of the role makes it at the same point, after both models are built, and calls each `move`; no other rank takes
+    part.  Both models are on the same ranks and of one dtype.  CUDA tensors are sent directly, so the role's groups must be
+    NCCL's.
     """
 
     def __init__(self, training: Sequence[RoleModel], serving: RoleModel, round_bytes: int = ROUND_BYTES):
@@ -68,7 +68,7 @@ class Reallocation:
         self._bytes = self._bytes_between_ranks(plan)
 
     def move(self) -> MoveReport:
-        """Copy the trained weights, bit for bit, into the tensors of the serving model; its storages stay where they are."""
+        """Copy the trained weights, bit for bit, into the existing storages of the serving model."""
         if self.shared:
             return MoveReport(0, 0.0)
         began = time.perf_counter()
@@ -101,12 +101,12 @@ class Reallocation:
 
 
 def share_parameters(training: RoleModel, serving: RoleModel) -> None:
-    """Make the parameters of `serving` the very `Parameter` objects of `training`; its own are dropped.
+    """Replace the parameters of `serving` by the `Parameter` objects of `training`.
 
-    A serving model without adapters may share the other weights of one that has some.
+    A serving model without adapters may share the other weights of a model with adapters.
 
-    DDP and the optimizers of megatron put other storages into parameters (`param.data = ...`) but keep the objects, so
-    that the two stay one whether this is done before or after they are built.
+    megatron's DDP and optimizers replace the storage of parameters (`param.data = ...`) but keep the objects, so sharing works
+    before and after they are built.
     """
     trained = dict(training.named_parameters())
     for path, old in list(serving.named_parameters()):
@@ -118,7 +118,7 @@ def share_parameters(training: RoleModel, serving: RoleModel) -> None:
 
 
 class GroupCopy(CopyService):
-    """Copies between the ranks of one group, in which peers are numbered.  Those of a pair match in the order submitted."""
+    """Copies between the ranks of one group; peers are ranks of the group.  Copies of a pair match in order of submission."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
@@ -152,7 +152,7 @@ class GroupCopy(CopyService):
 
 
 class _Weights:
-    """A rank's parameters by names that are the same in every layout, with the interface that the planner reads."""
+    """A rank's parameters by layout-independent names, with the planner's interface."""
 
     def __init__(self, model: RoleModel, named: dict[str, Parameter]):
         self.named, self.pg_collection = named, model.pg_collection
@@ -161,7 +161,7 @@ class _Weights:
         return self.named.items()
 
     def named_modules(self) -> tuple[()]:
-        """None: the planner would look in them for the layers' numbers, which the names have already."""
+        """Empty: the planner would read the layers' numbers from them, which the names already have."""
         return ()
 
     def piece(self, op: TransferOp) -> Tensor:
@@ -183,7 +183,7 @@ def _serving_weights(model: RoleModel) -> _Weights:
 
 
 def _tied_copy(model: RoleModel) -> str | None:
-    """The parameter that repeats the embeddings on a stage that does not have them."""
+    """The copy of the embeddings on a stage without them."""
     return "output_layer.weight" if model.share_embeddings_and_output_weights and not model.pre_process else None
 
 
@@ -225,20 +225,20 @@ def _cut(ops: Iterable[TransferOp], weights: _Weights, limit: int) -> list[list[
 def _nearest_replica(
     sources: Sequence[ParameterMetadata], target: ParameterMetadata, target_rank: int
 ) -> ParameterMetadata:
-    """Of the trained replicas that hold a parameter: the one that the receiving rank is in, else each in turn.
+    """Choose the replica that sends a parameter: the receiving rank's own, else each in turn.
 
-    resharding/utils.py:322 takes the first wherever the replicas are one group: from pure data parallelism every rank would
-    ask rank 0 for weights that it has itself.
+    resharding/utils.py:322 takes the first if the replicas are one group: with pure data parallelism every rank would fetch its
+    own weights from rank 0.
     """
     own = [source for source in sources if source.owner_rank == target_rank]
     return own[0] if own else sources[target_rank % len(sources)]
 
 
 class _RoleWorld:
-    """What the resharding modules call of `torch.distributed`, with the ranks of one group as the world.
+    """The functions of `torch.distributed` that resharding uses, with the ranks of one group as the world.
 
     resharding/planner.py:261-337 gathers over WORLD and lets its rank 0 plan, resharding/execution.py:59 waits for WORLD:
-    ranks that hold other models would have to take part.  Ranks are numbered within the group.
+    ranks with other models would have to take part.  Ranks are those of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -247,7 +247,7 @@ class _RoleWorld:
 
     @contextlib.contextmanager
     def in_place_of_the_world(self) -> Iterator[None]:
-        """Within it the resharding modules, and they alone, see this world."""
+        """In the block, the resharding modules alone use this world."""
         with (
             mock.patch.object(planner, "dist", self),
             mock.patch.object(planner, "torch", SimpleNamespace(distributed=self)),
@@ -272,4 +272,4 @@ class _RoleWorld:
         dist.broadcast_object_list(objects, dist.get_global_rank(self._group, src), group=self._group)
 
     def barrier(self) -> None:
-        """Nothing: what a rank has sent and received is complete, and ranks need not have equally many rounds."""
+        """No barrier: a rank's own copies are complete, and ranks may have different numbers of rounds."""

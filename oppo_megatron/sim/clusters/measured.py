@@ -60,7 +60,9 @@ class MeasuredConfig(Section):
     collective: dict[Annotated[int, Field(ge=2)], LineSection] = Field(default_factory=dict)
     send: LineSection | None = None
     engine: EngineSection | None = None
-    threads: dict[Annotated[int, Field(ge=1)], Annotated[float, Strict(), Field(ge=1e-3, le=1e6)]] = Field(default_factory=dict)
+    threads: dict[Annotated[int, Field(ge=1)], Annotated[float, Strict(), Field(ge=1e-3, le=1e6)]] = Field(
+        default_factory=dict
+    )
 
 
 def read_measured(path: Path) -> MeasuredConfig:

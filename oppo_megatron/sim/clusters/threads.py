@@ -11,7 +11,7 @@ from oppo_megatron.sim.clusters.sources import Source, measured, published
 KEPT = 0.95
 """Of both peaks by each doubling of a rank's threads."""
 THREADS = published(
-    "docs/measurements/xeon-amx.md: two threads have 387 of 2 x 201 GFLOP/s and 53 of 2 x 28 GB/s; more assumed"
+    "docs/measurements.md: two threads have 387 of 2 x 201 GFLOP/s and 53 of 2 x 28 GB/s; more assumed"
 )
 
 

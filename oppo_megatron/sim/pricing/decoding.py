@@ -1,4 +1,4 @@
-"""Seconds of decoding a batch, and the laws as the lines that schedules are planned with."""
+"""Seconds of decoding a batch, and the laws as cost lines for schedules."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from oppo_megatron.sim.laws.layer import WIDTH
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
 BLOCKS = 32
-"""Pieces of the time in which sequences end: within one, all are taken to run on, at the block's middle position."""
+"""Pieces of the decode time; within one, the number of sequences and their position are taken as constant."""
 SAMPLED_WIDTH = 4
-"""Bytes of a logit while tokens are drawn."""
+"""Bytes of a logit during sampling."""
 PASSES = 6
-"""Over the logits in a draw: temperature, softmax, cumulative sums."""
+"""Passes over the logits in a draw: temperature, softmax, cumulative sums."""
 DRAWS = 2
-"""Messages of tensor ranks in a draw: the masses of their shards, and what was drawn; small ones (`engine/sampler.py`)."""
+"""Small messages of tensor ranks in a draw: the masses of their shards, and the drawn token (`engine/sampler.py`)."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,17 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Turns:
-    """How a replica takes its sequences: at most `slots` at once, each from the beginning of a round of `chunk` steps, in so many
-    decode `micro_batches` (None: as many as take the least time)."""
+    """How a replica takes its sequences: at most `slots` at once, each from the beginning of a round of `chunk` steps.
+
+    `micro_batches`: of decoding; None: the number that takes the least time.
+    """
 
     slots: int
     chunk: int = 1
     micro_batches: int | None = None
 
     def starts(self, lengths: Ints) -> Ints:
-        """The decode step at which each sequence gets a slot: in turn, in the next round after another one has left."""
+        """The decode step at which each sequence gets a slot: in order, in the next round after another has left."""
         left = lengths[: self.slots].tolist()
         heapify(left)
         starts = np.zeros_like(lengths)
@@ -55,13 +57,13 @@ class Turns:
 
 
 def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
-    """Until the last response of the slowest replica ends; sequences leave as they end, and others take their slots.
+    """Return the seconds until the last response of the slowest replica ends; sequences leave as they end.
 
-    A step is a lap of all micro-batches of a replica (`schedule/weaving/cut.py`); the prompts' prefill is not counted.  Replicas
-    are dealt the responses, longest first: the first has at least as many as any other, each at least as long.
+    A step is a pass of all micro-batches of a replica (`schedule/weaving/cut.py`); prefilling prompts is not counted.  Responses
+    are dealt to the replicas, longest first, so the first replica has the most and the longest.
     """
     lengths = np.array(sorted(decoding.lengths, reverse=True)[:: actor.placement.dp])
-    lengths = np.random.default_rng(0).permutation(lengths)  # those that wait are of any length
+    lengths = np.random.default_rng(0).permutation(lengths)  # sequences that wait for a slot have any length
     starts = turns.starts(lengths)
     ends = starts + lengths
     edges = np.unique(np.linspace(0, int(ends.max()), BLOCKS + 1).astype(int))
@@ -70,8 +72,8 @@ def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
         first, last = np.maximum(starts, begin), np.minimum(ends, end)
         steps = np.maximum(last - first, 0)
         sequences = max(1, int(np.rint(steps.sum() / (end - begin))))
-        behind = (steps * ((first + last) / 2 - starts)).sum() / max(1, steps.sum())
-        costs = decode_costs(actor, sequences, decoding.prompt_tokens + behind, captured=decoding.captured)
+        position = (steps * ((first + last) / 2 - starts)).sum() / max(1, steps.sum())
+        costs = decode_costs(actor, sequences, decoding.prompt_tokens + position, captured=decoding.captured)
         work = Work(sequences, end - begin, actor.placement.pp, {})
         cut = choose_cut(work, costs, sequences, micro_batches=turns.micro_batches, prefill_tokens=sequences)
         total += predict_s(work, cut, costs)
@@ -79,7 +81,7 @@ def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
 
 
 def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured: bool) -> Costs:
-    """Lines through the smallest and the largest micro-batch of so many sequences, at this position."""
+    """Return lines through the smallest and the largest micro-batch of this number of sequences, at this position."""
     pp = actor.placement.pp
     few = max(1, sequences // (2 * pp))
 
@@ -88,15 +90,15 @@ def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured:
 
     decode = tuple(line_through(few, step(stage, few), sequences, step(stage, sequences)) for stage in range(pp))
     draw = PASSES * SAMPLED_WIDTH * actor.shape["vocab_size"] / actor.placement.tp / actor.cluster.gpu.bytes_per_s
-    told = DRAWS * all_reduce_s(actor.cluster, actor.tensor_group(pp - 1), SAMPLED_WIDTH)
-    return Costs(decode, Linear(told, draw), message_s=_message_s(actor, sequences / pp))
+    messages = DRAWS * all_reduce_s(actor.cluster, actor.tensor_group(pp - 1), SAMPLED_WIDTH)
+    return Costs(decode, Linear(messages, draw), message_s=_message_s(actor, sequences / pp))
 
 
 def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequences: int, prefill_tokens: int) -> Costs:
-    """The cost lines of a configuration, which `oppo schedule --costs` reads.
+    """Return the cost lines of a configuration, as `oppo plan schedule --costs` reads them.
 
-    Decoding is at the batch's size of a replica, halfway through; prefill from an eighth of a micro-batch to a whole one,
-    behind half a sequence.
+    Decoding has the batch size of a replica, halfway through; prefill has an eighth of a micro-batch to a whole one, after half a
+    sequence.
     """
     position = decoding.prompt_tokens + sum(decoding.lengths) / len(decoding.lengths) / 2
     actor = models["actor"]
@@ -110,7 +112,7 @@ def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequenc
 
 
 def line_through(few: float, few_s: float, many: float, many_s: float) -> Linear:
-    """A line that does not fall; constant where both sizes are the same."""
+    """Return a line that does not fall; constant if both sizes are equal."""
     each = max(0.0, (many_s - few_s) / (many - few)) if many > few else 0.0
     return Linear(max(0.0, few_s - few * each), each)
 
@@ -122,7 +124,7 @@ def _prefill_line(model: LaidModel, stage: int, tokens: int, position: float) ->
 
 
 def _score_s(model: LaidModel) -> float:
-    """Of one output row, behind the head's weights."""
+    """Seconds per output row, without reading the head's weights."""
     last = model.placement.pp - 1
     return max(0.0, (model.head_s(last, 4096) - model.head_s(last, 2048)) / 2048)
 

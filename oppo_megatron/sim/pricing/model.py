@@ -1,4 +1,4 @@
-"""One role in its layout on a cluster: seconds of a stage's forward, and of what passes between stages."""
+"""One role in its layout on a cluster: seconds of a stage's forward and of messages between stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oppo_megatron.sim.laws.layer import WIDTH, LayerLaw, LayerSizes
 
 @dataclass(frozen=True)
 class Tokens:
-    """A micro-batch: `new` tokens, `pairs` of these with each other, `cached` positions read, `rows` of outputs."""
+    """A micro-batch: `new` tokens, `pairs` of them that attend to each other, `cached` positions read, `rows` of outputs."""
 
     new: float
     pairs: float
@@ -32,7 +32,7 @@ class Tokens:
 
     @classmethod
     def step(cls, sequences: float, positions: float) -> Tokens:
-        """A token of each sequence, behind `positions` of all together."""
+        """A token of each sequence, after `positions` of all sequences together."""
         return cls(sequences, 0.0, positions, sequences)
 
 
@@ -51,7 +51,7 @@ class LaidModel:
 
     @property
     def layers(self) -> int:
-        """Of a stage."""
+        """Layers of a stage."""
         return int(self.shape["num_hidden_layers"]) // self.placement.pp
 
     @cached_property
@@ -64,12 +64,12 @@ class LaidModel:
         return self._forward_s(stage, tokens, engine.replay_s + (0.0 if captured else engine.launch_s), engine.decode)
 
     def forward_s(self, stage: int, tokens: Tokens, *, training: bool = False) -> float:
-        """Seconds of a stage's forward over one micro-batch of new tokens, to read it or to train on it."""
+        """Seconds of a stage's forward over one micro-batch of new tokens, in inference or training."""
         engine = self.cluster.engine
         return self._forward_s(stage, tokens, engine.launch_s, engine.update if training else engine.read)
 
     def _forward_s(self, stage: int, tokens: Tokens, host_s: float, factor: float) -> float:
-        """`host_s`: of a layer; `factor`: on kernels."""
+        """`host_s`: of a layer; `factor`: multiplies the seconds of kernels."""
         key = (stage, tokens, host_s, factor)
         if key not in self._forwards:
             self._forwards[key] = self._computed_s(stage, tokens, host_s, factor)
@@ -86,17 +86,17 @@ class LaidModel:
         return own + messages * all_reduce_s(self.cluster, self.tensor_group(stage), payload) + self.layers * host_s
 
     def attention_s(self, tokens: Tokens) -> float:
-        """Of a stage's layers: the part that selective recomputation computes once more."""
+        """Seconds of attention in a stage's layers, which selective recomputation repeats."""
         return self.layers * self._law.attention_s(self.sizes, tokens.pairs)
 
     def head_s(self, stage: int, rows: float) -> float:
-        """Logits of the last stage of a language model."""
+        """Seconds of the logits on the last stage of a language model."""
         if self.scalar or stage < self.placement.pp - 1 or rows <= 0:
             return 0.0
         return self._law.head_s(self.shape, self.placement.tp, rows)
 
     def hop_s(self, stage: int, tokens: float) -> float:
-        """From one stage to the next: every tensor rank sends its hidden states."""
+        """Seconds from one stage to the next: every tensor rank sends its hidden states."""
         if stage + 1 >= self.placement.pp:
             return 0.0
         payload = WIDTH * self.shape["hidden_size"] * tokens * self._hidden_share
@@ -107,7 +107,7 @@ class LaidModel:
         return self._tensor_groups[stage]
 
     def replica_group(self, stage: int) -> Group:
-        """Ranks of the same stage and shard in every replica: gradients are summed over them."""
+        """Ranks of the same stage and shard in every replica, over which gradients are summed."""
         return self._replica_groups[stage]
 
     @cached_property
@@ -121,7 +121,7 @@ class LaidModel:
 
     @cached_property
     def _replica_groups(self) -> tuple[Group, ...]:
-        """`beside`: such groups that have ranks on the first one's node."""
+        """`beside` counts the groups with ranks on the first one's node."""
         found = []
         for stage in self._nodes:
             beside = (self._nodes == stage[0, 0]).any(axis=1).sum()
@@ -130,7 +130,7 @@ class LaidModel:
 
     @cached_property
     def _leaving(self) -> tuple[int, ...]:
-        """By stage, the most ranks of a node whose next rank is on another."""
+        """By stage, the most ranks of one node whose next rank is on another node."""
         found = []
         for here, there in zip(self._nodes, self._nodes[1:], strict=False):
             leaving = here[here != there]
@@ -139,7 +139,7 @@ class LaidModel:
 
     @cached_property
     def _nodes(self) -> npt.NDArray[np.int64]:
-        """The node of each rank, [stage, replica, shard]."""
+        """Node of each rank, [stage, replica, shard]."""
         placement = self.placement
         ranks = np.array(placement.ranks, dtype=np.int64).reshape(placement.pp, placement.dp, placement.tp)
         return ranks // self.cluster.gpus_per_node

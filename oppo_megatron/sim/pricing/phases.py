@@ -1,4 +1,4 @@
-"""Seconds of a phase of one role: inference, an update, the move of weights."""
+"""Seconds of one role's phases: inference, update, move of weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 GRADIENT_WIDTH = 4
 """Gradients are summed in float32."""
 ADAM_BYTES = 28
-"""A parameter: main weight, two moments and gradient read, the first three written."""
+"""Bytes per parameter: main weight, two moments and gradient are read, the first three written."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Batch:
 
 
 def inference_s(model: LaidModel, batch: Batch) -> float:
-    """All micro-batches through all stages; messages are sent while the next one is computed."""
+    """Return the seconds of all micro-batches through all stages; messages are sent during the next one's computation."""
     tokens = batch.micro_batch(outputs=True)
     stages = [model.forward_s(stage, tokens) for stage in range(model.placement.pp)]
     hops = [model.hop_s(stage, tokens.new) for stage in range(model.placement.pp)]
@@ -59,7 +59,7 @@ class Update:
 
 
 def update_s(model: LaidModel, update: Update) -> float:
-    """Forward and backward of all micro-batches, gradients over the replicas, and the optimizer."""
+    """Return the seconds of forward and backward of all micro-batches, gradients over the replicas, and the optimizer."""
     placement, batch = model.placement, update.batch
     tokens = batch.micro_batch(outputs=True)
     stages = [_training_s(model, stage, tokens, update.train) for stage in range(placement.pp)]
@@ -71,7 +71,7 @@ def update_s(model: LaidModel, update: Update) -> float:
 
 
 def _training_s(model: LaidModel, stage: int, tokens: Tokens, train: TrainingLayoutConfig) -> float:
-    """A stage's forward, its backward of two forwards, and what is recomputed."""
+    """Seconds of a stage's forward, its backward of two forwards, and recomputation."""
     forward = model.forward_s(stage, tokens, training=True)
     again = {
         "none": 0.0,
@@ -82,9 +82,9 @@ def _training_s(model: LaidModel, stage: int, tokens: Tokens, train: TrainingLay
 
 
 def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_s: float) -> float:
-    """What of an optimizer step's messages nothing hides, and its passes over the state.
+    """Seconds of an optimizer step's messages that are not hidden, and of its passes over the state.
 
-    Overlapped, gradients are summed while the last micro-batch's backward, two thirds of `last_s`, goes on.
+    With overlap, gradients are summed during the last micro-batch's backward, two thirds of `last_s`.
     """
     placement, gpu = model.placement, model.cluster.gpu
     held = stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar)
@@ -114,9 +114,9 @@ class Weights:
 
 
 def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weights, *, scalar: bool) -> float:
-    """Seconds until every rank of `target` has what it did not hold in `source`.
+    """Return the seconds until every rank of `target` has the weights that it did not hold in `source`.
 
-    Pieces come from a replica on the receiver's node where there is one, else from the replica of the same number.
+    Weights come from a replica on the receiver's node if there is one, else from the replica of the same number.
     """
     moves = Moves(cluster)
     sizes = {"layer": sum(linear.size for linear in layer_linears(shape))}
@@ -139,12 +139,12 @@ def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weig
 
 
 def _by_coordinates(placement: RolePlacement) -> Ints:
-    """Ranks, ascending by each of [stage, replica, shard]."""
+    """Ranks, [stage, replica, shard]."""
     return np.array(placement.ranks).reshape(placement.pp, placement.dp, placement.tp)
 
 
 def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:
-    """By stage, the layers and ends that it holds."""
+    """By stage, its layers and ends."""
     pp = weights.placement.pp
     return [
         {
@@ -158,7 +158,7 @@ def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:
 
 @cache
 def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
-    """Shards of `here` tensor ranks and of `there`, and the share of a matrix that both hold."""
+    """Pairs of shards of `here` and `there` tensor ranks, with the share of a matrix that both hold."""
     found = []
     for mine, theirs in product(range(here), range(there)):
         share = min(Fraction(mine + 1, here), Fraction(theirs + 1, there)) - max(
@@ -170,9 +170,9 @@ def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
 
 
 def _nearest(cluster: Cluster, holding: Ints, ranks: Ints) -> Ints:
-    """For each of the ranks one of `holding` (ascending): of those on its node, where there are some, else of all."""
+    """For each rank one of `holding` (ascending), on its node if there is one."""
     nodes, holders = ranks // cluster.gpus_per_node, holding // cluster.gpus_per_node
-    first, behind = np.searchsorted(holders, nodes, "left"), np.searchsorted(holders, nodes, "right")
-    near = behind - first
+    first, after = np.searchsorted(holders, nodes, "left"), np.searchsorted(holders, nodes, "right")
+    near = after - first
     place: Ints = holding[np.where(near > 0, first + ranks % np.maximum(near, 1), ranks % len(holding))]
     return place

@@ -1,4 +1,4 @@
-"""A configuration on a cluster: seconds and bytes of each role and phase of a step, nothing overlapped."""
+"""Seconds and bytes of each role and phase of a step of a configuration on a cluster, without overlap."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from oppo_megatron.sim.pricing.phases import Batch, Update, Weights, inference_s
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a phase of a role in one step, and the layout that it has there."""
+    """Seconds of a role's phase in one step, and its layout."""
 
     role: str
     phase: str
@@ -41,7 +41,7 @@ class Price:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step of a configuration has to do, in whatever layouts."""
+    """The work of a step of a configuration, in any layouts."""
 
     config: TrainConfig
     decoding: Decoding
@@ -52,13 +52,13 @@ class StepWork:
         return self.decoding.prompt_tokens + fmean(self.decoding.lengths)
 
     def reading(self, model: LaidModel, *, prompts_only: bool = False) -> Batch:
-        """Sequences that a replica of the model reads, or their prompts."""
+        """Return the sequences, or their prompts, that a replica of the model reads."""
         length = self.decoding.prompt_tokens if prompts_only else self.length
         share = -(-len(self.decoding.lengths) // model.placement.dp)
         return Batch(share * length, length, self.config.runtime.micro_batch_tokens)
 
     def turns(self, placement: RolePlacement) -> Turns:
-        """How a replica of the actor in this layout takes its sequences."""
+        """Return how a replica of the actor in this layout takes its sequences."""
         model, overlap = laid_out(self.config, "actor", placement, placement), self.config.overlap
         _, slots = sequences_and_slots(self.config, "actor", placement, model)
         asked, weaves = overlap.weave[0], overlap.intra and overlap.schedule in ("auto", "woven")
@@ -72,18 +72,18 @@ class StepWork:
 
 
 def trained_model(serving: LaidModel, placement: RolePlacement, train: TrainingLayoutConfig) -> LaidModel:
-    """The model of `serving` as it is updated."""
+    """Return the model of `serving` in its training layout."""
     return replace(serving, placement=placement, sequence_parallel=train.sequence_parallel and placement.tp > 1)
 
 
 def seen_by(config: TrainConfig, cluster: Cluster) -> Cluster:
-    """The cluster as the ranks of a configuration see it: on processors each has its share of the cores."""
+    """Return the cluster as a configuration's ranks see it: on CPUs each has its share of the cores."""
     return threaded(cluster, world_size(config), config.runtime.threads_per_rank)
 
 
 @dataclass(frozen=True)
 class Prices:
-    """A configuration whose responses have these lengths, on a cluster."""
+    """A configuration on a cluster, with responses of given lengths."""
 
     config: TrainConfig
     cluster: Cluster
@@ -102,7 +102,7 @@ class Prices:
         return StepWork(self.config, self.decoding)
 
     def models(self) -> dict[str, LaidModel]:
-        """The roles as they decode and score."""
+        """Return the roles in their decoding and scoring layouts."""
         placements = role_placements(self.config)
         return {
             name: LaidModel(self.cluster, read_hf_config(role), name in SCALAR_ROLES, placements[name])
@@ -110,7 +110,7 @@ class Prices:
         }
 
     def rows(self) -> Iterator[Price]:
-        """In the order of a step."""
+        """Yield the prices in the order of a step."""
         models, work = self.models(), self.work
         for name, model in models.items():
             if name == "actor":
@@ -121,19 +121,19 @@ class Prices:
         yield from self.updates()
 
     def costs(self) -> Costs:
-        """The lines of these roles, for schedules."""
+        """Return the cost lines of the roles, for schedules."""
         models = self.models()
         sequences = -(-len(self.decoding.lengths) // models["actor"].placement.dp)
         return predicted_costs(models, self.decoding, sequences, self.config.runtime.micro_batch_tokens)
 
     def fullest_gb(self) -> float:
-        """What `--dry-run` counts of the rank that holds most, in 10^9 bytes."""
+        """Memory of the fullest rank as `--dry-run` counts it, in 10^9 bytes."""
         on_cpu = self.cluster.gpu.on_cpu
         held = rank_memory(train_holdings(self.config, on_cpu=on_cpu))
         return max(memory.total for memory in held.values()) / 1e9
 
     def updates(self) -> Iterator[Price]:
-        """Those of `rows` that train: updates, and moves of weights."""
+        """Yield the prices of updates and moves of weights."""
         models, placements, work = self.models(), training_placements(self.config), self.work
         for name, role in self.config.trained.items():
             serving, train = models[name], role.train
@@ -146,7 +146,7 @@ class Prices:
 
 
 def total_s(prices: Sequence[Price]) -> float:
-    """Seconds of a step in which nothing overlaps."""
+    """Return the seconds of a step without overlap."""
     return sum(price.seconds for price in prices)
 
 

@@ -1,4 +1,4 @@
-"""What a run writes of its steps, of steps in virtual time: the same names, and nothing that would need a model."""
+"""Metrics and files of a run in virtual time, under the names of a real run, without fields that need a model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces
 from oppo_megatron.sim.runs.virtual import VirtualStep
 
 ROUNDED = 9
-"""Digits behind the point: nanoseconds."""
+"""Decimal places: nanoseconds."""
 
 
 def metrics_lines(config: TrainConfig, steps: Sequence[VirtualStep]) -> Iterator[dict[str, Any]]:
-    """A line a step, by the names of docs/metrics.md.
+    """Yield a line for each step, by the names of docs/metrics.md.
 
-    What the critic's update of a step holds up in the next one stands in its own line, so the last of `steps` is there for that
-    alone and has no line, unless it is the run's last.
+    A step's line has the delay that its critic's update causes in the next step.  So the last of `steps` has no line of its own,
+    unless it is the run's last.
     """
     size = members(config).trained
     for step, after in pairwise([*steps, None]):
@@ -37,7 +37,7 @@ def metrics_lines(config: TrainConfig, steps: Sequence[VirtualStep]) -> Iterator
 def write_run(
     config: TrainConfig, path: Path, lines: Sequence[dict[str, Any]], spans: Sequence[Span], about: Sequence[str]
 ) -> None:
-    """The files of a run, into a directory of its own.  Raises ConfigError where a run has ended in it."""
+    """Write a run directory.  Raises ConfigError if it holds a finished run."""
     run = RunDirectory(path).prepare()
     run.config.write_text(config_yaml(config.model_copy(update={"run_dir": path})) + "\n", encoding="utf-8")
     with MetricsLog(run.metrics) as log:
@@ -82,7 +82,7 @@ def _line(step: VirtualStep, after: VirtualStep | None, group_size: int) -> dict
 
 
 def _rounded(value: Any) -> Any:
-    """Nanoseconds and no sums' last bits, so that lines compare."""
+    """Round to nanoseconds, so that lines can be compared."""
     if isinstance(value, dict):
         return {key: _rounded(each) for key, each in value.items()}
     return round(value, ROUNDED) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""Where the seconds of a step come from: a cluster's laws, a file of measured actions, a run that was made, or built-in lines."""
+"""Seconds of a step from a cluster's laws, a file of measured actions, a finished run, or built-in lines."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ from oppo_megatron.sim.runs.step_costs import StepCosts
 Lines = Sequence[Mapping[str, Any]]
 
 FORWARDS = 3
-"""A training pass over a token takes as many forward passes: one forward, and a backward of two."""
+"""Forward passes that training on a token takes: one forward, and a backward of two."""
 
 
 def built_in_costs(config: TrainConfig, prompt_tokens: int) -> StepCosts:
-    """The lines that schedules are planned with before anything is measured; of no machine."""
+    """Return the cost lines that schedules use before anything is measured."""
     costs = StepCosts(Costs(), sources=("actions: built-in lines, of no machine",))
     return _with_assumed_updates(costs, config, prompt_tokens)
 
 
 def file_costs(config: TrainConfig, path: Path, prompt_tokens: int) -> StepCosts:
-    """Measured actions, as in a run's costs.json.  Raises ConfigError for those of other roles or stages."""
+    """Return measured actions, as in a run's costs.json.  Raises ConfigError for other roles or stages."""
     placements = role_placements(config)
     actions = read_costs(path, placements)
     stray = sorted(set(actions.prefill) - set(placements))
-    missing = [] if actions.default_prefill != Costs().default_prefill else sorted(set(placements) - set(actions.prefill))
+    missing = (
+        [] if actions.default_prefill != Costs().default_prefill else sorted(set(placements) - set(actions.prefill))
+    )
     problems = [f"{path}: prefill of {role}, a role that the configuration does not have" for role in stray]
     problems += [f"{path}: no prefill of {role}, a role of the configuration" for role in missing]
     if problems:
@@ -54,9 +56,9 @@ def file_costs(config: TrainConfig, path: Path, prompt_tokens: int) -> StepCosts
 def cluster_costs(
     config: TrainConfig, cluster: Cluster, prompt_tokens: int, lengths: Sequence[int], *, captured: bool = True
 ) -> StepCosts:
-    """By the laws of a cluster, for responses of these `lengths`: those of a batch.  Raises ConfigError where it is too small.
+    """Return seconds by the laws of a cluster; `lengths`: responses of a batch.  Raises ConfigError if it is too small.
 
-    `captured`: decode steps are CUDA graphs, else the host launches every layer.
+    `captured`: decode steps are CUDA graphs; else the host launches every layer.
     """
     halves = [max(1, length // 2) for length in lengths]
     prices = [Prices(config, cluster, Decoding(prompt_tokens, own, captured)) for own in (halves, lengths)]
@@ -66,14 +68,14 @@ def cluster_costs(
         for role in config.trained
     }
     moves = {role: many[role, "weights"] for role in config.trained if (role, "weights") in many}
-    told = f"actions, updates and moves: the laws of {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
-    return StepCosts(prices[1].costs(), updates, moves, sources=(told, *_assumptions(cluster)))
+    source = f"actions, updates and moves: the laws of {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
+    return StepCosts(prices[1].costs(), updates, moves, sources=(source, *_assumptions(cluster)))
 
 
 def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path | None = None) -> StepCosts:
-    """As a run has measured them: its costs.json (or `actions`), and updates, moves and planning of its metrics.jsonl.
+    """Return what a run has measured: its costs.json (or `actions`), and updates, moves and planning of its metrics.jsonl.
 
-    Raises ConfigError for a run of another layout, or one that lacks either.
+    Raises ConfigError for a run of another layout, or one without these files.
     """
     run = RunDirectory(path)
     lines = _steady(run)
@@ -92,12 +94,12 @@ def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path
     costs = file_costs(config, measured, prompt_tokens)
     updates = {role: _update_line(config, lines, role) for role in config.trained}
     moves = {"actor": fmean(float(line.get("reallocate_s") or 0.0) for line in lines)}
-    told = f"actions: {measured}", f"updates, moves and planning: {len(lines)} steps of {path}"
-    return replace(costs, updates=updates, moves=moves, round_s=_planning_s(lines), sources=told)
+    named = f"actions: {measured}", f"updates, moves and planning: {len(lines)} steps of {path}"
+    return replace(costs, updates=updates, moves=moves, round_s=_planning_s(lines), sources=named)
 
 
 def run_prompt_tokens(path: Path) -> int | None:
-    """The mean length of the prompts that a run has trained on; None where its metrics.jsonl does not tell."""
+    """Mean length of the prompts that a run has trained on; None if its metrics.jsonl lacks it."""
     metrics = RunDirectory(path).metrics
     lines = read_metrics(metrics) if metrics.exists() else []
     lengths = [float(line["prompt_len_mean"]) for line in lines if "prompt_len_mean" in line]
@@ -105,9 +107,9 @@ def run_prompt_tokens(path: Path) -> int | None:
 
 
 def run_signals(path: Path) -> Callable[[int, StepSignals], StepSignals]:
-    """What delta's controller was shown in the steps of a run that simulation cannot tell: rewards and effective sample sizes.
+    """Return the rewards and effective sample sizes of a run's steps, for delta's controller.
 
-    Beyond the run's last step they stay as they were in it.
+    Beyond the run's last step they keep its values.
     """
     lines = read_metrics(RunDirectory(path).metrics)
 
@@ -119,27 +121,27 @@ def run_signals(path: Path) -> Callable[[int, StepSignals], StepSignals]:
 
 
 def describe(config: TrainConfig, costs: StepCosts) -> list[str]:
-    """What the seconds rest on, in lines."""
+    """Return lines that say what the seconds rest on."""
     site = Site(role_placements(config))
     shared = sorted(name for name in site.placements if name != "actor" and _shares(site, name))
     serial = "follow each other, but for what woven rounds hide in the gaps of the decode pipeline"
-    told = [*costs.sources]
+    lines = [*costs.sources]
     if shared:
-        told.append(
+        lines.append(
             f"{', '.join(shared)} share ranks with the actor: scoring and decoding there {serial} "
-            f"({round_generator(config.overlap, site)} rounds); what they would slow each other by, side by side, is not measured"
+            f"({round_generator(config.overlap, site)} rounds); contention is not measured"
         )
-    return [*told, *not_counted(config)]
+    return [*lines, *not_counted(config)]
 
 
 def not_counted(config: TrainConfig) -> Iterator[str]:
-    """What of a configuration's steps no seconds and no simulation have, in lines."""
+    """Yield lines about parts of a configuration's steps that are not simulated."""
     if config.filter is not None:
         yield "the filter is not played: its verdicts need rewards; every group is trained"
     if config.settle.mode != "off":
         yield "responses that end early (settle) are not played: that needs rewards"
     if others := sorted({part.kind for part in config.rewards if part.kind in ("python", "http")}):
-        yield f"rewards of kind {', '.join(others)} take no time here: nothing tells how long functions and services take"
+        yield f"rewards of kind {', '.join(others)} take no time here, as the time of functions and services is unknown"
 
 
 def _shares(site: Site, role: str) -> bool:
@@ -152,10 +154,10 @@ def _assumptions(cluster: Cluster) -> list[str]:
 
 
 def _with_assumed_updates(costs: StepCosts, config: TrainConfig, prompt_tokens: int) -> StepCosts:
-    """Updates by the prefill lines, where nobody has measured them."""
+    """Add updates by the prefill lines."""
     updates = {role: _assumed_update(config, costs.actions, role, prompt_tokens) for role in config.trained}
-    told = f"updates: assumed, {FORWARDS} forward passes by the prefill lines"
-    return replace(costs, updates=updates, sources=(*costs.sources, told))
+    source = f"updates: assumed, {FORWARDS} forward passes by the prefill lines"
+    return replace(costs, updates=updates, sources=(*costs.sources, source))
 
 
 def _assumed_update(config: TrainConfig, actions: Costs, role: str, prompt_tokens: int) -> Linear:
@@ -174,7 +176,7 @@ def _assumed_update(config: TrainConfig, actions: Costs, role: str, prompt_token
 
 
 def _steady(run: RunDirectory) -> Lines:
-    """The run's lines without the first, which warms up, where there are others."""
+    """The run's lines without the first, which warms up, unless it is the only one."""
     if not run.metrics.exists():
         raise ConfigError(f"--calibrate {run.path}: there is no metrics.jsonl; give the run_dir of a run")
     lines = [line for line in read_metrics(run.metrics) if line.get("skipped") is None and not line.get("incomplete")]
@@ -184,7 +186,7 @@ def _steady(run: RunDirectory) -> Lines:
 
 
 def _update_line(config: TrainConfig, lines: Lines, role: str) -> Linear:
-    """The line of least squares through the steps' updates; through their means where it would fall."""
+    """Line of least squares through the steps' updates; a constant, or through 0, if a coefficient would be negative."""
     key = "train_s" if role == "actor" else "critic_update_s"
     moved = [float(line.get("reallocate_s") or 0.0) if role == "actor" else 0.0 for line in lines]
     tokens = [config.rollout.batch_size * float(line["trained_len_mean"]) for line in lines]
@@ -199,7 +201,7 @@ def _update_line(config: TrainConfig, lines: Lines, role: str) -> Linear:
 
 
 def _planning_s(lines: Lines) -> float:
-    """What a run plans and books in a round: a step has as many as its decode steps need, and one that scores."""
+    """Median seconds of planning per round: a step has a round per chunk, and one that scores."""
     found = []
     for line in lines:
         steps = line["tokens"] / line["running_mean"] if line.get("running_mean") else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,21 +22,16 @@ from oppo_megatron.schedule.planning.new_planner import new_planner
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.scoring_delay import scoring_delay
 from oppo_megatron.schedule.weaving.costs import Linear
-from oppo_megatron.sim.runs.laps import Laps, planned_rank
 from oppo_megatron.sim.runs.loop import PureLoop, Recorded, StepEnd, made_up_prompts
-from oppo_megatron.sim.runs.ordered import Ordered
-from oppo_megatron.sim.runs.played import Floats, Played
+from oppo_megatron.sim.runs.player import Player, planned_rank
 from oppo_megatron.sim.runs.step_costs import StepCosts
-from oppo_megatron.sim.runs.units import Units
-
-Fidelity = Literal["laps", "actions"]
+from oppo_megatron.sim.runs.units import Floats, Played, Units
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Where the seconds of a step go, on the actor's output rank; they add up to the step.
+class Parts(NamedTuple):
+    """Seconds of a step by part on the actor's output rank; they add up to the step.
 
-    `decode_s` is its rounds without its own scoring in them.
+    `decode_s`: its rounds without its own scoring.
     """
 
     decode_s: float
@@ -45,6 +40,10 @@ class Parts:
     critic_exposed_s: float
     reallocate_s: float
     idle_s: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class _Times:
 
 
 class Rounds(Protocol):
-    """One of the fidelities."""
+    """Plays rounds."""
 
     def plan(
         self, index: int, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None
@@ -115,15 +114,19 @@ class VirtualRun(PureLoop[Any]):
     `prompt_tokens`: of all prompts, or of each, over and over again.  `signals`: what delta's controller is shown in a step in
     place of no reward and nothing stale.  The prompts end with the configuration's last step, `endless` ones never.
 
-    Of the first `traced_steps`, `spans` has what each rank did; by laps, the first rank of each unit stands for it.
+    Of the first `traced_steps`, `spans` has what each rank did; the first rank of each unit stands for it.
+
+    `player` plays the rounds; with `single_ranks` each rank is a unit, and the planner plans all ranks.
     """
+
+    player: Callable[..., Rounds] = Player
+    single_ranks = False
 
     def __init__(
         self,
         config: TrainConfig,
         costs: StepCosts,
         lengths: Callable[[int], int],
-        fidelity: Fidelity = "laps",
         *,
         prompt_tokens: int | Sequence[int] | None = None,
         signals: Callable[[int, StepSignals], StepSignals] | None = None,
@@ -134,13 +137,12 @@ class VirtualRun(PureLoop[Any]):
         if prompt_tokens is None:
             prompt_tokens = usual_prompt_tokens(config)
         generator = round_generator(config.overlap, self.site)
-        laps = fidelity == "laps"
-        self.units = Units.of(self.site, single=not laps)
-        rank = planned_rank(self.site) if laps else None
+        self.units = Units.of(self.site, single=self.single_ranks)
+        rank = None if self.single_ranks else planned_rank(self.site)
         planner = new_planner(config, self.site, generator, lengths, costs=costs.actions, rank=rank)
         count = None if endless or config.steps is None else config.steps * batch_rows(config)
         super().__init__(config, made_up_prompts(prompt_tokens, count), lengths, planner)
-        self.rounds: Rounds = (Laps if laps else Ordered)(planner, self.units, costs.actions, costs.round_s)
+        self.rounds = self.player(planner, self.units, costs.actions, costs.round_s)
         self.now: Floats = np.zeros(len(self.units))
         self.plan, self._last_update_s = plan_step(config), 0.0  # of the critic
         self._shares = bool((self.units.holds("actor") & self.units.holds("critic")).any())
@@ -173,7 +175,12 @@ class VirtualRun(PureLoop[Any]):
         return self.rounds.plan(self.num_rounds, active, score, chunk, readable)
 
     def _recorded(self, done: Recorded[Any]) -> None:
-        played, times, source, scorer = self.rounds.play(done, self.now), self._times, self.units.source, self.units.scorer
+        played, times, source, scorer = (
+            self.rounds.play(done, self.now),
+            self._times,
+            self.units.source,
+            self.units.scorer,
+        )
         seconds = float(played.ends[source] - self.now[source])
         own_s = float(played.scored[source])
         times.busy_s += float(played.scored[scorer])
@@ -193,7 +200,7 @@ class VirtualRun(PureLoop[Any]):
             times.arrivals.append(played.arrived - times.met)
         self.now = played.ends
         if done.step <= self.traced_steps:
-            self.spans += [Span(p.rank, p.role, p.name, done.step, p.start, p.end) for p in played.pieces()]
+            self.spans += played.spans()
 
     def _trace(self, step: int, role: str, name: str, starts: Floats, ends: Floats) -> None:
         """A span on every unit for which it lasts."""
@@ -215,7 +222,9 @@ class VirtualRun(PureLoop[Any]):
         self._trace(end.step, "actor", "update", self.now, np.where(holds, arrived, self.now))
         self._trace(end.step, "actor", "wait_scores", arrived, np.where(holds, met, arrived))
         self._trace(end.step, "scorer", "send", arrived, np.where(holds, arrived, met))
-        spent_s = max(0.0, times.met - times.begun - ahead_s)  # of a step that decodes nothing, the last bits of the sums
+        spent_s = max(
+            0.0, times.met - times.begun - ahead_s
+        )  # of a step that decodes nothing, the last bits of the sums
         return StepCost(spent_s, end.occupancy.num_steps, times.tokens, times.law)
 
     def _critic_delay(self, times: _Times) -> float:
@@ -259,7 +268,11 @@ class VirtualRun(PureLoop[Any]):
         decode_s = times.decode_s - (times.own_score_s - times.own_drain_s)
         spent = decode_s, scored_s, actor_s, times.critic_delay_s + waited_s + own_critic_s, moved_s
         parts = Parts(*spent, round(step_s - sum(spent), 12) + 0.0)  # no last bits of the sums
-        facts = {"delta_reason": delta.reason, "chunk_reason": chunk.reason if chunk else "", "critic_update_s": own_critic}
+        facts = {
+            "delta_reason": delta.reason,
+            "chunk_reason": chunk.reason if chunk else "",
+            "critic_update_s": own_critic,
+        }
         self._ended.append(
             VirtualStep(
                 end.step, times.begun, step_s, parts, end.occupancy.num_steps, end.clock, end.delta, end.chunk_tokens,

@@ -21,8 +21,8 @@ from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.mcore.weights.checkpoint import ModelShards, write_models
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
+from oppo_megatron.rundir.disk import shortage, unwritten
 from oppo_megatron.rundir.manifest import Entry, list_files, seal, write_manifest
-from oppo_megatron.rundir.space import shortage, unwritten
 from oppo_megatron.train.saving.caches import CacheContents, write_caches
 
 STATE, ROLLOUTS, MODELS, CACHES = "state.json", "rollouts.jsonl", "models", "caches"

@@ -1,0 +1,1 @@
+"""Constants of the planner's laws fitted to measurements."""

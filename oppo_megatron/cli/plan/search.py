@@ -1,0 +1,234 @@
+"""`oppo plan search`: search ranks and layouts of the roles on a described cluster."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oppo_megatron.cli.lengths import add_length_arguments, add_prompt_argument, count
+from oppo_megatron.cli.parser import add_config_arguments
+from oppo_megatron.clock import TELL_S, format_duration
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from oppo_megatron.sim.search.planning import Shortage, Task
+    from oppo_megatron.sim.search.playing import Played
+
+HELP = "search the fastest ranks and layouts on a cluster that a file describes"
+OUT = Path("runs/plan")
+MARGIN = 0.1
+WIDE = 240
+"""Columns of the output if it is not a terminal."""
+PARTS = {
+    "step": "step_s", "decode": "decode_s", "exp. scoring": "score_exposed_s", "update": "update_s",
+    "exp. critic": "critic_exposed_s", "weights": "reallocate_s", "idle": "idle_s",
+}  # fmt: skip
+TEXTS = ("roles on ranks", "actor", "trained")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser, help="its ranks and layouts are ignored")
+    parser.add_argument(
+        "--cluster", type=Path, required=True, metavar="cluster.yaml", help="docs/planner.md has an example"
+    )
+    add_length_arguments(parser)
+    add_prompt_argument(parser)
+    parser.add_argument("--top", type=count, default=5, metavar="N", help="plans to print (default 5)")
+    parser.add_argument(
+        "--margin",
+        type=_margin,
+        default=MARGIN,
+        metavar="X",
+        help="share of a rank's memory to leave free (default %(default)s)",
+    )
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"default {OUT}")
+
+
+def run(args: argparse.Namespace) -> int:
+    from oppo_megatron.cli.plan.task import load_task
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.sim.search.planning import find_plans, find_shortage
+    from oppo_megatron.sim.search.playing import play_plans
+    from oppo_megatron.sim.search.record import to_record
+
+    task = load_task(args)
+    with progress(f"searching plans for {task.cluster.num_ranks} ranks") as doing:
+        found, places = find_plans(task)
+        doing[0] = "playing the best plans"
+        plans = play_plans(task, found, args.top)
+        if not plans:
+            doing[0] = "nothing fits; counting what is missing"
+            raise ConfigError(_nothing_fits(task, find_shortage(task)))
+        record = to_record(task, plans, places)
+        doing[0] = "playing the configuration's own placement"
+        record["as_configured"] = _as_configured(args, task, plans[0])
+    _print_record(record)
+    _write(args.out, task, plans[0], record)
+    return 0
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[list[str]]:
+    """Print what is being done to the standard error, each few seconds; the yielded list's only item may be replaced."""
+    now, ended = [doing], threading.Event()
+
+    def tell() -> None:
+        seconds = 0.0
+        while not ended.wait(TELL_S):
+            seconds += TELL_S
+            print(f"{now[0]}, {format_duration(seconds)}", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield now
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _nothing_fits(task: Task, shortage: Shortage | None) -> str:
+    from oppo_megatron.layout.placements import named_roles
+    from oppo_megatron.sim.search.planning import MOST_NODES
+
+    cluster = task.cluster
+    where = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name} of {cluster.gpu.memory_bytes / 1e9:g} GB"
+    if shortage is None:
+        return (
+            f"no layout of {', '.join(named_roles(task.config))} over any ranks of {where} passes the checks; "
+            "`oppo validate` explains it for one layout: heads, layers and batch must divide among the ranks, and a cache must "
+            "hold a sequence"
+        )
+    nodes = f"{shortage.nodes} such nodes would do" if shortage.nodes else f"not even {MOST_NODES} such nodes would do"
+    missing = shortage.fullest.describe(shortage.budget)
+    return f"no plan fits {where} (margin {task.margin:g}): the one that lacks least needs {missing}; {nodes}"
+
+
+def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
+    """Compare the configuration with the ranks and layouts that it has itself to the best plan."""
+    from oppo_megatron.cli.plan.task import given_settings
+    from oppo_megatron.cli.run import load_settings
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.layout.placements import world_size
+    from oppo_megatron.sim.search.planning import Fullest
+    from oppo_megatron.sim.search.playing import play_config
+
+    try:
+        settings = load_settings("train", args.config, given_settings(args, task.cluster), inputs=False)
+    except ConfigError as error:
+        return f"refused: {error.problems[0]}"
+    assert isinstance(settings, TrainSettings), "`train` was asked for"
+    config = settings.settled()
+    if config is None:
+        return "placement.mode is auto"
+    if (ranks := world_size(config)) > task.cluster.num_ranks:
+        return f"refused: {ranks} ranks, and the cluster has {task.cluster.num_ranks}"
+    fullest, budget = Fullest.of(config, on_cpu=task.on_cpu), task.budget(task.cluster_of(ranks))
+    if fullest.held > budget:
+        return f"refused, for it needs {fullest.describe(budget)}"
+    seconds = play_config(task, config).total
+    slower = seconds / best.step_s - 1
+    return (
+        f"{seconds:.3g} s per step, {abs(slower):.1%} {'more' if slower >= 0 else 'less'} than the first plan; its fullest rank "
+        f"holds {fullest.held / 1e9:.1f} GB"
+    )
+
+
+def _write(out: Path, task: Task, best: Played, record: Mapping[str, Any]) -> None:
+    """Write plan.yaml, plan.json and costs.json of the first plan."""
+    from oppo_megatron.config.load import dump_config
+    from oppo_megatron.rundir.directory import write_json
+    from oppo_megatron.schedule.weaving.costs_file import costs_tree
+    from oppo_megatron.sim.search.playing import task_costs
+
+    out.mkdir(parents=True, exist_ok=True)
+    dump_config(best.config, out / "plan.yaml")
+    write_json(out / "plan.json", record)
+    write_json(out / "costs.json", costs_tree(task_costs(task, best.config).actions))
+    print(f"{out / 'plan.yaml'}, plan.json, costs.json")
+
+
+def _print_record(record: Mapping[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDE)
+    plans, cluster, work = record["plans"], record["cluster"], record["work"]
+    first = plans[0]
+    console.print(
+        f"{cluster['nodes']} x {cluster['gpus_per_node']} {cluster['gpu']}; {work['responses']} responses of "
+        f"{work['mean_tokens']:.0f} tokens on average, {work['longest']} at most, to prompts of {work['prompt_tokens']}; "
+        + ("scoring streamed beside decoding" if work["overlapped"] else "phases one after the other")
+    )
+    console.print(_plans(plans))
+    console.print(_roles(first))
+    console.print(
+        f"micro-batches of {first['micro_batch_tokens']} tokens, chunks of {first['chunk']}, delta {first['delta']}"
+    )
+    console.print(f"{record['reason']}.")
+    console.print(
+        f"{record['placements']} placements compared by price, the best played in virtual time; the first has a price of "
+        f"{first['price_s']:.3g} s; a margin of {cluster['margin']:.0%} of {cluster['memory_gb']:g} GB stays free"
+    )
+    console.print(f"the configuration with its own placement: {record['as_configured']}")
+    for line in [*record["notes"], *(f"{name}: {source}" for name, source in record["constants"].items())]:
+        console.print(line)
+
+
+def _plans(plans: Sequence[Mapping[str, Any]]) -> Table:
+    names = ("", *TEXTS, *PARTS, "fullest GB", "free GB", "slower")
+    table = _table("seconds per step, predicted", names, TEXTS)
+    for number, plan in enumerate(plans, start=1):
+        actor, slower = plan["roles"]["actor"], plan["step_s"] / plans[0]["step_s"] - 1
+        table.add_row(
+            str(number), plan["name"], _short(actor["layout"]), _short(actor["training"]),
+            *(f"{plan[key]:.2f}" for key in PARTS.values()),
+            f"{plan['fullest_gb']:.1f}", f"{plan['free_gb']:.1f}", f"{slower:.1%}",
+        )  # fmt: skip
+    return table
+
+
+def _roles(plan: Mapping[str, Any]) -> Table:
+    texts = ("role", "ranks", "decodes, scores", "trained", "recompute")
+    table = _table(
+        "the first plan", ("role", "ranks", "decodes, scores", "s", "trained", "recompute", "s ", "weights s"), texts
+    )
+    for role, own in plan["roles"].items():
+        update = [f"{own[key]:.2f}" if key in own else "-" for key in ("update_s", "weights_s")]
+        trained = [own.get(key, "-") for key in ("training", "recompute")]
+        table.add_row(role, own["ranks"], own["layout"], f"{own['serving_s']:.2f}", *trained, *update)
+    return table
+
+
+def _table(title: str, names: Sequence[str], texts: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, justify="left" if name in texts else "right")
+    return table
+
+
+def _short(layout: str) -> str:
+    """A layout without sizes of 1: `tp 4 dp 2`."""
+    parts = [part for part in layout.replace(" with ", " x ").split(" x ") if not part.endswith(" 1")]
+    return " ".join(parts) or "1"
+
+
+def _margin(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to below 1")
+    return value

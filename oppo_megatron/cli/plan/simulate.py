@@ -1,0 +1,196 @@
+"""`oppo plan simulate`: play the steps of a run in virtual time, without models."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from oppo_megatron.cli.lengths import add_length_arguments, add_prompt_argument, forced_lengths, prompt_tokens
+from oppo_megatron.cli.parser import add_config_arguments
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.rundir.trace import Span
+    from oppo_megatron.sim.runs.step_costs import StepCosts
+
+HELP = "play the steps of a run in virtual time, without models"
+TRACED_STEPS = 3
+MOST_RUNS = 1000
+COLUMNS = {
+    "run": "run", "s/step": "step_s", "decode": "decode_s", "exp. scoring": "score_exposed_s", "update": "update_s",
+    "exp. critic": "critic_exposed_s", "move": "reallocate_s", "idle": "idle_s", "delta": "delta", "chunk": "chunk_tokens",
+    "deferrals": "deferrals", "decode steps": "decode_steps", "tokens/s": "tokens_per_s", "x first": "speedup",
+}  # fmt: skip
+
+
+class Variant(NamedTuple):
+    """One run of a sweep: the configuration in `mode` (None: as it is), with `overrides`."""
+
+    mode: str | None
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return " ".join([*([self.mode] if self.mode else []), *self.overrides]) or "as configured"
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"[^A-Za-z0-9.=+_-]+", "_", self.name)
+
+
+class Simulated(NamedTuple):
+    """A run that was played: its row in the table, metrics lines, trace, and what its seconds rest on."""
+
+    config: TrainConfig
+    row: dict[str, Any]
+    lines: list[dict[str, Any]]
+    spans: Sequence[Span]
+    about: list[str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    parser.add_argument("--steps", type=int, required=True, metavar="N", help="number of steps to play")
+    seconds = parser.add_mutually_exclusive_group()
+    seconds.add_argument("--cluster", type=Path, metavar="cluster.yaml", help="seconds by the laws of this cluster")
+    seconds.add_argument("--calibrate", type=Path, metavar="RUN", help="seconds as this run has measured them")
+    parser.add_argument("--costs", type=Path, metavar="COSTS.json", help="seconds of the actions, from a file")
+    add_length_arguments(parser)
+    add_prompt_argument(parser)
+    parser.add_argument("--modes", metavar="MODE,...", help="sequential, intra, inter, full, ...: a run in each")
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="a.b=V,...", help="a run with each value; may be repeated"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write run directories there, for `oppo report`")
+
+
+def run(args: argparse.Namespace) -> int:
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.report.comparison import format_table
+    from oppo_megatron.rundir.directory import RunDirectory, write_json
+    from oppo_megatron.sim.runs.lines import write_run
+
+    if args.steps < 1:
+        raise ConfigError(f"--steps {args.steps}: a run has at least 1 step; raise it")
+    if args.costs is not None and args.cluster is not None:
+        raise ConfigError("--costs and --cluster both give the seconds of the actions; give one of them")
+    chosen = variants(args.modes, args.sweep)
+    configs = [_configured(args, variant) for variant in chosen]  # all are checked before the first is played
+    costs = [_costs(args, config) for config in configs]
+    folders = [args.out if len(chosen) == 1 else args.out / each.folder for each in chosen] if args.out else []
+    for folder in folders:
+        RunDirectory(folder).require_unfinished()
+    found = [_simulated(args, *each) for each in zip(chosen, configs, costs, strict=True)]
+    for each in found:
+        each.row["speedup"] = found[0].row["step_s"] / each.row["step_s"]
+    print(format_table(COLUMNS, [each.row for each in found]))
+    print("\n".join(dict.fromkeys(line for each in found for line in each.about)))
+    for folder, each in zip(folders, found, strict=args.out is not None):
+        write_run(each.config, folder, each.lines, each.spans, each.about)
+    if args.out is not None and len(found) > 1:
+        rows = [each.row | {"folder": variant.folder} for each, variant in zip(found, chosen, strict=True)]
+        write_json(args.out / "sweep.json", {"runs": rows})
+    if args.out is not None:
+        print(f"written to {args.out}; `oppo report` draws it")
+    return 0
+
+
+def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
+    """Return every mode of `modes` with every value of `sweeps` ("a.b=1,2").  Raises ConfigError."""
+    from oppo_megatron.config.modes import MODES
+    from oppo_megatron.errors import ConfigError
+
+    names = [None] if modes is None else [name.strip() for name in modes.split(",")]
+    unknown = [name for name in names if name is not None and name not in MODES]
+    problems = [f"--modes {name}: not a mode; the modes are {', '.join(MODES)}" for name in unknown]
+    axes, settings = [], [sweep.partition("=")[0].strip() for sweep in sweeps]
+    for sweep, key in zip(sweeps, settings, strict=True):
+        # Commas in brackets belong to a list.
+        values = [part for part in re.split(r",(?![^\[{(]*[\]})])", sweep.partition("=")[2]) if part.strip()]
+        if not key or not values:
+            problems.append(f"--sweep {sweep}: give a setting and its values, as in overlap.delta.initial=0,4,8")
+        axes.append([f"{key}={value}" for value in values])
+    twice = {each for each in settings if settings.count(each) > 1}
+    problems += [f"--sweep {each}: swept twice; give all its values at once" for each in sorted(twice)]
+    made = [] if problems else [Variant(mode, values) for mode in names for values in product(*axes)]
+    if len(made) > MOST_RUNS:
+        problems.append(f"{len(made)} runs are asked for; ask for at most {MOST_RUNS}")
+    if len({each.folder for each in made}) < len(made):
+        problems.append("a mode or a value is given twice; give each once")
+    if problems:
+        raise ConfigError(problems)
+    return made
+
+
+def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
+    """The configuration of a run, checked.  Raises ConfigError."""
+    from oppo_megatron.cli.plan.task import check_lengths
+    from oppo_megatron.cli.run import load_train
+    from oppo_megatron.config.modes import switched
+    from oppo_megatron.errors import ConfigError
+
+    config = load_train(args.config, [*args.overrides, *forced_lengths(args), *variant.overrides], inputs=False)
+    prompt_tokens(args, config)
+    if config.debug.lengths is None:
+        raise ConfigError(
+            "the length of responses is not given, and a simulation has no model to end them; give --lognormal MEDIAN,SIGMA, "
+            "--trace FILE, or debug.forced_lengths"
+        )
+    check_lengths(config)
+    return config if variant.mode is None else switched(config, variant.mode)
+
+
+def _costs(args: argparse.Namespace, config: TrainConfig) -> StepCosts:
+    from oppo_megatron.cli.plan.task import forced_limits
+    from oppo_megatron.sim.clusters.reading import read_cluster
+    from oppo_megatron.sim.pricing.prices import seen_by
+    from oppo_megatron.sim.runs.sources import built_in_costs, cluster_costs, file_costs, run_costs
+
+    tokens, limits = prompt_tokens(args, config), forced_limits(config)
+    if args.cluster is not None:
+        assert limits is not None, "lengths are forced"
+        lengths = [limits(seq_id) for seq_id in range(config.rollout.batch_size)]
+        return cluster_costs(config, seen_by(config, read_cluster(args.cluster)), tokens, lengths)
+    if args.calibrate is not None:
+        return run_costs(config, args.calibrate, tokens, args.costs)
+    return built_in_costs(config, tokens) if args.costs is None else file_costs(config, args.costs, tokens)
+
+
+def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, costs: StepCosts) -> Simulated:
+    from oppo_megatron.cli.plan.task import forced_limits
+    from oppo_megatron.sim.runs.lines import metrics_lines
+    from oppo_megatron.sim.runs.sources import describe, run_signals
+    from oppo_megatron.sim.runs.virtual import VirtualRun
+
+    endless, limits = config.steps is None or args.steps > config.steps, forced_limits(config)
+    assert limits is not None, "lengths are forced"
+    signals = None if args.calibrate is None else run_signals(args.calibrate)
+    tokens, traced = prompt_tokens(args, config), TRACED_STEPS if args.out is not None else 0
+    played = VirtualRun(
+        config, costs, limits,
+        prompt_tokens=tokens, signals=signals, endless=endless, traced_steps=min(traced, args.steps),
+    )  # fmt: skip
+    steps = list(played.steps(args.steps + 1))
+    lines = list(islice(metrics_lines(config, steps), args.steps))
+    row = _row(variant.name, [step.parts._asdict() | vars(step) for step in steps[: args.steps]])
+    about = [f"prompts of {tokens} tokens", *describe(config, costs)]
+    if endless:
+        about.append(f"the run has {config.steps} steps; as more are asked for, its prompts do not end")
+    return Simulated(config, row, lines, played.spans, about)
+
+
+def _row(name: str, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over the steps."""
+    from statistics import fmean
+
+    keys = set(COLUMNS.values()) - {"run", "deferrals", "tokens_per_s", "speedup"}
+    return {
+        "run": name,
+        **{key: fmean(float(step[key]) for step in steps) for key in keys},
+        "deferrals": fmean(float(times) for step in steps for times in step["deferrals"]),
+        "tokens_per_s": sum(step["tokens"] for step in steps) / sum(step["step_s"] for step in steps),
+    }

@@ -1,0 +1,295 @@
+"""Rules that tie the choices of an algorithm, the settings that they read, and the groups of responses together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from oppo_megatron.config.algorithm import PRESETS
+from oppo_megatron.config.derived import least_micro_batch
+from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
+from oppo_megatron.config.run import TrainConfig
+
+AND_NOTHING = "so that nothing is learned"
+
+
+@dataclass(frozen=True)
+class Read:
+    """Settings that are read only if `chosen` holds; `why` says why nothing reads them otherwise, `remedy` what to do."""
+
+    settings: tuple[str, ...]
+    chosen: Callable[[TrainConfig], bool]
+    why: str
+    remedy: str = "remove it"
+
+
+def _has_kl(config: TrainConfig) -> bool:
+    return config.ppo.kl.mode not in ("none", "margin")
+
+
+def _bounded(*objectives: str) -> Callable[[TrainConfig], bool]:
+    return lambda config: config.algorithm.pairs or config.algorithm.objective in objectives
+
+
+READS = (
+    Read(
+        ("ppo.gae_lambda", "ppo.value_clip", "ppo.critic_warmup_steps"),
+        lambda config: config.algorithm.critic,
+        "algorithm.preset {preset} has no critic",
+    ),
+    Read(
+        ("ppo.clip", "ppo.clip_high", "ppo.dual_clip", "ppo.entropy_coefficient", "ppo.staleness"),
+        lambda config: not config.algorithm.pairs,
+        "a pair is compared by the policy and the reference alone, whoever drew it",
+    ),
+    Read(
+        ("ppo.clip", "ppo.clip_high", "ppo.dual_clip"),
+        lambda config: config.algorithm.loss is None or config.algorithm.pairs,
+        "algorithm.loss is your own function",
+    ),
+    Read(("ppo.clip", "ppo.dual_clip"), _bounded("clip"), "algorithm.objective is {objective}, which does not clip by it"),
+    Read(("ppo.clip_high",), _bounded("clip", "cispo"), "algorithm.objective is {objective}, which has no ratio"),
+    Read(("algorithm.ratio",), _bounded("clip", "cispo"), "algorithm.objective {objective} has no ratio"),
+    Read(("algorithm.ratio",), lambda config: not config.algorithm.pairs, "algorithm.objective dpo has no ratio"),
+    Read(
+        ("ppo.gamma", "ppo.reward_normalization"),
+        lambda config: not config.algorithm.pairs,
+        "of a pair only which response is the better one counts",
+    ),
+    Read(
+        ("ppo.reward_normalization",),
+        lambda config: not _scales_again(config),
+        "algorithm.scale {scale} divides by the deviation of the scores again, whatever it is",
+    ),
+    Read(
+        ("ppo.kl.coefficient", "ppo.kl.target", "ppo.kl.estimator", "ppo.kl.gradient"),
+        lambda config: config.ppo.kl.mode != "none" or config.algorithm.pairs,
+        "ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set)",
+        "remove it, or set ppo.kl.mode to penalty, score or loss",
+    ),
+    Read(
+        ("ppo.kl.coefficient", "ppo.kl.target", "ppo.kl.estimator", "ppo.kl.gradient"),
+        lambda config: config.ppo.kl.mode != "margin" or not config.algorithm.pairs,
+        "with pairs the reference is in their margins alone",
+        "remove it, or set dpo.beta, which holds the policy to the reference",
+    ),
+    Read(
+        ("ppo.kl.gradient",),
+        lambda config: config.ppo.kl.mode == "loss" or not _has_kl(config),
+        "ppo.kl.mode {kl} has no gradient",
+        "remove it, or set ppo.kl.mode to loss",
+    ),
+    Read(
+        ("overlong.penalty",),
+        lambda config: config.overlong.buffer is not None,
+        "overlong.buffer is null",
+        "remove it, or set overlong.buffer to the tokens over which it grows",
+    ),
+    Read(
+        ("guards.ratio_max.limit",),
+        lambda config: not config.algorithm.pairs,
+        "algorithm.preset {preset} has no ratio",
+    ),
+    Read(
+        ("guards.kl_mean.limit",),
+        lambda config: config.ppo.kl.mode != "none" and (config.ppo.kl.mode != "margin" or config.rollout.temperature == 1),
+        "there is no KL to a reference (ppo.kl.mode; with pairs, rollout.temperature 1)",
+        "remove it, or set ppo.kl.mode to penalty, score or loss",
+    ),
+    Read(
+        ("settle.every", "settle.audit"),
+        lambda config: config.settle.mode != "off",
+        "settle.mode is off",
+        "remove it, or set settle.mode to certain",
+    ),
+)
+"""The settings that not every algorithm reads.  Each is refused, unless it has its default, if the choices do not read it."""
+
+
+def unread_settings(config: TrainConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that nothing reads; a default, and the value that a preset brings, are no mistake."""
+    algorithm, told = config.algorithm, set[str]()
+    words = {
+        "preset": algorithm.preset, "objective": algorithm.objective, "scale": algorithm.scale, "kl": config.ppo.kl.mode,
+    }  # fmt: skip
+    for each in READS:
+        if each.chosen(config):
+            continue
+        for key in each.settings:
+            value = _value(config, key)
+            if key not in told and value not in (_default(config, key), _of_preset(config, key)):
+                told.add(key)
+                shown = f"{value:g}" if isinstance(value, float) else str(value).lower() if value is True else value
+                yield f"{key} is {shown}, but {each.why.format(**words)}, and nothing reads it; {each.remedy}"
+
+
+def _value(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _default(config: TrainConfig, key: str) -> Any:
+    """Return the default of a setting; of `algorithm.ratio` the one that needs no ratio."""
+    if key == "algorithm.ratio":
+        return "token"
+    section, _, name = key.rpartition(".")
+    return type(_value(config, section)).model_fields[name].default
+
+
+def _of_preset(config: TrainConfig, key: str) -> Any:
+    """Return the value that the preset brings, else the default."""
+    preset = PRESETS[config.algorithm.preset]
+    brought = {f"ppo.{name}": value for name, value in preset.ppo.items()}
+    if config.algorithm.pairs:  # the others bring a KL with its mode
+        brought |= {f"ppo.kl.{name}": value for name, value in preset.kl.items()}
+    return brought.get(key, _default(config, key))
+
+
+def _scales_again(config: TrainConfig) -> bool:
+    """True if advantages do not depend on the scale of scores, and nothing is added to scores after their scaling."""
+    algorithm, ppo = config.algorithm, config.ppo
+    added = ppo.truncated_score is not None or ppo.missing_eos_penalty or config.overlong.buffer is not None
+    if added or algorithm.critic or algorithm.greedy or algorithm.pairs:
+        return False
+    if ppo.kl.mode == "score" or (ppo.kl.mode == "penalty" and algorithm.scale == "whiten"):
+        return False
+    return algorithm.scale in ("group_std", "batch_std", "advantage_std", "whiten") and algorithm.baseline != "none"
+
+
+def algorithm_rules(config: TrainConfig) -> Iterator[str]:
+    """Yield a sentence for each broken rule of `algorithm`, `ppo`, `dpo` and `rollout.group_size`."""
+    yield from _groups(config)
+    yield from _greedy(config)
+    yield from unread_settings(config)
+    yield from _objective(config)
+    yield from _kl(config.ppo)
+    yield from _pairs(config)
+    yield from _custom(config)
+
+
+def _groups(config: TrainConfig) -> Iterator[str]:
+    algorithm, batch, size = config.algorithm, config.rollout.batch_size, config.rollout.group_size
+    what = f"baseline {algorithm.baseline}, scale {algorithm.scale}"
+    if algorithm.greedy and algorithm.scale == "group_std":
+        yield (
+            "algorithm.scale is group_std, but algorithm.baseline greedy compares a response with the greedy one, and not with "
+            "its group; choose scale none, batch_std, advantage_std or whiten, or a group's baseline (group_mean, others)"
+        )
+    elif algorithm.needs_group and size == 1:
+        yield (
+            f"rollout.group_size is 1, but algorithm.preset {algorithm.preset} ({what}) compares the responses to a prompt, "
+            "and one has nothing to be compared with; set it to 2 or more"
+        )
+    if batch % size:
+        lower, higher = batch // size * size, -(-batch // size) * size
+        fitting = f"{lower} or {higher}" if lower else str(higher)
+        yield (
+            f"rollout.batch_size is {batch} responses, but must be a multiple of rollout.group_size {size} (a batch has "
+            f"whole groups); set it to {fitting}, or the group size to a divisor"
+        )
+        return
+    groups, minibatches = batch // size, config.ppo.minibatches
+    if groups % minibatches:
+        whole = f"the {groups} groups of a batch ({batch} responses in groups of {size})"
+        unit = f"rollout.batch_size {batch}" if size == 1 else whole
+        fitting = ", ".join(str(count) for count in range(1, groups + 1) if groups % count == 0)
+        yield f"ppo.minibatches {minibatches} does not divide {unit}; choose from {fitting}"
+
+
+def greedily(rollout: RolloutConfig) -> str | None:
+    """Return the setting with which every draw is the most likely token; None if there is none."""
+    for name, most in (("temperature", 1e-3), ("top_k", 1), ("top_p", 1e-6)):
+        value = getattr(rollout, name)
+        if value <= most and (name != "top_k" or value):
+            return f"rollout.{name} is {value:g}"
+    return None
+
+
+def _greedy(config: TrainConfig) -> Iterator[str]:
+    """Sampled responses must be able to differ from what they are compared with."""
+    setting, algorithm = greedily(config.rollout), config.algorithm
+    if setting is None:
+        return
+    if algorithm.greedy:
+        why = f"every response is the greedy one that algorithm.baseline greedy compares it with, {AND_NOTHING}"
+    elif algorithm.pairs:
+        why = "greedy responses to a prompt are all the same, and no pair"
+    elif algorithm.needs_group:
+        why = f"the responses to a prompt are all the same, and compared with each other every advantage is 0, {AND_NOTHING}"
+    elif config.filter is not None:
+        why = "the responses to a prompt are all the same, and the filter would drop every group"
+    else:
+        return
+    yield f"{setting}, at which {why}; sample (rollout.temperature 1, top_k 0 and top_p 1 are usual)"
+
+
+def _objective(config: TrainConfig) -> Iterator[str]:
+    algorithm, ppo = config.algorithm, config.ppo
+    if algorithm.objective == "cispo" and ppo.clip_high is None:
+        yield "ppo.clip_high is null, but algorithm.objective cispo weights log-probs by ratios up to 1 + it; set it (4 is usual)"
+    if algorithm.objective == "plain" and (ppo.epochs > 1 or ppo.minibatches > 1):
+        yield (
+            f"algorithm.objective is plain, whose gradient is that of the policy that sampled, but ppo.epochs {ppo.epochs} and "
+            f"ppo.minibatches {ppo.minibatches} make further updates of the same batch; set both to 1, or choose clip"
+        )
+
+
+def _kl(ppo: PPOConfig) -> Iterator[str]:
+    """The KL term of a loss must have a gradient: that of k1 is the score function, whose expectation is 0."""
+    if ppo.kl.mode == "loss" and ppo.kl.estimator == "k1" and ppo.kl.gradient == "estimator":
+        yield (
+            "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation, so that nothing would hold the "
+            "policy to the reference; set ppo.kl.estimator to k2, which has the KL's gradient, or to k3"
+        )
+    if ppo.kl.target is not None and ppo.kl.coefficient == 0 and ppo.kl.mode not in ("none", "margin"):
+        yield (
+            f"ppo.kl.target is {ppo.kl.target:g}, but ppo.kl.coefficient is 0, and a coefficient that is multiplied to follow "
+            "the target stays 0; raise the coefficient, or remove the target"
+        )
+
+
+def _pairs(config: TrainConfig) -> Iterator[str]:
+    """Rules of a loss of pairs: the reference, both responses in a micro-batch."""
+    mode, tokens = config.ppo.kl.mode, config.runtime.micro_batch_tokens
+    if not config.algorithm.pairs:
+        if mode == "margin":
+            yield (
+                f"ppo.kl.mode is margin, but algorithm.preset {config.algorithm.preset} has no pairs; choose penalty, score, "
+                "loss or none, or preset online_dpo"
+            )
+        return
+    if mode != "margin":
+        why = "without which no margin is known" if mode == "none" else "and has no term of the KL"
+        yield (
+            f"ppo.kl.mode is {mode}, but algorithm.preset online_dpo measures its pairs against the reference, {why}; remove it"
+        )
+    if config.algorithm.scale != "none":
+        yield f"algorithm.scale is {config.algorithm.scale}, but a pair has no advantage to be scaled; remove it"
+    if config.overlong.mask:
+        yield (
+            "overlong.mask is true, but a pair needs both of its responses; remove it, or make cut responses the worse ones "
+            "with ppo.missing_eos_penalty"
+        )
+    longest = least_micro_batch(config)
+    if longest // 2 <= tokens < longest:
+        yield (
+            f"runtime.micro_batch_tokens is {tokens}, but a pair may have {longest} tokens (twice data.max_prompt_tokens + "
+            f"rollout.max_response_tokens) and must fit, for it cannot be divided; raise it to {longest}, or lower the limits"
+        )
+
+
+def _custom(config: TrainConfig) -> Iterator[str]:
+    """Choices that a user's functions replace, and pairs, which take no such function."""
+    algorithm = config.algorithm
+    preset = PRESETS[algorithm.preset]
+    for name, replaced in (("advantage", ("baseline", "scale")), ("loss", ("ratio", "objective"))):
+        if getattr(algorithm, name) is None:
+            continue
+        if algorithm.pairs:
+            yield f"algorithm.{name} is set, but algorithm.preset online_dpo has pairs; remove it, or choose another preset"
+            continue
+        for choice in replaced:
+            if getattr(algorithm, choice) != getattr(preset, choice):
+                yield f"algorithm.{choice} is {getattr(algorithm, choice)}, but algorithm.{name} replaces it; remove one of them"

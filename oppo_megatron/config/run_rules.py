@@ -1,0 +1,183 @@
+"""Rules that tie the settings of a run together.  The rules of one section are its method `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oppo_megatron.config.algorithm_rules import algorithm_rules
+from oppo_megatron.config.derived import best_standard, rollback_rules, scorers
+from oppo_megatron.config.evaluation import Standard, part_labels
+from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
+from oppo_megatron.config.reward_rules import check_part, check_rewards, check_waits
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.settle_rules import settle_rules
+
+
+def train_rules(config: TrainConfig) -> Iterator[str]:
+    """Yield a sentence for each broken rule of `oppo train`'s settings.  Files, models and layouts are not looked at."""
+    rollout, overlap = config.rollout, config.overlap
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    yield from _fits(config.runtime.micro_batch_tokens, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
+    yield from overlap.rules(rollout.batch_size, rollout.group_size)
+    yield from rollout.rules(forced=config.debug.forced_lengths is not None)
+    roles: list[tuple[str, ModelConfig]] = [("actor", config.actor), *scorers(config)]
+    for name, role in roles:
+        yield from role.rules(name)
+        if role.fresh_head and name in ("actor", "reference"):
+            yield f"{name}.fresh_head is true, but only reward and critic have a scalar head; remove it"
+    yield from check_rewards(config.rewards, has_reward_model=config.reward is not None)
+    yield from check_waits(config.rewards, config.runtime.timeout_s, config.stall_deadline_s)
+    yield from config.guards.rules()
+    yield from _rollback(config)
+    yield from config.data.rules("data", ("prompt",))
+    if config.evaluation is not None:
+        yield from config.evaluation.data.rules("evaluation.data", ("prompt",))
+    yield from _evaluation(config)
+    yield from _standards(config)
+    yield from algorithm_rules(config)
+    if config.filter is not None:
+        alone = rollout.group_size == 1 and not config.algorithm.greedy
+        yield from config.filter.rules(part_labels(config.rewards), backfill=bool(overlap.backfill), alone=alone)
+    yield from config.overlong.rules(rollout.max_response_tokens)
+    yield from settle_rules(config)
+    yield from _step_rewards(config)
+    warming, steps = config.ppo.critic_warmup_steps, config.steps
+    if warming and steps is not None and warming >= steps:
+        yield (
+            f"ppo.critic_warmup_steps is {warming}, but the run has {steps} steps, and the policy would never be trained; lower "
+            "it"
+        )
+    for name, trained in config.trained.items():
+        yield from trained.optimizer.rules(f"{name}.optimizer")
+
+
+def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
+    """Yield a sentence for each broken rule of a supervised run's settings.  Files, models and layouts are not looked at."""
+    yield from _fits(config.runtime.micro_batch_tokens, config.max_tokens, "max_tokens")
+    for name, model in config.models.items():
+        yield from model.rules(name)
+    yield from _preferences(config)
+    yield from config.data.rules("data", ("prompt", "completion"))
+    yield from config.optimizer.rules("optimizer")
+    yield from heldout_rules(config)
+    evaluation = config.evaluation
+    if evaluation is not None and evaluation.data is not None:
+        yield from evaluation.data.rules("evaluation.data", ("prompt", "completion"))
+
+
+def heldout_rules(config: SupervisedConfig) -> Iterator[str]:
+    """Yield a sentence for each broken rule of held-out rows: their source, and the settings that depend on their metrics."""
+    evaluation = config.evaluation
+    if evaluation is not None and (evaluation.data is None) == (evaluation.fraction is None):
+        given = "neither" if evaluation.data is None else "both"
+        yield (
+            f"evaluation has {given} of data and fraction, but needs one: files of held-out rows, or the share of `data` that is "
+            "held out, as in evaluation.fraction=0.05"
+        )
+    else:
+        yield from _standards(config)
+
+
+def _fits(micro_batch_tokens: int, longest: int, what: str) -> Iterator[str]:
+    if micro_batch_tokens < longest:
+        yield (
+            f"runtime.micro_batch_tokens is {micro_batch_tokens}, but one sequence may have {longest} tokens ({what}) "
+            "and must fit; raise it or lower the limits"
+        )
+
+
+def _rollback(config: TrainConfig) -> Iterator[str]:
+    """A guard that goes back needs frequent checkpoints."""
+    rules = rollback_rules(config)
+    if rules and not config.checkpoint.every_steps:
+        yield (
+            f"guards: {' and '.join(rules)} goes back to the last checkpoint (rollback), but checkpoint.every_steps is 0, and "
+            "checkpoints by the clock are too rare for it; set checkpoint.every_steps, or choose skip or stop"
+        )
+
+
+def _step_rewards(config: TrainConfig) -> Iterator[str]:
+    """Scores of responses are scaled, rewards of steps are not."""
+    how = next((part.step_rewards for part in config.rewards if part.kind == "process"), "last")
+    scaling = config.ppo.reward_normalization
+    if how in ("sum", "potential") and scaling != "none":
+        yield (
+            f"ppo.reward_normalization is {scaling}, which scales the score of a response, but step_rewards {how} gives rewards "
+            "to its steps, which stay as they are; set ppo.reward_normalization=none, or step_rewards to last or min"
+        )
+
+
+def _evaluation(config: TrainConfig) -> Iterator[str]:
+    """The judges of held-out responses have what their kinds need."""
+    evaluation = config.evaluation
+    if evaluation is None:
+        return
+    for index, part in enumerate(evaluation.metrics):
+        yield from check_part(f"evaluation.metrics.{index}", part)
+    if not evaluation.judges:
+        yield "evaluation has neither verifier nor metrics; add one of them, which judges the responses"
+        return
+    models = [part.kind for part in evaluation.metrics if part.reads_model]
+    if len(models) > 1:
+        yield "evaluation.metrics names the reward model more than once; once is enough"
+    if models and config.reward is None:
+        yield (
+            "evaluation.metrics has a part of kind model or process, but the run has no reward model; add one to `rewards`, "
+            "or ask a service (`oppo serve`) with kind http"
+        )
+    elif models:
+        trained = next((part.kind for part in config.rewards if part.reads_model), models[0])
+        if models[0] != trained:
+            yield (
+                f"evaluation.metrics has a part of kind {models[0]}, but in `rewards` the reward model has kind {trained}; write "
+                f"kind {trained}"
+            )
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        yield f"evaluation.samples is {evaluation.samples}, but greedy responses are all the same; set evaluation.temperature"
+
+
+def _standards(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
+    """The metrics of `early_stop` and `checkpoint.keep_best` are measured during the run."""
+    if not (isinstance(config, SupervisedConfig) or config.evaluation is None or config.evaluation.judges):
+        return
+    rules = config.checkpoint
+    if config.early_stop is not None:
+        yield from _metric("early_stop.metric", config.early_stop.metric, config)
+    if isinstance(rules.keep_best, str) and rules.keep_best != config.ALWAYS_MEASURED:
+        yield from _metric("checkpoint.keep_best", rules.keep_best, config)
+    if rules.keep_best is True and best_standard(config) is None:
+        yield (
+            "checkpoint.keep_best is true, but nothing is measured during the run; set evaluation.every_steps, and "
+            "evaluation.fraction or evaluation.data"
+        )
+
+
+def _metric(key: str, text: str, config: TrainConfig | SupervisedConfig) -> Iterator[str]:
+    names, metric = config.measured, Standard.of(text).metric
+    if not names:
+        yield f"{key} is {metric!r}, but nothing is measured during the run; set evaluation.every_steps"
+    elif metric not in names:
+        yield f"{key} is {metric!r}, which the evaluation does not measure; choose from {', '.join(names)}"
+
+
+def _preferences(config: SupervisedConfig) -> Iterator[str]:
+    """Rules of `oppo dpo` and `oppo kto`; none of other commands."""
+    if isinstance(config, DPOConfig):
+        yield from config.dpo.rules()
+        longest, tokens = 2 * config.max_tokens, config.runtime.micro_batch_tokens
+        if tokens < longest:
+            yield (
+                f"runtime.micro_batch_tokens is {tokens}, but a pair may have {longest} tokens (twice max_tokens "
+                f"{config.max_tokens}) and must fit, for it cannot be divided; raise it to {longest}, or lower max_tokens to "
+                f"{tokens // 2}"
+            )
+    if isinstance(config, KTOConfig) and config.kto.loss == "kto" and config.batch_size < 2:
+        yield (
+            "batch_size is 1, but kto.loss kto compares a completion with those of other rows of its batch; raise it (32 is "
+            "usual), or choose kto.loss=apo_zero_unpaired"
+        )
+    if isinstance(config, PreferenceConfig) and (
+        config.model.fresh_head or (config.reference is not None and config.reference.fresh_head)
+    ):
+        yield "fresh_head is true, but preference training has no scalar head; remove it"

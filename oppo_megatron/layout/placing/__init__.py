@@ -1,1 +1,0 @@
-"""Choosing a placement: candidates for a machine and the models, their measurement, the choice.  Pure."""

@@ -1,0 +1,238 @@
+"""Measuring runs of placements: their configurations and figures, the choice of the fastest, its reason and its record."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from oppo_megatron import __version__
+from oppo_megatron.config.model import PlacementConfig
+from oppo_megatron.config.run import LoggingConfig, TrainConfig, TrainSettings
+from oppo_megatron.errors import PlacementError
+from oppo_megatron.layout.candidates import Candidate, Machine, Options
+
+PARTS = {
+    "decode_s": "rounds that decode",
+    "train_s": "update of the actor",
+    "other_s": "scoring and waiting that nothing hides",
+}
+"""Parts of a step on the actor's output rank: attributes of `Run`, in words."""
+MEASURED_STEPS = 3
+"""PPO steps of a measuring run; the first is a warm-up and does not count."""
+CLOSE = 0.05
+"""A placement whose time is within this share of the least is measured again."""
+CONFIRMED_RUNS = 3
+"""Least number of runs, so that one odd run does not decide."""
+
+
+class Run(NamedTuple):
+    """Sums over the steps after the first, on the actor's output rank."""
+
+    steps: int
+    tokens: int  # of trained responses
+    seconds: float
+    decode_s: float  # rounds that decoded
+    train_s: float  # updates of the actor
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / self.tokens
+
+    @property
+    def other_s(self) -> float:
+        """Scoring after the last decoded chunk, waiting for scores, and for the critic's update if it is not hidden."""
+        return self.seconds - self.decode_s - self.train_s
+
+
+Measure = Callable[[Candidate, int], Run]
+"""Measures a placement for the n-th time (from 1).  Raises PlacementError if it cannot run."""
+
+
+@dataclass
+class Trial:
+    """A placement and its runs.  If one fails, `failure` has the reason, and it is not tried again."""
+
+    candidate: Candidate
+    runs: list[Run] = field(default_factory=list)
+    failure: str | None = None
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Median over the runs, by which placements are compared."""
+        return median(run.seconds_per_token for run in self.runs)
+
+    @property
+    def spread(self) -> float:
+        """Range of the runs, as a share of their median."""
+        seconds = [run.seconds_per_token for run in self.runs]
+        return (max(seconds) - min(seconds)) / median(seconds)
+
+    def take(self, measure: Measure) -> None:
+        """Make one more run."""
+        try:
+            self.runs.append(measure(self.candidate, len(self.runs) + 1))
+        except PlacementError as error:
+            self.failure = str(error)
+
+
+def measure_all(candidates: Sequence[Candidate], measure: Measure) -> list[Trial]:
+    """Measure each candidate once, then the close ones in turn, so that a machine that becomes busy does so for all.
+
+    If noise is within 1.4%, the placement that then has the least time is within 3% of the best.
+    """
+    trials = [Trial(candidate) for candidate in candidates]
+    for trial in trials:
+        trial.take(measure)
+    while unsure := [trial for trial in close_ones(trials) if len(trial.runs) < CONFIRMED_RUNS]:
+        for trial in unsure:
+            trial.take(measure)
+    return trials
+
+
+def running(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials that have not failed."""
+    return [trial for trial in trials if trial.failure is None]
+
+
+def ranked(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials that have not failed, fastest first."""
+    return sorted(running(trials), key=lambda trial: trial.seconds_per_token)
+
+
+def close_ones(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the fastest and those within `CLOSE` of it, in the order of `trials`; none if it is alone."""
+    left = running(trials)
+    least = min((trial.seconds_per_token for trial in left), default=0.0)
+    close = [trial for trial in left if trial.seconds_per_token <= least * (1 + CLOSE)]
+    return close if len(close) > 1 else []
+
+
+def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: Path) -> TrainConfig:
+    """Return the configuration of a measuring run: the models, prompts, seed and overlaps of `settings`.
+
+    It is short and quiet and keeps no weights; the chunk size does not adapt, as every step would have another one.
+    """
+    config = settings.with_placement(placement)
+    chunk = config.overlap.chunk.model_copy(update={"adaptive": False})
+    changes = {
+        "run_dir": run_dir,
+        "steps": MEASURED_STEPS,
+        "epochs": None,
+        "overlap": config.overlap.model_copy(update={"chunk": chunk}),
+        "logging": LoggingConfig(console="off", trace=False),
+        "evaluation": None,
+        "early_stop": None,
+        "checkpoint": config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": "nothing"}),
+    }
+    return config.model_copy(update=changes)
+
+
+def fingerprint(settings: TrainSettings, machine: Machine) -> str:
+    """Return a key that is equal if the same would be measured; settings that measuring runs replace do not count."""
+    probe = probe_config(settings, PlacementConfig(mode="single"), Path())
+    measured = [__version__, asdict(machine), MEASURED_STEPS, probe.model_dump(mode="json")]
+    return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_run(lines: Sequence[Mapping[str, Any]]) -> Run:
+    """Return the figures of the lines of a `metrics.jsonl`.  Raises PlacementError if there is only one."""
+    steady = lines[1:]
+    if not steady:
+        raise PlacementError(
+            f"the measuring run has {len(lines)} step{'s' * (len(lines) != 1)}, but the first one only warms up and another "
+            "must follow; give more prompts"
+        )
+    tokens = sum(line["trained_len_mean"] * sum(line["deferred"].values()) for line in steady)
+    seconds, decode_s, train_s = (sum(line[name] for line in steady) for name in ("step_s", "decode_s", "train_s"))
+    return Run(len(steady), round(tokens), seconds, decode_s, train_s)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen placement.  `margin`: share of time that the next one needs more; None if there is no other."""
+
+    candidate: Candidate
+    margin: float | None
+    reason: str
+
+
+def choose(options: Options, trials: Sequence[Trial]) -> Choice:
+    """Return the placement of least time, or the only one.  Raises PlacementError with the first error if all failed."""
+    if len(options.candidates) == 1 and not trials:
+        only = options.candidates[0]
+        return Choice(
+            only, None, f"{only.name} is the only placement to choose from on {options.machine}; nothing measured"
+        )
+    order = ranked(trials)
+    if not order:
+        first = trials[0]
+        raise PlacementError(
+            f"none of {len(trials)} placements could be measured; the first, {first.candidate.name}, ended with: "
+            f"{first.failure}"
+        )
+    best = order[0]
+    if len(order) == 1:
+        return Choice(best.candidate, None, f"{_speed(best)}; of {len(trials)} placements it is the only one that ran")
+    following = order[1]
+    margin = following.seconds_per_token / best.seconds_per_token - 1
+    return Choice(best.candidate, margin, "; ".join(_reasons(trials, best, following, margin)))
+
+
+def _reasons(trials: Sequence[Trial], best: Trial, following: Trial, margin: float) -> list[str]:
+    reasons = [
+        f"{_speed(best)}; the next, {following.candidate.name}, needs {margin:.1%} more time",
+        _where(best, following),
+    ]
+    if close := close_ones(trials):
+        spread = max(trial.spread for trial in close)
+        runs = f"{len(close)} are this close and were run {min(len(trial.runs) for trial in close)} times or more"
+        either = ", more than their difference: take it as a draw" if spread > margin else ""
+        reasons.append(f"{runs}; runs of one placement differ by up to {spread:.1%}{either}")
+    return reasons
+
+
+def _speed(trial: Trial) -> str:
+    speed = f"{1 / trial.seconds_per_token:.4g} tokens/s ({_a_step(trial, 'seconds'):.3g} s per step)"
+    return f"{trial.candidate.name} trains {speed}"
+
+
+def _where(best: Trial, following: Trial) -> str:
+    """Name the part of a step in which the fastest gains most."""
+    gains = {part: _a_step(following, part) - _a_step(best, part) for part in PARTS}
+    part = max(gains, key=lambda name: gains[name])
+    return f"most of it in {PARTS[part]}: {_a_step(best, part):.3g} s per step against {_a_step(following, part):.3g}"
+
+
+def _a_step(trial: Trial, part: str) -> float:
+    """Median over the runs of a part's seconds per step."""
+    return median(float(getattr(run, part)) / run.steps for run in trial.runs)
+
+
+def to_record(key: str, options: Options, trials: Sequence[Trial], choice: Choice) -> dict[str, Any]:
+    """Return the content of `placement.json`.  `key`: the `fingerprint` of the measurement."""
+    tried = {trial.candidate.name: trial for trial in trials}
+    return {
+        "chosen": {"name": choice.candidate.name, "placement": choice.candidate.yaml_tree()},
+        "reason": choice.reason,
+        "margin": choice.margin,
+        "machine": asdict(options.machine),
+        "candidates": [_row(candidate, tried.get(candidate.name)) for candidate in options.candidates],
+        "left_out": [asdict(option) for option in options.left_out],
+        "key": key,
+    }
+
+
+def _row(candidate: Candidate, trial: Trial | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": candidate.name, "placement": candidate.yaml_tree(), "ranks": candidate.num_ranks}
+    if trial is None:
+        return row
+    row |= {"failure": trial.failure, "runs": [run._asdict() for run in trial.runs]}
+    if trial.failure is None:
+        row |= {"seconds_per_token": trial.seconds_per_token, "spread": trial.spread}
+        row |= {f"step_{part}": _a_step(trial, part) for part in ("seconds", *PARTS)}
+    return row

@@ -1,1 +1,0 @@
-"""Names of a model's tensors in Hugging Face, peft and Megatron."""

@@ -1,0 +1,123 @@
+"""The disk of a run directory: its lock, which one process holds, and the errors about missing space."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from oppo_megatron.errors import DISK_FULL, CheckpointError, ConfigError
+
+HELD_WAIT_S = 20.0
+"""Ranks that were just killed may still be ending."""
+
+
+@contextmanager
+def held(folder: Path, holder: Path, wait_s: float) -> Iterator[None]:
+    """Lock the folder until the block or the process ends; without effect if the file system has no locks.
+
+    The file `holder` only informs; one left by a killed process does not matter.  Raises ConfigError if another process
+    holds the folder for `wait_s`.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:  # `prepare` reports the fault
+        yield
+        return
+    try:
+        until = time.monotonic() + wait_s
+        while not _locked(handle):
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"run_dir: another run uses {folder}{_described(holder)}, and has been for {wait_s:g} s; wait for "
+                    "its end, end it (SIGTERM saves it), or choose another run_dir"
+                )
+            time.sleep(0.1)
+        with suppress(OSError):
+            holder.write_text(json.dumps({"pid": _launcher_pid(), "host": socket.gethostname()}), encoding="utf-8")
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                holder.unlink()
+    finally:
+        os.close(handle)
+
+
+def _described(holder: Path) -> str:
+    try:
+        found = json.loads(holder.read_text(encoding="utf-8"))
+        return f" (process {found['pid']} on {found['host']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _launcher_pid() -> int:
+    """The process to signal to end the run: this rank's launcher, or the rank itself under another launcher."""
+    launcher = multiprocessing.parent_process()
+    return os.getpid() if launcher is None or launcher.pid is None else launcher.pid
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks on folders
+        pass
+    return True
+
+
+@contextmanager
+def clear_when_full(root: Path) -> Iterator[None]:
+    """Raise CheckpointError if the disk is full while the block writes below `root`; the system's error names no path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise CheckpointError(
+            f"{root}: no space left for the run's files ({error.strerror}; {megabytes(free_bytes(root))} are free); free some, "
+            "or raise the limit, then continue from the last checkpoint with --resume"
+        ) from error
+
+
+def free_bytes(root: Path) -> int:
+    """Bytes free for this user on the file system of `root`."""
+    while not root.exists():
+        root = root.parent
+    return shutil.disk_usage(root).free
+
+
+def shortage(root: Path, needed: int) -> str | None:
+    """A warning if fewer than `needed` bytes are free for a checkpoint; quotas are not known."""
+    free = free_bytes(root)
+    if free >= needed:
+        return None
+    return (
+        f"warning: {root} has {megabytes(free)} free, and the checkpoint takes about {megabytes(needed)} in addition to those "
+        "that are kept; free some, or lower checkpoint.keep"
+    )
+
+
+def unwritten(folder: Path, reason: str, needed: int, last: str | None) -> CheckpointError:
+    """The error for a checkpoint that could not be written into `folder`; `last` is the newest complete one."""
+    left = "there is no checkpoint yet" if last is None else f"the last whole checkpoint is {last}"
+    return CheckpointError(
+        f"{folder}: the checkpoint could not be written ({reason}); it takes about {megabytes(needed)}, and "
+        f"{megabytes(free_bytes(folder.parent))} are free there; free some, lower checkpoint.keep, or move run_dir to a larger "
+        f"disk, then continue with --resume: {left}, and nothing is left of this one"
+    )
+
+
+def megabytes(size: int) -> str:
+    """Format a number of bytes."""
+    return f"{size / 2**20:.1f} MB"

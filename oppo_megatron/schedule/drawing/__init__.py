@@ -1,1 +1,0 @@
-"""Schedules to look at: text grids and pictures."""

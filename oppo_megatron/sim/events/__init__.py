@@ -1,1 +1,0 @@
-"""Calls on devices in virtual time."""

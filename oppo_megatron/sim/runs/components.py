@@ -1,0 +1,246 @@
+"""A component's round in the generator's order, with the seconds of everything once lengths are known.
+
+A unit of work (`schedule/weaving/timetable.py`) begins when its ranks have ended the one before it and its input is there.  Input
+passes along a *thread*: a prefill micro-batch from stage to stage; a decode micro-batch from stage to stage, and with its tokens
+from the last stage to the first.  So a round is one pass over its units in their planned order, with a clock for each rank and
+each thread; no action or message is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from oppo_megatron.columns import Ints
+from oppo_megatron.errors import ScheduleError
+from oppo_megatron.schedule.rounds import Batch, Batches, Growths, Round, Site
+from oppo_megatron.schedule.weaving.components import component_of
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.generators import generator_of
+from oppo_megatron.schedule.weaving.timetable import Team, Timetable, count_of
+from oppo_megatron.sim.runs.units import Floats
+
+KEPT_UNITS = 1 << 19
+"""Units of all orders that a component keeps."""
+
+NOTHING, NOBODY = 0, 1
+"""Threads: units without input wait for the first, units without successors give to the second."""
+VOID, AWAITED = -2.0, -1.0
+"""In place of seconds: a skipped decode micro-step, and the first skipped one, for which tokens are still received."""
+
+
+class Counts(NamedTuple):
+    """The tokens that each sequence gets in a round; `seq_ids` ascend."""
+
+    seq_ids: Ints
+    tokens: Ints
+
+    @classmethod
+    def of(cls, seq_ids: Ints, tokens: Ints) -> Counts:
+        order = np.argsort(seq_ids)
+        return cls(seq_ids[order], tokens[order])
+
+    def running(self, batch: Batch, steps: int) -> Ints:
+        """Number of running sequences of a decode micro-batch in each step, [steps]."""
+        tokens = self.tokens[np.searchsorted(self.seq_ids, Growths.of(batch).seq_ids)]
+        ended = np.bincount(np.minimum(tokens, steps), minlength=steps + 1)
+        found: Ints = len(tokens) - np.cumsum(ended[:steps])
+        return found
+
+
+NONE_GROWS = Counts(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class ComponentRound:
+    """End of a round and seconds of scoring, by rank of the component's model, for ranks with any work."""
+
+    ends: Mapping[int, float]
+    scored: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The units of all stages in the planned order.
+
+    `table` [4, n]: their places among the durations, their stage (a number of `Component._stages`), the threads that they wait
+    for and those that they pass on; `threads`: number of threads.
+    """
+
+    table: npt.NDArray[np.int32]
+    threads: int
+
+
+class Component:
+    """The ranks that are tied to one rank, played round by round.
+
+    Orders are kept by the shape of the component's part of a round, as a planner of that rank keeps them; with `all_played`, as
+    a planner of all ranks does, by the shape of the whole round.
+    """
+
+    def __init__(self, site: Site, rank: int, generator: str, costs: Costs, *, all_played: bool = False):
+        self._component = component_of(site, rank)
+        self.site, self.generator, self.costs = self._component.model, generator, costs
+        self.replicas = self._component.replicas
+        placements = self.site.placements
+        self._teams: list[Team] = [(role, d) for role in self.replicas for d in range(placements[role].dp)]
+        self._all_teams = [(r, d) for r, own in site.placements.items() for d in range(own.dp)] if all_played else []
+        self._stages = [(team, stage) for team in self._teams for stage in range(placements[team[0]].pp)]
+        numbers = {each: number for number, each in enumerate(self.site.ranks)}
+        self._ranks = [
+            tuple(numbers[each] for each in placements[role].stage_ranks(d, stage)) for (role, d), stage in self._stages
+        ]
+        self._own = sorted({rank for ranks in self._ranks for rank in ranks})
+        self._orders: dict[tuple[tuple[int, int, int], ...], _Order] = {}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the model, one of each class."""
+        return self.site.ranks
+
+    def play(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> ComponentRound:
+        """Play the component's part of a round of the whole site; `begun`: seconds at which each of `ranks` begins."""
+        shape = replace(self._component.part(round_), index=1)
+        table, free = list(self._durations(shape, counts)), [begun[rank] for rank in self.ranks]
+        seconds = np.concatenate([own for own, _ in table])
+        if len(self._own) == 1:  # one rank waits for nothing, in any order
+            free[self._own[0]] += float(seconds[seconds > 0].sum())
+        else:
+            self._pass_all(self._order(round_, shape), seconds, free, shape)
+        scored, worked = [0.0] * len(free), set[int]()
+        for ranks, (own, scores) in zip(self._ranks, table, strict=True):
+            worked |= set(ranks) if len(own) else set()
+            for rank in ranks if scores else ():
+                scored[rank] += float(own.sum())
+        named = {number: rank for number, rank in enumerate(self.ranks) if number in worked}
+        return ComponentRound(
+            {rank: free[n] for n, rank in named.items()}, {rank: scored[n] for n, rank in named.items()}
+        )
+
+    def _pass_all(self, order: _Order, seconds: Floats, free: list[float], shape: Round) -> None:
+        """Advance the ranks' clocks, `free`."""
+        in_order, ready = seconds[order.table[0]], [-np.inf] * order.threads
+        live = in_order > VOID
+        units = (*order.table[1:, live].tolist(), in_order[live].tolist())
+        _pass(units, self._ranks, free, ready, self.costs.message_s)
+        self._receive(shape, free, ready)
+
+    def _receive(self, shape: Round, free: list[float], ready: Sequence[float]) -> None:
+        """Receive the last step's tokens, after all other work."""
+        first = NOBODY + 1
+        for team in self._teams:
+            count = count_of(team, shape)
+            arrived = max(ready[first + count.prefills : first + count.prefills + count.batches], default=-np.inf)
+            first += count.prefills + count.batches
+            for (own, stage), ranks in zip(self._stages, self._ranks, strict=True):
+                if own == team and stage < self.site.placements[team[0]].pp - 1:
+                    for rank in ranks:
+                        free[rank] = max(free[rank], arrived)
+
+    def _order(self, round_: Round, shape: Round) -> _Order:
+        counts = [count_of(team, shape) for team in self._teams] + [count_of(team, round_) for team in self._all_teams]
+        key = tuple((count.prefills, count.batches, count.steps) for count in counts)
+        if key not in self._orders:
+            if sum(each.table.shape[1] for each in self._orders.values()) > KEPT_UNITS:
+                self._orders.clear()
+            self._orders[key] = self._planned(shape)
+        return self._orders[key]
+
+    def _planned(self, shape: Round) -> _Order:
+        timetable = generator_of(self.generator)(shape, self.site, self.costs).actions
+        if not isinstance(timetable, Timetable):
+            raise ScheduleError(f"overlap.schedule {self.generator} gives no times to simulate; choose auto, intra or woven")
+        starts, placed, takes, gives, first = [], [], [], [], NOBODY + 1
+        for team in self._teams:
+            count, pp = count_of(team, shape), self.site.placements[team[0]].pp
+            threads = first + np.concatenate(
+                [np.arange(count.prefills), count.prefills + np.tile(np.arange(count.batches), count.steps)]
+            ).astype(np.int64)
+            prefills = np.arange(len(threads)) < count.prefills
+            for stage in range(pp):
+                times = timetable.times.get(team)
+                starts.append(times.starts[stage] if times is not None else np.zeros(0, dtype=np.int64))
+                placed.append(times.placed[stage] if times is not None else np.zeros(0, dtype=np.int64))
+                alone = np.full(len(threads), pp == 1)
+                takes.append(np.where(alone | (prefills & (stage == 0)), NOTHING, threads))
+                gives.append(np.where(alone | (prefills & (stage == pp - 1)), NOBODY, threads))
+            first += count.prefills + count.batches
+        stages = np.repeat(np.arange(len(starts)), list(map(len, starts)))
+        order = np.lexsort((np.concatenate(placed), np.concatenate(starts)))
+        table = np.stack([order, stages[order], np.concatenate(takes)[order], np.concatenate(gives)[order]])
+        return _Order(table.astype(np.int32), first)
+
+    def _durations(self, shape: Round, counts: Counts) -> Iterator[tuple[Floats, bool]]:
+        """Yield for each stage, in the order of the teams, seconds of its units, [units], and whether they score."""
+        for role, d in self._teams:
+            pp, count = self.site.placements[role].pp, count_of((role, d), shape)
+            batches = shape.prefill[role][d] if count.prefills else ()
+            running = [counts.running(batch, count.steps) for batch in shape.decode[d]] if count.steps else []
+            for stage in range(pp):
+                own = self._prefill_s(role, stage, batches)
+                if running:
+                    own = np.concatenate([own, self._decode_s(stage, pp, np.stack(running, axis=1)).ravel()])
+                yield own, role != "actor"
+
+    def _prefill_s(self, role: str, stage: int, batches: Sequence[Batch]) -> Floats:
+        tokens, rows = Batches.of(batches).sums
+        line, score = self.costs.prefill_at(role, stage), self.costs.score
+        seconds: Floats = line.fixed_s + tokens.astype(np.float64) * line.per_token_s
+        if role != "actor" and stage == self.site.placements[role].pp - 1:
+            seconds = seconds + score.fixed_s + rows * score.per_token_s
+        return seconds
+
+    def _decode_s(self, stage: int, pp: int, running: Ints) -> Floats:
+        """Seconds of each micro-step, [steps, micro-batches]."""
+        line, sample, last = self.costs.decode_at(stage), self.costs.sample, stage == pp - 1
+        seconds = line.fixed_s + running * line.per_token_s
+        if last:
+            seconds = seconds + sample.fixed_s + running * sample.per_token_s
+        void = np.full_like(seconds, VOID)
+        if not last:
+            void[1:][running[:-1] > 0] = AWAITED
+        found: Floats = np.where(running > 0, seconds, void)
+        return found
+
+
+def _pass(
+    units: tuple[list[Any], ...],
+    ranks: Sequence[tuple[int, ...]],
+    free: list[float],
+    ready: list[float],
+    message_s: float,
+) -> None:
+    """Play `units` (columns: stage, thread waited for, thread passed on, seconds) in turn, and advance the clocks of ranks,
+    `free`, and of threads, `ready`."""
+    single = [own[0] for own in ranks]
+    shared = any(len(own) > 1 for own in ranks)
+    for stage, takes, gives, seconds in zip(*units, strict=True):
+        rank = single[stage]
+        start = free[rank]
+        if shared:
+            for other in ranks[stage]:
+                start = max(start, free[other])
+        if ready[takes] > start:
+            start = ready[takes]
+        if seconds >= 0:
+            start += seconds
+            ready[gives] = start + message_s
+        free[rank] = start
+        if shared:
+            for other in ranks[stage]:
+                free[other] = start
+
+
+def components_of(site: Site, generator: str, costs: Costs) -> Iterator[Component]:
+    """Yield all components of a site, each once."""
+    seen: set[int] = set()
+    for rank in site.ranks:
+        if rank not in seen:
+            found = Component(site, rank, generator, costs, all_played=True)
+            for role, replicas in found.replicas.items():
+                seen |= {each for d in replicas for each in site.placements[role].replica_ranks(d)}
+            yield found

@@ -1,0 +1,275 @@
+"""The layouts of a role over a number of ranks, with prices and memory, without those that another beats in every respect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from math import ceil, lcm
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from oppo_megatron.config.derived import members, minibatch_parts, most_sequences
+from oppo_megatron.config.model import RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.checks import serving_problems
+from oppo_megatron.layout.layouts import Sizes, fills_shards, layouts_of, vocab_rows
+from oppo_megatron.layout.memory import Memory
+from oppo_megatron.layout.placements import RolePlacement, has_own_training_weights, named_roles
+from oppo_megatron.layout.role_memory import SCALAR_ROLES, laid_out, served_stages, stage_memory, trained_stages
+from oppo_megatron.layout.shape import model_limits
+from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.pricing.decoding import Decoding, decode_s
+from oppo_megatron.sim.pricing.model import LaidModel
+from oppo_megatron.sim.pricing.phases import Weights, inference_s, reallocation_s, update_s
+from oppo_megatron.sim.pricing.prices import StepWork, trained_model
+from oppo_megatron.sim.search.steady import Steady
+from oppo_megatron.sim.search.step import Times, nanoseconds
+
+MOST_STAGES = 8
+VIRTUAL = (1, 2, 4)
+"""Virtual stages per rank that are tried."""
+RECOMPUTED: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+
+Bytes = npt.NDArray[np.int64]
+"""Bytes of a role on its ranks, [kind, piece]; pieces are equal runs of ranks.
+
+Kinds: what lasts; activations; kernels.  A rank holds the sum of what lasts, and the largest of its roles' other two.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """One way to lay out a role over its ranks.  `number`: its position among all of the role on this many ranks."""
+
+    number: int
+    serving: Sizes
+    train: TrainingLayoutConfig | None
+    times: Times
+    memory: Bytes
+
+    @property
+    def training(self) -> Sizes | None:
+        train = self.train
+        if train is None:
+            return None
+        return Sizes(train.tp or self.serving.tp, train.pp or self.serving.pp, train.dp or self.serving.dp, train.vpp)
+
+    def over(self, pieces: int) -> Bytes:
+        """`memory` in `pieces` pieces, a multiple of its own number."""
+        return np.repeat(self.memory, pieces // self.memory.shape[1], axis=1)
+
+
+def undominated(options: Iterable[Option], weigh: Callable[[Option], Option], most_bytes: int) -> list[Option]:
+    """Return the options that fit a rank alone and that none beats or equals in serving, update with move, and all memory.
+
+    `weigh` adds the seconds of the move of weights, which take long to compute: only where the rest does not decide.  Of equal
+    options the first stays.
+    """
+    fitting = [option for option in options if option.memory.sum(axis=0).max() <= most_bytes]
+    pieces = lcm(*(option.memory.shape[1] for option in fitting))
+    kept, rows = list[Option](), np.zeros((0, 2 + 3 * pieces), dtype=np.int64)
+    for option in sorted(fitting, key=lambda each: (each.times.total, each.number)):
+        row = _row(option, pieces)
+        if (rows <= row).all(axis=1).any():
+            continue
+        option = weigh(option)
+        row = _row(option, pieces)
+        if (rows <= row).all(axis=1).any():
+            continue
+        stay = np.flatnonzero(~(rows >= row).all(axis=1))
+        kept = [*(kept[place] for place in stay.tolist()), option]
+        rows = np.concatenate([rows[stay], row[None]])
+    return sorted(kept, key=lambda each: (each.times.total, each.number))
+
+
+def _row(option: Option, pieces: int) -> Bytes:
+    times = option.times.serving, option.times.update + option.times.weights
+    return np.concatenate([np.array(times, dtype=np.int64), option.over(pieces).reshape(-1)])
+
+
+@dataclass(frozen=True)
+class PriceTable:
+    """Layouts of a configuration's roles on a cluster, by role and number of ranks; each is priced once.
+
+    `decoding`: the responses that a step trains; `steady`: what it decodes and reads; `budget`: bytes of a rank that a plan may
+    fill.  Prices depend on the number of a role's ranks alone, as blocks are parts of a node or whole nodes.
+    """
+
+    config: TrainConfig
+    cluster: Cluster
+    decoding: Decoding
+    steady: Steady
+    budget: int
+    _fronts: dict[tuple[str, int], list[Option]] = field(default_factory=dict)
+    _prices: dict[tuple[str, int], tuple[list[Any], list[Any]]] = field(default_factory=dict)
+    _moves: dict[tuple[str, Sizes, Sizes], int] = field(default_factory=dict)
+    _decoded: dict[Sizes, float] = field(default_factory=dict)
+
+    def with_config(self, config: TrainConfig) -> PriceTable:
+        """Return the table of a configuration that differs in micro-batches, on which decoding and moves do not depend."""
+        return replace(self, config=config, _fronts={}, _prices={})
+
+    @cached_property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(self._settings)
+
+    @cached_property
+    def _settings(self) -> Mapping[str, RoleConfig]:
+        return named_roles(self.config)
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Mapping[str, Any]]:
+        return {name: read_hf_config(role) for name, role in self._settings.items()}
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.cluster.gpu.on_cpu
+
+    def front(self, role: str, size: int) -> list[Option]:
+        """Return the options that can be part of a best plan, fastest first."""
+        key = (role, size)
+        if key not in self._fronts:
+            self._fronts[key] = undominated(self.options(role, size), lambda each: self._weigh(role, each), self.budget)
+        return self._fronts[key]
+
+    def least(self, role: str, size: int) -> Times | None:
+        """Return times that no option over this many ranks undercuts; None if there is no option."""
+        servings, trainings = self._priced(role, size)
+        if not servings or (self._is_trained(role) and not trainings):
+            return None
+        updates = [update_ns for _, update_ns in trainings]
+        return Times(min(serving_ns for _, serving_ns in servings), min(updates, default=0))
+
+    def options(self, role: str, size: int) -> Iterator[Option]:
+        """Yield every layout that the checks admit, without the seconds of its move of weights."""
+        servings, trainings = self._priced(role, size)
+        if not self._is_trained(role):
+            for number, (serving, serving_ns) in enumerate(servings):
+                stages = stage_memory(self.config, role, _over(serving), None, None, on_cpu=self.on_cpu).served
+                yield Option(number, serving, None, Times(serving_ns), _bytes(stages))
+            return
+        known: dict[Any, Bytes] = {}
+        pairs = product(servings, trainings)
+        for number, ((serving, serving_ns), (train, update_ns)) in enumerate(pairs):
+            common = lcm(serving.tp, train.tp or 1)
+            if all(fills_shards(self._shapes[role]["vocab_size"], tp, common) for tp in (serving.tp, train.tp or 1)):
+                memory = self._trained_bytes(role, serving, train, known)
+                yield Option(number, serving, train, Times(serving_ns, update_ns), memory)
+
+    def _trained_bytes(self, role: str, serving: Sizes, train: TrainingLayoutConfig, known: dict[Any, Bytes]) -> Bytes:
+        """Bytes of a trained role.
+
+        `known`: bytes of serving and of training by layout and rows of the vocabulary, which both layouts' tensor ranks divide.
+        """
+        training = _training_sizes(train)
+        placed, trained = _over(serving), _over(training)
+        if not has_own_training_weights(placed, trained, train.vpp):
+            return _bytes(stage_memory(self.config, role, placed, trained, train, on_cpu=self.on_cpu).both)
+        common = lcm(serving.tp, training.tp)
+        rows = vocab_rows(self._shapes[role]["vocab_size"], common) * common
+        serves, trains = ("serving", serving, rows), (training, train.recompute, rows)
+        if serves not in known or trains not in known:
+            model = laid_out(self.config, role, placed, trained)
+            if serves not in known:
+                known[serves] = _bytes(served_stages(self.config, role, placed, model, on_cpu=self.on_cpu))
+            if trains not in known:
+                known[trains] = _bytes(trained_stages(self.config, trained, model, train, on_cpu=self.on_cpu))
+        return _together(known[serves], known[trains])
+
+    def _priced(self, role: str, size: int) -> tuple[list[Any], list[Any]]:
+        """Layouts of serving and of training over this many ranks, each with its nanoseconds."""
+        key = (role, size)
+        if key not in self._prices:
+            settings = self._settings[role]
+            servings = [(sizes, self._serving_ns(role, sizes)) for sizes in self._servings(role, size)]
+            trains = self._trainings(role, size, settings.train) if isinstance(settings, TrainedRoleConfig) else ()
+            self._prices[key] = servings, [(train, self._update_ns(role, train)) for train in trains]
+        return self._prices[key]
+
+    def _is_trained(self, role: str) -> bool:
+        return isinstance(self._settings[role], TrainedRoleConfig)
+
+    def _weigh(self, role: str, option: Option) -> Option:
+        """Add the nanoseconds of the move of weights."""
+        if option.train is None or option.training is None:
+            return option
+        serving, training = _over(option.serving), _over(option.training)
+        if not has_own_training_weights(serving, training, option.train.vpp):
+            return option
+        key = (role, option.serving, option.training)
+        if key not in self._moves:
+            source, target = Weights(training, option.train.vpp), Weights(serving)
+            scalar = role in SCALAR_ROLES
+            self._moves[key] = nanoseconds(
+                reallocation_s(self.cluster, self._shapes[role], source, target, scalar=scalar)
+            )
+        return replace(option, times=option.times._replace(weights=self._moves[key]))
+
+    def _servings(self, role: str, size: int) -> Iterator[Sizes]:
+        sequences = most_sequences(self.config) // members(self.config).size
+        limits = replace(model_limits(self._shapes[role]), sequences=sequences)
+        for sizes in layouts_of(size, limits):
+            if self._is_tried(sizes) and not serving_problems(self.config, role, _over(sizes), self._shapes[role]):
+                yield sizes
+
+    def _trainings(self, role: str, size: int, own: TrainingLayoutConfig) -> Iterator[TrainingLayoutConfig]:
+        limits = model_limits(self._shapes[role], minibatch_parts(self.config))
+        for sizes in layouts_of(size, limits, interleaved=True):
+            # Sequence parallelism takes less time and less memory; gloo lacks its collectives.
+            sequence_parallel = sizes.tp > 1 and (own.sequence_parallel or not self.on_cpu)
+            for recompute in RECOMPUTED if self._is_tried(sizes) else ():
+                yield own.model_copy(
+                    update=sizes._asdict() | {"sequence_parallel": sequence_parallel, "recompute": recompute}
+                )
+
+    def _is_tried(self, sizes: Sizes) -> bool:
+        """Tensor ranks stay within a node; there are at most 8 stages, or as many as the role has nodes."""
+        per_node = self.cluster.gpus_per_node
+        stages = max(MOST_STAGES, sizes.num_ranks // per_node)
+        return sizes.tp <= per_node and sizes.pp <= stages and sizes.vpp in VIRTUAL
+
+    def _serving_ns(self, role: str, sizes: Sizes) -> int:
+        model, work = self._model(role, sizes), StepWork(self.config, self.decoding)
+        batch = work.reading(model, prompts_only=role == "actor")
+        seconds = inference_s(model, replace(batch, tokens=batch.tokens * self.steady.reads.get(role, 1.0)))
+        if role == "actor":
+            if sizes not in self._decoded:
+                self._decoded[sizes] = decode_s(model, self.steady.decoding, work.turns(model.placement))
+            seconds += self._decoded[sizes]
+        return nanoseconds(seconds)
+
+    def _update_ns(self, role: str, train: TrainingLayoutConfig) -> int:
+        sizes = _training_sizes(train)
+        model = trained_model(self._model(role, sizes), _over(sizes), train)
+        return nanoseconds(update_s(model, StepWork(self.config, self.decoding).update(model, train)))
+
+    def _model(self, role: str, sizes: Sizes) -> LaidModel:
+        return LaidModel(self.cluster, self._shapes[role], role in SCALAR_ROLES, _over(sizes))
+
+
+def _bytes(stages: Sequence[Memory]) -> Bytes:
+    """Memory by pipeline stage as whole bytes."""
+    lasting = [ceil(each.total - each.activations - each.kernels) for each in stages]
+    passing = [[ceil(each.activations) for each in stages], [ceil(each.kernels) for each in stages]]
+    return np.array([lasting, *passing], dtype=np.int64)
+
+
+def _together(one: Bytes, other: Bytes) -> Bytes:
+    """Both on the same ranks."""
+    pieces = lcm(one.shape[1], other.shape[1])
+    mine, theirs = (np.repeat(each, pieces // each.shape[1], axis=1) for each in (one, other))
+    return np.concatenate([mine[:1] + theirs[:1], np.maximum(mine[1:], theirs[1:])])
+
+
+def _training_sizes(train: TrainingLayoutConfig) -> Sizes:
+    assert train.tp and train.pp and train.dp, "the table sets all sizes"
+    return Sizes(train.tp, train.pp, train.dp, train.vpp)
+
+
+def _over(sizes: Sizes) -> RolePlacement:
+    return RolePlacement(tuple(range(sizes.num_ranks)), sizes.tp, sizes.pp, sizes.dp)

@@ -1,0 +1,180 @@
+"""The plans of least price, played in virtual time: rounds, chunks, deferral and the order of scoring count (`sim/runs`).
+
+All plans play the same responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log2, sqrt
+from statistics import fmean
+
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.holdings import rank_memory, train_holdings
+from oppo_megatron.layout.placements import world_size
+from oppo_megatron.schedule.weaving.costs import Linear
+from oppo_megatron.sim.pricing.prices import Prices
+from oppo_megatron.sim.runs.sources import cluster_costs
+from oppo_megatron.sim.runs.step_costs import StepCosts
+from oppo_megatron.sim.runs.virtual import Parts, VirtualRun, VirtualStep
+from oppo_megatron.sim.search.configured import planned_config, with_chunk, with_delta
+from oppo_megatron.sim.search.enumeration import Plan
+from oppo_megatron.sim.search.planning import Task
+
+WARM_UP = 3
+"""First steps that are not counted, at least."""
+FEW, MANY, MOST_STEPS = 3, 5, 32
+RESPONSES = 256, 1024
+"""Counted steps of all plans and of the fastest: enough for these numbers of responses, from FEW or MANY to MOST_STEPS."""
+LONG, MOST_LONG, LONG_RESPONSES = 8, 32, 2048
+"""The same to compare deltas, which train different responses in a step."""
+CHUNKS = (16, 1024)
+GAIN = 0.01
+"""A setting must shorten a step by this share to replace the configuration's."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """A plan as a configuration that passes the checks, with the mean seconds of its steps by part.
+
+    `rank_bytes`: what `--dry-run` counts of each rank.
+    """
+
+    plan: Plan
+    config: TrainConfig
+    parts: Parts
+    rank_bytes: Sequence[float]
+
+    @property
+    def step_s(self) -> float:
+        return self.parts.total
+
+    @property
+    def fullest_bytes(self) -> float:
+        return max(self.rank_bytes)
+
+
+def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
+    """Play the plans, cheapest first, until no other can be the fastest; return the fastest `top`, played longer.
+
+    No other can if its price, times the least ratio of played seconds to a price so far, exceeds the fastest.  The fastest are
+    then played with the chunk and the delta that suit the first of them.
+    """
+    few, many = (
+        min(MOST_STEPS, max(least, responses // task.config.rollout.batch_size))
+        for least, responses in zip((FEW, MANY), RESPONSES, strict=True)
+    )
+    done = list[Played]()
+    for plan in plans:
+        if len(done) > top:
+            ratio = min(1.0, *(each.step_s * 1e9 / each.plan.step_ns for each in done))
+            if plan.step_ns * ratio > 1e9 * min(each.step_s for each in done):
+                break
+        done.append(_played(task, plan, planned_config(task.config, plan), few))
+    best = _fastest(done)[: top + 1]
+    best = _fastest([_played(task, each.plan, each.config, many) for each in best])[:top]
+    if not best:
+        return []
+    first = _tuned(task, best[0], many)
+    overlap = first.config.overlap
+    if overlap == best[0].config.overlap:
+        return best
+    others = [with_delta(with_chunk(each.config, overlap.chunk.tokens), overlap.delta.initial) for each in best[1:]]
+    played = [_played(task, each.plan, config, many) for each, config in zip(best[1:], others, strict=True)]
+    return _fastest([first, *played])
+
+
+def play_config(task: Task, config: TrainConfig) -> Parts:
+    """Mean seconds of the configuration's steps in its own layouts, played for as many steps as the fastest plans are."""
+    steps = min(MOST_STEPS, max(MANY, RESPONSES[1] // config.rollout.batch_size))
+    return _mean_parts(counted_steps(task, config, steps))
+
+
+def _played(task: Task, plan: Plan, config: TrainConfig, steps: int) -> Played:
+    memory = rank_memory(train_holdings(config, on_cpu=task.on_cpu))
+    parts = _mean_parts(counted_steps(task, config, steps))
+    return Played(plan, config, parts, [memory[rank].total for rank in sorted(memory)])
+
+
+def _fastest(plans: Sequence[Played]) -> list[Played]:
+    return sorted(plans, key=lambda each: each.step_s)
+
+
+def _mean_parts(steps: Sequence[VirtualStep]) -> Parts:
+    return Parts(*(fmean(column) for column in zip(*(step.parts for step in steps), strict=True)))
+
+
+def counted_steps(task: Task, config: TrainConfig, steps: int) -> list[VirtualStep]:
+    """Play this many steps after the responses that all began in the first step have ended."""
+    longest = max(task.lengths) if config.overlap.inter else 0
+    # Chunks stay as they are, so that a few steps are like many.
+    chunk = config.overlap.chunk.model_copy(update={"adaptive": False})
+    fixed = config.model_copy(update={"overlap": config.overlap.model_copy(update={"chunk": chunk})})
+    run = VirtualRun(fixed, task_costs(task, config), task.limit_of, prompt_tokens=task.prompt_tokens, endless=True)
+    found = list[VirtualStep]()
+    for step in run.steps(WARM_UP + longest + steps):
+        if step.step > WARM_UP and step.clock > longest:
+            found.append(step)
+        if len(found) == steps:
+            break
+    return found
+
+
+def task_costs(task: Task, config: TrainConfig) -> StepCosts:
+    """Seconds of a configuration on the task's cluster."""
+    return cluster_costs(config, task.cluster_of(world_size(config)), task.prompt_tokens, task.lengths)
+
+
+def _tuned(task: Task, first: Played, steps: int) -> Played:
+    """Return the plan with the chunk, then the delta of least seconds."""
+    best = first
+    for tokens in _chunks(task, first) if first.config.overlap.intra else ():
+        config = with_chunk(first.config, tokens)
+        if not task.check(config):
+            other = _played(task, first.plan, config, steps)
+            best = other if other.step_s < (1 - GAIN) * best.step_s else best
+    delta = best_delta(task, best.config, steps)
+    return best if delta is None else _played(task, best.plan, with_delta(best.config, delta), steps)
+
+
+def _chunks(task: Task, first: Played) -> list[int]:
+    """Sizes around sqrt(f T / s), which balances the cost of rounds and the last chunk's scoring, which nothing hides.
+
+    f: seconds that a round costs, whatever its size; T: decode steps of a step; s: seconds of scoring what one of them decodes.
+    """
+    longest = max(task.lengths)
+    costs = Prices(first.config, task.cluster_of(world_size(first.config)), task.decoding).costs()
+    scorers = {role: lines for role, lines in costs.prefill.items() if role != "actor"}
+    lines = [line for own in scorers.values() for line in ((own,) if isinstance(own, Linear) else own)]
+    round_s = costs.message_s + sum(line.fixed_s for line in lines) + len(scorers) * costs.score.fixed_s
+    scoring_s = sum(option.times.serving for option in first.plan.options[1:]) / 1e9 / longest
+    best = sqrt(round_s * longest / scoring_s) if scoring_s else CHUNKS[0]
+    middle = min(2 ** round(log2(min(max(best, CHUNKS[0]), CHUNKS[1]))), longest)
+    return sorted({max(1, middle // 2), middle, min(longest, 2 * middle)} - {first.config.overlap.chunk.tokens})
+
+
+def best_delta(task: Task, config: TrainConfig, steps: int) -> int | None:
+    """Return the delta of least seconds per trained token, up to `delta.max`; None for the configuration's.
+
+    Every delta plays the same responses; the better half is then played longer.
+    """
+    delta, own = config.overlap.delta, config.overlap.delta.initial
+    if not config.overlap.inter:
+        return None
+    sizes = {0, *(delta.max // part for part in (8, 4, 2, 1))} - {own}
+    tried = [own, *(size for size in sorted(sizes) if not task.check(with_delta(config, size)))]
+    paces = dict[int, float]()
+    for count in (steps, min(MOST_LONG, max(LONG, LONG_RESPONSES // config.rollout.batch_size))):
+        if len(tried) < 2:
+            return None
+        paces = {size: _pace(counted_steps(task, with_delta(config, size), count)) for size in tried}
+        better = sorted(paces, key=lambda size: (paces[size], size))[: (len(tried) + 1) // 2]
+        tried = [own, *(size for size in better if size != own)]
+    best = min(paces, key=lambda size: (paces[size], size))
+    return best if paces[best] < (1 - GAIN) * paces[own] else None
+
+
+def _pace(steps: Sequence[VirtualStep]) -> float:
+    """Seconds per trained token: in the long run every delta trains the same number of tokens in a step."""
+    return sum(step.step_s for step in steps) / sum(int(step.lengths.sum()) for step in steps)
