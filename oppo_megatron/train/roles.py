@@ -96,7 +96,7 @@ def build_trained_role(
 class Topology:
     """The placement of all roles, and this rank's groups (None for a role that it does not hold).
 
-    `training` holds the groups in which actor and critic are updated, which are also the ones in `groups` if the layouts agree.
+    `training` holds the groups that update actor and critic: the same objects as in `groups` if the layouts agree.
     """
 
     site: Site

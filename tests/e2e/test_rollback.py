@@ -11,10 +11,10 @@ import pytest
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.layout.placements import world_size
-from oppo_megatron.train.guards.rejected import read_rejected
 from oppo_megatron.train.inputs import read_inputs
 from tests.support.ppo import Outcome, Workspace, read_outcome
 from tests.support.ranks import run_ranks
+from tools.replay import read_rejected
 
 BATCH = 6
 CARRIED = {"overlap.inter": True, "overlap.intra": True, "overlap.delta": {"rule": "fixed", "initial": 3, "max": 4}}
