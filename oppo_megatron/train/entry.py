@@ -97,7 +97,13 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             if inputs.quarantine:
                 inputs.quarantine.write(run.quarantine)
             stack.enter_context(loop.journal)
-            told = [*start, describe_batch(config), *describe_settle(config), *describe_inputs(inputs), *rollbacks.describe()]
+            told = [
+                *start,
+                describe_batch(config),
+                *describe_settle(config),
+                *describe_inputs(inputs),
+                *rollbacks.describe(),
+            ]
             loop.journal.progress.note("\n".join(told))
         if found is not None:
             saver.restore(loop.state, found)

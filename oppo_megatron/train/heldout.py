@@ -106,22 +106,11 @@ class Point(Protocol[RowC]):
     def take(self, trained: TrainedModel, rows: Sequence[RowC], step: int, budget: int) -> None: ...
 
 
-class Heldout(Generic[RowT]):
-    """The held-out rows of a run.  Every rank of the world makes the calls, with the same result."""
+class HeldoutSchedule:
+    """When held-out metrics are due, and whether they end the run; the same on every rank of the world."""
 
-    def __init__(
-        self,
-        config: HeldoutConfig,
-        stop: EarlyStopConfig | None,
-        task: Measured[RowT],
-        rows: Sequence[RowT],
-        metrics: Sequence[str],
-        world: World,
-        point: Point[RowT] | None = None,
-    ):
-        self.point = point
-        self.every, self.task, self.metrics, self.world = config.every_steps, task, metrics, world
-        self.rows = rows[: config.max_rows]
+    def __init__(self, every_steps: int, stop: EarlyStopConfig | None):
+        self.every_steps = every_steps
         self.stop = None if stop is None else EarlyStop(stop)
 
     @property
@@ -135,18 +124,12 @@ class Heldout(Generic[RowT]):
 
     def due(self, step: int, last: bool) -> bool:
         """True before the first step, after the last, and every `every_steps` steps."""
-        return step == 0 or last or bool(self.every and step % self.every == 0)
+        return step == 0 or last or bool(self.every_steps and step % self.every_steps == 0)
 
-    def measure(self, trained: TrainedModel, step: int, budget: int) -> Figures:
-        """The metrics after `step` steps, in micro-batches of at most `budget` tokens; early stopping learns of them."""
-        if self.point is not None:
-            self.point.take(trained, self.rows, step, budget)
-        width, what = 1 + len(self.metrics), f"held-out metrics after step {step}"
-        moments = measure_rows(self.world, trained, self.rows, self.task, width, budget, what)
-        figures = dict(zip(self.metrics, ratios(moments, width), strict=True))
+    def observe(self, step: int, figures: Figures) -> None:
+        """Pass the metrics after `step` steps to early stopping."""
         if self.stop is not None:
             self.stop.observe(step, figures[self.stop.config.standard.metric][0])
-        return figures
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of early stopping, in plain JSON types."""
@@ -157,14 +140,36 @@ class Heldout(Generic[RowT]):
             self.stop.load_state_dict(dict(state))
 
 
+class Heldout(HeldoutSchedule, Generic[RowT]):
+    """The held-out rows of a run.  Every rank of the world makes the calls, with the same result."""
+
+    def __init__(
+        self,
+        config: HeldoutConfig,
+        stop: EarlyStopConfig | None,
+        task: Measured[RowT],
+        rows: Sequence[RowT],
+        metrics: Sequence[str],
+        world: World,
+        point: Point[RowT] | None = None,
+    ):
+        super().__init__(config.every_steps, stop)
+        self.task, self.metrics, self.world, self.point = task, metrics, world, point
+        self.rows = rows[: config.max_rows]
+
+    def measure(self, trained: TrainedModel, step: int, budget: int) -> Figures:
+        """The metrics after `step` steps, in micro-batches of at most `budget` tokens; early stopping learns of them."""
+        if self.point is not None:
+            self.point.take(trained, self.rows, step, budget)
+        width, what = 1 + len(self.metrics), f"held-out metrics after step {step}"
+        moments = measure_rows(self.world, trained, self.rows, self.task, width, budget, what)
+        figures = dict(zip(self.metrics, ratios(moments, width), strict=True))
+        self.observe(step, figures)
+        return figures
+
+
 def measure_rows(
-    world: World,
-    trained: TrainedModel,
-    rows: Sequence[RowT],
-    task: Measured[RowT],
-    width: int,
-    budget: int,
-    what: str,
+    world: World, trained: TrainedModel, rows: Sequence[RowT], task: Measured[RowT], width: int, budget: int, what: str
 ) -> list[float]:
     """Moments of the table of `width` columns that the task makes of `rows`, which the replicas share.
 

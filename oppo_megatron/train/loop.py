@@ -196,7 +196,9 @@ class TrainingLoop:
         done, figures = self.state.done, self.rollouts.filter_figures()
         told = f"the prompts have ended: none of the last {figures['groups_dropped']} groups was worth training"
         if not done:
-            raise SamplingError(f"{told}, and no step was made; use prompts that the policy answers rightly now and then")
+            raise SamplingError(
+                f"{told}, and no step was made; use prompts that the policy answers rightly now and then"
+            )
         if self.journal is not None:
             self.journal.progress.note(told)
         if self.evaluator is not None and not self.evaluator.due(done, last=False):

@@ -34,7 +34,7 @@ from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.token_text import StepEnds
 from oppo_megatron.train.actor import CRITIC_STATS, Actor, Critic
-from oppo_megatron.train.settling import read_prefix, require_as_settled
+from oppo_megatron.train.verdicts import read_prefix, require_as_settled
 
 
 @dataclass(frozen=True)

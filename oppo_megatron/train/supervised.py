@@ -7,7 +7,6 @@ pipeline stage) has the loss, so it alone owns the run directory; the weights in
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.mcore.cpu.private_ops import require_private_ops
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.modeldir.headers import read_hf_config
@@ -36,13 +35,13 @@ from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
 from oppo_megatron.train.heldout import Heldout, Point
 from oppo_megatron.train.logs.supervised_report import Report
-from oppo_megatron.train.logs.trackers import Tracker, open_trackers
+from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
 from oppo_megatron.train.preference.reference_pass import ReferencePass
 from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferences, Preferences, ReferencePoint
 from oppo_megatron.train.run_files import save_role, share_run_directory
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.resuming import Found, find_checkpoint
+from oppo_megatron.train.saving.resuming import find_checkpoint
 from oppo_megatron.train.saving.saver import SupervisedSaver
 from oppo_megatron.train.saving.state import describe_missing
 from oppo_megatron.train.supervised_loop import SupervisedTrainer, Task
@@ -53,7 +52,16 @@ RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 def run_supervised(config: SupervisedConfig) -> bool:
     """Train as configured.  Called on every rank; see `train_supervised`."""
-    return _run(config, task_of(config))
+    task, preemption = task_of(config), Preemption(config.preempt_deadline_s)
+    with (
+        open_world(config.runtime) as world,
+        watched(world, config.stall_deadline_s, config.run_dir, task.title),
+        preemption.listening(),
+    ):
+        require_memory(config, world)
+        if world.device.type == "cpu":
+            require_private_ops(config.runtime, {model.dtype for model in config.models.values()})
+        return train_supervised(config, task, world, preemption)
 
 
 def task_of(config: SupervisedConfig) -> Task[Any]:
@@ -65,19 +73,6 @@ def task_of(config: SupervisedConfig) -> Task[Any]:
     if isinstance(config, ProcessRewardModelConfig):
         return ProcessRewardModelling()
     return RewardModelling() if isinstance(config, RewardModelConfig) else FineTuning()
-
-
-def _run(config: SupervisedConfig, task: Task[RowT]) -> bool:
-    preemption = Preemption(config.preempt_deadline_s)
-    with (
-        open_world(config.runtime) as world,
-        watched(world, config.stall_deadline_s, config.run_dir, task.title),
-        preemption.listening(),
-    ):
-        require_memory(config, world)
-        if world.device.type == "cpu":
-            require_private_ops(config.runtime, {model.dtype for model in config.models.values()})
-        return train_supervised(config, task, world, preemption)
 
 
 def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, preemption: Preemption) -> bool:
@@ -119,19 +114,42 @@ def _build(
     quarantine = Quarantine(progress=by_time(is_owner=is_owner))
     rows, heldout = _load_rows(config, task, tokenizer, quarantine, world, point)
     saver = SupervisedSaver(config, task.title, world, rows, preemption)
-    found, start = _continued(config, saver, world)
-    trackers = _prepare(config, run, found, quarantine, world, is_owner=is_owner)
+    found, start = (
+        find_checkpoint(config, world),
+        [describe_missing(config.run_dir)] if config.checkpoint.resume else [],
+    )
+    if found is not None:  # before any file of the run is touched
+        saver.require_same_run(found)
+        start = saver.describe(found)
+        dist.barrier()  # no rank reads the directory any more
+    if is_owner:
+        run.take_up(None if found is None else found.state)
+        dump_config(config, run.config)
+        if quarantine:
+            quarantine.write(run.quarantine)
+    share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
+    trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
     spans = SpanRecorder(world.rank, run if config.logging.trace else None)
     memory = MemoryMeter.begin(world.device)
     began, before_s = (BEGINNING, 0.0) if found is None else (found.passed, found.state["elapsed_s"])
     steps, held = saver.num_steps(began), () if heldout is None else heldout.rows
     if report := trackers and Report(config, task.title, steps, world.device, trackers, stack, before_s):
         report.begin(start, rows, held, quarantine)
+
+    def load(model: ModelConfig) -> RoleModel:
+        length, layers = config.max_tokens, config.runtime.layers
+        loaded = load_role(model, groups, head=task.head, max_length=length, device=world.device, layers=layers)
+        loaded.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
+        return loaded
+
     with spans.span("load", role="model", step=0):
-        reference = _reference(config, task, world, groups, report)
-        saver.compare(None if reference is None else reference.fingerprint, found)
-        load = partial(_load, config=config, head=task.head, groups=groups, world=world)
-        model = load(config.model) if reference is None else reference.make(rows, held, began, load)
+        if isinstance(config, PreferenceConfig) and isinstance(task, Preferences):
+            note = report.note if report else lambda text: None
+            reference = ReferencePass(config, task, world, groups.output_rank, note)
+            saver.compare(reference.fingerprint, found)
+            model = reference.make(rows, held, began, load)
+        else:
+            model = load(config.model)
     trained = TrainedModel(model, config.optimizer, steps)
     trainer = SupervisedTrainer(
         config, task, rows, heldout, trained, saver, report, spans, world.activity, memory, began, steps, point
@@ -140,15 +158,6 @@ def _build(
         saver.load(trainer.models, found)
         trainer.load_state_dict(found.state)
     return trainer
-
-
-def _reference(
-    config: SupervisedConfig, task: Task[RowT], world: World, groups: RoleGroups, report: Report | None
-) -> ReferencePass[RowT] | None:
-    """Return the reference of preferences; None for other tasks."""
-    if not (isinstance(config, PreferenceConfig) and isinstance(task, Preferences)):
-        return None
-    return ReferencePass(config, task, world, groups.output_rank, report.note if report else lambda text: None)
 
 
 def _load_rows(
@@ -183,45 +192,6 @@ def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer
         if keeps and trainer.saver.load_best(trainer.models, trainer.position):
             save_role(trained.chunks, run.best, tokenizer, base)
     trainer.spans.flush()
-
-
-def _continued(
-    config: SupervisedConfig, saver: SupervisedSaver, world: World
-) -> tuple[Found | None, list[str]]:
-    """Return the checkpoint to continue from, and the message about it; the run's files are not touched yet."""
-    found = find_checkpoint(config, world)
-    if found is None:
-        return None, [describe_missing(config.run_dir)] if config.checkpoint.resume else []
-    saver.require_same_run(found)
-    start = saver.describe(found)
-    dist.barrier()  # no rank looks at the directory any more
-    return found, start
-
-
-def _prepare(
-    config: SupervisedConfig,
-    run: RunDirectory,
-    found: Found | None,
-    quarantine: Quarantine,
-    world: World,
-    *,
-    is_owner: bool,
-) -> Tracker | None:
-    """Prepare the run directory and the trackers, which may refuse to begin, on the owner; then all ranks see it."""
-    if is_owner:
-        run.take_up(None if found is None else found.state)
-        dump_config(config, run.config)
-        if quarantine:
-            quarantine.write(run.quarantine)
-    share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
-    return open_trackers(config.logging, run) if is_owner else None
-
-
-def _load(model: ModelConfig, *, config: SupervisedConfig, head: Head, groups: RoleGroups, world: World) -> RoleModel:
-    layers, length = config.runtime.layers, config.max_tokens
-    loaded = load_role(model, groups, head=head, max_length=length, device=world.device, layers=layers)
-    loaded.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
-    return loaded
 
 
 def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:

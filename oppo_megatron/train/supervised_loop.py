@@ -164,10 +164,7 @@ class SupervisedTrainer(Generic[RowT]):
         if self.heldout is None or not self.heldout.due(step, last=step >= self.steps):
             return None
         budget = self.config.runtime.micro_batch_tokens
-        with (
-            self.spans.span("evaluate", role="model", step=step),
-            self.activity.doing(f"evaluation after step {step}"),
-        ):
+        with self.spans.span("evaluate", role="model", step=step), self.activity.doing(f"evaluation after step {step}"):
             figures = self.heldout.measure(self.trained, step, budget)
         self.saver.look_at(step, figures)
         self.memory.look()

@@ -84,10 +84,7 @@ class History:
 
 
 def begin_update(
-    trained: TrainedModel,
-    batch: Sequence[Rollout],
-    settings: UpdateSettings,
-    units: Units = each_alone,
+    trained: TrainedModel, batch: Sequence[Rollout], settings: UpdateSettings, units: Units = each_alone
 ) -> None:
     """Run the first micro-batch's forward pass of `run_update` with the same batch, which needs no other inputs.
 
@@ -123,7 +120,10 @@ def run_update(
         shared_T = extra_T if weights is None else extra_T | _shares_of_tokens(lengths, minibatch, weights, settings)
 
         def minibatch_loss(
-            micro: MicroBatch, output: Tensor, num_tokens: int = int(lengths[minibatch].sum()), first: bool = number == 0
+            micro: MicroBatch,
+            output: Tensor,
+            num_tokens: int = int(lengths[minibatch].sum()),
+            first: bool = number == 0,
         ) -> tuple[Tensor, dict[str, Tensor]]:
             return loss(micro, output, num_tokens, first)
 
@@ -163,10 +163,7 @@ def _micro_batches(
 
 
 def update_packing(
-    batch: Sequence[Rollout],
-    num_replicas: int,
-    settings: UpdateSettings,
-    units: Units = each_alone,
+    batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings, units: Units = each_alone
 ) -> dict[str, float]:
     """Statistics of the packing of `run_update` over `num_replicas` replicas."""
     read = [rollout.num_tokens - 1 for rollout in batch]  # a last token predicts nothing and is not read

@@ -57,7 +57,9 @@ class Report:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._start
 
-    def step(self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None) -> None:
+    def step(
+        self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None
+    ) -> None:
         """`saved` has the costs of checkpoints since the last step: seconds waited, bytes, hidden seconds.
 
         `heldout` has held-out metrics, if they were measured after the step.

@@ -131,7 +131,9 @@ class ReferencePass(Generic[RowT]):
 
     def _report(self, by_time: ByTime, before: int, total: int, share: float) -> None:
         """Report progress within a block: `share` of it, after the first `before` answers of `total`."""
-        by_time(f"reference log-probs: about {before + int(share * min(BLOCK, total - before))} of {total} answers computed")
+        by_time(
+            f"reference log-probs: about {before + int(share * min(BLOCK, total - before))} of {total} answers computed"
+        )
 
     def _write(self, table: Mapping[bytes, float]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Prefixes of responses that fix their rewards: read from the rewards, and compared with the final rewards."""
+"""Rewards before a response has ended or its batch is complete: the filter of groups, and prefixes that fix a reward."""
 
 from __future__ import annotations
 
@@ -6,14 +6,44 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from oppo_megatron.config.derived import settle_period
+from oppo_megatron.config.derived import most_judged, settle_period, verdict_lag
+from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import RewardError
 from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.overcommit.filter import GroupFilter, Rule, Scores, VerdictClock
+from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.overcommit.settling import Clock, Prefix, Settler
 from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.token_text import INCOMPLETE, Decode
+
+
+def verdict_clock(config: TrainConfig) -> VerdictClock | None:
+    """When a response that has ended is judged; None where groups are not filtered."""
+    if config.filter is None:
+        return None
+    period = config.overlap.admission_period
+    assert period is not None, "a filter asks for backfill"
+    return VerdictClock(period, verdict_lag(config, config.filter.metric))
+
+
+def build_filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: RewardSum) -> GroupFilter | None:
+    """None where groups are not filtered."""
+    clock = verdict_clock(config)
+    if config.filter is None or clock is None:
+        return None
+    metric = config.filter.metric
+    labels = tuple(summand.label for summand in rewards.summands if metric in (REWARD, summand.label))
+
+    def total(scores: Scores) -> float:
+        return rewards.total(dict(zip(labels, scores, strict=True)))
+
+    def part(scores: Scores) -> float:
+        return scores[0]
+
+    return GroupFilter(scheduler, clock, Rule(labels, total if metric == REWARD else part, most_judged(config)))
+
 
 SHOWN_CHARACTERS = 500
 
@@ -52,12 +82,7 @@ def read_prefix(rewards: RewardSum, item: ScoreItem, tokens: Sequence[int], deco
 
 
 def require_as_settled(
-    parts: Mapping[str, float],
-    note: Prefix,
-    labels: Sequence[str],
-    item: ScoreItem,
-    place: str,
-    beginning: str,
+    parts: Mapping[str, float], note: Prefix, labels: Sequence[str], item: ScoreItem, place: str, beginning: str
 ) -> None:
     """Raises RewardError if a part of a response's reward differs from the value fixed early, with the response's `beginning`."""
     for label, early in zip(labels, note.parts, strict=True):
