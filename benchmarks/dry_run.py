@@ -31,7 +31,7 @@ from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines, at_stage
 from oppo_megatron.sim.runs.loop import PureLoop, Recorded, StepEnd, made_up_prompts
 
 DRIFT = 0.02
-"""Share by which measured seconds lie above or below those of the cost model, anew in each step."""
+"""The largest relative change of measured seconds from those of the cost model, drawn anew in each step."""
 
 PARTS = ("scheduler and buffer", "planner and checker", "stream", "controllers")
 
@@ -47,10 +47,9 @@ MODEL_70B = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the runs have in common: layout, lengths in tokens, and the peaks of a device (by default an H100's).
+    """Layout, lengths in tokens, and the peaks of a device (an H100's by default).
 
-    `lengths` are the median of log-normal responses and the standard deviation of their logarithm; `delta` is a share of the
-    batch.
+    `lengths`: median and sigma of log-normal responses; `delta`: a share of the batch.
     """
 
     tp: int = 8
@@ -66,7 +65,7 @@ class Cluster:
     bytes_per_s: float = 3.35e12
 
     def config(self, mode: str, ranks: int, sequences: int) -> TrainConfig:
-        """The run of `ranks` ranks that trains `sequences` rollouts a step.  Raises ConfigError where they do not fit."""
+        """Return the run of `ranks` ranks with `sequences` rollouts per step.  Raises ConfigError if they do not fit."""
         own = self.tp * self.pp * (2 if mode == "disaggregated" else 1)
         if ranks % own:
             raise ConfigError(
@@ -97,7 +96,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the block."""
+        """Time the block."""
         started = self.clock()
         try:
             yield
@@ -106,11 +105,10 @@ class Stopwatch:
 
 
 class DryRun(PureLoop[PlannedRound]):
-    """What one rank of a run does beside its actions, and the codec of a listener.
+    """The work of one rank other than its actions, and the codec of a listener.
 
-    `prompt_tokens`: of all prompts, or of each.  `rank` is by default the actor's output rank; `clock` what seconds are told by.
-    `responses(seq_id)`: the tokens with which a response ends, where that is not its limit.  `codec`: whether chunks are
-    encoded and decoded; `transport`: whose rules rounds are planned by.
+    `prompt_tokens`: of all prompts, or of each.  `rank`: the actor's output rank by default.  `responses(seq_id)`: tokens of a
+    response, its limit by default.  `codec`: encode and decode chunks.  `transport`: the rules to plan by.
     """
 
     def __init__(
@@ -148,7 +146,7 @@ class DryRun(PureLoop[PlannedRound]):
         return made_up_prompts(num_tokens, count)
 
     def run(self) -> list[dict[str, float]]:
-        """Seconds by part of each step, to the end of the prompts."""
+        """Return the seconds of each step by part, to the end of the prompts."""
         steps: list[dict[str, float]] = []
         for rounds in self._steps():
             self.watch = Stopwatch(self.clock)
@@ -158,7 +156,7 @@ class DryRun(PureLoop[PlannedRound]):
         return steps
 
     def rounds(self) -> Iterator[DryRound]:
-        """The rounds of all steps, each once it is recorded."""
+        """Yield the rounds of all steps after they are recorded."""
         for rounds in self._steps():
             yield from rounds
 
@@ -176,7 +174,7 @@ class DryRun(PureLoop[PlannedRound]):
     def _decided(self, end: StepEnd, delta: Decision, chunk: Decision | None) -> None:
         with self.watch.part("controllers"):
             self.kl.observe(0.0)
-            if self.planner.generator == "woven":  # a run has measured other costs by now, and plans anew
+            if self.planner.generator == "woven":  # a run has new measured costs, and plans anew
                 self.planner.learn(measured_costs(self.site, end.step))
 
     def _plan(
@@ -185,7 +183,7 @@ class DryRun(PureLoop[PlannedRound]):
         return self.planner.plan(self.num_rounds, active, score, chunk, self._order, readable)
 
     def _order(self, seq_ids: Sequence[int]) -> list[int]:
-        """Open sequences in the order of their cache slots: as they were opened, for want of a cache."""
+        """Return open sequences in the order of opening, since there are no cache slots."""
         return list(seq_ids)
 
     def _body(self, counts: Ints) -> Ints:
@@ -196,7 +194,7 @@ class DryRun(PureLoop[PlannedRound]):
         for rollout in admitted:
             self._limits[rollout.seq_id] = self.limit(
                 rollout.seq_id
-            )  # drawn here, untimed: a run has one limit for all
+            )  # not timed: a run has one limit for all
         super()._open(admitted)
         if self.codec:
             with self.watch.part("stream"):
@@ -205,7 +203,7 @@ class DryRun(PureLoop[PlannedRound]):
                     self.decoder.open(rollout.seq_id, rollout.prompt.tokens)
 
     def _send(self, chunk: Chunk) -> None:
-        """Both ends: the time covers the actor's rank and a listener together."""
+        """Encode and decode: the time covers the actor's rank and a listener together."""
         if self.codec:
             with self.watch.part("stream"):
                 self.decoder.decode(*self.encoder.encode(chunk))
@@ -219,9 +217,8 @@ class DryRun(PureLoop[PlannedRound]):
 
 
 def measured_costs(site: Site, step: int) -> Costs:
-    """Made up, as ranks would have measured it by the end of a step: the cost model's lines, each stage's by itself a little
-    off."""
-    draw, model = random.Random(step), Costs()  # noqa: S311  (to be drawn again, not to be secret)
+    """Return the cost model's lines with a small random change for each stage, in place of measured costs."""
+    draw, model = random.Random(step), Costs()  # noqa: S311  (reproducible, not secret)
 
     def off(line: Linear) -> Linear:
         by = 1 + DRIFT * draw.uniform(-1, 1)

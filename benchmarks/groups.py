@@ -1,12 +1,12 @@
-"""What a gloo process group takes of each rank, measured; and what the groups of a large run take of theirs, reckoned by it.
+"""The cost of a gloo process group for each rank, measured, and the cost of a large run's groups, computed from it.
 
     python -m benchmarks.groups --ranks 2 4 8 16 --alone 1024 16384 --runs 8 128 1024 4096 16384
 
 Ranks are processes of this machine.  Each makes `--groups` groups of all ranks, connects them as a run does and sums a number
-over each; then it calls `new_group` as often for groups that it does not belong to.  That is done twice: once as runs have it,
-where two ranks connect in their first message, and once as torch has it by itself, where all pairs do when a group is made.
-A group that connects later needs no peers to be made: `--alone` makes one of that many ranks in a single process.  The store
-is asked by `CLIENTS` processes at once.
+over each; then it calls `new_group` as often for groups that it does not belong to.  This is done twice: as in runs, in which two
+ranks connect in their first message, and by torch's default, by which all pairs connect when a group is made.  A group that
+connects later needs no peers: `--alone` makes one of that many ranks in a single process.  `CLIENTS` processes ask the store at
+once.
 """
 
 from __future__ import annotations

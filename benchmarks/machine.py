@@ -82,7 +82,7 @@ ALONE = [
     "evaluation=null", "checkpoint.every_minutes=0", "checkpoint.final=nothing",
 ]  # fmt: skip
 SIGMA = 1.0
-"""Of log-normal lengths if the configuration forces none; their median is a quarter of the longest."""
+"""Spread of the log-normal lengths if the configuration forces none; their median is a quarter of the longest."""
 
 
 @dataclass(frozen=True)

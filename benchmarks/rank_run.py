@@ -1,7 +1,7 @@
-"""One rank's rounds without models: its own plan of each, and what its messages would be about.
+"""One rank's rounds without models: its own plan of each, and the sizes of its messages.
 
-Beside the pure half of the loop (`dry_run.py`) this keeps what the caches of a rank decide: which slots its replica's sequences
-lie in, hence their order in micro-batches, and which decode micro-steps are void because their sequences have ended.
+Adds to the pure half of the loop (`dry_run.py`) what the caches of a rank decide: the slots of its replica's sequences, hence
+their order in micro-batches, and the decode micro-steps that are void because their sequences have ended.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ WORD = 8
 GATHER_CALLS = 2  # lengths, then rows as long as the longest
 
 Rows = tuple[tuple[int, ...], ...]
-"""Running sequences of each decode micro-batch in each of its micro-steps that is not void."""
+"""Running sequences of each decode micro-batch in each micro-step that is not void."""
 
 
 @dataclass(frozen=True)
 class RankRound:
-    """A round of step `step` on one rank.  `chunk`: rows and tokens of what came of it; `rows` are of the rank's replica."""
+    """A round on one rank.  `chunk`: its rows and tokens; `rows`: of the rank's replica."""
 
     step: int
     plan: OwnPlan
@@ -48,10 +48,10 @@ class RankRound:
 
 
 class RankRun(DryRun):
-    """The rounds of `rank`, which it plans for itself.  Arguments as of a `DryRun`.
+    """The rounds of `rank`, which it plans for itself.
 
-    `results`: for each step, the bytes of each broadcast that brings the scorers' results to all ranks: each role's outputs
-    by replica, then the rewards.
+    `results`: bytes of the broadcasts of each step that give the scorers' results to all ranks: each role's outputs by replica,
+    then the rewards.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RankRun(DryRun):
         self._rows: Rows = ()
 
     def rank_rounds(self) -> Iterator[RankRound]:
-        """One after the other, to the end of the prompts."""
+        """Yield the rounds to the end of the prompts."""
         rank = self.planner.rank
         assert rank is not None
         for done in self.rounds():
@@ -102,7 +102,7 @@ class RankRun(DryRun):
         return super()._decoded(planned, active)
 
     def _send(self, chunk: Chunk) -> None:
-        """What has finished leaves the cache."""
+        """Remove finished sequences from the cache."""
         self.slots.close(chunk.rows.seq_ids[chunk.rows.finish_clocks != GOES_ON].tolist())
 
     def _retire(self, step: int, batch: Sequence[Rollout]) -> None:
@@ -118,31 +118,31 @@ class RankRun(DryRun):
 
 
 class Slots:
-    """Which sequence lies in which slot of a replica's cache: the first ones without a gap (`mcore/kv/sequence_cache.py`), and
-    those that go on in a round before those that have ended in it (`engine/generation.py`).
+    """The slot of each sequence in a replica's cache: without gaps (`mcore/kv/sequence_cache.py`), running sequences of a round
+    before those that ended in it (`engine/generation.py`).
     """
 
     def __init__(self) -> None:
         self._ids: list[int] = []
 
     def order(self, seq_ids: Sequence[int]) -> list[int]:
-        """Sequences in the order of their slots, then those that have none."""
+        """Return sequences in the order of their slots, then those without one."""
         slots = {seq_id: slot for slot, seq_id in enumerate(self._ids)}
         return sorted(seq_ids, key=lambda seq_id: slots.get(seq_id, len(slots)))
 
     def open(self, seq_ids: Sequence[int]) -> None:
-        """Give slots to sequences that have none."""
+        """Give slots to new sequences."""
         self._ids += seq_ids
 
     def close(self, seq_ids: Sequence[int]) -> None:
-        """Sequences have finished; others are passed over.  The last one moves into each gap."""
+        """Free the slots of finished sequences; the last sequence moves into each gap."""
         for seq_id in reversed([seq_id for seq_id in self._ids if seq_id in set(seq_ids)]):
             slot, last = self._ids.index(seq_id), self._ids.pop()
             if slot < len(self._ids):
                 self._ids[slot] = last
 
     def decode(self, batches: Sequence[Batch], left: Mapping[int, int], steps: int, stop: StopSignal | None) -> Rows:
-        """Up to `steps` micro-steps of each micro-batch; `left`: tokens that each sequence still gets.
+        """Return the rows of up to `steps` micro-steps of each micro-batch; `left`: tokens that each sequence still gets.
 
         A micro-batch ends with its last sequence, or at `stop`, which only a single replica knows in time.
         """
@@ -160,7 +160,7 @@ class Slots:
         return tuple(map(tuple, rows))
 
     def _leave(self, lane: list[int], seq_id: int) -> None:
-        """The last sequence of the micro-batch takes the place of one that has ended, in the cache as well."""
+        """Move the last sequence of the micro-batch to the place of one that has ended, also in the cache."""
         last = lane[-1]
         lane[lane.index(seq_id)] = last
         lane.pop()
@@ -170,7 +170,7 @@ class Slots:
 
 @dataclass
 class Traffic:
-    """`messages` and `num_bytes` by payload; `gathers` are collective calls, and the bytes given to them "gather"."""
+    """`messages` and `num_bytes` by payload; `gathers`: collective calls, whose bytes are "gather"."""
 
     messages: Counter[str] = field(default_factory=Counter)
     num_bytes: Counter[str] = field(default_factory=Counter)
@@ -178,12 +178,12 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> int:
-        """In messages; what collectives move is the back end's choice."""
+        """Bytes in messages; the back end decides what collectives move."""
         return self.num_bytes.total() - self.num_bytes["gather"]
 
 
 def token_bytes(config: TrainConfig) -> dict[str, int]:
-    """Of the hidden state of one token, by role."""
+    """Return the bytes of one token's hidden state by role."""
     return {
         role: read_hf_config(model)["hidden_size"] * DTYPE_BYTES[model.dtype]
         for role, model in named_roles(config).items()
@@ -192,7 +192,7 @@ def token_bytes(config: TrainConfig) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Carried:
-    """What the messages of one rank carry in a round.  `new`: tokens of its replicas' prefill micro-batches, by role."""
+    """The content of one rank's messages in a round.  `new`: tokens of its replicas' prefill micro-batches by role."""
 
     rows: Rows
     new: Mapping[str, Sequence[int]]
@@ -201,15 +201,15 @@ class Carried:
 
     @classmethod
     def of(cls, rank: int, made: RankRound, site: Site, token_bytes: Mapping[str, int]) -> Carried:
-        """What `rank` has by its own plan."""
+        """Return the content by the rank's own plan."""
         return cls(made.rows, dict(_prefilled(rank, made.plan.round, site)), made.chunk, token_bytes)
 
     def live(self, action: Action) -> bool:
-        """False for what the executor leaves out: its micro-batch has ended."""
+        """True unless the executor skips the action because its micro-batch has ended."""
         return action.step is None or action.step < len(self.rows[action.micro_batch])
 
     def parts(self, action: Action) -> list[int]:
-        """Bytes of each message that a send or receive stands for."""
+        """Return the bytes of each message of a send or receive."""
         if action.payload is Payload.CHUNK:
             assert self.chunk is not None
             rows, tokens = self.chunk
@@ -223,7 +223,7 @@ class Carried:
 
     @property
     def words(self) -> int:
-        """Those that the replica gives its peers: how many rows, their table, their tokens."""
+        """Words that the replica gives to a gather: the number of rows, their table, their tokens."""
         sequences = sum(own[0] for own in self.rows if own)
         return 1 + FIELDS * sequences + DRAWN * sum(map(sum, self.rows))
 
@@ -236,7 +236,7 @@ def _prefilled(rank: int, round_: Round, site: Site) -> Iterator[tuple[str, list
 
 
 def traffic_of(actions: Sequence[Action], carried: Carried, longest: int) -> Traffic:
-    """Of one rank's list.  `longest`: the most words that a replica of the actor gives to the gather."""
+    """Count one rank's actions.  `longest`: the most words that a replica of the actor gives to a gather."""
     traffic = Traffic()
     for action in actions:
         if action.op is Op.GATHER:

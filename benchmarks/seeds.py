@@ -1,4 +1,4 @@
-"""Whether the overlaps change the trained policy: `oppo demo` with several seeds, sequential against both overlaps.
+"""Tests if the overlaps change the trained policy: `oppo demo` with several seeds, sequential against both overlaps.
 
     python -m benchmarks.seeds --seeds 1,2,3,4,5 --algorithm grpo
 

@@ -1,9 +1,8 @@
-"""One round of a run, planned by every rank for itself and then played by all of them together.
+"""One round of a run, planned by every rank for itself and then played by all of them together, without models or processes.
 
-No models, no torch, no processes.  Each rank in turn goes through the rounds before as it would in a run (`rank_run.py`): with
-a buffer, books and a planner of its own, which plans its own component.  Then all lists are laid together.  Found are ranks
-that have planned another round than their peers (`agreement.py`), all that the checker finds in the lists of all ranks
-(`checking/checker.py`), and messages of which the two ends expect different bytes.
+Each rank goes through the earlier rounds as in a run (`rank_run.py`), with its own buffer, books and planner.  Then all lists are
+combined.  This finds ranks that planned another round than their peers (`agreement.py`), everything that the checker finds in the
+lists of all ranks (`checking/checker.py`), and messages whose two ends expect different bytes.
 """
 
 from __future__ import annotations
@@ -40,21 +39,19 @@ COLUMNS = {
     "most MB": "most", "gathers": "gathers", "gathered MB": "gather", "results": "results", "results MB": "results_mb",
     "faults": "faults", "cpu s": "seconds",
 }  # fmt: skip
-"""`most`: what the rank gives that gives most.  `gathers`: collectives of all groups.  `results`: broadcasts of a step."""
+"""`most`: of the rank that sends most.  `gathers`: collectives of all groups.  `results`: broadcasts of a step."""
 
 NOTHING = Linear(0.0, 0.0)
 ONLY_MESSAGES = Costs(NOTHING, NOTHING, {}, NOTHING, NOTHING, message_s=1.0)
-"""By these the time of a round is the number of messages and gathers that wait for each other, one behind the other."""
+"""With these costs the time of a round is the length of its longest chain of messages and gathers."""
 
 MakeRun = Callable[[int], RankRun]
-"""By rank: what it does by itself."""
+"""Make the run of a rank."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A round as a whole, all ranks' lists, what is wrong with them, what each rank gives to others, and the longest chain of
-    messages.  `step`: the step that the round belongs to; `carried`: by rank.
-    """
+    """A round of all ranks: their lists, faults, message contents and traffic by rank, and the longest chain of messages."""
 
     step: int
     round: Round
@@ -66,7 +63,7 @@ class Simulated:
 
     @property
     def num_actions(self) -> int:
-        """Planned, void ones among them."""
+        """Planned actions, including void ones."""
         return sum(map(len, self.schedule.actions.values()))
 
 
@@ -76,11 +73,11 @@ def simulate_rounds(
     first: int,
     last: int,
     transport: Transport = NCCL,
-    told: Callable[[int], object] = int,
+    progress: Callable[[int], object] = int,
 ) -> Iterator[Simulated]:
-    """Rounds `first` .. `last` of the run, from 1.  `told(ranks)`: so many ranks have planned.
+    """Yield rounds `first` .. `last` of the run, from 1.  `progress(n)`: n ranks have planned.
 
-    Raises ConfigError where a rank has fewer rounds.
+    Raises ConfigError if a rank has fewer rounds.
     """
     site = Site(role_placements(config))
     made: dict[int, list[RankRound]] = {}
@@ -90,7 +87,7 @@ def simulate_rounds(
             made[rank] = [_once(each, known) for each in islice(make_run(rank).rank_rounds(), first - 1, last)]
         if len(made[rank]) <= last - first:
             raise ConfigError(f"round {last}: rank {rank} has {first - 1 + len(made[rank])}; ask for one of these")
-        told(len(made))
+        progress(len(made))
     for number in range(last - first + 1):
         with _collecting_the_young():
             simulated = _together(config, site, {rank: rounds[number] for rank, rounds in made.items()}, transport)
@@ -99,7 +96,7 @@ def simulate_rounds(
 
 @contextmanager
 def _collecting_the_young() -> Iterator[None]:
-    """In the block nobody looks through millions of actions for cycles, only through what is new at its end."""
+    """Collect no garbage in the block, which holds millions of actions, and only new objects at its end."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -119,10 +116,10 @@ def simulate_all(
     say: Callable[[str], None],
     odd: int | None = None,
 ) -> Iterator[tuple[dict[str, Any], Sequence[Fault]]]:
-    """A row and the faults of round `number` of the first step, for each number of ranks; `say` is told how far it is.
+    """Yield a row and the faults of round `number` of the first step, for each number of ranks; `say` gets the progress.
 
-    `odd`: a rank whose prompts are a token shorter, as another tokenizer would make them, which is a fault.  Raises ConfigError
-    before the first where a number does not fit.
+    `odd`: a rank whose prompts are a token shorter, as by another tokenizer, which is a fault.  Raises ConfigError before the
+    first if a number does not fit.
     """
     cases = [(mode, size, cluster.config(mode, size, sequences)) for mode in modes for size in ranks]
     if odd is not None and odd >= min(ranks):
@@ -133,11 +130,11 @@ def simulate_all(
         def make_run(rank: int, config: TrainConfig = first_step) -> RankRun:
             return RankRun(config, cluster.prompt_tokens - (rank == odd), rank)
 
-        def told(done: int, mode: str = mode, size: int = size, started: float = started) -> None:
+        def progress(done: int, mode: str = mode, size: int = size, started: float = started) -> None:
             if done % -(-size // 8) == 0 or done == size:
                 say(f"{mode}: {done} of {size} ranks have planned, {time.process_time() - started:.0f} s")
 
-        for simulated in simulate_rounds(first_step, make_run, number, number, told=told):
+        for simulated in simulate_rounds(first_step, make_run, number, number, progress=progress):
             own = {"mode": mode, "ranks": size, "round": number, **_results(make_run(0)), **_figures(simulated)}
             yield own | {"seconds": time.process_time() - started}, simulated.faults
 
@@ -158,7 +155,7 @@ def _figures(simulated: Simulated) -> dict[str, Any]:
 
 
 def _results(run: RankRun) -> dict[str, Any]:
-    """Of the first step; all ranks take part in each broadcast."""
+    """Return the broadcasts of the first step."""
     for _ in run.rank_rounds():
         pass
     first = run.results[0]
@@ -166,7 +163,7 @@ def _results(run: RankRun) -> dict[str, Any]:
 
 
 def _once(made: RankRound, known: dict[Records, Records]) -> RankRound:
-    """The same, with records that are kept once for all ranks that have the same."""
+    """Return the same round; equal records are shared between ranks."""
     records = known.setdefault(made.plan.records, made.plan.records)
     return replace(made, plan=replace(made.plan, records=records))
 
@@ -192,7 +189,7 @@ def _budgets(config: TrainConfig, site: Site) -> dict[str, list[KVBudget]]:
 
 
 def _unequal_ends(schedule: Schedule, carried: Mapping[int, Carried]) -> Iterator[Fault]:
-    """Links over which one end gives other bytes than the other one takes."""
+    """Yield the links whose two ends expect different bytes."""
     ends: dict[Link, list[int]] = defaultdict(lambda: [0, 0])
     for rank, own in carried.items():
         for action in schedule.of(rank):
@@ -201,7 +198,7 @@ def _unequal_ends(schedule: Schedule, carried: Mapping[int, Carried]) -> Iterato
     for (source, destination, role, payload), (given, taken) in ends.items():
         if given != taken:
             assert payload is not None
-            told = f"rank {source} sends {given} bytes of {role}'s {payload.value} to it, and it expects {taken}"
+            found = f"rank {source} sends {given} bytes of {role}'s {payload.value} to it, and it expects {taken}"
             rule = "both ends of a message know its size by their own plans"
-            remedy = "look which of the two ranks is named above, or has other lengths than its peers"
-            yield Fault(FaultKind.PLAN, destination, len(schedule.of(destination)), None, f"{told}; {rule}; {remedy}")
+            remedy = "see which of the two ranks is named above, or has other lengths than its peers"
+            yield Fault(FaultKind.PLAN, destination, len(schedule.of(destination)), None, f"{found}; {rule}; {remedy}")

@@ -1,6 +1,6 @@
 """TRL's trainer of PPO or GRPO and ours on the same work, run by run in turn, and one table of both.
 
-README.md beside this file says what is compared and how.
+README.md in this folder describes the comparison.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def trl_only(args: argparse.Namespace) -> int:
-    """What `--trl-only` asks for: a line of trl.jsonl below `--out` for every step of TRL, then trl.json."""
+    """Run TRL alone: a line of trl.jsonl below `--out` for every step of TRL, then trl.json."""
     require_peer(args.peer_python, any_build=True)
     require_unused(args.out)
     config = prepared(load_base(args), args.dtype)
@@ -293,7 +293,7 @@ def run_peer(python: Path, work: Path, folder: Path, any_build: bool = False) ->
 
 
 def remarks(work: Mapping[str, Any], trl: Sequence[Lines]) -> list[str]:
-    """What is said below the table."""
+    """Return the lines below the table."""
     prompt, response = sum(map(len, work["prompts"])), sum(work["lengths"])
     seconds, share = outcome.forcing(trl)
     return [

@@ -1,6 +1,6 @@
-"""What runs of TRL and of ours on the same work come to: whether the work was equal, the table, the picture.
+"""Results of TRL's runs and ours: differences in the work, the table, the picture.
 
-Lines are the steps of a run: of ours those of `metrics.jsonl`, of TRL those of RESULT.json (`trl_training.py`).
+Lines are the steps of a run: from `metrics.jsonl` for ours, from RESULT.json for TRL (`trl_training.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ours:
     """How one of our configurations runs.
 
     carries: rollouts are carried from a step to the next, so that only a whole run compares.
-    streams_here: a rank decodes and scores in the same rounds, so that their seconds are not told apart.
+    streams_here: a rank decodes and scores in the same rounds, so that their seconds cannot be separated.
     shares_ranks: a rank updates actor and critic, if there is one, one after the other.
     """
 
@@ -48,7 +48,7 @@ class Ours:
 def unequal_work(
     work: Mapping[str, Any], trl: Sequence[Lines], ours: Mapping[str, tuple[Ours, Sequence[Lines]]]
 ) -> list[str]:
-    """Every difference between what was to be done and what a run did; none where the work was equal."""
+    """Return every difference between the planned work and that of a run; none if the work was equal."""
     problems = [
         f"{TRL}, run {turn}: {found}" for turn, lines in enumerate(trl, 1) for found in _trl_faults(work, lines)
     ]

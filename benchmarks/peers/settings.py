@@ -1,4 +1,4 @@
-"""What TRL's trainers cannot do of a configuration, and what they are told of it."""
+"""Settings that TRL's trainers lack, and the arguments made from a configuration."""
 
 from __future__ import annotations
 

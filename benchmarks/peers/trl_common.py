@@ -1,4 +1,4 @@
-"""What runs of TRL's trainers have in common: forced lengths, the clock, a tokenizer of numbers.
+"""Common parts of TRL's trainers: forced lengths, the clock, a tokenizer of numbers.
 
 Runs in the environment of `requirements-trl.txt` and imports nothing of oppo_megatron.  The trainers' code is not changed.
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class PeerError(Exception):
-    """What the caller can correct."""
+    """An error that the caller can correct."""
 
 
 class Batch(NamedTuple):
@@ -123,7 +123,7 @@ def token_text(token: int) -> str:
 
 
 def run_settings(work: Mapping[str, Any]) -> dict[str, Any]:
-    """What both trainers are told: one process, no logging but their own lines, nothing saved, no gradient checkpointing."""
+    """Return the arguments of both trainers: one process, no logging, nothing saved, no gradient checkpointing."""
     micro_batch = work["micro_batch"]
     return {
         "output_dir": work["output_dir"],

@@ -1,4 +1,4 @@
-"""What a peer is to do, as a JSON file: the same models, prompts, response lengths and settings that our runs have.
+"""The work of a peer as a JSON file: the models, prompts, response lengths and settings of our runs.
 
 algorithm                          ppo or grpo
 steps, batch_size, micro_batch     steps; rows of a step; rows of TRL's micro-batch

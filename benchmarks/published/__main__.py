@@ -1,4 +1,4 @@
-"""Published measurements beside the planner's cost laws: ReaL's plans on 128 GPUs, speeds of serving and training.
+"""Published measurements and the planner's cost laws: ReaL's plans on 128 GPUs, speeds of serving and training.
 
     python -m benchmarks.published --out runs/bench/published
 

@@ -13,7 +13,7 @@ Facts of its engine from the release (openpsi-project/ReaLHF, commit be75fce), n
 - gradients are reduced in float32, and half-precision weights gathered (`accumulate_allreduce_grads_in_fp32`, ZeRO);
 - ranks: pipeline stages outermost, then replicas, then tensor ranks.
 
-Where a stage or a group of replicas crosses nodes, all bytes of a node pass its NICs.
+If a stage or a group of replicas crosses nodes, all bytes of a node pass its NICs.
 """
 
 from __future__ import annotations

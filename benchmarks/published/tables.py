@@ -17,7 +17,7 @@ from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
 Kind = Literal["generate", "infer", "train"]
 GPUS_A_NODE = 8
 PROMPT_TOKENS, CONTEXT_TOKENS, MINIBATCHES = 1024, 2048, 8
-"""Of every call; all prompts and responses have full length."""
+"""Every call: all prompts and responses have full length."""
 GENERATION, SCORING = "ActorGen", ("RewInf", "RefInf", "CriticInf")
 
 VOCABULARY = 128256

@@ -263,7 +263,7 @@ def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
     decode()
     for _ in range(1 + REPEATS):
         times["both_s"].append(bench.seconds(lambda: decode_round(rounds, rollouts, chunk, rollouts)))
-        score()  # what was decoded beside
+        score()  # the chunk just decoded
         times["decode_s"].append(bench.seconds(decode))
         times["score_s"].append(bench.seconds(score))
         decode()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.algorithms.experience import GreedyRows, ScoredBatch
-from oppo_megatron.algorithms.process_rewards import response_scores, step_scores
+from oppo_megatron.algorithms.supervised_losses import response_scores, step_scores
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.liveness.failures import noted
 from oppo_megatron.config.data import RewardPart

@@ -10,8 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.process_rewards import step_loss, step_table
-from oppo_megatron.algorithms.supervised_losses import next_token_loss, preference_loss, preference_table
+from oppo_megatron.algorithms.supervised_losses import (
+    next_token_loss,
+    preference_loss,
+    preference_table,
+    step_loss,
+    step_table,
+)
 from oppo_megatron.config.run import ProcessRewardModelConfig, SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Completion, Pair, Steps, load_completions, load_pairs, load_steps

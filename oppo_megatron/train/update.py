@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
-from oppo_megatron.algorithms.packed import tokens_of_rows
-from oppo_megatron.algorithms.stats import TokenStats
+from oppo_megatron.algorithms.packed import TokenStats, tokens_of_rows
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.mcore.batch import MicroBatch, pack_together, split_rows
 from oppo_megatron.mcore.host_copies import on_device

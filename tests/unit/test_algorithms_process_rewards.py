@@ -13,8 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from oppo_megatron.algorithms.advantages import token_rewards
 from oppo_megatron.algorithms.experience import ScoredBatch, build_experience
-from oppo_megatron.algorithms.process_rewards import response_scores, step_loss, step_scores
-from oppo_megatron.algorithms.supervised_losses import means
+from oppo_megatron.algorithms.supervised_losses import means, response_scores, step_loss, step_scores
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.ppo import PPOConfig
