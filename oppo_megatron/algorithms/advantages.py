@@ -12,22 +12,23 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums, tokens_after
+from oppo_megatron.config.filtering import OverlongConfig
 
 WHITEN_EPS = 1e-8
-"""Added to a variance, so that what does not vary can be divided by its deviation."""
+"""Added to a variance, so that equal numbers can be divided by their deviation."""
 
 
 def clip_scores(scores_B: Tensor, bound: float | None) -> Tensor:
-    """Scores held to [-bound, bound]; None leaves them as they are."""
+    """Clamp scores to [-bound, bound]; None leaves them unchanged."""
     return scores_B if bound is None else scores_B.clamp(-bound, bound)
 
 
 def token_rewards(
     scores_B: Tensor, kl_T: Tensor, lengths_B: Lengths, kl_coefficient: float, step_rewards_T: Tensor | None = None
 ) -> Tensor:
-    """Reward of each token, [T]: minus coefficient times its KL, and the response's score on its last token.
+    """Return the reward of each token, [T]: minus coefficient times its KL, and the response's score on its last token.
 
-    `step_rewards_T`: the part of the score that tokens have earned by themselves; the last one gets the rest of it.
+    `step_rewards_T`: parts of the score that single tokens have earned; the last token gets the rest of the score.
     """
     lengths_B = lengths_like(kl_T, lengths_B)
     rewards_T = -kl_coefficient * kl_T
@@ -41,7 +42,7 @@ def token_rewards(
 def gae(
     rewards_T: Tensor, values_T: Tensor, lengths_B: Lengths, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, both [T] (paper eq. 1; Schulman et al. 2016).
+    """Return advantages and returns, both [T] (paper eq. 1; Schulman et al. 2016).
 
     delta_t = r_t + gamma V_{t+1} - V_t, with V = 0 after a row's last token, and A_t = sum_l (gamma lambda)^l
     delta_{t+l}.  The sum is built by doubling: once A_t holds the first n terms, adding (gamma lambda)^n A_{t+n}
@@ -93,9 +94,35 @@ NOTHING_SEEN = Moments(0, 0.0, 0.0)
 
 
 def whiten(x_T: Tensor, moments: Moments | None = None) -> Tensor:
-    """`x_T` shifted to mean 0 and scaled to population variance 1, [T].
+    """Return `x_T` shifted to mean 0 and scaled to population variance 1, [T].
 
-    `moments`: those of a larger set that `x_T` is a part of; None takes those of `x_T` itself.
+    `moments`: the moments of a larger set that contains `x_T`; None takes the moments of `x_T`.
     """
     moments = moments or Moments.of(x_T)
     return (x_T - moments.mean) / math.sqrt(moments.variance + WHITEN_EPS)
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """Responses near their limit of `longest` tokens, and responses cut there (DAPO, arXiv 2503.14476)."""
+
+    settings: OverlongConfig
+    longest: int
+
+    def penalties(self, lengths_B: Tensor) -> Tensor | float:
+        """Return what is added to the scores (eq. 13, times `penalty`), [B], or 0 without a penalty.
+
+        0 up to `longest - buffer` tokens, from there down to -1 at `longest`, and -1 beyond.
+        """
+        buffer = self.settings.buffer
+        if buffer is None:
+            return 0.0
+        return self.settings.penalty * ((self.longest - buffer - lengths_B) / buffer).clamp(-1.0, 0.0)
+
+    def counted(self, truncated_B: Tensor) -> Tensor | None:
+        """Return True for the responses that the actor's loss counts (bool, [B]); None: it counts all."""
+        return ~truncated_B if self.settings.mask else None
+
+
+NO_LIMIT = Overlong(OverlongConfig(), longest=0)
+"""No penalty and no mask."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
+from oppo_megatron.algorithms.advantages import NO_LIMIT, NOTHING_SEEN, Moments, Overlong
 from oppo_megatron.algorithms.custom import ADVANTAGE, LOSS, CustomAdvantage, CustomLoss
 from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience, with_pairs
@@ -22,13 +22,12 @@ from oppo_megatron.algorithms.losses import (
     ValueStats,
     actor_loss,
     policy_figures,
+    ratio_base,
     value_loss,
 )
-from oppo_megatron.algorithms.overlong import NO_LIMIT, Overlong
+from oppo_megatron.algorithms.packed import TokenStats
 from oppo_megatron.algorithms.pairs import PAIR_FIGURES, pair_figures, pair_loss, pair_weights
 from oppo_megatron.algorithms.reduction import row_weights
-from oppo_megatron.algorithms.staleness import ratio_base
-from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.preference_losses import DPOLossConfig
@@ -38,10 +37,10 @@ from oppo_megatron.plugins import Plugin
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the choices of a configuration come to.
+    """Advantages and losses of a configuration's choices.
 
-    `longest` is the limit of a response, in tokens; `drawn_at` the temperature at which they are drawn; `dpo` the loss of pairs,
-    where the loss is theirs; `dtype` the type of the actor.
+    `longest` is the limit of a response, in tokens; `drawn_at` the sampling temperature; `dpo` the loss of pairs (None: the
+    loss is of tokens); `dtype` the actor's.  `advantage` and `loss`: the user's functions.
     """
 
     choices: AlgorithmConfig
@@ -72,29 +71,29 @@ class Algorithm:
     def experience(
         self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN
     ) -> Experience:
-        """What the update trains on.  Raises as `build_experience` does."""
+        """Return the tensors that the update trains on.  Raises as `build_experience` does."""
         made = build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.overlong, self.advantage)
         return with_pairs(made, scored, knows_kl=self.drawn_at == 1) if self.choices.pairs else made
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether an update needs its tokens' log-probs under the weights that it starts from."""
+        """True if an update needs its tokens' log-probs under the weights that it starts from."""
         return self.ppo.staleness == "decoupled"
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether the actor's loss needs to know where responses end."""
+        """True if the actor's loss needs the lengths of responses."""
         return self.choices.ratio != "token" or self.choices.pairs or self.loss is not None
 
     @property
     def reads_known(self) -> bool:
-        """Whether it is known before the scores which rows an update reads."""
+        """True if the rows that an update reads are known before the scores."""
         return not self.choices.pairs or self.group_size == 2
 
     def units(self, rows: Sequence[int], experience: Experience | None = None) -> list[list[int]]:
-        """The rows that an update reads of a minibatch's, groups side by side; those that share a micro-batch together.
+        """Return the rows of a minibatch that an update reads, in units that must share a micro-batch.
 
-        All, each alone; with pairs two of each group together.  `experience` may be None where `reads_known`.
+        Without pairs every row is a unit; with pairs two rows of each group are.  `experience` may be None if `reads_known`.
         """
         if not self.choices.pairs:
             return [[row] for row in rows]
@@ -115,7 +114,7 @@ class Algorithm:
         return base_T, None if self.loss is not None else weight_T
 
     def row_weights(self, lengths_N: Sequence[int], counted_N: Sequence[bool] | None = None) -> list[float]:
-        """How much a token of each response of a minibatch counts in the actor's loss; see `reduction`."""
+        """Return the weight of a token of each response of a minibatch in the actor's loss; see `reduction`."""
         if self.choices.reduction == "pair_mean":
             assert counted_N is not None, "pairs are known by the rows that count"
             return pair_weights(sum(lengths_N), counted_N)
@@ -124,7 +123,7 @@ class Algorithm:
     def actor_loss(
         self, logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, kl_coefficient: float, num_tokens: int
     ) -> tuple[Tensor, TokenStats]:
-        """The actor's loss of a micro-batch; `num_tokens` is the token count of the rows read of the global minibatch."""
+        """Return the actor's loss of a micro-batch; `num_tokens` counts the tokens of the rows read of the global minibatch."""
         if self.dpo is not None:
             return pair_loss(logp_T, entropy_T, targets, self.dpo, num_tokens, token_noise(self.dtype))
         surrogate = Surrogate.of(self.choices, self.ppo, self.loss)
@@ -132,18 +131,18 @@ class Algorithm:
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        """Of `figures`."""
+        """Names of `figures`."""
         if self.choices.pairs:
             return PAIR_FIGURES
         return POLICY_FIGURES if self.loss is None else tuple(x for x in POLICY_FIGURES if x not in BOUND_FIGURES)
 
     def figures(self, reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """What an update has come to, of the sums that its losses gave by optimizer step."""
+        """Return the figures of an update, from the sums of its losses per optimizer step."""
         figures = pair_figures(reports) if self.choices.pairs else policy_figures(reports)
         return {name: figures[name] for name in self.figure_names}
 
     def critic_loss(
         self, values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, num_tokens: int
     ) -> tuple[Tensor, ValueStats]:
-        """The critic's loss of a micro-batch, if a critic is trained."""
+        """Return the critic's loss of a micro-batch."""
         return value_loss(values_T, old_values_T, returns_T, self.ppo.value_clip, num_tokens)

@@ -1,4 +1,4 @@
-"""Scores compared with those of other responses: baselines and scales by groups.
+"""Baselines and scales of scores, from the scores of other responses.
 
 Legend: B responses of the batch, G groups of n each, side by side; a group is the responses to one prompt.
 """
@@ -24,13 +24,13 @@ def compared(
     *,
     eps: float = DEVIATION_EPS,
 ) -> Tensor:
-    """Scores less their baseline, divided by their scale, [B]; in double precision within.
+    """Return scores minus their baseline, divided by their scale, [B]; computed in double precision.
 
-    `greedy_G`: the score of the greedy response to each prompt, which the baseline `greedy` is.  It depends on the prompt and
-    the weights alone, not on a response that is compared with it, so it leaves the expected gradient as it is.
+    `greedy_G`: the score of the greedy response to each prompt, for the baseline `greedy`.  It depends on the prompt and the
+    weights only, not on the response that is compared with it, so it does not change the expected gradient.
 
-    A group whose scores are all equal (`equal_groups`) is 0 exactly: a deviation that should be 0 may be a rounding, which a
-    small `eps` would blow up.  Deviations divide by n - 1.  A critic's values and whitening enter by tokens, elsewhere.
+    A group of equal scores (`equal_groups`) gets exact zeros: rounding can make its deviation a tiny number, by which `eps`
+    would not bound the quotient.  Deviations divide by n - 1.  A critic's values and whitening are applied per token, elsewhere.
     """
     scores_GN = scores_B.double().view(-1, group_size)
     centred_GN = _centred(scores_GN, baseline, None if greedy_G is None else greedy_G.double())
@@ -44,7 +44,7 @@ def compared(
 
 
 def equal_groups(scores_B: Tensor, group_size: int, greedy_G: Tensor | None = None) -> Tensor:
-    """For each group, whether all its scores are the same up to `TIE`, that of its greedy response included (bool, [G])."""
+    """Return True for each group whose scores, the greedy response's included, are equal up to `TIE` (bool, [G])."""
     scores_GN = scores_B.view(-1, group_size)
     if greedy_G is not None:
         scores_GN = torch.cat([scores_GN, greedy_G[:, None]], 1)
@@ -58,7 +58,7 @@ def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> 
     if baseline == "best_worst":
         return _best_worst(scores_GN)
     if baseline == "greedy":
-        assert greedy_G is not None, "scores are compared with those of greedy responses"
+        assert greedy_G is not None, "baseline greedy needs the scores of greedy responses"
         return scores_GN - greedy_G[:, None]
     size = scores_GN.shape[1]
     centred_GN = scores_GN - scores_GN.mean(1, keepdim=True)
@@ -68,10 +68,10 @@ def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> 
 
 
 def _best_worst(scores_GN: Tensor) -> Tensor:
-    """1 for the best response of each group, -1 for the worst, of equals the first; 0 for others, and if all are equal.  Equal
-    to the best, or to the worst, is what is half of `TIE` away, so that no response of an unequal group is both.
+    """Return 1 for the best response of each group, -1 for the worst (the first of equal ones), 0 for others and in groups of
+    equal scores.  Scores within half of `TIE` are equal, so no response of an unequal group is both best and worst.
 
-    NaN throughout a group with a score that is none.
+    A group with a NaN gets NaN.
     """
     signs_GN = torch.zeros_like(scores_GN)
     tie_G1 = TIE / 2 * scores_GN.abs().amax(1, keepdim=True)
@@ -83,5 +83,5 @@ def _best_worst(scores_GN: Tensor) -> Tensor:
 
 
 def _deviation(x: Tensor, dim: int) -> Tensor:
-    """Of a sample, along a dimension, which stays; 0 for one number."""
+    """Return the sample deviation along a dimension, which is kept; 0 for one number."""
     return x.std(dim, keepdim=True) if x.shape[dim] > 1 else torch.zeros_like(x)

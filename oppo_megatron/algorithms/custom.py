@@ -91,8 +91,8 @@ class LossInputs:
 class CustomAdvantage:
     """`algorithm.advantage`: a function of the batch that returns [B] or [T].
 
-    [B]: scores compared with a baseline.  Discounting, the KL penalty of tokens, step rewards and a critic's GAE are applied to
-    them as to those of the built-in baselines.  [T]: the advantages themselves.
+    [B]: scores compared with a baseline.  Discounting, the KL penalty of tokens, step rewards and a critic's GAE are applied
+    as with the built-in baselines.  [T]: the advantages themselves.
     """
 
     plugin: Plugin
@@ -119,7 +119,7 @@ class CustomLoss:
     [L]: the loss of each token, which may depend, with gradient, on the log-prob of that token alone.  []: the loss of the
     whole response.  So no result depends on which responses share a micro-batch, and gradients are right in every layout.
 
-    A response's loss stands for the sum of its tokens' losses; with `reduction: sequence_mean`, for their mean.
+    A response's loss counts as the sum of its tokens' losses would; with `reduction: sequence_mean`, as their mean.
     """
 
     plugin: Plugin

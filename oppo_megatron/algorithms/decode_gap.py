@@ -1,7 +1,7 @@
-"""How far decoding and training are apart in the log-probs of the same tokens, held against what rounding alone makes.
+"""The gap between the log-probs of decoding and of training for the same tokens, compared with rounding errors.
 
-A logit is rounded in the type that it is computed in, and the larger it is, the more: an offset that all logits of a token
-have in common changes no probability, but the rounding of each.
+The rounding error of a logit grows with its size: an offset that is common to all logits of a token changes no probability,
+but it changes the rounding.
 
 Legend: R tokens, V vocabulary shard of this rank.
 """
@@ -67,12 +67,12 @@ def token_noise(dtype: str) -> float:
 def judged_gap(
     limit: GapLimit, *, max_logprob_gap: float, max_usual_gap: float, num_fresh: float, num_beyond: float
 ) -> float:
-    """What is above `limit.nats` where, and only where, decoding and training are farther apart than the limit allows."""
+    """Return a number above `limit.nats` exactly if decoding and training are farther apart than the limit allows."""
     if not limit.by_rounding:
         return max_logprob_gap
     return max_usual_gap / FARTHEST if num_beyond <= OUTLIERS * num_fresh else max_usual_gap
 
 
 def rounding_scale(largest_R: Tensor) -> Tensor:
-    """By how much one rounding of a logit of this size is larger than that of a usual one, at least 1; a power of two, [R]."""
+    """Return the rounding error of logits of this size over the error of usual ones, a power of two of at least 1, [R]."""
     return torch.exp2((largest_R.double() / USUAL_LOGIT).clamp(min=1.0).log2().floor())

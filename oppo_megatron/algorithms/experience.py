@@ -11,11 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, clip_scores, gae, token_rewards, whiten
+from oppo_megatron.algorithms.advantages import (
+    NO_LIMIT,
+    NOTHING_SEEN,
+    Moments,
+    Overlong,
+    clip_scores,
+    gae,
+    token_rewards,
+    whiten,
+)
 from oppo_megatron.algorithms.baselines import compared, equal_groups
 from oppo_megatron.algorithms.custom import AdvantageInputs, CustomAdvantage
 from oppo_megatron.algorithms.kl import kl_per_token
-from oppo_megatron.algorithms.overlong import NO_LIMIT, Overlong
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums
 from oppo_megatron.algorithms.pairs import rows_of_pairs
 from oppo_megatron.config.algorithm import AlgorithmConfig
@@ -25,9 +33,9 @@ from oppo_megatron.errors import NumericsError, RewardError
 
 @dataclass(frozen=True)
 class GreedyRows:
-    """The greedy response to each prompt of a batch, in its order: score, tokens, and whether it was cut; each [G].
+    """Score, tokens and truncation of the greedy response to each prompt of a batch, in its order; each [G].
 
-    They are a baseline, and not among the batch's rows.
+    Greedy responses are a baseline and are not rows of the batch.
     """
 
     scores_G: Tensor
@@ -40,12 +48,12 @@ class GreedyRows:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A finished batch with all that the scorers said of it.
+    """A finished batch and the results of the scorers.
 
     `behaviour_logp_T` are the log-probs recorded at sampling, `truncated_B` marks responses cut at the limit (bool),
-    the `group_size` responses to a prompt are side by side; `reference_logp_T` is None where there is no reference,
-    `values_T` where no critic is trained.  `step_rewards_T`: the part of the scores that is earned at the ends of steps,
-    there; 0 elsewhere, None where the scores are of whole responses.  `greedy`: where it is the baseline.  `tokens_T`,
+    the `group_size` responses to a prompt are side by side; `reference_logp_T` is None without a reference, `values_T` without
+    a critic.  `step_rewards_T`: parts of the scores that are earned at the ends of steps, 0 at other tokens; None if only
+    whole responses are scored.  `greedy`: the greedy responses, if they are the baseline.  `tokens_T`,
     `versions_T`: ids of the response tokens and the policy versions that sampled them, for custom functions.
     """
 
@@ -63,12 +71,12 @@ class ScoredBatch:
 
     @property
     def all_scores(self) -> Tensor:
-        """Those of the rows, then those of greedy responses, [B + G]."""
+        """Scores of the rows, then of the greedy responses, [B + G]."""
         return self.scores_B if self.greedy is None else torch.cat([self.scores_B, self.greedy.scores_G])
 
 
 PAIRED = ("pairs", "ties", "chosen_reward_mean", "rejected_reward_mean")
-"""Figures of `ExperienceStats` that there are with a loss of pairs."""
+"""Figures of `ExperienceStats` with a loss of pairs only."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +103,13 @@ class ExperienceStats:
     greedy_score_mean: float | None = None  # per prompt, as the reward gave it
 
     def figures(self) -> dict[str, float]:
-        """Those that there are, by name."""
+        """The figures that are not None, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Experience:
-    """The tensors that the update trains on.  `kl_T` is the sampling policy's KL, whether or not it entered the rewards.
+    """The tensors that the update trains on.  `kl_T` is the sampling policy's KL, also if the rewards do not include it.
 
     `rewards_T` and `returns_T` are as the scorers gave them, before a baseline of the group.
     """
@@ -131,10 +139,10 @@ def build_experience(
     overlong: Overlong = NO_LIMIT,
     custom: CustomAdvantage | None = None,
 ) -> Experience:
-    """Rewards, advantages and returns of the whole global batch, without gradient.
+    """Compute rewards, advantages and returns of the whole global batch, without gradient.
 
-    Scores are clipped first, then normalised (`seen`: those of all batches trained before); `truncated_score`,
-    `missing_eos_penalty` and `overlong` then stand as the user wrote them.  The KL enters a response's score with
+    Scores are clipped first, then normalised (`seen`: the scores of all batches trained before); `truncated_score`,
+    `missing_eos_penalty` and `overlong` are applied after it.  The KL enters a response's score with
     `kl.mode: score`, the rewards of its tokens with `penalty`.  Raises RewardError for a score, NumericsError for any other
     quantity that is not finite, unless `check` is false: then what follows from such a quantity is not finite either.
     """
@@ -173,7 +181,7 @@ def _detached(x_T: Tensor | None) -> Tensor | None:
 
 
 def _kl(scored: ScoredBatch, ppo: PPOConfig, lengths_B: Tensor | None) -> Tensor | None:
-    """[T], finite where lengths are given to check it by; None where there is no reference."""
+    """Return the KL per token [T], checked to be finite if lengths are given; None without a reference."""
     if scored.reference_logp_T is None:
         return None
     kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
@@ -184,8 +192,8 @@ def _kl(scored: ScoredBatch, ppo: PPOConfig, lengths_B: Tensor | None) -> Tensor
 
 @dataclass(frozen=True)
 class _Scores:
-    """Scores as they are trained on, these without a normalisation, the moments of the batch's (clipped), and those that
-    greedy responses have as a baseline."""
+    """Scores that are trained on, the same before normalisation, moments of the clipped scores, and the scores of greedy
+    responses as a baseline."""
 
     trained_B: Tensor
     shaped_B: Tensor
@@ -253,10 +261,10 @@ def _advantages(
     choices: AlgorithmConfig,
     ppo: PPOConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages, before whitening, and returns, both [T]; `compared_T`: rewards whose scores have been `compared`.
+    """Return advantages, before whitening, and returns, both [T]; `compared_T`: rewards whose scores have been `compared`.
 
-    With a critic GAE(gamma, lambda).  Else the rewards that follow, A_t = sum over u >= t of gamma^(u-t) r_u: GAE where every
-    value is 0 and lambda is 1.
+    GAE(gamma, lambda) with a critic; otherwise the rewards to come, A_t = sum over u >= t of gamma^(u-t) r_u, which is GAE
+    with values 0 and lambda 1.
     """
     gae_lambda = ppo.gae_lambda if choices.critic else 1.0
     if not choices.critic:
@@ -271,7 +279,7 @@ def _advantages(
 def _trained_scores(
     scored: ScoredBatch, lengths_B: Tensor, ppo: PPOConfig, seen: Moments, overlong: Overlong
 ) -> _Scores:
-    """A greedy response's score is made as the others' are, by the moments of what is trained."""
+    """Clip, normalise and shape the scores; greedy ones by the moments of the trained ones."""
     clipped_B, greedy, greedy_G = clip_scores(scored.scores_B, ppo.reward_clip), scored.greedy, None
     moments = Moments.of(clipped_B)
     normalised_B = _normalised(clipped_B, moments, seen, ppo)
@@ -284,7 +292,7 @@ def _trained_scores(
 
 
 def _shaped(scores_B: Tensor, truncated_B: Tensor, ppo: PPOConfig) -> Tensor:
-    """Scores, those of responses that were cut at the limit as the settings want them."""
+    """Apply `truncated_score` and `missing_eos_penalty` to the scores of truncated responses."""
     if ppo.truncated_score is not None:
         scores_B = scores_B.masked_fill(truncated_B, ppo.truncated_score)
     return scores_B - ppo.missing_eos_penalty * truncated_B
@@ -326,9 +334,9 @@ def _summarise(
 
 
 def with_pairs(experience: Experience, scored: ScoredBatch, knows_kl: bool) -> Experience:
-    """The same with what there is of pairs; advantages are 1 in a better response, -1 in a worse one, else 0.
+    """Add the rows and figures of pairs; advantages are 1 in a better response, -1 in a worse one, else 0.
 
-    `knows_kl`: whether the reference's log-probs are of the temperature of the draws, as a KL needs them.
+    `knows_kl`: True if the reference's log-probs have the temperature of the draws, as a KL needs.
     """
     signs_B, scores_B = experience.advantages_T[last_tokens(experience.lengths_B)], scored.scores_B.double()
     chosen, rejected = scores_B[signs_B > 0], scores_B[signs_B < 0]
@@ -372,7 +380,7 @@ def _check_inputs(scored: ScoredBatch, lengths_B: Tensor) -> None:
 
 
 def _check_tokens(quantity: str, x_T: Tensor, lengths_B: Tensor) -> None:
-    """Raises NumericsError for the first token of `x_T` that is not finite, with its row and response position."""
+    """Raise NumericsError for the first token of `x_T` that is not finite, with its row and response position."""
     assert x_T.shape == (int(lengths_B.sum()),), (
         f"{quantity}: shape {x_T.shape} for {int(lengths_B.sum())} packed tokens"
     )

@@ -14,11 +14,11 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> Tensor:
-    """KL estimate of each token in nats, [T], differentiable in `logp_T`.
+    """Return the KL estimate of each token in nats, [T], differentiable in `logp_T`.
 
     k1 = d: unbiased, of either sign, noisy.
     k2 = d^2 / 2: never negative, biased.
-    k3 = exp(-d) - 1 + d: never negative, unbiased where the reference has no mass outside the actor's support.
+    k3 = exp(-d) - 1 + d: never negative, unbiased if the reference has no mass outside the actor's support.
 
     As a loss only k2's gradient has the KL's gradient for its expectation under the actor; k1's has expectation zero
     (no pull to the reference at all) and k3's that of the reversed KL(reference || actor).
@@ -34,9 +34,9 @@ def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator)
 
 
 def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor, estimator: Estimator) -> Tensor:
-    """The estimate whose gradient is that of KL(actor || reference) in expectation, for tokens that `old` drew, [T].
+    """Return the estimate whose expected gradient is the gradient of KL(actor || reference), for tokens that `old` drew, [T].
 
     k1 and k3 times actor / old: the expectation under old is then the KL itself, and so is its gradient (arXiv 2506.09477,
-    2512.21852; TRL's `use_bias_correction_kl`).  The gradient of k2 is that one as it is, where the actor is old.
+    2512.21852; TRL's `use_bias_correction_kl`).  k2 has this gradient already, if the actor is old.
     """
     return kl_T if estimator == "k2" else kl_T * (logp_T - old_logp_T).exp()

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.custom import CustomLoss
 from oppo_megatron.algorithms.kl import kl_per_token, with_reverse_gradient
-from oppo_megatron.algorithms.packed import row_sums, to_tokens
-from oppo_megatron.algorithms.stats import TokenStats, count, maximum, total
+from oppo_megatron.algorithms.packed import TokenStats, count, maximum, row_sums, to_tokens, total
 from oppo_megatron.config.algorithm import AlgorithmConfig, Objective, Ratio
 from oppo_megatron.config.ppo import PPOConfig
 
@@ -28,7 +27,7 @@ class PolicyStats(TokenStats):
 
     `loss` is the surrogate with its sign turned, weighted as in the loss; `clipped` counts tokens whose gradient the bounds of
     the ratio take away (cispo: make smaller); `approx_kl` is k3 of KL(old || new); `weight` sums the importance weights (1 each
-    where there are none); `kl` (to the reference) and `entropy` are filled in by `actor_loss`.  The others sum |advantage| by the
+    if there are none); `kl` (to the reference) and `entropy` are filled in by `actor_loss`.  The others sum |advantage| by the
     weights of the loss, of responses without and with tokens of an older policy: all of it, and what the bounds take away.
     """
 
@@ -83,7 +82,7 @@ class ActorTargets:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The choices that make the actor's loss of a token, and their bounds."""
+    """The choices of the actor's loss per token, and their bounds."""
 
     clip: float
     clip_high: float | None = None
@@ -101,12 +100,12 @@ class Surrogate:
 
     @property
     def range(self) -> tuple[float, float]:
-        """The ratios that are not clipped."""
+        """Range of the ratios that are not clipped."""
         return 1 - self.clip, 1 + (self.clip if self.clip_high is None else self.clip_high)
 
 
 def log_ratios(logp_T: Tensor, old_logp_T: Tensor, ratio: Ratio, lengths_R: Tensor | None) -> Tensor:
-    """Log of the ratio that is clipped, for each token, [T].
+    """Return the log of the ratio that is clipped, for each token, [T].
 
     sequence: the mean over the response, the same for its tokens (GSPO, arXiv 2507.18071 eq. 7).  sequence_token: that
     value, with the gradient of the token's own ratio (eq. 14).  sequence_product: the sum over the response.
@@ -125,7 +124,7 @@ def log_ratios(logp_T: Tensor, old_logp_T: Tensor, ratio: Ratio, lengths_R: Tens
 def policy_loss(
     logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int
 ) -> tuple[Tensor, PolicyStats]:
-    """The surrogate (with `clip`: paper eq. 2, sign turned to be minimised), each token times its weight where it has one.
+    """The surrogate (with `clip`: paper eq. 2, sign turned to be minimised), each token times its importance weight.
     """
     old_logp_T = targets.old_logp_T
     ratio_T = log_ratios(logp_T, old_logp_T, surrogate.ratio, targets.lengths_R).exp()
@@ -158,7 +157,7 @@ BOUND_FIGURES = ("clip_fraction", "lost_gradient_fresh", "lost_gradient_stale")
 
 
 def policy_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`POLICY_FIGURES` of an update with these reports of its optimizer steps."""
+    """Return `POLICY_FIGURES` of an update, from the reports of its optimizer steps."""
     tokens = sum(report["num_tokens"] for report in reports)
     gradient = {
         name: sum(r[f"{name}_lost"] for r in reports) / (sum(r[f"{name}_gradient"] for r in reports) or 1.0)
@@ -182,7 +181,7 @@ def policy_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def shared(terms_T: Tensor, share_T: Tensor | None) -> Tensor:
-    """The terms of a loss by tokens, each as much as the reduction has it count."""
+    """Weight each token's loss by its share under the reduction."""
     return terms_T if share_T is None else terms_T * share_T
 
 
@@ -248,7 +247,7 @@ def _plain(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Sur
 class ObjectiveTerms(NamedTuple):
     """`through_ratio`: the gradient flows through the ratio.
 
-    The product of a response's ratios is then one term of the response, of which each token has an equal part.
+    The product of a response's ratios is then one term of the response, divided equally among its tokens.
     """
 
     terms: Terms
@@ -265,9 +264,9 @@ OBJECTIVES: Mapping[Objective, ObjectiveTerms] = {
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_clip: float, num_tokens: int
 ) -> tuple[Tensor, ValueStats]:
-    """Half the larger of two squared errors: of the value, and of the value held to old +- `value_clip`.
+    """Return half the larger of two squared errors: of the value, and of the value clamped to old +- `value_clip`.
 
-    `value_clip` 0 leaves only the first.
+    With `value_clip` 0 only the first counts.
     """
     error_T = (values_T - returns_T).square()
     losses_T = 0.5 * error_T
@@ -297,10 +296,10 @@ def actor_loss(
     kl_coefficient: float,
     num_tokens: int,
 ) -> tuple[Tensor, PolicyStats]:
-    """The actor's whole loss: surrogate + KL term (only with `kl.mode: loss`) - entropy bonus, by the same weights.
+    """Return the actor's loss: surrogate + KL term (only with `kl.mode: loss`) - entropy bonus, by the same weights.
 
-    `kl_coefficient` is the coefficient in force (the adaptive one may differ from the configured one).  `entropy_T`
-    may come without gradient when the entropy coefficient is 0: it is then only counted.
+    `kl_coefficient` is the current coefficient (an adaptive one differs from the configured one).  `entropy_T` needs no
+    gradient if the entropy coefficient is 0.
     """
     loss, stats = policy_loss(logp_T, targets, surrogate, num_tokens)
     if targets.reference_logp_T is not None:
@@ -313,3 +312,33 @@ def actor_loss(
     if ppo.entropy_coefficient > 0:
         loss = loss - ppo.entropy_coefficient * (shared(entropy_T, targets.share_T).sum() / num_tokens)
     return loss, replace(stats, entropy=total(entropy_T))
+
+
+WEIGHT_CAP = 2.0
+"""Largest importance weight of a token (`ppo.staleness: decoupled`)."""
+
+
+def ratio_base(
+    behaviour_logp_T: Tensor,
+    proximal_logp_T: Tensor | None,
+    correction: Literal["behaviour", "decoupled"],
+    ratio: Ratio = "token",
+    lengths_B: Tensor | None = None,
+    weight_cap: float = WEIGHT_CAP,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probs that PPO's ratio is taken against and each token's importance weight, both [T], without gradient.
+
+    behaviour: the log-probs recorded at sampling, no weight.
+    decoupled: the proximal log-probs, recomputed once at the step's start, and min(proximal / behaviour,
+    `weight_cap`) as weight (decoupled PPO: Hilton et al. 2022, AReaL 2025).  Ratios are then clipped around the policy that
+    the step began with, which may differ much from an older one; the cap bounds the variance of tokens that the older policy
+    found unlikely.  If the `ratio` is a response's (of `lengths_B` tokens), so is the weight.
+
+    With no stale token (proximal equals behaviour) both are plain PPO, to the last bit.
+    """
+    if correction == "behaviour":
+        return behaviour_logp_T.detach(), None
+    assert proximal_logp_T is not None, "correction 'decoupled' needs the log-probs recomputed at the step's start"
+    proximal_logp_T = proximal_logp_T.detach()
+    weight_T = log_ratios(proximal_logp_T, behaviour_logp_T.detach(), ratio, lengths_B).exp().clamp(max=weight_cap)
+    return proximal_logp_T, weight_T

@@ -6,6 +6,7 @@ Legend: T all response tokens of the batch, B rows (responses), N some of the T 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -53,3 +54,38 @@ def row_sums(x_T: Tensor, lengths_B: Tensor) -> Tensor:
 def to_tokens(x_B: Tensor, lengths_B: Tensor, num_tokens: int) -> Tensor:
     """Each row's value for all of its tokens, [T]; `num_tokens` is T."""
     return x_B.repeat_interleave(lengths_B, output_size=num_tokens)
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Sums over tokens, each a detached 0-d float64 tensor; a field named `max_...` is a maximum instead."""
+
+    num_tokens: Tensor
+
+
+def total(x_T: Tensor) -> Tensor:
+    """Detached sum in double precision, so that long runs of micro-batches lose nothing."""
+    return x_T.detach().sum(dtype=torch.float64)
+
+
+def count(x_T: Tensor) -> Tensor:
+    """Number of tokens as a 0-d float64 tensor on the device of `x_T`."""
+    return torch.full((), float(x_T.numel()), dtype=torch.float64, device=x_T.device)
+
+
+def right_share(margin: Tensor, noise: Tensor) -> Tensor:
+    """Return 1 for margins above `noise`, 0 below -`noise`, 1/2 between (float64).
+
+    The sign of a margin within rounding would change with the processor, the layout and the packing.
+    """
+    return (margin.greater(noise).double() + margin.greater_equal(-noise).double()) / 2
+
+
+def rounding(x: Tensor) -> float:
+    """Return the relative rounding error of a model's outputs: a few units of their type."""
+    return 4 * torch.finfo(x.dtype).eps
+
+
+def maximum(x_T: Tensor) -> Tensor:
+    """Detached largest element of non-negative `x_T`; 0 if it is empty (a rank without rows)."""
+    return x_T.detach().double().amax() if x_T.numel() else count(x_T)

@@ -1,7 +1,7 @@
-"""Online DPO (arXiv 2402.04792): of each group the best response and the worst, and the loss of the pair.
+"""Online DPO (arXiv 2402.04792): the loss of pairs, each of the best and the worst response of a group.
 
-A group whose scores are all equal is no pair: its rows weigh nothing.  The loss compares the policy with the reference alone, so
-it asks for no policy that sampled.
+A group of equal scores does not make a pair: its rows have weight 0.  The loss compares the policy with the reference only, not
+with the policy that sampled.
 
 Legend: T response tokens of a micro-batch, B responses of a batch in groups side by side, P pairs, two rows of a group each.
 """
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.losses import ActorTargets
-from oppo_megatron.algorithms.packed import last_tokens, row_sums
+from oppo_megatron.algorithms.packed import TokenStats, count, last_tokens, row_sums, total
 from oppo_megatron.algorithms.preference_losses import pair_columns
-from oppo_megatron.algorithms.stats import TokenStats, count, total
 from oppo_megatron.config.preference_losses import DPOLossConfig
 
 PAIR_FIGURES = (
@@ -27,7 +26,7 @@ PAIR_FIGURES = (
 
 @dataclass(frozen=True)
 class PairStats(TokenStats):
-    """Sums over the tokens (`entropy`) and the pairs (all others) of an update; `loss` is that of each pair."""
+    """Sums over the tokens (`entropy`) and the pairs (all others) of an update; `loss` is the loss of each pair."""
 
     entropy: Tensor
     pairs: Tensor
@@ -39,7 +38,7 @@ class PairStats(TokenStats):
 
 
 def rows_of_pairs(signs_B: Tensor, group_size: int) -> list[list[int]]:
-    """For each group, in order, the rows of its best and of its worst response; of one that is no pair the first two.
+    """Return the rows of the best and the worst response of each group, in order; the first two if the group is not a pair.
 
     `signs_B`: 1 of the best, -1 of the worst, 0 of the others.
     """
@@ -51,8 +50,8 @@ def rows_of_pairs(signs_B: Tensor, group_size: int) -> list[list[int]]:
 
 
 def pair_weights(num_tokens: int, counted_N: Sequence[bool]) -> list[float]:
-    """Weights of the rows of a minibatch [N], 1 over its pairs in units of 1/T as `reduction.row_weights` has them; 0 of a row
-    that is in no pair."""
+    """Return the weights of the rows of a minibatch [N], 1 / pairs in units of 1/T (see `reduction.row_weights`); 0 for rows
+    without a pair."""
     pairs = sum(counted_N) / 2
     return [num_tokens / pairs if counted else 0.0 for counted in counted_N]
 
@@ -70,7 +69,7 @@ def pair_loss(
     ends_R = last_tokens(lengths_R)
     first_P, _ = targets.advantages_T[ends_R].view(-1, 2).unbind(-1)
     weight_P, _ = targets.share_T[ends_R].view(-1, 2).unbind(-1)
-    weight_P = weight_P * first_P.abs()  # as it is, but not finite where the scores were not
+    weight_P = weight_P * first_P.abs()  # unchanged, or NaN if the scores were NaN
     logp_R, reference_R = (row_sums(x_T.double(), lengths_R) for x_T in (logp_T, targets.reference_logp_T))
     ordered = [_best_first(x_R, first_P) for x_R in (logp_R, reference_R, lengths_R.double())]
     columns = pair_columns(ordered[0], ordered[1], ordered[2], rule, noise)
@@ -86,7 +85,7 @@ def pair_loss(
 
 
 def pair_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`PAIR_FIGURES` of an update with these reports of its optimizer steps; means over pairs are 0 where there was none."""
+    """Return `PAIR_FIGURES` of an update, from the reports of its optimizer steps; means over pairs are 0 if there were none."""
     sums = {name: sum(report[name] for report in reports) for name in reports[0] if name in PairStats.__dataclass_fields__}
     pairs = max(1.0, sums["pairs"])
     means = (sums[name] / pairs for name in ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected"))
@@ -94,6 +93,6 @@ def pair_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _best_first(x_R: Tensor, first_P: Tensor) -> Tensor:
-    """Numbers of rows, those of each pair in the order better, worse; `first_P` is negative where the worse one is first."""
+    """Order each pair's numbers as better, worse; `first_P` is negative if the worse one comes first."""
     x_P2 = x_R.view(-1, 2)
     return torch.where((first_P < 0)[:, None], x_P2.flip(-1), x_P2).flatten()

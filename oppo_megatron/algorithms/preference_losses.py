@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from oppo_megatron.algorithms.decode_gap import token_noise
-from oppo_megatron.algorithms.stats import count, right_share, total
+from oppo_megatron.algorithms.packed import count, right_share, total
 from oppo_megatron.config.preference_losses import DPOLossConfig, KTOLossConfig
 
 FLOAT32 = token_noise("float32")

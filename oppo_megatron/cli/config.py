@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--explain", metavar="KEY", help="meaning, values, unit and default of a key, as in overlap.delta"
     )
     what.add_argument("--list", action="store_true", help="every key, with its default and unit")
-    parser.add_argument("--kind", choices=KINDS, help="the command it is for; default: told from the file, else all")
+    parser.add_argument("--kind", choices=KINDS, help="the command it is for; default: by the file, else all")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
         print(config_yaml(_resolved(args)), end="")
     else:
-        raise ConfigError("`oppo config` was told nothing to show; give CONFIG.yaml, --explain KEY or --list")
+        raise ConfigError("`oppo config` has nothing to show; give CONFIG.yaml, --explain KEY or --list")
     return 0
 
 
@@ -68,7 +68,7 @@ def _resolved(args: argparse.Namespace) -> Section:
 def _explanation(kinds: Mapping[str, type[Section]], key: str, here: Section | None) -> Iterator[str]:
     """The explanation of `key`, once for all commands in which it is the same.
 
-    Raises ConfigError with the nearest keys where there is none.
+    Raises ConfigError with the nearest keys if there is none.
     """
     from oppo_megatron.config.describe import find_setting, near_keys
     from oppo_megatron.errors import ConfigError
@@ -131,7 +131,7 @@ def _shown(config: Section, key: str) -> str:
 
 
 def _at(value: Any, part: str) -> Any:
-    """`value` itself where it is no mapping, as behind a section that is null."""
+    """Return `value` itself if it is not a mapping, as for a section that is null."""
     return value.get(part) if isinstance(value, dict) and part else value
 
 

@@ -9,10 +9,10 @@ SUPERVISED = ("sft", "rm", "prm", "dpo", "kto")
 
 
 def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
-    """The command that most of the keys belong to; where several have as many, one that they are enough for.
+    """Return the command that most of the keys belong to; among equals, one whose required keys are given.
 
-    The overrides' keys count beside the file's.  `dpo` and `kto` by their sections of that name; `prm` where steps have a
-    separator or labels; else `rm` where a model starts from a fresh scalar head.
+    The overrides' keys count too.  `dpo` and `kto` have sections of that name; it is `prm` if steps have a separator or
+    labels, else `rm` if the model starts from a fresh scalar head.
     """
     from oppo_megatron.config.load import read_tree
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, nargs="?", help="default: none; then versions, devices and what this machine lacks are shown")
     parser.add_argument(
-        "--kind", choices=(*KINDS, "serve"), help="the command it is for; default: told from its keys"
+        "--kind", choices=(*KINDS, "serve"), help="the command it is for; default: by its keys"
     )
     parser.add_argument(
         "--skip-data", action="store_true", help="leave the rows of the data unread, and rewards and tokens unasked for"
@@ -95,8 +95,8 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
         return _supervised_lines(settings)
     inputs = read_inputs(settings, by_time())
     refused = try_answers(inputs, settings)
-    settings_told = [describe_batch(settings), *describe_settle(settings)]
-    return [*settings_told, *describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings)]
+    about = [describe_batch(settings), *describe_settle(settings)]
+    return [*about, *describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings)]
 
 
 def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:

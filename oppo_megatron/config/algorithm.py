@@ -1,6 +1,6 @@
 """The algorithm: a preset, and the six choices that it is made of.
 
-A preset fills in every choice, and the settings of `ppo`, `ppo.kl` and `rollout` that belong to it, where the configuration
+A preset fills in every choice, and the settings of `ppo`, `ppo.kl` and `rollout` that belong to it, unless the configuration
 does not give them (`with_preset`); so the resolved configuration shows what a preset came to.
 """
 
@@ -47,7 +47,7 @@ class Preset:
 
 
 OF_PAIRS = {"baseline": "best_worst", "objective": "dpo", "reduction": "pair_mean"}
-"""What a preset of pairs chooses, and no other one."""
+"""Choices that only presets of pairs make."""
 COMPARED = ("group_mean", "others", "best_worst")
 CHOICES = ("baseline", "scale", "ratio", "objective", "reduction")
 NO_KL = {"mode": "none"}
@@ -105,7 +105,7 @@ PRESETS = {
         "greedy", "none", "token", "clip", "sequence_sum", {"mode": "penalty", "estimator": "k1", "coefficient": 0.05},
     ),
 }  # fmt: skip
-"""By name.  What is not given is the default of its setting."""
+"""By name.  Settings that are not given have their defaults."""
 
 Name = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "magistral",
@@ -136,20 +136,21 @@ class AlgorithmConfig(Section):
     )
     baseline: Baseline = Field(
         "critic",
-        description="what a score is compared with: a critic's values (GAE), the mean of its group's scores, the mean of the "
-        "others in its group, that of a greedy response to its prompt, which is decoded beside the others and not trained, or "
-        "nothing; best_worst: a group's best response is set against its worst; default: the preset's",
+        description="baseline of a score: critic: a critic's values (GAE); group_mean: its group's mean; others: the mean of "
+        "the others in its group; greedy: the score of a greedy response to its prompt, which is decoded too and not trained; "
+        "none; best_worst: a group's best response against its worst; default: the preset's",
     )
     scale: Scale = Field(
         "whiten",
-        description="what advantages are divided by: nothing; the deviation of the group's scores, or of the batch's; that of "
-        "the batch's responses' advantages, after their mean is subtracted; or whiten: mean 0 and variance 1 over "
-        "the batch's tokens; default: the preset's",
+        description="divisor of advantages: none; group_std: standard deviation of the group's scores; batch_std: of the batch's "
+        "scores; advantage_std: of the batch's advantages after their mean is subtracted; whiten: mean 0 and variance 1 over the "
+        "batch's tokens; default: the preset's",
     )
     ratio: Ratio = Field(
         "token",
-        description="whose ratio of new to old policy is clipped: each token's; the response's, as the geometric mean of its "
-        "tokens'; that value with each token's gradient; or the response's product; default: the preset's",
+        description="ratio of new to old policy that is bounded: token: each token's; sequence: the geometric mean over the "
+        "response; sequence_token: that value with each token's gradient; sequence_product: the product over the response; "
+        "default: the preset's",
     )
     objective: AnyObjective = Field(
         "clip",
@@ -158,9 +159,9 @@ class AlgorithmConfig(Section):
     )
     reduction: AnyReduction = Field(
         "token_mean",
-        description="the weight of a token in the loss of a minibatch of N responses in G groups, T tokens: 1/T; 1/(N its "
-        "response's tokens); 1/(N rollout.max_response_tokens); 1/(G its group's tokens); or 1/N; pair_mean: 1/pairs, of a "
-        "pair's loss; default: the preset's",
+        description="weight of a token in the loss of a minibatch with N responses, G groups and T tokens: token_mean: 1/T; "
+        "sequence_mean: 1/(N x tokens of its response); constant: 1/(N x rollout.max_response_tokens); group_token_mean: 1/(G x "
+        "tokens of its group); sequence_sum: 1/N; pair_mean: each pair counts 1/pairs; default: the preset's",
     )
 
     advantage: FunctionPath | None = Field(
@@ -178,7 +179,7 @@ class AlgorithmConfig(Section):
 
     @property
     def critic(self) -> bool:
-        """Whether a critic is trained."""
+        """True if a critic is trained."""
         return self.baseline == "critic"
 
     @property
@@ -209,27 +210,27 @@ class AlgorithmConfig(Section):
 
     @property
     def pairs(self) -> bool:
-        """Whether the loss is of pairs of responses to a prompt."""
+        """True if the loss compares pairs of responses to a prompt."""
         return self.objective == "dpo"
 
     def temperature(self, drawn: float) -> float:
-        """That of the log-probs that the loss compares, the reference's included: `drawn`, at which tokens are, or of pairs 1."""
+        """Temperature of the log-probs in the loss and of the reference: that of sampling, `drawn`, or 1 for pairs."""
         return 1.0 if self.pairs else drawn
 
     @property
     def greedy(self) -> bool:
-        """Whether each prompt has one more response, which is decoded greedily and not trained."""
+        """True if each prompt has one more response, which is decoded greedily and not trained."""
         return self.baseline == "greedy"
 
     @property
     def compares(self) -> bool:
-        """Whether a response's score is changed by those of others."""
+        """True if the scores of other responses change that of a response."""
         by_response = self.scale in ("group_std", "batch_std", "advantage_std")
         return by_response or self.baseline in (*COMPARED, "greedy")
 
     @property
     def needs_group(self) -> bool:
-        """Whether a response is compared with others to its prompt."""
+        """True if a response is compared with others to its prompt."""
         return self.baseline in COMPARED or self.scale == "group_std"
 
 

@@ -108,8 +108,8 @@ READS = (
 
 
 def unread_settings(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each setting that nothing reads; a default, and the value that a preset brings, are no mistake."""
-    algorithm, told = config.algorithm, set[str]()
+    """Yield a sentence for each setting that nothing reads; a default, and the value that a preset brings, are allowed."""
+    algorithm, reported = config.algorithm, set[str]()
     words = {
         "preset": algorithm.preset, "objective": algorithm.objective, "scale": algorithm.scale, "kl": config.ppo.kl.mode,
     }  # fmt: skip
@@ -118,8 +118,8 @@ def unread_settings(config: TrainConfig) -> Iterator[str]:
             continue
         for key in each.settings:
             value = _value(config, key)
-            if key not in told and value not in (_default(config, key), _of_preset(config, key)):
-                told.add(key)
+            if key not in reported and value not in (_default(config, key), _of_preset(config, key)):
+                reported.add(key)
                 shown = f"{value:g}" if isinstance(value, float) else str(value).lower() if value is True else value
                 yield f"{key} is {shown}, but {each.why.format(**words)}, and nothing reads it; {each.remedy}"
 

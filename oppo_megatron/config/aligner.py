@@ -21,7 +21,7 @@ class StreamConfig(Section):
 
 
 class AlignerDeltaConfig(DeltaConfig):
-    """How many prompts more than `num_rollout_samples` are drawn, over all replicas; none until asked for."""
+    """Prompts drawn beyond `num_rollout_samples`, over all replicas; by default none."""
 
     initial: Annotated[int, Unit("prompts")] = Field(0, ge=0, description="delta of the first step")
     max: Annotated[int, Unit("prompts")] = Field(
@@ -30,7 +30,7 @@ class AlignerDeltaConfig(DeltaConfig):
 
 
 class AlignerConfig(CarryConfig):
-    """What `oppo_megatron.integrations.nemo_aligner` adds to NeMo-Aligner's `trainer.ppo`; by default nothing."""
+    """The settings that `oppo_megatron.integrations.nemo_aligner` adds to NeMo-Aligner's `trainer.ppo`."""
 
     delta: AlignerDeltaConfig = AlignerDeltaConfig()
     scorer: StreamConfig | None = Field(

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, fiel
 
 @dataclass(frozen=True)
 class Unit:
-    """What the number of a setting counts, for the documentation: `Annotated[int, Unit("prompts")]`.
+    """The unit of a setting's number, for the documentation: `Annotated[int, Unit("prompts")]`.
 
     A setting whose last word is a unit (`timeout_s`, `max_prompt_tokens`) needs none; see `UNITS_OF_NAMES` of describe.py.
     `Unit("")`: a pure number.
@@ -22,7 +22,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Choices:
-    """What each value of a setting stands for, as a table whose first row is its head, for `oppo config --explain`."""
+    """The meaning of each value of a setting, as a table with a head, for `oppo config --explain`."""
 
     rows: tuple[tuple[str, ...], ...]
 

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 WITHOUT_EFFECT = ("run_dir", "checkpoint.resume")
-"""Settings that say where and how a run is continued, not what it does."""
+"""Settings of where and how a run is continued; they do not change its results."""
 
 STARTING = ("checkpoint", "init", "init_seed", "fresh_head", "lora.adapter")
 """Settings of a trained role that named the source of its weights when the run began."""
@@ -19,7 +19,7 @@ SHOWN = 60
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """`key: old -> new` for every setting of a run that differs, in the order of its configuration.
 
-    Where the run goes on with what its checkpoint holds, the line says that.  Both are plain trees of resolved settings.
+    The line says so if the run keeps the value of its checkpoint.  Both are plain trees of resolved settings.
     """
     return [
         f"{key}: {_shown(old)} -> {_shown(new)}{_kept(key, now)}"
@@ -29,16 +29,16 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def _kept(key: str, now: Mapping[str, Any]) -> str:
-    """What goes on from the checkpoint in spite of a change."""
+    """Return a note if the run keeps the value of its checkpoint in spite of the change."""
     role, _, name = key.partition(".")
     if role in ("actor", "critic", "model") and name.startswith(STARTING):
         return f" (the {role}'s weights come from the checkpoint)"
     if key == "ppo.kl.coefficient" and _at(now, "ppo.kl.target") is not None:
-        return " (the adaptive coefficient goes on from the checkpoint)"
+        return " (the adaptive coefficient continues from the checkpoint)"
     if key == "overlap.delta.initial" and _at(now, "overlap.delta.rule") != "fixed":
-        return " (delta goes on from the checkpoint)"
+        return " (delta continues from the checkpoint)"
     if key == "overlap.chunk.tokens" and _at(now, "overlap.chunk.adaptive"):
-        return " (the chunk size goes on from the checkpoint)"
+        return " (the chunk size continues from the checkpoint)"
     return ""
 
 
@@ -77,7 +77,7 @@ def _shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """The value as YAML in one line; of a section only the given settings."""
+    """Return the value as YAML on one line, without the null settings of a section."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_plain(item)}" for name, item in value.items() if item is not None) + "}"
     if isinstance(value, list):

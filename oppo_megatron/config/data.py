@@ -146,9 +146,8 @@ class RewardPart(Section):
     )
     lenient: bool = Field(
         False,
-        description="less than all of it counts: where no answer is marked, the last number in the response (rule `gsm8k`); any "
-        "stretch of the response that the pattern matches (rule `format`); the share of passed tests, in place of 1 if all "
-        "passed (rule `code`)",
+        description="accept less: the last number in the response if no answer is marked (rule `gsm8k`); a match of the pattern "
+        "anywhere in the response (rule `format`); score the share of passed tests instead of 1 if all passed (rule `code`)",
     )
     pattern: str | None = Field(
         None, description="regular expression, of which `.` matches a line's end, too (rule `format`)"
@@ -159,7 +158,7 @@ class RewardPart(Section):
         description="the penalty grows from 0 to -1 over the last tokens before `max_tokens` (rule `length`)",
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="length from which on it is -1; null: `rollout.max_response_tokens` (rule `length`)"
+        None, ge=1, description="length from which the penalty is -1; null: `rollout.max_response_tokens` (rule `length`)"
     )
     processes: Annotated[int, Unit("processes")] = Field(
         4, ge=1, description="responses that are checked at once (rules `math` and `code`)"
@@ -178,8 +177,8 @@ class RewardPart(Section):
     remote: RemoteRewardConfig = RemoteRewardConfig()
     step_rewards: Literal["last", "min", "sum", "potential"] = Field(
         "last",
-        description="what the steps' scores p_k come to: the last, or the lowest, as the response's reward at its last "
-        "token; sum: p_k at the end of step k; potential: p_k - p_(k-1) there, which is the last in all (process)",
+        description="reward made from the steps' scores p_k: last or min: the last or the lowest score, at the response's last "
+        "token; sum: p_k at the end of step k; potential: p_k - p_(k-1) there, which sums to the last score (process)",
     )
     separator: str = Field(
         STEP_SEPARATOR, min_length=1, description="text between two steps, as the model was trained with (process)"
@@ -187,7 +186,7 @@ class RewardPart(Section):
 
     @property
     def reads_model(self) -> bool:
-        """Whether the run's reward model gives the number, as it is or from steps."""
+        """True if the run's reward model gives the number, for the response or for its steps."""
         return self.kind in ("model", "process")
 
     @field_validator("pattern")
@@ -199,7 +198,7 @@ class RewardPart(Section):
 
     @property
     def isolation(self) -> IsolationConfig | None:
-        """The limits of its process; None: it has no process of its own."""
+        """Limits of its own process; None: it has none."""
         if isinstance(self.isolate, IsolationConfig):
             return self.isolate
         if self.kind == "verifier":
@@ -209,7 +208,7 @@ class RewardPart(Section):
 
 
 def compile_pattern(pattern: str) -> regex.Pattern[str]:
-    """The regular expression of a rule `format`.  Raises ValueError if it is none."""
+    """Compile the pattern of rule `format`.  Raises ValueError if it is not a regular expression."""
     try:
         return regex.compile(pattern, regex.DOTALL)
     except regex.error as error:

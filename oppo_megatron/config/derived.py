@@ -23,7 +23,7 @@ def adapters(config: TrainConfig | SupervisedConfig) -> dict[str, LoraConfig]:
 
 
 def rollback_rules(config: TrainConfig) -> list[str]:
-    """The guards that go back to a checkpoint where they are broken."""
+    """Return the guards whose breach returns the run to a checkpoint."""
     gap_limit = config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature)
     return [rule for rule, action in config.guards.in_force(gap_limit).items() if action == "rollback"]
 
@@ -46,7 +46,7 @@ def usual_prompt_tokens(config: TrainSettings) -> int:
 
 
 READ_GREEDY = ("actor", "reward")
-"""Roles that have anything to do with greedy responses, which are no more than a baseline."""
+"""Roles that read greedy responses, which serve as a baseline only."""
 
 
 def members(config: TrainSettings) -> Members:
@@ -110,10 +110,10 @@ def describe_settle(config: TrainSettings) -> list[str]:
     period, audit = settle_period(config), config.settle.audit
     if period is None:
         return []
-    checked = f"one group of {audit} goes on to its end and is checked" if audit else "no group is checked at its end"
-    told = f"settle {config.settle.mode}: rewards are asked every {period} decode steps; {checked}"
+    checked = f"one group of {audit} is decoded to its end and checked" if audit else "no group is checked at its end"
+    line = f"settle {config.settle.mode}: rewards are asked every {period} decode steps; {checked}"
     biased = "WARNING: settle.mode is predicted: the gradient is biased towards short responses, see docs/algorithm.md"
-    return [told, biased] if config.settle.mode == "predicted" else [told]
+    return [line, biased] if config.settle.mode == "predicted" else [line]
 
 
 def longest_chunk(config: TrainConfig) -> int:
@@ -129,7 +129,7 @@ def minibatch_rows(config: TrainSettings) -> int:
 
 
 def minibatch_parts(config: TrainSettings) -> int:
-    """What replicas divide among them in an optimizer step: its rollouts, or its pairs, each of a group."""
+    """Return the number of parts that replicas share in an optimizer step: its rollouts, or its pairs, one per group."""
     rows = minibatch_rows(config)
     return max(1, rows // config.rollout.group_size) if config.algorithm.pairs else rows
 
@@ -151,9 +151,9 @@ def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
 
 
 def best_standard(config: TrainSettings | SupervisedConfig) -> Standard | None:
-    """What names the best step: as `checkpoint.keep_best` says, else what stops early, else the first held-out metric.
+    """Return the standard of the best step: `checkpoint.keep_best`, else `early_stop`, else the first held-out metric.
 
-    Where nothing is measured while the run goes on, it is the mean reward of a step's batch, and of sft and rm nothing.
+    If nothing is measured during the run, it is the mean reward of a step's batch; supervised runs then have none.
     """
     rules, names = config.checkpoint, config.measured
     if isinstance(rules.keep_best, str):
@@ -177,7 +177,7 @@ def verdict_lag(config: TrainConfig, metric: str) -> int:
     """Periods of the verdict clock that a filter by `metric` waits for beyond the end of a response, at the least.
 
     A reward model reads the last chunk of a response while the next one is decoded, so its scores are there a period later than
-    those of verifiers, functions and services; also where nothing is streamed, so that streaming changes no batch.
+    those of verifiers, functions and services.  This holds without streaming too, so that streaming changes no batch.
     """
     parts = zip(config.rewards, part_labels(config.rewards), strict=True)
     return int(any(part.reads_model for part, label in parts if metric in (REWARD, label)))

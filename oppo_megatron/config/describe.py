@@ -53,7 +53,7 @@ LISTED = "as listed there"
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of a schema.  `key` is dotted; what stands in a list of sections has `[]` behind the list's name."""
+    """A key of a schema.  `key` is dotted; a list of sections has `[]` after its name."""
 
     key: str
     field: FieldInfo
@@ -84,7 +84,7 @@ class Setting:
 
     @property
     def unit(self) -> str | None:
-        """The unit of its number; empty for a pure number, None if it is no number or has no unit."""
+        """Unit of its number; empty for a pure number, None if it is not a number or has no unit."""
         if not self.is_number:
             return None
         given = [rule.name for rule in self.field.metadata if isinstance(rule, Unit)]
@@ -92,7 +92,7 @@ class Setting:
 
     @property
     def table(self) -> tuple[tuple[str, ...], ...]:
-        """What each value stands for, head first; nothing where a list of them says it."""
+        """The meaning of each value, head first; empty if the setting has no such table."""
         return next((rule.rows for rule in self.field.metadata if isinstance(rule, Choices)), ())
 
     @property
@@ -109,13 +109,13 @@ class Setting:
 
 
 def settings_in(section: type[Section], prefix: str = "") -> Iterator[Setting]:
-    """The keys of one section, in its order."""
+    """Yield the keys of one section, in its order."""
     for name, field in section.model_fields.items():
         yield Setting(prefix + name, field)
 
 
 def all_settings(kind: type[Section], prefix: str = "") -> Iterator[Setting]:
-    """Every key of a schema, each section's behind the key that holds it."""
+    """Yield every key of a schema; the keys of a section follow the key that holds it."""
     for setting in settings_in(kind, prefix):
         yield setting
         if setting.section is not None:

@@ -85,7 +85,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def _remedy(details: list[ErrorDetails]) -> str:
-    """The nearest of the words that a setting takes, where one is near; else what the first detail asks for."""
+    """Suggest the nearest of the values that a setting takes; else give the remedy for the first detail."""
     for detail in (each for each in details if each["type"] == "literal_error"):
         choices = [str(choice).strip("'") for choice in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         near = difflib.get_close_matches(str(detail["input"]), choices, n=1)
@@ -100,7 +100,7 @@ def _remedy(details: list[ErrorDetails]) -> str:
 
 
 def _suggest_key(kind: type[Section], path: Path) -> str:
-    """The nearest key of the same section, else the place in the schema where a key of this very name exists."""
+    """Suggest the nearest key of the same section, else the place in the schema of a key with this name."""
     wrong = str(path[-1])
     section = _section_at(kind, path[:-1])
     near = difflib.get_close_matches(wrong, section.model_fields, n=1)
@@ -163,7 +163,7 @@ def _section_at(kind: type[Section], path: Path) -> type[Section]:
     for part in path:
         if isinstance(part, str):
             inner = section_in(section.model_fields[part].annotation)
-            assert inner is not None, f"{part} of {section.__name__} is no section"
+            assert inner is not None, f"{part} of {section.__name__} is not a section"
             section = inner
     return section
 

@@ -1,4 +1,4 @@
-"""Lengths at which responses end in place of EOS, by sequence (`debug.forced_lengths`)."""
+"""Lengths at which responses end instead of at EOS, by sequence (`debug.forced_lengths`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from oppo_megatron.config.debug import ForcedLengths, Quantile, log_normal
 from oppo_megatron.uniforms import uniforms_at
 
-LENGTH_DRAW = 2**63  # stands where a token's position stands in its draw, so that no token shares the number
+LENGTH_DRAW = 2**63  # takes the place of a token's position in its draw; no token has this position
 KEPT_LENGTHS = 65536  # a length is asked for in every round
 DRAWN_AT_ONCE = 256
 
@@ -25,7 +25,7 @@ class ForcedLimits:
 
     @classmethod
     def of(cls, forced: ForcedLengths, most: int, seed: int, trace: Quantile | None = None) -> ForcedLimits:
-        """`trace` has the lengths of the file that `forced` names, where it names one."""
+        """`trace`: the lengths of the file that `forced` names, if it names one."""
         return cls(trace or log_normal(forced), most, seed)
 
     def __call__(self, seq_id: int) -> int:

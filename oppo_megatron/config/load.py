@@ -110,7 +110,7 @@ def config_yaml(config: Section) -> str:
 
 
 def plain_settings(config: Section) -> dict[str, Any]:
-    """What that text says, as a reader of plain YAML has it, without the tenth of a second that writing and reading take."""
+    """Return the tree that a reader of that text gets, without writing and reading it (0.1 s)."""
     return {key: _plain(value) for key, value in config.model_dump().items()}
 
 
@@ -168,7 +168,7 @@ def _read_yaml(path: Path) -> DictConfig:
 
 
 def _reference_problem(values: Collection[str]) -> str | None:
-    """Why values with references `${...}` are not resolved: omegaconf calls itself for each within, or behind, another."""
+    """Return why references `${...}` are not resolved (omegaconf recurses for each); None if they are."""
     if len(values) > MOST_REFERENCES:
         return (
             f"it has {len(values)} different references `${{...}}`, more than {MOST_REFERENCES}; write some of them out"
@@ -229,7 +229,7 @@ def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
 
 
 def _misses(problem: str, path: Sequence[str | int]) -> bool:
-    """Whether a problem is that a section lacks the key at `path`, which is there, but was left out for being wrong."""
+    """True if a problem only says that a section lacks the key at `path`, which was left out because it is wrong."""
     *section, key = map(str, path or [""])
     return problem.startswith(f"{'.'.join(section)} ") and key in re.findall(r"\w+", problem)
 

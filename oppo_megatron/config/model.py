@@ -107,7 +107,7 @@ class LearningModelConfig(ModelConfig):
 
     lora: LoraConfig | None = Field(
         None,
-        description="train low-rank adapters beside the model's frozen weights; null: train all weights",
+        description="train low-rank adapters and keep the model's weights frozen; null: train all weights",
     )
 
 

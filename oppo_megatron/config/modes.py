@@ -34,6 +34,6 @@ def switched(config: TrainConfig, mode: str) -> TrainConfig:
 
 
 def switches(mode: str) -> tuple[dict[str, bool], list[Literal["critic", "scores"]]]:
-    """What a mode sets in `overlap`, and `debug.wait_for`."""
+    """Return the settings of `overlap` and `debug.wait_for` of a mode."""
     overlap = {name: value for name, value in MODES[mode].items() if name != "hide_critic"}
     return overlap, [] if MODES[mode]["hide_critic"] else ["critic"]

@@ -12,11 +12,11 @@ from typing import Any
 from oppo_megatron.config.base import Section
 
 SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-"""What may stand in a file's place, and would be waited for or read without end."""
+"""Special files, whose reading would block or never end."""
 
 
 def irregular_path(what: str, path: Path, remedy: str = "write its content to a file, and name that") -> str | None:
-    """One sentence where `path` is there, and is neither a file nor a folder; else None."""
+    """Return a sentence if `path` exists and is neither a file nor a folder; else None."""
     kind = SPECIAL.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
     if kind is None:
         return None
@@ -24,7 +24,7 @@ def irregular_path(what: str, path: Path, remedy: str = "write its content to a 
 
 
 def missing_path(what: str, path: Path) -> str:
-    """One sentence: `path` does not exist, where the trail ends, and which sibling has the nearest name.
+    """Return a sentence: `path` does not exist, the first part that is missing, and the sibling with the nearest name.
 
     The message names anything that exists but is of another kind than the caller needs.
     """
@@ -64,14 +64,14 @@ def missing_within(what: str, path: Path) -> str:
 
 
 def check_exists(what: str, path: Path) -> list[str]:
-    """A problem where `path` is missing, or neither a file nor a folder; else nothing."""
+    """Return a problem if `path` is missing, or neither a file nor a folder."""
     if irregular := irregular_path(what, path):
         return [irregular]
     return [] if path.exists() else [missing_path(what, path)]
 
 
 def check_files(what: str, path: Path) -> list[str]:
-    """A problem where `path` is missing and, where it is a pattern, matches no file; or is neither a file nor a folder."""
+    """Return a problem if `path` is missing and does not match a file as a pattern, or is neither a file nor a folder."""
     if path.exists():
         return check_exists(what, path)
     if glob.has_magic(str(path)):

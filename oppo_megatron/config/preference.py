@@ -22,7 +22,7 @@ class PreferenceConfig(SupervisedConfig):
     )
     reference_logprobs: Path | None = Field(
         None,
-        description="file of the reference's log-probs, made where it is missing and used by every run whose reference is the "
+        description="file of the reference's log-probs, made if it is missing and used by every run whose reference is the "
         "same; null: `reference.safetensors` in the run directory",
     )
 
@@ -32,7 +32,7 @@ class PreferenceConfig(SupervisedConfig):
 
     @property
     def referred(self) -> ModelConfig:
-        """What the reference is made from."""
+        """The model that the reference is made from."""
         return self.model if self.reference is None else self.reference
 
 

@@ -52,7 +52,7 @@ def render_reference() -> str:
 
 
 def _sections() -> dict[type[Section], list[str]]:
-    """Each section class in the order of its first use, with the dotted keys it stands at."""
+    """Each section class in the order of its first use, with the dotted keys where it is used."""
     places: dict[type[Section], list[str]] = {}
     for kind in PAGES.values():
         for place, section in _nested(kind, ""):

@@ -33,7 +33,7 @@ class CheckpointConfig(Section):
         False,
         description="the run waits only until the checkpoint's content has been copied (host memory must hold the "
         "weights and optimizer states that this rank writes a second time); a thread writes the copy while the run "
-        "goes on",
+        "continues",
     )
     resume: bool = Field(
         False, description="continue from the last whole checkpoint of `run_dir`, if it has one (`--resume`)"
@@ -41,12 +41,12 @@ class CheckpointConfig(Section):
 
     @property
     def saves_end(self) -> bool:
-        """Whether the run saves a checkpoint after its last step."""
+        """True if the run saves a checkpoint after its last step."""
         return self.final is True
 
     @property
     def writes_weights(self) -> bool:
-        """Whether the run writes weights to `weights/`, and to `best/` where a best step is kept."""
+        """True if the run writes weights to `weights/`, and to `best/` if a best step is kept."""
         return self.final != "nothing"
 
 

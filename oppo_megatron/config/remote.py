@@ -39,7 +39,7 @@ START_S = 60.0
 
 
 class IsolationConfig(Section):
-    """Limits of the process of a user's reward function.  They contain accidents, not attackers: it is no sandbox."""
+    """Limits of the process of a user's reward function.  They contain accidents, not attackers: this is not a sandbox."""
 
     wall_s: float = Field(
         30.0, gt=0, description="time limit of one call, in wall-clock seconds and in processor seconds"

@@ -74,7 +74,7 @@ def _of_dtype(role: Any, dtype: Any) -> Any:
 
 
 def _with_long_rows(settings: Any) -> Any:
-    """The settings of supervised runs, where `long_rows` is `quarantine` by default, for held-out rows as for others."""
+    """Return the settings of a supervised run, with `long_rows: quarantine` as the default of all its rows."""
     data = settings.get("data") if isinstance(settings, dict) else None
     if not isinstance(data, dict):
         return settings
@@ -138,9 +138,9 @@ class RunConfig(Section):
     stall_deadline_s: float = Field(
         900.0,
         ge=0,
-        description="a run that stands still for this long is ended, and every rank writes the stacks of its threads "
-        "to `stacks/`; it stands still if a rank gives no sign of life, if a rank neither moves nor waits for "
-        "another, or if no rank moves; the deadline must exceed the longest single piece of work: reading a model's "
+        description="a run that makes no progress for this long is ended, and every rank writes the stacks of its threads "
+        "to `stacks/`; that is, if a rank gives no sign of life, if a rank neither works nor waits for another, or if no rank "
+        "works; the deadline must exceed the longest single piece of work: reading a model's "
         "weights, saving or reading a checkpoint, a micro-batch of an update, a call of a reward function; 0: no "
         "limit",
     )
@@ -221,17 +221,17 @@ class TrainSettings(RunConfig):
 
     @property
     def trained(self) -> dict[str, TrainedRoleConfig]:
-        """The roles that are trained: the actor, and the critic where there is one."""
+        """The trained roles: the actor, and the critic if there is one."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     @property
     def scores_steps(self) -> bool:
-        """Whether the reward model is a process reward model."""
+        """True if the reward model is a process reward model."""
         return any(part.kind == "process" for part in self.rewards)
 
     @property
     def measured(self) -> list[str]:
-        """The held-out metrics that are measured while the run goes on, in their order."""
+        """The held-out metrics that are measured during the run, in their order."""
         return self.evaluation.names if self.evaluation is not None and self.evaluation.every_steps else []
 
     @property
@@ -277,7 +277,7 @@ class SupervisedConfig(RunConfig):
     MODELS: ClassVar[tuple[str, ...]] = ("model",)
     USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-5, 1e-4)
     SCALAR: ClassVar[bool] = False
-    """Whether the model has a scalar head in place of the language model's."""
+    """True if the model has a scalar head instead of the language model's."""
 
     @model_validator(mode="after")
     def _learning_rate(self) -> Self:
@@ -293,7 +293,7 @@ class SupervisedConfig(RunConfig):
 
     @property
     def measured(self) -> list[str]:
-        """The held-out metrics that are measured while the run goes on, in their order."""
+        """The held-out metrics that are measured during the run, in their order."""
         return list(self.METRICS) if self.evaluation is not None and self.evaluation.every_steps else []
 
 

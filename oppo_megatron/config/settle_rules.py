@@ -31,7 +31,7 @@ def _never_asked(config: TrainConfig) -> Iterator[str]:
     """The period must be shorter than the longest response."""
     period, longest = settle_period(config), config.rollout.max_response_tokens
     if period is not None and period >= longest:
-        what = "settle.every is" if config.settle.every else "settle.every is null, and rewards are asked once in"
+        what = "settle.every is" if config.settle.every else "settle.every is null, and rewards are asked every"
         yield (
             f"{what} {period} decode steps, but rollout.max_response_tokens is {longest}, so that responses end before "
             f"a reward is asked whether they are settled; set settle.every below {longest} (to a quarter of it, say), or set "
@@ -44,7 +44,7 @@ def _never_settled(config: TrainConfig) -> Iterator[str]:
     for part, label in zip(config.rewards, part_labels(config.rewards), strict=True):
         if (why := _silent(part)) is not None:
             yield (
-                f"settle.mode is {config.settle.mode}, but reward part {label!r} {why}, and a response ends early only where all "
+                f"settle.mode is {config.settle.mode}, but reward part {label!r} {why}, and a response ends early only if all "
                 "parts say that nothing changes their rewards any more; set settle.mode to off, or leave the part out"
             )
 
@@ -90,7 +90,7 @@ def _reductions(config: TrainConfig) -> Refused:
         why = "the mean and deviation over tokens change with lengths"
         yield "algorithm.scale is whiten", why, "set it to none, group_std, batch_std or advantage_std"
     if ppo.kl.mode != "none":
-        yield f"ppo.kl.mode is {ppo.kl.mode}", "the KL goes on where the reward does not", "set it to none"
+        yield f"ppo.kl.mode is {ppo.kl.mode}", "the KL of the tokens that are cut off would be missing", "set it to none"
     if ppo.entropy_coefficient:
         why = "the entropy bonus of what is cut off would be missing"
         yield f"ppo.entropy_coefficient is {ppo.entropy_coefficient:g}", why, "set it to 0"
@@ -101,7 +101,7 @@ def _reductions(config: TrainConfig) -> Refused:
 
 def _lengths_read(config: TrainConfig) -> Refused:
     ppo, overlong = config.ppo, config.overlong
-    why = "a response that ends early does not come to the limit"
+    why = "a response that ends early does not reach the limit"
     if overlong.buffer is not None:
         yield f"overlong.buffer is {overlong.buffer}", why, "set it to null"
     if overlong.mask:

@@ -10,9 +10,9 @@ from oppo_megatron.config.base import Section, Unit
 
 
 class SettleConfig(Section):
-    """Ending early: a response whose reward is the same whatever follows is decoded no further.
+    """Ending early: a response whose reward no longer depends on what follows is decoded no further.
 
-    Every part of `rewards` has to be able to say so of a prefix (docs/rewards.md, "Settled prefixes"): the rules `format`,
+    Every part of `rewards` must be able to decide this for a prefix (docs/rewards.md, "Settled prefixes"): the rules `format`,
     `multiple_choice` and `gsm8k_first`, and functions with `settled`.  See docs/algorithm.md.
     """
 
@@ -24,14 +24,14 @@ class SettleConfig(Section):
     every: Annotated[int | None, Unit("decode steps")] = Field(
         None,
         ge=1,
-        description="rewards are asked once in so many decode steps, whatever the chunk size, and responses end there; null: as "
-        "many as lie between two admissions (`overlap.backfill`), without it `overlap.chunk.tokens`",
+        description="decode steps between two questions to the rewards, at which responses may end, whatever the chunk size; "
+        "null: those between two admissions (`overlap.backfill`), without it `overlap.chunk.tokens`",
     )
     audit: Annotated[int, Unit("groups")] = Field(
         16,
         ge=0,
-        description="the responses to one prompt of so many go on to their ends, and the rewards have to be what they were "
-        "settled as; 0: none do",
+        description="decode the responses to one prompt in this many to their ends, and check that their rewards are those that "
+        "were predicted; 0: none",
     )
 
     @field_validator("mode", mode="before")

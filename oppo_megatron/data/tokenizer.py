@@ -23,8 +23,7 @@ from oppo_megatron.nesting import check_json
 SENTENCEPIECE_NAME = "tokenizer.model"
 TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")
 JSON_PATTERNS = ("*config.json", "*token*.json", "*vocab*.json", "*template*.json")
-"""Files that `transformers` reads; the folder may also hold data of any size."""
-"""Files; the directory of any tokenizer that transformers reads has at least one of them."""
+"""TOKENIZER_PATTERNS: every tokenizer directory of transformers has such a file.  JSON_PATTERNS: the files it reads."""
 UNKNOWN_ID_TEXT = "\ufffd"
 # What makes decode(encode(text)) == text for any text; and the special tokens.
 LOSSLESS: dict[str, Any] = {
@@ -53,7 +52,7 @@ class Tokenizer(Protocol):
     bos_id: int | None
     adds_bos: bool
     pad_id: int | None
-    other_ids: tuple[int, ...]  # of further special tokens, that of unknown text first
+    other_ids: tuple[int, ...]  # further special tokens, the unknown one first
     vocab_size: int
     chat: ChatTemplate
 
@@ -84,7 +83,7 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
     Its `eos_ids` are its own EOS and those that `generation_config.json` (else `config.json`) of its directory names, and
     of the directory `model`, of the policy that draws the tokens.
 
-    Raises `ConfigError` if the path is missing, is no tokenizer, or the tokenizer has no end-of-sequence token.
+    Raises `ConfigError` if the path is missing, is not a tokenizer, or the tokenizer has no end-of-sequence token.
     """
     path = config.path
     if not path.exists():
@@ -227,7 +226,7 @@ class SentencePieceTokenizer:
         self._continued = _continued(self.encode, lambda ids: str(self._processor.decode(ids)))
 
     def _find_space_mark_ids(self) -> list[int] | None:
-        """Byte pieces of `SPACE_MARK`; None where the model lacks them, or puts a space before each text it encodes."""
+        """Byte pieces of `SPACE_MARK`; None if the model lacks them, or puts a space before each text."""
         ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         has_prefix = self._processor.id_to_piece(self._processor.encode("a")[0]).startswith(SPACE_MARK)
         return ids if all(self._processor.is_byte(i) for i in ids) and not has_prefix else None
@@ -299,7 +298,7 @@ def train_sentencepiece(
 
 
 def _lines(texts: Iterable[str]) -> list[str]:
-    """The training texts: a newline is never part of another piece, nor is the character that stands for a space."""
+    """Lines to train on: neither a newline nor the character for a space is ever part of another piece."""
     separated = (text.replace(SPACE_MARK, "\n").replace("\0", "\n") for text in texts)
     lines = [line for text in separated for line in text.split("\n") if line.strip()]
     if not lines:

@@ -1,4 +1,4 @@
-"""The rest of a run that goes on from a checkpoint: the prompts it still admits, and whether it may go on.
+"""The rest of a resumed run: the prompts that it still admits, and whether it may continue.
 
 A step trains B rollouts, so `steps` steps need (steps - done) * B more; the buffer holds some of them already.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.overcommit.staleness import needed_batch
+from oppo_megatron.overcommit.readiness import needed_batch
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Ahead:
         return self.position - sum(each < self.position for each in self.left_out)
 
     def limit(self, steps: int | None, batch_size: int) -> int | None:
-        """Prompts of the stream, those admitted included, that `steps` steps in all need; None where data alone end the run."""
+        """Prompts of the stream, those admitted included, that `steps` steps in all need; None if only the data end the run."""
         if steps is None:
             return None
         return self.given + max(0, (steps - self.done) * batch_size - self.held)
 
     def to_train(self, steps: int | None, batch_size: int) -> int | None:
-        """Rollouts that are left to train; None where data alone end the run."""
+        """Rollouts that are left to train; None if only the data end the run."""
         return None if steps is None else max(0, steps - self.done) * batch_size
 
     def total_steps(self, steps: int | None, planned: int | None, batch_size: int) -> int:
@@ -58,16 +58,16 @@ NEW_RUN = Ahead()
 
 
 def require_resumable(done: int, steps: int | None) -> None:
-    """Raises CheckpointError where the checkpoint is of a later step than the run is to have."""
+    """Raise CheckpointError if the checkpoint is of a later step than the run is to have."""
     if steps is not None and steps < done:
         raise CheckpointError(
             f"steps is {steps}, but the checkpoint was saved after step {done}: there is no way back to fewer steps; set "
-            f"steps to {done} to end the run there, or higher to go on"
+            f"steps to {done} to end the run there, or higher to continue"
         )
 
 
 def require_prompts(ahead: Ahead, most: int | None, a_pass: int) -> None:
-    """Raises CheckpointError where the run has admitted prompts behind `most`, the end of passes of `a_pass` prompts."""
+    """Raise CheckpointError if the run has admitted prompts after `most`, the end of passes of `a_pass` prompts."""
     if most is not None and ahead.position > most:
         passes = math.ceil(ahead.position / a_pass)
         raise CheckpointError(
@@ -78,7 +78,7 @@ def require_prompts(ahead: Ahead, most: int | None, a_pass: int) -> None:
 
 
 def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: int) -> None:
-    """Raises CheckpointError where a run that has ended is given nothing to train beyond its end; `most` as above."""
+    """Raise CheckpointError if a run that has ended has nothing more to train; `most` as above."""
     ends = [end for end in (ahead.limit(steps, batch_size), most) if end is not None]
     if ahead.total_steps(steps, min(ends), batch_size) <= ahead.done:
         raise CheckpointError(
@@ -88,7 +88,7 @@ def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: 
 
 
 def require_bounded_deferrals(deferrals: Sequence[int], groups: int, group_size: int, max_staleness: int) -> None:
-    """Raises CheckpointError where groups of so many deferrals could not all be trained in time in batches of `groups`."""
+    """Raise CheckpointError if groups with these deferrals cannot all be trained in time in batches of `groups`."""
     if max(deferrals, default=0) > max_staleness:
         raise CheckpointError(
             f"overlap.max_staleness is {max_staleness}, but the checkpoint holds a rollout that was deferred "

@@ -26,13 +26,13 @@ Invariants (held by the unit tests):
    buffer hold more than n (B + delta) unfinished rollouts, nor more than 2B groups in all (with delta > B: than B + delta and
    (η + 1) B).
 3. A batch has B groups; only after the end of the prompts may the last one have fewer.
-4. Those apart that the batch waits for, no group of a batch finished after one that stayed behind finished (ties: by
-   admission).
+4. Apart from groups that the batch had to wait for, every group of a batch finished no later than any group left in the
+   buffer (ties: by admission).
 5. While delta <= η B (with backfill: always), no group is trained with more than η deferrals.
-6. The responses to a prompt stand side by side, in the buffer and in a batch.
+6. The responses to a prompt are side by side, in the buffer and in a batch.
 
 With a filter (`filter.py`) a group that has finished waits for its verdict: `keep` lets it be trained, `drop` takes it out
-untrained.  Then "finished" stands for "finished and kept" in 3 and 4, every admitted group is trained or dropped, the buffer
+untrained.  "Finished" then means "finished and kept" in 3 and 4, every admitted group is trained or dropped, the buffer
 never holds more than B + delta groups, and no round is ended by the last response of a batch.
 """
 
@@ -46,8 +46,7 @@ import numpy as np
 from oppo_megatron.chunks import GOES_ON, REASONS, Chunk, ChunkRow, ChunkRows
 from oppo_megatron.columns import Bools, Held, Ints, Table
 from oppo_megatron.errors import StreamError
-from oppo_megatron.overcommit.readiness import JudgedReadiness, Readiness
-from oppo_megatron.overcommit.staleness import due, settled
+from oppo_megatron.overcommit.readiness import JudgedReadiness, Readiness, due, settled
 from oppo_megatron.records import Prompt, Rollout
 
 
@@ -96,7 +95,7 @@ class RolloutBuffer:
 
     @property
     def room(self) -> int:
-        """How many rollouts may be admitted now, of whole groups; 0 while the buffer drains after delta has shrunk."""
+        """Number of rollouts that may be admitted now, of whole groups; 0 while the buffer drains after delta has shrunk."""
         room = self.capacity - len(self)
         if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), self._most - len(self))
@@ -123,7 +122,7 @@ class RolloutBuffer:
 
     @property
     def target(self) -> int:
-        """Rollouts of the next batch: those of B groups, or all that remain once the prompts have ended."""
+        """Number of rollouts of the next batch: B groups, or all that remain once the prompts have ended."""
         return min(self.batch_size, len(self)) if self._closed else self.batch_size
 
     @property
@@ -139,10 +138,9 @@ class RolloutBuffer:
 
     @property
     def sure(self) -> Ints:
-        """Sequences that the next batch will have, whatever is decoded from here on.
+        """Sequences that the next batch will contain, whatever is decoded next.
 
-        Unfinished ones are, where nothing but them can fill it.  Among the finished, those that come first: whatever
-        finishes later comes after them.
+        These are the first finished ones, because others finish later; and unfinished ones if only they can fill the batch.
         """
         return self._table.columns.at(self._sure()).seq_ids
 
@@ -181,11 +179,11 @@ class RolloutBuffer:
         self._delta = delta
 
     def close(self) -> None:
-        """The prompts have ended: from here on the last batch may be smaller than B."""
+        """Note that the prompts have ended: the last batch may be smaller than B."""
         self._closed = True
 
     def readiness(self) -> Readiness:
-        """A fresh counter of what the next batch still waits for, to be used before the buffer changes."""
+        """Return a counter of the groups that the next batch still waits for; valid until the buffer changes."""
         finished_G, size = self._finished_groups(), self.group_size
         waits = []
         for members_G, needed in due(self._ages, self.batch_size // size, self.max_staleness):
@@ -196,16 +194,16 @@ class RolloutBuffer:
         return kind(self.target // size, int(finished_G.sum()), self._unfinished.keys(), waits, size)
 
     def keep(self, groups: Iterable[int]) -> None:
-        """These groups, by number, have finished and may be trained."""
-        assert self._kept is not None, "there is no filter"
+        """Mark groups, by number, that have finished and may be trained."""
+        assert self._kept is not None, "keep is called with a filter only"
         self._kept.update(groups)
 
     def drop(self, groups: Iterable[int]) -> list[Rollout]:
-        """These groups, by number, leave untrained."""
+        """Remove groups, by number, untrained."""
         return self._remove(np.flatnonzero(np.isin(self._numbers(), list(groups))))
 
     def cut(self, lengths: Mapping[int, int]) -> list[Rollout]:
-        """These unfinished rollouts, by sequence, have ended with so many response tokens; what they have beyond is gone."""
+        """End unfinished rollouts, by sequence, at these response lengths; drop their later tokens."""
         cut = [self._unfinished.pop(seq_id) for seq_id in lengths]
         places = self._table.rows(np.array(list(lengths), dtype=np.int64))
         self._table.columns.response_tokens[places] = list(lengths.values())
@@ -216,7 +214,7 @@ class RolloutBuffer:
         return cut
 
     def pass_to(self, clock: int) -> None:
-        """Nothing is decoded until then."""
+        """Advance the clock to a time until which nothing is decoded."""
         assert not self._unfinished and clock >= self._clock
         self._clock = clock
 
@@ -243,7 +241,7 @@ class RolloutBuffer:
         self._clock = chunk.clock
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the rollouts, in plain JSON types."""
+        """The state without the rollouts, in plain JSON types."""
         return {"clock": self._clock, "num_admitted": self._num_admitted, "delta": self._delta, "closed": self._closed}
 
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
@@ -271,7 +269,7 @@ class RolloutBuffer:
         return batch
 
     def _remove(self, rows: Ints) -> Held:
-        """The rollouts at these rows of the table, in that order; they are held no longer."""
+        """Remove and return the rollouts at these rows of the table, in that order."""
         columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
         kept[rows] = False
         seq_ids: list[int] = columns.seq_ids.tolist()
@@ -285,7 +283,7 @@ class RolloutBuffer:
         return Held(gone.values(), gone, lambda: columns)
 
     def _defer(self) -> None:
-        """Everything held is deferred; of what was recorded, its own is kept."""
+        """Defer every rollout that is held; keep only their recorded rows."""
         seq_ids = self._everything()
         recorded = [rows.of_sequences(seq_ids) for rows in self._recorded]
         dropped = next((i for i, rows in enumerate(recorded) if len(rows)), len(recorded))
@@ -310,7 +308,7 @@ class RolloutBuffer:
         return self._table.columns.seq_ids // self.group_size
 
     def _end(self, rows: ChunkRows, places: Ints) -> None:
-        """Responses end with some of the rows, which stand at `places` of the table."""
+        """Finish the responses that end with these rows, at `places` of the table."""
         ends = np.flatnonzero(rows.finish_clocks != GOES_ON)
         self._table.columns.finished[places[ends]] = True
         self._table.finish_clocks[places[ends]] = rows.finish_clocks[ends]
@@ -320,24 +318,24 @@ class RolloutBuffer:
             rollout.finish_clock, rollout.finish_reason = clock, reason
 
     def _foremost(self) -> Ints:
-        """What of the next batch is settled, as rows of the table."""
+        """Rows of the table that the next batch is sure to contain."""
         return self._rows_of(self._foremost_groups())
 
     def _foremost_groups(self) -> Ints:
-        """The same as groups of the table, by their places, in the order of admission."""
+        """The same as places of groups in the table, in the order of admission."""
         size, finished_G, clocks_G = self.group_size, self._finished_groups(), self._group_clocks()
         batch, target = self.batch_size // size, self.target // size
         return settled(finished_G, clocks_G, self._ages, batch, self.max_staleness, target)
 
     def _finished_groups(self) -> Bools:
-        """For each group of the table, whether all of it has finished, and is not to be dropped."""
+        """True for each group of the table that has finished and is not to be dropped."""
         finished: Bools = np.logical_and.reduce(self._table.columns.finished.reshape(-1, self.group_size), axis=1)
         if self._kept is not None:
             finished &= np.isin(self._numbers()[:: self.group_size], list(self._kept))
         return finished
 
     def _group_clocks(self) -> Ints:
-        """When each group finished; meaningless where it has not."""
+        """Clock at which each group finished; arbitrary if it has not."""
         clocks: Ints = self._table.finish_clocks.reshape(-1, self.group_size).max(axis=1)
         return clocks
 
@@ -346,7 +344,7 @@ class RolloutBuffer:
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
     def _in_order(self, chunk: Chunk, places: Ints) -> bool:
-        """Whether `_problem` has nothing to say of any row, told from all of them at once; `places` in the table."""
+        """True if `_problem` finds nothing in any row, checked for all rows at once; `places` in the table."""
         rows, columns = chunk.rows, self._table.columns
         if (places < 0).any() or (np.bincount(places, minlength=1) > 1).any():
             return False
@@ -356,7 +354,7 @@ class RolloutBuffer:
         return not len(ends) or bool(self._clock <= ends.min() and ends.max() <= chunk.clock)
 
     def _refuse(self, chunk: Chunk) -> None:
-        """Raises StreamError for the first row that cannot be recorded."""
+        """Raise StreamError for the first row that cannot be recorded."""
         seen: set[int] = set()
         for row in chunk.rows:
             problem = self._problem(row, chunk.clock)
@@ -368,7 +366,7 @@ class RolloutBuffer:
         raise AssertionError(f"chunk {chunk.index} is in order, row by row, but not as a whole")
 
     def _problem(self, row: ChunkRow, clock: int) -> str | None:
-        """Why a row of a chunk that ends at `clock` cannot be recorded, or None."""
+        """Return the reason why a row of a chunk that ends at `clock` cannot be recorded, or None."""
         rollout = self._rollouts.get(row.seq_id)
         if rollout is None:
             return "the sequence is not in the buffer; it was never admitted or has already been trained"

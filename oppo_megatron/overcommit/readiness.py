@@ -1,16 +1,19 @@
-"""Tells, within a round, at which decode step the batch is complete."""
+"""The decode step, within a round, at which the batch is complete; and the groups that it must have (bounded staleness)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
+
+import numpy as np
+
+from oppo_megatron.columns import Bools, Ints
 
 
 class Readiness:
-    """What a batch still waits for.
+    """The groups that a batch still waits for.
 
-    A decode engine calls `finish` for the sequences that end at a decode step and then looks at `ready`; stopping
-    there, and not at the end of the chunk, makes the batch and the state of all other rollouts the same for every chunk
-    size.
+    The decode engine calls `finish` for the sequences that end at a decode step and then reads `ready`.  Stopping at that
+    step instead of at the end of the chunk makes the batch, and the state of all other rollouts, independent of the chunk size.
     """
 
     def __init__(
@@ -21,8 +24,8 @@ class Readiness:
         waits: Iterable[tuple[Iterable[int], int]] = (),
         group_size: int = 1,
     ):
-        """Groups that the batch has, and that have finished; sequences that have not, which nobody changes meanwhile.
-        `waits`: of these sequences, so many groups have to finish before the batch is ready."""
+        """`target` and `num_finished` count groups; `unfinished` must not change during the round.
+        `waits`: (sequences, number of their groups that must finish before the batch is ready)."""
         self._num_missing = target - num_finished
         self._unfinished = unfinished
         self._ended: set[int] = set()
@@ -31,12 +34,12 @@ class Readiness:
 
     @property
     def ready(self) -> bool:
-        """Enough groups have finished, and with them all that may not be deferred again."""
+        """True if enough groups have finished, and all that may not be deferred again."""
         return self._num_missing <= 0 and not self._waits
 
     @property
     def least(self) -> int:
-        """Sequences that have to end before it can be ready, at least: one of each group that is missing."""
+        """Lower bound of the sequences that must end first: one per missing group."""
         return max(self._num_missing, *(number for _, number in self._waits), 0)
 
     def finish(self, *seq_ids: int) -> None:
@@ -55,20 +58,62 @@ class Readiness:
             self._waits = [wait for wait in left if wait[1] > 0]
 
     def _last_of_groups(self, ended: set[int]) -> set[int]:
-        """One for each group that has finished with sequences of `ended`."""
+        """Return one sequence of each group that has finished with sequences of `ended`."""
         if self._group_size == 1:
             return ended
         one_of_each = {seq_id // self._group_size: seq_id for seq_id in ended}
         return set(filter(self._was_last, one_of_each.values()))
 
     def _was_last(self, seq_id: int) -> bool:
-        """Whether its group has finished with it."""
+        """True if its group has finished with it."""
         first = seq_id - seq_id % self._group_size
         return all(i in self._ended for i in range(first, first + self._group_size) if i in self._unfinished)
 
 
 class JudgedReadiness(Readiness):
-    """With a filter: a batch is complete by verdicts, between rounds, and nothing that ends within one completes it."""
+    """With a filter: verdicts complete a batch between rounds, so no sequence that ends within a round does."""
 
     def finish(self, *seq_ids: int) -> None:
         pass
+
+
+def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
+    """(S_k, r_k) for each k that asks for anything, oldest first; `most` is η."""
+    for k in range(min(most, len(ages_G) // batch) + 1):
+        members_G = ages_G >= most - k
+        needed = int(members_G.sum()) - k * batch
+        if needed > 0:
+            yield members_G, needed
+
+
+def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: int, target: int) -> Ints:
+    """The groups that the next batch of `target` groups will have, whatever is decoded from here on.
+
+    The oldest, finished or not; then the first finishers of each S_k up to r_k; then of all, but for places that some S_k needs
+    for groups that have not finished.  Where a batch is ready, these are the batch.
+    """
+    finishers = np.flatnonzero(finished_G)
+    chosen_G, reserved = ages_G >= most, 0
+    if chosen_G.sum() > target:  # settings that were changed within a run may have left more than fit; the first admitted
+        return np.flatnonzero(chosen_G)[:target]
+    for members_G, needed in due(ages_G, batch, most):
+        missing = needed - int((chosen_G & members_G).sum()) - reserved  # those reserved for an older class are members, too
+        room = target - int(chosen_G.sum()) - reserved
+        first = _first(finishers[(members_G & ~chosen_G)[finishers]], clocks_G, min(missing, room))
+        chosen_G[first] = True
+        reserved += max(0, missing - len(first))
+    places = target - int(chosen_G.sum()) - reserved
+    chosen_G[_first(finishers[~chosen_G[finishers]], clocks_G, places)] = True
+    return np.flatnonzero(chosen_G)
+
+
+def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
+    """The `number` of the groups that finished first, ties in their order.  Nothing is sorted where there are no more."""
+    if len(groups) <= max(0, number):
+        return groups
+    return groups[np.argsort(clocks_G[groups], kind="stable")][: max(0, number)]
+
+
+def needed_batch(ages: Ints, most: int) -> int:
+    """The least B with which groups of these ages can all be trained in time: |S_k| <= (k + 1) B for each k."""
+    return max((-(-int((ages >= most - k).sum()) // (k + 1)) for k in range(most + 1)), default=0)

@@ -1,6 +1,6 @@
 """A machine's GPUs, for `oppo validate`: devices, driver, NCCL, fabric, shared memory, and what is missing.  No torch.
 
-What torch knows comes as `TorchBuild`; the rest is read from the kernel's files, and from nvidia-smi where there is one.
+Torch's part comes as `TorchBuild`; the rest is read from the kernel's files, and from nvidia-smi if there is one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What torch was built for (`cuda` None: the CPU), the architectures that it has kernels of, its NCCL, and its devices."""
+    """Torch's target (`cuda` None: the CPU), the architectures of its kernels, its NCCL, and its devices."""
 
     cuda: str | None
     architectures: tuple[str, ...] = ()
@@ -48,9 +48,9 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class Host:
-    """What the machine says itself.  `links`: NVLinks of each GPU; `ports`: InfiniBand's or RoCE's, by state and rate.
+    """The machine's own report.  `links`: NVLinks of each GPU; `ports`: InfiniBand's or RoCE's, by state and rate.
 
-    `memory_lock_bytes`: None where memory may be locked without a limit, as these ports want it.  `smi_failed`: why nvidia-smi,
+    `memory_lock_bytes`: None if memory may be locked without a limit, as these ports want it.  `smi_failed`: why nvidia-smi,
     which is there, does not answer.
     """
 
@@ -69,7 +69,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is missing, with a remedy; `stops`: no run on these devices can be made."""
+    """Something missing, with a remedy; `stops`: no run on these devices is possible."""
 
     text: str
     stops: bool = False
@@ -80,7 +80,7 @@ def read_host(
     root: Path = Path("/"),
     ask: Callable[[Sequence[str]], str] | None = None,
 ) -> Host:
-    """This machine.  `root`: where its files are; `ask` runs nvidia-smi with arguments: "" where there is none, or NoAnswer."""
+    """Read this machine.  `root`: the folder of its files; `ask` runs nvidia-smi with arguments: "" if absent, or NoAnswer."""
     shared, lock = root / SHARED, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     links, smi_failed = _ask_for_links(ask or _nvidia_smi)
     return Host(
@@ -95,7 +95,7 @@ def read_host(
 
 
 def _ask_for_links(ask: Callable[[Sequence[str]], str]) -> tuple[tuple[int, ...], str | None]:
-    """Links of each GPU, and why nvidia-smi fails; that it knows nothing of links alone is no failure."""
+    """Return the links of each GPU, and why nvidia-smi fails; not knowing links is not a failure."""
     try:
         return _links(ask(["nvlink", "--status"])), None
     except NoAnswer:
@@ -112,9 +112,9 @@ def _driver(file: Path) -> str | None:
     return found[1] if found else None
 
 
-def _links(told: str) -> tuple[int, ...]:
+def _links(output: str) -> tuple[int, ...]:
     """Active links of each GPU: `Link 0: 26.562 GB/s` under `GPU 0: ...`."""
-    parts = re.split(r"^GPU \d+:", told, flags=re.MULTILINE)[1:]
+    parts = re.split(r"^GPU \d+:", output, flags=re.MULTILINE)[1:]
     return tuple(len(re.findall(r"Link \d+: [\d.]+ GB/s", part)) for part in parts)
 
 
@@ -158,7 +158,7 @@ def describe(torch: TorchBuild, host: Host) -> list[str]:
     if host.smi_failed is not None:
         lines.append(f"nvidia-smi: {host.smi_failed}")
     if len(torch.gpus) > 1:
-        lines.append(f"between devices: {_reach(torch.gpus)}; NVLink: {_told_links(host.links)}")
+        lines.append(f"between devices: {_reach(torch.gpus)}; NVLink: {_shown_links(host.links)}")
     lines.append(f"InfiniBand or RoCE: {'; '.join(host.ports) or 'no port: between hosts NCCL takes sockets'}")
     lines.append(f"shared memory (/{SHARED}): {shared}")
     lines += [f"{name}={value}" for name, value in (host.variables or {}).items()]
@@ -166,7 +166,7 @@ def describe(torch: TorchBuild, host: Host) -> list[str]:
 
 
 def problems(torch: TorchBuild, host: Host) -> list[Problem]:
-    """What is missing on a machine that has GPUs, or ought to."""
+    """Return what is missing on a machine that has GPUs, or should have."""
     if not torch.gpus:
         return list(_no_device(torch, host))
     return [*_devices(torch), *_smi(host), *_between(torch, host), *_settings(host)]
@@ -268,7 +268,7 @@ def _settings(host: Host) -> Iterator[Problem]:
 
 
 def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Whether a device runs what torch has: binaries (sm_) of its generation and no newer, or older source (compute_)."""
+    """True if a device runs torch's kernels: binaries (sm_) of its generation and not newer, or older source (compute_)."""
     for kind, major, minor in (
         (found[1], int(found[2]), int(found[3]))
         for found in map(re.compile(r"(sm|compute)_(\d+)(\d)a?f?$").match, architectures)
@@ -294,7 +294,7 @@ def _reach(gpus: Sequence[Gpu]) -> str:
     )
 
 
-def _told_links(links: Sequence[int]) -> str:
+def _shown_links(links: Sequence[int]) -> str:
     if not links:
         return "unknown (nvidia-smi does not say)"
     least, most = min(links), max(links)

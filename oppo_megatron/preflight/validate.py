@@ -50,7 +50,7 @@ class Role:
 
 
 def train_problems(settings: TrainSettings, *, inputs: bool = True, models: bool = True) -> list[str]:
-    """Return every problem of a PPO configuration, a sentence each.  What `auto` can be placed on is not asked here.
+    """Return every problem of a PPO configuration, a sentence each.  The placements that `auto` may choose are not checked here.
 
     `inputs`, `models`: whether tokenizer and rows, and the models' folders, have to be there.
     """

@@ -86,7 +86,7 @@ POLICY = (
     ),
     Curve(
         "entropy", "Entropy of the policy", "nats per token", {"entropy": ""},
-        "Healthy: it falls slowly. A fall to nearly 0 within some steps is collapse: all responses to a prompt are alike and "
+        "Healthy: it falls slowly. A fall to nearly 0 within some steps is collapse: all responses to a prompt are the same and "
         "nothing more is learned; raise `ppo.entropy_coefficient` or the KL coefficient. A rise means that noise is learned: "
         "lower the learning rate.", from_zero=True,
     ),

@@ -126,8 +126,8 @@ class RunDirectory:
         """Raise ConfigError if a configured path, given with its key, is among the files that the run writes."""
         products = {(self.path / name).resolve() for name in PRODUCTS}
         problems = [
-            f"{key} is {path}, which lies among what the run in {self.path} writes, and moves or removes where it begins or goes "
-            "on; name what the run began with to go on with it, or choose another run_dir to start from this"
+            f"{key} is {path}, which lies among what the run in {self.path} writes, and moves or removes when it begins or "
+            "continues; name what the run began with to continue it, or choose another run_dir to start from this"
             for key, path in named
             if products & {path.resolve(), *path.resolve().parents}
         ]

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from oppo_megatron.algorithms.baselines import DEVIATION_EPS, compared, equal_groups
 from oppo_megatron.algorithms.kl import kl_per_token, with_reverse_gradient
-from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, policy_loss
+from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, policy_loss, ratio_base
 from oppo_megatron.algorithms.reduction import row_weights
-from oppo_megatron.algorithms.staleness import ratio_base
 from oppo_megatron.config.algorithm import Baseline, Objective, Ratio, Reduction, Scale
 
 DOUBLE = torch.float64

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from oppo_megatron.algorithms.advantages import Overlong
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience, GreedyRows, ScoredBatch
 from oppo_megatron.algorithms.losses import ActorTargets
-from oppo_megatron.algorithms.overlong import Overlong
 from oppo_megatron.config.algorithm import PRESETS, AlgorithmConfig
 from oppo_megatron.config.filtering import OverlongConfig
 from oppo_megatron.config.ppo import KLConfig, PPOConfig

@@ -17,10 +17,10 @@ from oppo_megatron.algorithms.losses import (
     actor_loss,
     policy_figures,
     policy_loss,
+    ratio_base,
     value_loss,
 )
-from oppo_megatron.algorithms.staleness import ratio_base
-from oppo_megatron.algorithms.stats import TokenStats
+from oppo_megatron.algorithms.packed import TokenStats
 from oppo_megatron.config.algorithm import Objective
 from oppo_megatron.config.ppo import PPOConfig
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from oppo_megatron.algorithms.advantages import Overlong
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.algorithms.losses import shared
-from oppo_megatron.algorithms.overlong import Overlong
 from oppo_megatron.algorithms.packed import to_tokens
 from oppo_megatron.algorithms.reduction import row_weights
 from oppo_megatron.config.algorithm import AlgorithmConfig, Reduction

@@ -13,13 +13,12 @@ from torch.nn.functional import cross_entropy
 
 from oppo_megatron.algorithms.advantages import token_rewards
 from oppo_megatron.algorithms.experience import ScoredBatch, build_experience
-from oppo_megatron.algorithms.process_rewards import response_scores, step_loss, step_scores
-from oppo_megatron.algorithms.supervised_losses import means
+from oppo_megatron.algorithms.supervised_losses import means, response_scores, step_loss, step_scores
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.token_text import StepEnds
-from oppo_megatron.train.step_rewards import StepRewards
+from oppo_megatron.train.score_exchange import StepRewards
 from tests.support.tokenizers import CharacterTokenizer
 
 LABELLED = st.lists(st.tuples(st.floats(-30, 30), st.floats(0, 1) | st.sampled_from([0.0, 1.0])), min_size=1, max_size=12)

@@ -30,10 +30,10 @@ def test_what_goes_on_from_the_checkpoint_is_said() -> None:
     now = tree(actor={"checkpoint": "other"}, overlap={"delta": {"initial": 3}, "chunk": {"tokens": 48}})
     told = "\n".join(changed_settings(tree(), now))
     assert "actor.checkpoint: a -> other (the actor's weights come from the checkpoint)" in told
-    assert "overlap.delta.initial: 4 -> 3 (delta goes on from the checkpoint)" in told
-    assert "(the chunk size goes on from the checkpoint)" in told
+    assert "overlap.delta.initial: 4 -> 3 (delta continues from the checkpoint)" in told
+    assert "(the chunk size continues from the checkpoint)" in told
     followed = changed_settings(tree(ppo={"kl": {"target": 2.0}}), tree(ppo={"kl": {"target": 2.0, "coefficient": 0.2}}))
-    assert followed == ["ppo.kl.coefficient: 0.05 -> 0.2 (the adaptive coefficient goes on from the checkpoint)"]
+    assert followed == ["ppo.kl.coefficient: 0.05 -> 0.2 (the adaptive coefficient continues from the checkpoint)"]
     fixed = tree(overlap={"delta": {"rule": "fixed", "initial": 3}})
     assert not any("goes on" in line for line in changed_settings(tree(overlap={"delta": {"rule": "fixed"}}), fixed))
 

@@ -103,7 +103,7 @@ def test_settings_that_nothing_reads_are_refused(settings: dict[str, Any], name:
     ("changes", "said"),
     [
         ({"settle.every": 100}, "settle.every is 100 decode steps, but rollout.max_response_tokens is 100, so that"),
-        ({"overlap.chunk.tokens": 128}, "settle.every is null, and rewards are asked once in 128 decode steps"),
+        ({"overlap.chunk.tokens": 128}, "settle.every is null, and rewards are asked every 128 decode steps"),
     ],
 )
 def test_rewards_are_asked_before_responses_end(settings: dict[str, Any], changes: dict[str, Any], said: str) -> None:

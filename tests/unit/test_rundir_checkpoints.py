@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from oppo_megatron.rundir.manifest import (
     MANIFEST,
     OtherFormatError,
     find_damage,
+    find_misfits,
     list_files,
     read_manifest,
     require_whole,
@@ -75,6 +77,27 @@ def test_a_folder_without_a_readable_manifest_is_no_checkpoint(tmp_path: Path, d
     with pytest.raises(CheckpointError, match="resume from") as error:
         require_whole(folder)
     assert not isinstance(error.value, OtherFormatError)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hosts", "models/../../x", "a\nb"])
+def test_a_manifest_names_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
+    folder = fill(tmp_path / "c")
+    tree = json.loads((folder / MANIFEST).read_text())
+    tree["files"][name] = tree["files"]["state.json"]
+    (folder / MANIFEST).write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError, match="is not a file of its folder"):
+        read_manifest(folder)
+
+
+def test_files_that_the_manifest_lacks_or_does_not_list_are_named(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "c")
+    entries = read_manifest(folder)
+    assert find_misfits(folder, entries, ("state.json",), ("models",)) is None
+    assert find_misfits(folder, entries, ("rollouts.jsonl",), ()) == "its manifest does not have rollouts.jsonl"
+    (folder / "notes.txt").write_text("a user's")
+    (folder / "models" / "stray").write_text("of another writer")
+    assert find_misfits(folder, entries, (), ("caches",)) is None
+    assert find_misfits(folder, entries, (), ("models",)) == "models/stray is not in its manifest"
 
 
 @pytest.mark.parametrize("written", [1, 99])

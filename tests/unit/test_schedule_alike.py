@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from oppo_megatron.columns import Table
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.overcommit.readiness import Readiness
-from oppo_megatron.overcommit.staleness import settled
+from oppo_megatron.overcommit.readiness import Readiness, settled
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.actor_book import ActorBook

@@ -1,4 +1,4 @@
-"""`oppo init`: a configuration to start from, with what it needs beside it, and the commands that come next."""
+"""`oppo init`: write a configuration to start from and the files that it needs, and print the next commands."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{' and '.join(wrong)}: case `{case.name}` has no place for it; it takes {takes}")
     config = args.out or case.config
     _write(case, config, given, args.force)
-    print("\n".join(_told(case, config, given)))
+    print("\n".join(_summary(case, config, given)))
     return 0
 
 
@@ -77,7 +77,7 @@ def _chosen(name: str | None) -> Case:
 
 
 def _write(case: Case, config: Path, given: Mapping[str, str], force: bool) -> None:
-    """Write the files of the case, or none of them: raises ConfigError where one is there and `force` is not given."""
+    """Write the files of the case, or none of them: raises ConfigError if one exists and `force` is not given."""
     if config.suffix not in SUFFIXES:
         raise ConfigError(f"--out is `{config}`, but a configuration ends in .yaml; name a file, as in --out ppo.yaml")
     texts = dict(case.texts(config, given))
@@ -98,8 +98,8 @@ def _write(case: Case, config: Path, given: Mapping[str, str], force: bool) -> N
         write_dataset(config.parent / "data", 1, sizes, imperfect=0.6, flaw=misreported_solution, shape=shape)
 
 
-def _told(case: Case, config: Path, given: Mapping[str, str]) -> Iterator[str]:
-    """What was written, what the user has yet to supply, and the next commands."""
+def _summary(case: Case, config: Path, given: Mapping[str, str]) -> Iterator[str]:
+    """Yield what was written, what the user has yet to supply, and the next commands."""
     yield f"{config}: {case.about}"
     beside = [*case.files, *(["data/"] if case.makes_data else [])]
     yield from (f"{config.parent / name}{'/' * name.endswith('/')}: written beside it" for name in beside)

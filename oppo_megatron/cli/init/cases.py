@@ -21,8 +21,8 @@ COMMENTS_AT = 33
 class Case:
     """A starting point.
 
-    `files` are written beside the configuration, which is made from `template`; `paths` are what the user may name, with
-    what stands there otherwise, in the configuration's folder; `commands` come behind it, `{config}` for its path,
+    `files` are written into the configuration's folder, the configuration is made from `template`; `paths` are the paths that
+    the user may name, with their defaults in that folder; `commands` are the next commands, `{config}` for its path,
     `{here}` for its folder and a slash, the name of a path for that; `made` are the paths in that folder that they make.
     """
 
