@@ -31,8 +31,7 @@ from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.schedule.weaving.costs import at_stage
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.reading import build_cluster
-from oppo_megatron.sim.clusters.schema import ClusterConfig
+from oppo_megatron.sim.clusters.reading import ClusterConfig, build_cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.pricing.prices import Prices
 from oppo_megatron.sim.runs.sources import cluster_costs

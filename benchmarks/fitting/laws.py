@@ -87,6 +87,8 @@ def _descend(
                 value = getattr(best, name) * factor
                 if name == "power":
                     value = min(max(1.0, value), MOST_POWER)
+                elif name != "fixed_s":
+                    value = min(value, 2.0)  # as the file of constants has it
                 changes: Mapping[str, Any] = {name: value}
                 candidate = replace(best, **changes)
                 if (found := error(candidate)) < least - 1e-9:

@@ -11,8 +11,7 @@ from benchmarks.paper.printed import BATCH, GPUS_SCORING, GPUS_TRAINING
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.flops import Shape
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.reading import build_cluster
-from oppo_megatron.sim.clusters.schema import ClusterConfig
+from oppo_megatron.sim.clusters.reading import ClusterConfig, build_cluster
 
 QWEN: Mapping[str, Any] = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,

@@ -1,12 +1,15 @@
-"""The actor on its ranks: decoding and updates.
+"""Actor and critic on their ranks: the actor's decoding and updates, and the critic's updates.
+
+The critic may still be updated when the actor already decodes the next step.
 
 Legend: T response tokens of a batch (packed), R rows of a micro-batch (its tokens), V vocabulary shard.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -26,23 +29,25 @@ from oppo_megatron.mcore.training import forward_rows, read_reports
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import balance
-from oppo_megatron.train.trained_role import TrainedRole
+from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, begin_update, run_update, stats_dict, update_packing
 
 STATS = ("ess", "logprob_gap", "logprob_gap_judged", "grad_norm", "lr")
-"""Beside the figures of the algorithm's loss."""
+"""Statistics in addition to the figures of the algorithm's loss."""
 
 
 WHOLE_EVERY = 10
-"""In the actor's first update and every so many, decoding is held against training in all minibatches, not only in the first.
+"""Number of updates between two, the first included, that compare decoding with training in all minibatches.
 
-Beyond the first the weights have moved, so that those tokens take a forward pass of their own."""
+After the first minibatch the weights have moved, so the other tokens take a forward pass of their own.
+"""
 
 
 @dataclass(frozen=True)
 class BegunUpdate:
-    """What an update needs beside scores: log-probs under the weights that it starts from [T], on the last stage where the
-    decoupled correction needs them; and how far decoding was from them."""
+    """Inputs of an update other than scores: log-probs under the weights it starts from [T], on the last stage if the decoupled
+    correction needs them, and the gap between decoding and these weights.
+    """
 
     proximal_T: Tensor | None = None
     gap: dict[str, float] | None = None
@@ -52,8 +57,8 @@ class BegunUpdate:
 class Actor:
     """The policy and its optimizer.
 
-    `ess` is the effective sample size of the last update, on every rank of the actor; before the first nothing can be stale.
-    `gap_limit` is how far decoding and training may be apart.
+    `ess` is the effective sample size of the last update, on every rank of the actor; 1 before the first.  `gap_limit` is the
+    largest allowed gap between decoding and training.
     """
 
     role: TrainedRole
@@ -64,7 +69,7 @@ class Actor:
     _begun: BegunUpdate | None = None
 
     def begin(self, batch: Sequence[Rollout], settings: UpdateSettings) -> None:
-        """What of an update needs no scores: `update` with the same batch and settings goes on from it.
+        """Begin an update with the work that needs no scores; `update` with the same batch and settings completes it.
 
         Every rank of the actor makes the call.
         """
@@ -73,7 +78,7 @@ class Actor:
             begin_update(self.role.trained, batch, settings, self.algorithm.units)
 
     def abandon(self) -> None:
-        """The update that was begun, if one was, is not made: the weights serve on as they are."""
+        """Drop the update that was begun, if there is one; the weights stay as they are."""
         if self._begun is not None:
             self._begun = None
             self.role.trained.forget_ahead()
@@ -82,9 +87,7 @@ class Actor:
     def update(
         self, batch: Sequence[Rollout], experience: Experience, kl_coefficient: float, settings: UpdateSettings
     ) -> dict[str, float]:
-        """PPO epochs over the batch, then the new weights to where they decode.  Returns statistics, on every rank.
-
-        Goes on from what has been begun.
+        """Train PPO epochs on the batch and publish the new weights.  Returns statistics, on every rank.
 
         Raises NumericsError, on every rank, for a gradient that is not finite.
         """
@@ -99,7 +102,9 @@ class Actor:
             old_T, advantages_T, stale_T = (micro.extra[name] for name in ("old_logp", "advantages", "stale"))
             reference_T, weight_T, share_T = (micro.extra.get(name) for name in ("reference_logp", "weight", "share"))
             lengths_R = on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None
-            columns = {name: micro.extra[name] for name in columns_T} | ({"tokens": micro.targets_R} if columns_T else {})
+            columns = {name: micro.extra[name] for name in columns_T} | (
+                {"tokens": micro.targets_R} if columns_T else {}
+            )
             targets = ActorTargets(
                 old_T, advantages_T, reference_T, weight_T, share_T, lengths_R, stale_T, columns, counts
             )
@@ -122,7 +127,7 @@ class Actor:
         return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
 
     def set_aside(self) -> Callable[[], None]:
-        """What takes back every update from now on, where it is called."""
+        """Return a function that undoes every update from now on."""
         undo, ess = self.role.undo(), self.ess
 
         def back() -> None:
@@ -145,7 +150,7 @@ class Actor:
 
     @property
     def _compared_at(self) -> float:
-        """The temperature of the loss's log-probs; `temperature` is that of the draws."""
+        """Temperature of the loss's log-probs; `temperature` is the sampling temperature."""
         return self.algorithm.choices.temperature(self.temperature)
 
     @property
@@ -155,7 +160,7 @@ class Actor:
     def _loss_inputs(
         self, batch: Sequence[Rollout], experience: Experience, proximal_T: Tensor | None, settings: UpdateSettings
     ) -> dict[str, Tensor]:
-        """What the loss needs of each response token, each [T]; the loss runs on the last stage only."""
+        """Inputs of the loss for each response token, [T] each; empty except on the last stage."""
         if not self._groups.is_last_stage:
             return {}
         base_T, weight_T = self.algorithm.ratio_base(experience.old_logp_T, proximal_T, experience.lengths_B)
@@ -172,7 +177,7 @@ class Actor:
     def _custom_columns(
         self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings
     ) -> dict[str, Tensor]:
-        """The columns that a custom loss reads besides those of the built-in ones, [T] each."""
+        """Additional columns for a custom loss, [T] each."""
         if self.algorithm.loss is None or not self._groups.is_last_stage:
             return {}
         assert experience.scores_B is not None
@@ -189,9 +194,9 @@ class Actor:
         return columns if values_T is None else columns | {"values": values_T}
 
     def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
-        """Log-probs of the whole batch under the weights that the step begins with; nothing before the last stage.
+        """Log-probs of the whole batch under the weights that the step begins with; empty except on the last stage.
 
-        Each replica makes those of a share of the rows, divided by tokens.
+        Each replica computes a share of the rows, divided by tokens.
         """
         trained, groups = self.role.trained, self._groups
         rows = balance([r.num_tokens for r in batch], groups.dp)[groups.dp_rank]
@@ -218,9 +223,8 @@ class Actor:
         return BegunUpdate(logp_T, read_reports([gap])[0])
 
     def _first_sums(self, micro: MicroBatch, logp_R: Tensor, logits_RV: Tensor) -> dict[str, Tensor]:
-        """Before the first update: the gap between decode and training, and the moments of the current / behaviour ratio.
-
-        `logp_R` are those of the loss.
+        """Sums before the first update: the gap between decoding and training, and the moments of the current / behaviour
+        ratio.
         """
         if self._compared_at != self.temperature:
             logp_R, _ = token_logprobs(logits_RV, micro.targets_R, self._vocab, self.temperature)
@@ -233,7 +237,7 @@ class Actor:
         }
 
     def _summary(self, reports: list[dict[str, float]], gap: dict[str, float] | None) -> dict[str, float]:
-        """`gap`: of the whole batch, where it is known."""
+        """Statistics of the update; `gap` covers the whole batch, if it is known."""
         if not reports or "num_tokens" not in reports[0]:
             return {}
         first = reports[0]
@@ -248,12 +252,63 @@ class Actor:
 
 
 def fresh_tokens(batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor:
-    """[T]: 1 where decoding saw the very weights that the update starts from, cache included."""
+    """[T]: 1 for tokens that decoding computed with the weights that the update starts from, cache included."""
     flags = [float(version == settings.version) for rollout in batch for version in rollout.versions]
     return on_device(flags, settings.device, torch.float32)
 
 
 def stale_rows(batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor:
-    """[T]: 1 in responses with tokens that an older policy than that of the update's start sampled, or over its cache."""
+    """[T]: 1 in responses with a token that an older policy version sampled."""
     flags = [float(any(v != settings.version for v in rollout.versions)) for rollout in batch for _ in rollout.versions]
     return on_device(flags, settings.device, torch.float32)
+
+
+CRITIC_STATS = ("critic_loss", "critic_clip_fraction", "critic_error", "critic_grad_norm", "critic_update_s")
+
+
+@dataclass
+class Critic:
+    """The value model and its optimizer.  `stats` are of its last update, on every rank of the critic."""
+
+    role: TrainedRole
+    algorithm: Algorithm
+    stats: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CRITIC_STATS, 0.0))
+
+    def update(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, float]:
+        """Train value epochs on the batch and publish the new weights.  Returns statistics, on every rank.
+
+        Raises NumericsError, on every rank, for a gradient that is not finite; `stats` are then NaN.
+        """
+        self.stats = no_stats()
+
+        def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
+            value, stats = self.algorithm.critic_loss(
+                output, micro.extra["old_values"], micro.extra["returns"], num_tokens
+            )
+            return value, stats_dict(stats)
+
+        assert experience.old_values_T is not None, "a critic has given values"
+        extra = {"old_values": experience.old_values_T, "returns": experience.returns_T}
+        self.role.retire()
+        reports = run_update(self.role.trained, batch, extra, loss, settings)
+        stats = {}
+        if "num_tokens" in reports[0]:
+            tokens = sum(r["num_tokens"] for r in reports)
+            stats = {
+                "critic_loss": sum(r["loss"] for r in reports) / tokens,
+                "critic_clip_fraction": sum(r["clipped"] for r in reports) / tokens,
+                "critic_error": sum(r["squared_error"] for r in reports) / tokens,
+                "critic_grad_norm": sum(r["grad_norm"] for r in reports) / len(reports),
+            }
+        self.stats = self.role.share(stats, CRITIC_STATS)
+        self.role.publish()
+        return self.stats
+
+    def set_aside(self) -> Callable[[], None]:
+        """Return a function that undoes every update from now on; `stats` stay."""
+        return self.role.undo()
+
+
+def no_stats() -> dict[str, float]:
+    """The statistics of an update that was not made."""
+    return dict.fromkeys(CRITIC_STATS, math.nan) | {"critic_update_s": 0.0}

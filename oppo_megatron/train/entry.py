@@ -28,14 +28,13 @@ from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.memory_meter import require_memory
+from oppo_megatron.train.run_files import save_role, share_run_directory
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found, find_checkpoint
 from oppo_megatron.train.saving.saver import Saver
-from oppo_megatron.train.saving.telling import tell_of_nothing
+from oppo_megatron.train.saving.state import describe_missing
 from oppo_megatron.train.setup import build_loop
-from oppo_megatron.train.shared_directory import share_run_directory
 from oppo_megatron.train.supervised import run_supervised
-from oppo_megatron.train.weights import save_role
 
 
 def run_rank(kind: str, config: Any) -> int:
@@ -77,15 +76,15 @@ def _other_work() -> tuple[str, str]:
 
 
 def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preemption) -> bool:
-    """PPO on this rank, up to the final weights and the summary; False where it was told to stop before, and saved.
+    """Run PPO on this rank up to the final weights and the summary; False if it was asked to stop earlier and has saved.
 
-    Raises RollBack where the run is to be started again from its last checkpoint.
+    Raises RollBack if the run is to restart from its last checkpoint.
     """
     found = find_checkpoint(config, world)
     saver, run = Saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)
     rollbacks = Rollbacks.of_run(run, inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None)
-    ahead, start = NEW_RUN, [tell_of_nothing(config.run_dir)] if config.checkpoint.resume else []
-    if found is not None:  # before anything of the run is cut off, or its settings written anew
+    ahead, start = NEW_RUN, [describe_missing(config.run_dir)] if config.checkpoint.resume else []
+    if found is not None:  # before the run's files are cut or its settings overwritten
         ahead, start = saver.require_same_run(found, rollbacks.left_out), saver.describe(found)
     _prepare(config, world, found)
     with world.activity.doing("building models and caches"):
@@ -98,7 +97,13 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             if inputs.quarantine:
                 inputs.quarantine.write(run.quarantine)
             stack.enter_context(loop.journal)
-            told = [*start, describe_batch(config), *describe_settle(config), *describe_inputs(inputs), *rollbacks.describe()]
+            told = [
+                *start,
+                describe_batch(config),
+                *describe_settle(config),
+                *describe_inputs(inputs),
+                *rollbacks.describe(),
+            ]
             loop.journal.progress.note("\n".join(told))
         if found is not None:
             saver.restore(loop.state, found)
@@ -139,7 +144,7 @@ def _finish(config: TrainConfig, loop: TrainingLoop, inputs: Inputs) -> None:
 
 
 def _prepare(config: TrainConfig, world: World, found: Found | None) -> None:
-    """The run directory, made by one rank before any other writes into it."""
+    """Create the run directory on one rank before any other rank writes into it."""
     run = RunDirectory(config.run_dir)
     if world.rank == 0:
         run.take_up(None if found is None else found.state)

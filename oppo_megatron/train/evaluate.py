@@ -5,22 +5,18 @@ Legend: N responses, K metrics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from oppo_megatron.cluster.world import World
-from oppo_megatron.config.evaluation import EarlyStopConfig, EvaluationConfig
-from oppo_megatron.config.model import RuntimeConfig
-from oppo_megatron.control.early_stop import EarlyStop
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.estimates import Figures, estimate
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.completions import PromptDecoder
-from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.mcore.batch import join_rows, pack_at
@@ -29,78 +25,48 @@ from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
-from oppo_megatron.train.actor import Actor
-from oppo_megatron.train.logs.journal import Journal
-from oppo_megatron.train.score_exchange import ScoreExchange
-from oppo_megatron.train.step_rewards import StepRewards
+from oppo_megatron.train.heldout import HeldoutSchedule
+from oppo_megatron.train.score_exchange import StepRewards
+
+if TYPE_CHECKING:
+    from oppo_megatron.train.loop import TrainingLoop
 
 
-class Loop(Protocol):
-    """The training loop on one rank, as far as held-out prompts concern it."""
-
-    world: World
-    exchange: ScoreExchange
-
-    @property
-    def rounds(self) -> RoundRunner: ...
-
-    @property
-    def actor(self) -> Actor | None: ...
-
-    @property
-    def journal(self) -> Journal | None: ...
-
-
-class Evaluator:
-    """Decodes on a cache of its own that lives only as long, of at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
+class Evaluator(HeldoutSchedule):
+    """Decodes into a temporary cache of at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
 
     Every rank of the world makes the calls, with the same result.
     """
 
     def __init__(
         self,
-        config: EvaluationConfig,
-        early_stop: EarlyStopConfig | None,
+        config: TrainConfig,
         prompts: PromptSet,
         judges: RewardSum,
         tokenizer: Tokenizer,
         stopping: Stopping,
-        runtime: RuntimeConfig,
-        seed: int,
         max_slots: int,
         kv_budget_bytes: int | None,
     ):
-        self.config, self.judges, self.tokenizer, self.stopping = config, judges, tokenizer, stopping
-        self.runtime, self.max_slots, self.kv_budget_bytes = runtime, max_slots, kv_budget_bytes
-        self.steps = StepRewards.of(config.judges, tokenizer)
-        self.sampling = Sampling(temperature=config.temperature, seed=seed)
-        self.stop = None if early_stop is None else EarlyStop(early_stop)
-        count = min(len(prompts), config.max_rows)
+        evaluation = config.evaluation
+        assert evaluation is not None
+        super().__init__(evaluation.every_steps, config.early_stop)
+        self.config, self.judges, self.tokenizer, self.stopping = evaluation, judges, tokenizer, stopping
+        self.runtime, self.max_slots, self.kv_budget_bytes = config.runtime, max_slots, kv_budget_bytes
+        self.steps = StepRewards.of(evaluation.judges, tokenizer)
+        self.sampling = Sampling(temperature=evaluation.temperature, seed=config.seed)
+        count = min(len(prompts), evaluation.max_rows)
         once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)
         self.prompts: Sequence[Prompt] = [
-            replace(prompt, seq_id=place * config.samples + sample)
+            replace(prompt, seq_id=place * evaluation.samples + sample)
             for place, prompt in enumerate(once)
-            for sample in range(config.samples)
+            for sample in range(evaluation.samples)
         ]
 
-    @property
-    def over(self) -> bool:
-        """Whether the run is to end early."""
-        return self.stop is not None and self.stop.due
+    def measure(self, loop: TrainingLoop, step: int) -> Figures:
+        """Measure the metrics after `step` steps, and pass them to early stopping.
 
-    def describe_end(self) -> str | None:
-        """Why the run ends early, if it does."""
-        return self.stop.describe() if self.stop is not None and self.stop.due else None
-
-    def due(self, step: int, last: bool) -> bool:
-        """Before the first step, after the last, and every so often."""
-        every = self.config.every_steps
-        return step == 0 or last or bool(every and step % every == 0)
-
-    def measure(self, loop: Loop, step: int) -> Figures:
-        """What the metrics are after `step` steps; early stopping learns of them.
-
-        Raises RewardError, on the rank that keeps the journal, where a judge fails.
+        Raises RewardError, on the rank that keeps the journal, if a judge fails.
         """
         rollouts = None if loop.actor is None else self._decode(loop)
         scores_N = self._model_scores(loop, rollouts) if self.judges.needs_model else None
@@ -115,19 +81,10 @@ class Evaluator:
         figures = {
             name: (shared[2 * k], shared[2 * k + 1] if shared[2 * k + 1] >= 0 else None) for k, name in enumerate(names)
         }
-        if self.stop is not None:
-            self.stop.observe(step, figures[self.stop.config.standard.metric][0])
+        self.observe(step, figures)
         return figures
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Of early stopping, in plain JSON types."""
-        return None if self.stop is None else self.stop.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        if self.stop is not None and state is not None:
-            self.stop.load_state_dict(dict(state))
-
-    def _decode(self, loop: Loop) -> list[Rollout]:
+    def _decode(self, loop: TrainingLoop) -> list[Rollout]:
         """The responses, in the order of the prompts."""
         assert loop.actor is not None
         decoder = PromptDecoder(
@@ -142,7 +99,7 @@ class Evaluator:
         )
         return sorted(decoder.decode(self.prompts), key=lambda rollout: rollout.seq_id)
 
-    def _model_scores(self, loop: Loop, rollouts: Sequence[Rollout] | None) -> Tensor:
+    def _model_scores(self, loop: TrainingLoop, rollouts: Sequence[Rollout] | None) -> Tensor:
         """The reward model's scores [N] on every rank; its replicas share the sequences, each in one full forward pass."""
         exchange, source, prompts = loop.exchange, loop.rounds.planner.site.source, self.prompts
         speaks = loop.world.rank == source
@@ -151,10 +108,8 @@ class Evaluator:
         lengths = [int(n) for n in exchange.shared("held-out lengths", mine, len(prompts), source).tolist()]
         mine = torch.tensor([token for tokens in responses for token in tokens]) if speaks else None
         flat = exchange.shared("held-out responses", mine, sum(lengths), source).long().split(lengths)
-        placement, scores_N = (
-            exchange.placements["reward"],
-            torch.empty(len(prompts), dtype=torch.float64, device=exchange.device),
-        )
+        placement = exchange.placements["reward"]
+        scores_N = torch.empty(len(prompts), dtype=torch.float64, device=exchange.device)
         coords = placement.coords(loop.world.rank)
         for replica in range(placement.dp):
             rows, scores = range(replica, len(prompts), placement.dp), None

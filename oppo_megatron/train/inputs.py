@@ -27,7 +27,7 @@ SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Inputs:
-    """What `read_inputs` found.  `quarantine` holds the refused rows of prompts and held-out prompts."""
+    """Result of `read_inputs`.  `quarantine` holds the refused rows of prompts and held-out prompts."""
 
     tokenizer: Tokenizer
     rewards: RewardSum
@@ -86,14 +86,16 @@ def unearned_formats(config: TrainSettings, tokenizer: Tokenizer, prompt: str) -
         texts = literals(part.pattern)
         for place, text in enumerate(texts, start=1):
             if (special := hidden_ids(text, tokenizer)) is not None:
-                reason = f"special tokens ({special}) have no text in a response; use words that are no special tokens"
+                reason = f"special tokens ({special}) have no text in a response; use words that are not special tokens"
             elif prompt.rstrip().endswith(text):
                 reason = "the first prompt ends with it, so responses begin after it; leave it out of the pattern or the prompt"
             elif any(stop in text and (texts[place:] or not text.endswith(stop)) for stop in config.rollout.stop_texts):
                 reason = "rollout.stop ends a response there, before the rest of the pattern; remove that stop"
             else:
                 continue
-            found.append(f"WARNING: pattern {part.pattern!r} of rule format may never match: it asks for {text!r}, but {reason}")
+            found.append(
+                f"WARNING: pattern {part.pattern!r} of rule format may never match: it asks for {text!r}, but {reason}"
+            )
             break
     return found
 
@@ -119,11 +121,15 @@ def try_answers(inputs: Inputs, settings: TrainSettings) -> list[str]:
             problems.report(file, int(line), why, data.bad_rows)
         problems.raise_errors(any_left=len(refused) < len(prompts))
         found += len(refused)
-    return [f"{found} rows more are set aside as they are drawn, because their answers cannot be compared"] if found else []
+    return (
+        [f"{found} rows more are set aside as they are drawn, because their answers cannot be compared"]
+        if found
+        else []
+    )
 
 
 def require_trained_actor(config: TrainSettings, prompts: PromptSet) -> None:
-    """Raises ConfigError where the prompts end within the critic's warm-up, and the policy would never be trained."""
+    """Raises ConfigError if the prompts end within the critic's warm-up, so that the policy would never be trained."""
     warming, passes = config.ppo.critic_warmup_steps, config.passes
     if not warming or passes is None or not len(prompts):
         return

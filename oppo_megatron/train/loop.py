@@ -3,8 +3,8 @@
 Every rank runs it.  Prompts, buffer, books and controllers are the same on all ranks and advance by the chunks alone, so
 no rank asks another what to do next.  A step is a number of rounds, then the update:
 
-    ranks of the actor      decode a chunk, send it, go on; at the step's end begin the actor's update, wait for the scores
-                            where the update first needs them, complete it
+    ranks of the actor      decode a chunk, send it, continue; at the step's end begin the actor's update, wait for the scores
+                            when the update first needs them, complete it
     ranks of the scorers    prefill the chunk before on reward, reference and critic; at the step's end send the scores,
                             update the critic, while the actor may already decode the next step
 
@@ -27,18 +27,16 @@ from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import SamplingError
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.plan import StepPlan, plan_step
-from oppo_megatron.train.actor import Actor
-from oppo_megatron.train.adaptation import Adaptation
-from oppo_megatron.train.critic import Critic
+from oppo_megatron.train.actor import Actor, Critic
 from oppo_megatron.train.evaluate import Evaluator
-from oppo_megatron.train.logs.facts import StepFacts
 from oppo_megatron.train.logs.journal import Journal
-from oppo_megatron.train.metering.meter import RolloutPhase, StepMeter
+from oppo_megatron.train.logs.meter import RolloutPhase, StepMeter
+from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
-from oppo_megatron.train.updates import Updates
+from oppo_megatron.train.updates import Adaptation, Updates
 
 
 @dataclass
@@ -57,7 +55,7 @@ class TrainingLoop:
     state: RunState
 
     def run(self) -> bool:
-        """Train until the prompts end and every rollout has been trained; False: told to stop, and saved."""
+        """Train until the prompts end and every rollout has been trained; False if the run was asked to stop and has saved."""
         if self.state.done == 0 and self.state.phase is None:
             self._evaluate(last=False)
         while not self.over:
@@ -77,9 +75,9 @@ class TrainingLoop:
         return True
 
     def _step(self, step: int, plan: StepPlan) -> bool:
-        """One step of the paper's Algorithm 1, or the rest of one; False: told to stop within it.
+        """Make one step of the paper's Algorithm 1, or the rest of one; False if the run was asked to stop within it.
 
-        Where a filter has left nothing of the last prompts, no step is made.
+        No step is made if a filter has dropped all of the last prompts.
         """
         self._admit(step)
         while not self.rollouts.complete:
@@ -111,7 +109,7 @@ class TrainingLoop:
 
     @property
     def over(self) -> bool:
-        """Nothing is left to train; a run that was resumed with fewer steps, or ends early, may have rollouts left."""
+        """True if nothing is left to train; a run resumed with fewer steps, or ended early, may have rollouts left."""
         stopped = self.evaluator is not None and self.evaluator.over
         return self.rollouts.scheduler.done or self.state.done == self.config.steps or stopped
 
@@ -132,7 +130,7 @@ class TrainingLoop:
         return self.meter.journal
 
     def _admit(self, step: int) -> None:
-        """The step's prompts enter, unless it was interrupted behind that."""
+        """Admit the step's prompts, unless the step was interrupted after that."""
         interrupted, buffer = self.state.phase, self.rollouts.buffer
         if interrupted is None:
             facts = StepFacts(step, buffer.delta, self.adaptation.chunk.value, version=self.updates.version)
@@ -160,7 +158,7 @@ class TrainingLoop:
                 self.meter.scoring_round()
 
     def _gather_scores(self, step: int, batch: Sequence[Rollout]) -> ScoredBatch:
-        """Every rank gets the scores, and knows how all ranks fare."""
+        """Bring the scores, and the state of all ranks, to every rank."""
         with self.meter.part("send" if self.actor is None else "wait_scores"):
             scored, report = self.exchange.gather(
                 batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work, self.meter.measured,
@@ -173,7 +171,7 @@ class TrainingLoop:
         return scored
 
     def _end_update(self, plan: StepPlan, changed: bool, actor_trained: bool) -> None:
-        """Caches of changed weights are void; the ranks meet where the next step waits for the critic."""
+        """Invalidate caches of changed weights; the ranks meet if the next step waits for the critic."""
         if changed:
             self.rollouts.weights_changed(actor_trained)
         self.rounds.executor.drain()
@@ -183,7 +181,7 @@ class TrainingLoop:
                 dist.barrier()
 
     def _evaluate(self, last: bool) -> None:
-        """Held-out metrics before the first step, after the last, and every so often."""
+        """Measure held-out metrics before the first step, after the last, and every `every_steps` steps."""
         step = self.state.done
         if self.evaluator is None or not self.evaluator.due(step, last):
             return
@@ -194,19 +192,21 @@ class TrainingLoop:
             self.journal.evaluation(step, figures)
 
     def _end_of_prompts(self) -> None:
-        """All groups that were left have been dropped."""
+        """End the run: the filter has dropped all remaining groups."""
         done, figures = self.state.done, self.rollouts.filter_figures()
         told = f"the prompts have ended: none of the last {figures['groups_dropped']} groups was worth training"
         if not done:
-            raise SamplingError(f"{told}, and no step was made; use prompts that the policy answers rightly now and then")
+            raise SamplingError(
+                f"{told}, and no step was made; use prompts that the policy answers rightly now and then"
+            )
         if self.journal is not None:
             self.journal.progress.note(told)
         if self.evaluator is not None and not self.evaluator.due(done, last=False):
             self._evaluate(last=True)
 
     def _conclude(self) -> None:
-        """Every rank has made its last step."""
-        self.state.settle()
+        """Complete the run after the last step of every rank."""
+        self.state.finish_step()
         self.meter.spans.flush()
         self.saver.conclude()
         if self.journal is not None:

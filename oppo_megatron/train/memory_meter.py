@@ -23,7 +23,7 @@ FIXED_MEBIBYTES = 100
 
 
 def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None:
-    """Raises CapacityError where this rank's host, or its CUDA device, has less memory than is held there for certain."""
+    """Raises CapacityError if this rank's host, or its CUDA device, has less memory than the run needs there at least."""
     me = world.hosts[world.rank]
     mine = (me.node, me.host, me.device)  # containers of several machines may bear one name
     ranks = [each.rank for each in world.hosts if (each.node, each.host, each.device) == mine]
@@ -95,7 +95,7 @@ class MemoryByRank:
         used, plan = (round(size / MEBIBYTE) for size in (self.peak[rank] - self.base[rank], planned[rank]))
         if plan < used < FIXED_MEBIBYTES:
             return (
-                f"memory: {used} MiB above base on rank {rank}, where the plan has {plan}: in runs this small most of it is what "
+                f"memory: {used} MiB above base on rank {rank}, but the plan has {plan}: in runs this small most of it is what "
                 f"libraries hold for any model (up to {FIXED_MEBIBYTES} MiB), which the plan does not count"
             )
         return f"memory: at most {ratios[rank]:.2f} of the plan (rank {rank}: {used} of {plan} MiB, peak above base)"

@@ -1,4 +1,4 @@
-"""Builds a rank's roles: models, caches, workers, and the rounds in which they work."""
+"""Builds a rank's roles: models, caches, workers, and the runner of their rounds."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from oppo_megatron.mcore.roles import as_it_began, load_role
 from oppo_megatron.schedule.checking.transport import transport_of
 from oppo_megatron.schedule.links import most_streams
 from oppo_megatron.schedule.plan import cache_slots, new_planner, round_generator
-from oppo_megatron.train.actor import Actor
-from oppo_megatron.train.critic import Critic
-from oppo_megatron.train.logs.round_trace import RoundTracer
-from oppo_megatron.train.topology import Topology
-from oppo_megatron.train.trained_role import TrainedRole, build_trained_role
+from oppo_megatron.train.actor import Actor, Critic
+from oppo_megatron.train.logs.meter import RoundTracer
+from oppo_megatron.train.roles import Topology, TrainedRole, build_trained_role
 
 SCORERS: dict[ScorerRole, Head] = {"reference": "lm", "critic": "scalar", "reward": "scalar"}
 
@@ -48,7 +46,7 @@ class RoleBuilder:
     lengths: Quantile | None  # of a length trace
 
     def __post_init__(self) -> None:
-        """What `runtime.kv_layout: auto` comes to here: planner and caches must count slots alike."""
+        """Resolve `runtime.kv_layout: auto`: planner and caches must count slots the same way."""
         runtime, device = self.config.runtime, self.world.device
         if runtime.kv_layout == "auto":
             dtypes = {DTYPES[role.dtype] for role in named_roles(self.config).values()}
@@ -63,7 +61,7 @@ class RoleBuilder:
         return None if megabytes is None else int(megabytes * 2**20)
 
     def num_slots(self, role: str) -> int:
-        """Cache slots of one replica where the budget allows."""
+        """Cache slots of one replica, if the budget allows."""
         return share_of_sequences(self.config, role, self.topology.site.placements[role].dp)
 
     def actor(self) -> Actor | None:

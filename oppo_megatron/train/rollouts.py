@@ -23,11 +23,10 @@ NOTHING = np.zeros(0, dtype=np.int64)  # no sequence
 
 @dataclass
 class Rollouts:
-    """The records are the buffer (a rollout's tokens), the planner's books (what each role has cached), the caches and outputs
-    of this rank's workers, the codec of the token stream, and what reward services have been asked for.  All but the
-    workers' are alike on every rank.
+    """The records of a sequence: the buffer (its tokens), the planner's books (the cached tokens of each role), the caches and
+    outputs of this rank's workers, the codec of the token stream, and the requests to reward services.
 
-    `planning` times the decisions and bookkeeping here.
+    All records but the workers' are the same on every rank.  `planning` times the decisions and bookkeeping here.
     """
 
     scheduler: OvercommitScheduler
@@ -44,11 +43,11 @@ class Rollouts:
 
     @property
     def complete(self) -> bool:
-        """Whether the step's batch has finished."""
+        """True if the step's batch has finished."""
         return self.buffer.readiness().ready
 
     def admit(self) -> None:
-        """Prompts enter at the begin of a step, up to B + delta."""
+        """Admit prompts at the beginning of a step, up to B + delta."""
         with self.planning():
             self.rounds.admit(self.scheduler.begin_step())
         if self.settler is not None:
@@ -58,10 +57,11 @@ class Rollouts:
             self._settle(self.filter)
 
     def decode(self, most: int, version: int, *, stream: bool, halt: bool) -> tuple[Chunk, int]:
-        """A round: at most `most` tokens more of each rollout by the policy's `version`; all records advance by its chunk.
+        """Run a round: decode at most `most` tokens of each rollout with the policy's `version`; all records advance by its
+        chunk.
 
-        With `stream` the scorers prefill what came before.  `halt`: the run is to stop after this round.  Returns the
-        chunk, and how many prompts entered before it in the place of what has finished.
+        With `stream` the scorers prefill the chunk before.  `halt`: the run is to stop after this round.  Returns the chunk,
+        and the number of prompts that replaced finished rollouts before it.
         """
         buffer = self.buffer
         with self.planning():
@@ -84,30 +84,30 @@ class Rollouts:
 
     @property
     def judged(self) -> Known:
-        """Parts of rewards that verdicts were made from."""
+        """Parts of rewards that were computed for verdicts."""
         if self.filter is None:
             return {}
         labels = self.filter.rule.labels
         return {seq_id: dict(zip(labels, parts, strict=True)) for seq_id, parts in self.filter.scores.items()}
 
     def _steps(self, most: int) -> int:
-        """Decode steps of the next round: `most`, or as many as are left until prompts may enter, or rewards are asked."""
+        """Decode steps of the next round: `most`, or fewer if prompts may enter or rewards are asked earlier."""
         steps = self.scheduler.chunk(most)
         return steps if self.settler is None else min(steps, self.settler.clock.left(self.buffer.clock))
 
     def settle_figures(self) -> dict[str, float | None]:
-        """Of the responses that ended early in the step; none where none can."""
+        """Figures of responses that ended early in the step; empty if none can."""
         return {} if self.settler is None else self.settler.figures()
 
     def filter_figures(self) -> dict[str, float | None]:
-        """Of the step's groups, for its line in the metrics; none where there is no filter."""
+        """Figures of the step's groups for its line of metrics; empty without a filter."""
         if self.filter is None:
             return {}
         counts = self.filter.counts
         return {"groups_dropped": counts.dropped, "keep_rate": counts.keep_rate}
 
     def _settle(self, groups: GroupFilter) -> None:
-        """Verdicts that are due come into force; dropped groups leave every record."""
+        """Apply the verdicts that are due; dropped groups leave every record."""
         labels = groups.rule.labels
 
         def judge(due: Sequence[Rollout]) -> list[list[float]]:
@@ -125,7 +125,7 @@ class Rollouts:
             self.settler.retire(dropped)
 
     def _end_early(self, settler: Settler) -> None:
-        """Responses whose rewards are settled end; a filter hears what is known of those that go on."""
+        """End responses whose rewards are fixed; a filter learns the fixed parts of the others."""
         asked = settler.asked()
         prefixes = self.exchange.prefixes(asked) if asked else []
         self._stop(settler.take(asked, prefixes))
@@ -135,25 +135,25 @@ class Rollouts:
             self.filter.foreseen = {i: scores for i, scores in found.items() if scores is not None}
 
     def _stop(self, rollouts: Sequence[Rollout]) -> None:
-        """These are decoded no further."""
+        """Stop decoding these."""
         if rollouts:
             self.rounds.stop(rollouts)
 
     def take_batch(self) -> list[Rollout]:
-        """The first B that finished leave the buffer; the others are deferred."""
+        """Take the first B finished rollouts out of the buffer; the others are deferred."""
         with self.planning():
             return self.scheduler.take_batch()
 
     def owed(self, batch: Sequence[Rollout]) -> bool:
-        """Whether a scorer, here or elsewhere, has not read all of the batch."""
+        """True if a scorer, on any rank, has not read all of the batch."""
         return self.rounds.owes(batch)
 
     def score(self, batch: Sequence[Rollout], most: int, version: int) -> None:
-        """A round that scores the rest of the batch, and decodes nothing."""
+        """Run a round that scores the rest of the batch and decodes nothing."""
         self.rounds.run([], batch, most, Decoding(self.buffer.clock, version, self.buffer.readiness))
 
     def retire(self, batch: Sequence[Rollout]) -> None:
-        """The batch's scores are everywhere: no record is needed any more."""
+        """Drop all records of the batch, whose scores are on every rank."""
         with self.planning():
             self.rounds.retire(batch)
         if self.filter is not None:
@@ -162,9 +162,9 @@ class Rollouts:
             self.settler.retire(batch)
 
     def weights_changed(self, actor: bool) -> None:
-        """Trained roles have other weights: what they have cached of carried rollouts is stale, where it is not kept.
+        """Invalidate what trained roles have cached of carried rollouts, unless the configuration keeps it.
 
-        `actor`: it is among them.
+        `actor`: the actor's weights changed, too.
         """
         if actor and self.overlap.actor_kv == "recompute":
             self.rounds.actor_changed()

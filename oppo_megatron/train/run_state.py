@@ -11,18 +11,17 @@ from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.checkpoints import Position
-from oppo_megatron.train.adaptation import Adaptation
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guards.rollback import Rollbacks
-from oppo_megatron.train.metering.meter import RolloutPhase, StepMeter
+from oppo_megatron.train.logs.meter import RolloutPhase, StepMeter
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.update import History
-from oppo_megatron.train.updates import Updates
+from oppo_megatron.train.updates import Adaptation, Updates
 
 
 @dataclass
 class RunState:
-    """`done` steps are trained; `phase`: of the step under way, if a run stops or goes on within one."""
+    """`done` counts trained steps; `phase` is the current step's, if a run stops or resumes within one."""
 
     parts: Rollouts
     updates: Updates
@@ -66,8 +65,8 @@ class RunState:
         journal = self.meter.journal
         return None if journal is None else journal.progress.note
 
-    def settle(self) -> None:
-        """The last step's line is whole, and no action of a round is under way."""
+    def finish_step(self) -> None:
+        """Complete the last step's line and all actions of rounds; collective of the world."""
         if self.meter.settled != self.done:
             with self.meter.part("wait_update"):
                 critic_stats = self.updates.exchange.critic_stats()
@@ -100,7 +99,7 @@ class RunState:
             "guard": self.updates.guard.state_dict(),
             "actor": {"version": self.updates.version, "ess": actor.ess},
             "history": self.updates.history.numbers(),
-            "updates": actor.role.trained.updates,  # the critic has made as many, and those of its warm-up
+            "updates": actor.role.trained.updates,  # the critic has made these, and its warm-up's
             "phase": None if self.phase is None else self.phase.state_dict(),
             "journal": journal.state_dict(),
         }

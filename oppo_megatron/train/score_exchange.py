@@ -1,7 +1,7 @@
 """Brings the scorers' results to every rank.
 
-Legend: B rollouts of the batch that are trained, T their response tokens (packed), N rollouts with greedy ones among them,
-P parts of the reward.
+Legend: B rollouts of the batch that are trained, T their response tokens (packed), N rollouts including greedy ones,
+P parts of the reward, S steps of responses (packed).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.algorithms.experience import GreedyRows, ScoredBatch
+from oppo_megatron.algorithms.supervised_losses import response_scores, step_scores
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.liveness.failures import noted
+from oppo_megatron.config.data import RewardPart
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.stream import share
@@ -29,10 +32,49 @@ from oppo_megatron.records import ALONE, Members, Rollout
 from oppo_megatron.rewards.functions import NOTHING_KNOWN as NO_PART
 from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
-from oppo_megatron.train.actor import Actor
-from oppo_megatron.train.critic import CRITIC_STATS, Critic
-from oppo_megatron.train.settling import read_prefix, require_as_settled
-from oppo_megatron.train.step_rewards import StepRewards
+from oppo_megatron.token_text import StepEnds
+from oppo_megatron.train.actor import CRITIC_STATS, Actor, Critic
+from oppo_megatron.train.verdicts import read_prefix, require_as_settled
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """Reads rewards at the ends of steps from a process reward model's outputs, the same on every rank."""
+
+    part: RewardPart
+    step_ends: StepEnds
+
+    @classmethod
+    def of(cls, parts: Sequence[RewardPart], tokenizer: Tokenizer) -> StepRewards | None:
+        """None if no part is of the kind process."""
+        found = next((part for part in parts if part.kind == "process"), None)
+        return None if found is None else cls(found, StepEnds(found.separator, tokenizer.decode))
+
+    def ends(self, responses: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Indices of the last token of each step, per response."""
+        return [self.step_ends.of(response) for response in responses]
+
+    def scores(self, logits_S: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
+        """Score of each response [B], from the outputs at the ends of its steps."""
+        return response_scores(step_scores(logits_S), [len(row) for row in ends], self.part.step_rewards)[0]
+
+    def of_tokens(self, logits_T: Tensor, responses: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """Score of each response [B], from the outputs at all its tokens, and the weighted rewards of tokens [T].
+
+        The latter are None if only the whole response is rewarded.
+        """
+        ends = self.ends(responses)
+        starts = accumulate((len(response) for response in responses), initial=0)
+        places = [start + end for start, row in zip(starts, ends, strict=False) for end in row]
+        places_S = on_device(places, logits_T.device)
+        counts = [len(row) for row in ends]
+        scores_B, rewards_S = response_scores(step_scores(logits_T[places_S]), counts, self.part.step_rewards)
+        if rewards_S is None:
+            return scores_B, None
+        return scores_B, torch.zeros_like(logits_T, dtype=torch.float32).index_put_(
+            (places_S,), (self.part.weight * rewards_S).float()
+        )
+
 
 TIMES = ("score", "wait_tokens")
 Known = Mapping[int, Mapping[str, float]]
@@ -43,11 +85,11 @@ NOTHING_KNOWN: Known = MappingProxyType({})
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """What comes with the scores: mean of each reward part, seconds of the scorers' first rank, the last critic update.
+    """Figures that come with the scores: mean of each reward part, seconds of the scorers' first rank, the last critic update.
 
-    `work` are seconds of the scorers' first rank, round by round (`StepClock.work`).
-    `ess`: measured in the actor's last update, hence in the step before; 1 in the first step.  `measured`: what the step's
-    rollout took on the rank that sends the chunks (`StepMeter.measured`).
+    `work` has the seconds of the scorers' first rank per round (`StepClock.work`).  `ess` is from the actor's last update, one
+    step earlier; 1 in the first step.  `measured` has the times of the step's rollout on the rank that sends the chunks
+    (`StepMeter.measured`).
     """
 
     parts: dict[str, float]
@@ -61,10 +103,10 @@ class ScoreReport:
 
 @dataclass
 class ScoreExchange:
-    """Collective of the world, once a step.  Sizes follow from the batch, which every rank knows.
+    """Collective of the world, once per step.  Sizes follow from the batch, which every rank knows.
 
-    `actor` and `critic`: of this rank; `steps`: where the reward model is a process reward model.  A reward that is no
-    finite number is a NaN on every rank; `refusal` says why, on the scorers' first.  `settler` has what rewards were settled as.
+    `actor` and `critic` are this rank's; `steps` exists for a process reward model.  A reward that is not finite is NaN on
+    every rank; `refusal` has the reason, on the scorers' first rank.  `settler` has the rewards that were fixed early.
     """
 
     rank: int
@@ -89,12 +131,11 @@ class ScoreExchange:
         measured: Callable[[], list[float]],
         known: Known = NOTHING_KNOWN,
     ) -> tuple[ScoredBatch, ScoreReport]:
-        """Scores, values and reference log-probs of the batch on every rank.  Raises RewardError on the scorers' first.
+        """Return scores, values and reference log-probs of the batch on every rank; for greedy responses the reward only.
 
-        Of greedy responses among it, which are not trained, the reward alone.
-
-        `seconds` are this rank's totals of the step over the scoring roles, `work` those of its rounds; `measured` is asked
-        once all scores are here; `known` are parts of rewards that `judge` has given.
+        `seconds` are this rank's totals of the step over the scoring roles, `work` its rounds' seconds; `measured` is called
+        once all scores are here; `known` has parts of rewards that `judge` has computed.  Raises RewardError on the scorers'
+        first rank.
         """
         trained = self.members.to_train(batch)
         reference_T, values_T = (self._of_tokens(role, trained, rounds) for role in ("reference", "critic"))
@@ -123,7 +164,7 @@ class ScoreExchange:
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
 
     def judge(self, rollouts: Sequence[Rollout], rounds: RoundRunner, labels: Sequence[str]) -> list[list[float]]:
-        """Parts of the reward of finished rollouts, of each those by `labels`, on every rank; waits for them.
+        """Return the parts `labels` of the reward of finished rollouts on every rank; waits for them.
 
         A reward model among them has read all of the rollouts.  Raises RewardError on the scorers' first rank.
         """
@@ -140,7 +181,9 @@ class ScoreExchange:
         return self._scored(rollouts, model_N, len(labels), parts).tolist()
 
     def prefixes(self, rollouts: Sequence[Rollout]) -> list[Prefix]:
-        """What the rewards say of responses that are still decoded, on every rank.  Raises RewardError on the scorers' first."""
+        """Return the rewards' fixed prefixes of unfinished responses on every rank.  Raises RewardError on the scorers' first
+        rank.
+        """
 
         def numbers(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
             found = read_prefix(self.rewards, item, rollout.tokens, self.tokenizer.decode, rollout.prompt.place)
@@ -150,18 +193,16 @@ class ScoreExchange:
         return [Prefix(tuple(parts), int(num_tokens)) for num_tokens, *parts in table]
 
     def _require_as_settled(self, parts: Mapping[str, float], item: ScoreItem, rollout: Rollout) -> None:
-        """Raises RewardError where a part is not what it was settled as."""
+        """Raises RewardError if a part differs from the value that was fixed early."""
         note = None if self.settler is None else self.settler.notes.get(rollout.seq_id)
         if self.settler is not None and note is not None:
             beginning = self.tokenizer.decode(rollout.tokens[: note.num_tokens])
             require_as_settled(parts, note, self.settler.labels, item, rollout.prompt.place, beginning)
 
     def request(self, rollouts: Sequence[Rollout], known: Collection[str] = ()) -> None:
-        """Ask services and rules' processes for the scores of finished rollouts, while others are still decoded.
+        """Request scores of finished rollouts from services and rules' processes, except `known` parts; returns at once.
 
-        Returns at once.
-
-        Not for parts that are `known`.  Raises RewardError, on the scorers' first rank, if a service has failed for good.
+        Raises RewardError, on the scorers' first rank, if a service has failed for good.
         """
         if self.rank != self._leader or not self.rewards.asks_services:
             return
@@ -173,7 +214,7 @@ class ScoreExchange:
         return ScoreItem(rollout.seq_id, prompt.text, response, prompt.fields, [*prompt.tokens, *rollout.tokens])
 
     def critic_stats(self) -> dict[str, float]:
-        """Statistics of the critic's last update, on every rank; none where there is no critic."""
+        """Statistics of the critic's last update, on every rank; empty without a critic."""
         if "critic" not in self.placements:
             return {}
         mine = None
@@ -184,7 +225,7 @@ class ScoreExchange:
         return dict(zip(CRITIC_STATS, stats.tolist(), strict=True))
 
     def _of_actor(self, measured: Sequence[float]) -> Tensor:
-        """The effective sample size of the actor's last update, and what the actor's rank has measured, on every rank."""
+        """Effective sample size of the actor's last update, and the actor rank's measurements, on every rank."""
         source, mine = self.placements["actor"].output_rank(), None
         if self.rank == source:
             assert self.actor is not None
@@ -193,11 +234,13 @@ class ScoreExchange:
 
     @property
     def _leader(self) -> int:
-        """The rank that speaks for the scorers."""
+        """The scorers' first rank."""
         return scorers_leader(self.placements)
 
     def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
-        """`share`, ended when this returns: nothing else is marked as a wait, for in it this rank may hang by itself."""
+        """Call `share` and wait for its end: a watchdog takes only this for a wait, during which the rank itself is not at
+        fault.
+        """
         with self.activity.doing(what, waits=True):
             shared = share(values, size, source, self.device)
             if self.device.type == "cuda":
@@ -205,13 +248,13 @@ class ScoreExchange:
         return shared
 
     def _of_tokens(self, role: str, batch: Sequence[Rollout], rounds: RoundRunner) -> Tensor | None:
-        """A role's output of each response token [T], if there is such a role."""
+        """A role's output of each response token [T]; None without the role."""
         if role not in self.placements:
             return None
         return self._share(role, batch, [len(r.tokens) for r in batch], rounds).float()
 
     def _share(self, role: str, batch: Sequence[Rollout], sizes: Sequence[int], rounds: RoundRunner) -> Tensor:
-        """A role's outputs of the batch, `sizes` of each rollout, from whichever replica scored it, in the batch's order."""
+        """A role's outputs of the batch in its order, `sizes` of each rollout, from the replicas that scored them."""
         placement, book = self.placements[role], rounds.planner.scorers[role]
         pieces: dict[int, Tensor] = {}
         scored_by: list[list[int]] = [[] for _ in range(placement.dp)]
@@ -226,7 +269,7 @@ class ScoreExchange:
         return torch.cat([pieces[i] for i in range(len(batch))])
 
     def _model_scores(self, rollouts: Sequence[Rollout], rounds: RoundRunner) -> tuple[Tensor | None, Tensor | None]:
-        """The reward model's score of each rollout [N], and the part of it that trained tokens earn [T], if there is such."""
+        """The reward model's score of each rollout [N], and the rewards of trained tokens [T] of a process reward model."""
         if "reward" not in self.placements:
             return None, None
         if self.steps is None:
@@ -236,14 +279,14 @@ class ScoreExchange:
         return scores_N, self._of_trained(rollouts, earned)
 
     def _of_trained(self, rollouts: Sequence[Rollout], values: Tensor | None) -> Tensor | None:
-        """Of numbers of all response tokens, those of rollouts that are trained."""
+        """Select the numbers of trained rollouts' response tokens."""
         if values is None or not self.members.greedy:
             return values
         pieces = zip(rollouts, values.split([len(r.tokens) for r in rollouts]), strict=True)
         return torch.cat([piece for rollout, piece in pieces if not self.members.is_greedy(rollout.seq_id)])
 
     def _apart(self, batch: Sequence[Rollout], totals_N: Tensor) -> tuple[Tensor, GreedyRows | None]:
-        """Scores of what is trained, [B], and the greedy responses with theirs."""
+        """Split scores into trained rollouts' [B] and greedy responses'."""
         if not self.members.greedy:
             return totals_N, None
         greedy = [rollout for rollout in batch if self.members.is_greedy(rollout.seq_id)]
@@ -253,11 +296,13 @@ class ScoreExchange:
         return totals_N[self._places(batch, greedy=False)], rows
 
     def _places(self, rollouts: Sequence[Rollout], *, greedy: bool) -> Tensor:
-        """Where the greedy ones stand, or the others."""
+        """Indices of the greedy rollouts, or of the others."""
         places = [i for i, rollout in enumerate(rollouts) if self.members.is_greedy(rollout.seq_id) == greedy]
         return on_device(places, self.device, torch.int64)
 
-    def _rewards(self, batch: Sequence[Rollout], model_N: Tensor | None, known: Known) -> tuple[Tensor, dict[str, float]]:
+    def _rewards(
+        self, batch: Sequence[Rollout], model_N: Tensor | None, known: Known
+    ) -> tuple[Tensor, dict[str, float]]:
         """Total reward of each rollout [N], and the mean of each part over those that are trained."""
         labels = [summand.label for summand in self.rewards.summands]
         self.request(batch, {label for rollout in batch for label in known.get(rollout.seq_id, ())})
@@ -287,7 +332,9 @@ class ScoreExchange:
         table = None
         if self.rank == self._leader:
             rows = []
-            for rollout, score in zip(rollouts, [None] * len(rollouts) if model_N is None else model_N.tolist(), strict=True):
+            for rollout, score in zip(
+                rollouts, [None] * len(rollouts) if model_N is None else model_N.tolist(), strict=True
+            ):
                 item = self._item(rollout)
                 try:
                     with self._scoring(item, rollout.prompt.place):
@@ -300,7 +347,7 @@ class ScoreExchange:
 
     @contextmanager
     def _scoring(self, item: ScoreItem, placement: str) -> Iterator[None]:
-        """For who asks what this rank is at, or was at as it ended."""
+        """Mark the activity, and note a user's function in case the rank ends in it."""
         what, functions = f"reward of sequence {item.seq_id}", " and ".join(map(repr, self.rewards.user_functions))
         with self.activity.doing(what):
             if not functions:
@@ -313,7 +360,7 @@ class ScoreExchange:
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """Element-wise sums over all ranks, alike to the bit on each: they are added in the order of the ranks."""
+    """Element-wise sums over all ranks, bit for bit the same on each: they are added in the order of the ranks."""
     return _of_all_ranks(values, device).sum(0).tolist()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import batch_rows, longest_chunk, members
@@ -12,7 +10,6 @@ from oppo_megatron.control.chunk_tuner import ChunkTuner
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.prompts import PromptSet, PromptStream
-from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
@@ -21,98 +18,73 @@ from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.plan import delta_rule, plan_step
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
-from oppo_megatron.train.actor import Actor
-from oppo_megatron.train.adaptation import Adaptation
-from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.evaluate import Evaluator
-from oppo_megatron.train.filtering import build_filter
 from oppo_megatron.train.guards.guard import Guard
 from oppo_megatron.train.guards.rollback import Rollbacks
 from oppo_megatron.train.inputs import Inputs
 from oppo_megatron.train.logs.journal import Journal
-from oppo_megatron.train.logs.round_trace import RoundTracer
+from oppo_megatron.train.logs.meter import RoundTracer, StepMeter
+from oppo_megatron.train.logs.step import CriticPlacement
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.memory_meter import MemoryMeter
-from oppo_megatron.train.metering.critical_path import CriticPlacement
-from oppo_megatron.train.metering.meter import StepMeter
 from oppo_megatron.train.role_builder import RoleBuilder
+from oppo_megatron.train.roles import build_topology
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.saver import Saver
-from oppo_megatron.train.score_exchange import ScoreExchange
-from oppo_megatron.train.settling import build_settler
-from oppo_megatron.train.step_rewards import StepRewards
-from oppo_megatron.train.topology import build_topology
-from oppo_megatron.train.updates import Updates
+from oppo_megatron.train.score_exchange import ScoreExchange, StepRewards
+from oppo_megatron.train.updates import Adaptation, Updates
+from oppo_megatron.train.verdicts import build_filter, build_settler
 
 
 def build_loop(
     config: TrainConfig, world: World, inputs: Inputs, saver: Saver, rollbacks: Rollbacks, ahead: Ahead = NEW_RUN
 ) -> TrainingLoop:
-    """Groups, models, optimizers and books of this rank, for what of the run is `ahead`."""
+    """Build groups, models, optimizers and books of this rank, for the part of the run that is `ahead`."""
     prompts = prompt_stream(config, inputs.prompts, ahead)
     total_steps = ahead.total_steps(config.steps, prompts.planned, batch_rows(config))
     with world.activity.doing("process groups", waits=True):
         topology = build_topology(config, world.device)
     algorithm, memory = Algorithm.of(config), MemoryMeter.begin(world.device)
     builder = RoleBuilder(config, algorithm, world, topology, inputs.tokenizer, total_steps, inputs.lengths)
-    keeps_journal = world.rank == topology.site.source
-    tracer = _tracer(config, world.rank, topology.site)
+    site = topology.site
+    keeps_journal = world.rank == site.source
+    tracer = _tracer(config, world.rank, site)
     trackers = open_trackers(config.logging, config.run_dir) if keeps_journal else None  # may refuse to begin
     journal = trackers and Journal(builder.config, total_steps, inputs.tokenizer, world.device, trackers)
     actor, critic = builder.actor(), builder.critic()
     rounds = builder.rounds(actor, critic, tracer)
-    meter = StepMeter(
-        world, rounds, tracer.spans, tracer, memory, journal,
-        role="scorer" if actor is None else "actor",
-        critic=_critic_placement(config, topology.site) if config.critic is not None else None,
-    )  # fmt: skip
-    guard = Guard(config, algorithm, world.rank, world.device, topology.site, total_steps, rollbacks)
-    scheduler = _scheduler(config, prompts, ahead)
-    return _assemble(config, world, inputs, saver, Parts(scheduler, rounds, meter, guard, actor, critic), builder)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a rank's loop is made of."""
-
-    scheduler: OvercommitScheduler
-    rounds: RoundRunner
-    meter: StepMeter
-    guard: Guard
-    actor: Actor | None
-    critic: Critic | None
-
-
-def _assemble(
-    config: TrainConfig, world: World, inputs: Inputs, saver: Saver, parts: Parts, builder: RoleBuilder
-) -> TrainingLoop:
-    actor, critic, rounds, meter = parts.actor, parts.critic, parts.rounds, parts.meter
-    scheduler, kl = parts.scheduler, KLController(config.ppo.kl)
+    placement = None
+    if config.critic is not None:
+        shares_ranks = not set(site.placements["critic"].ranks).isdisjoint(site.placements["actor"].ranks)
+        placement = CriticPlacement(shares_ranks, plan_step(config).wait_for_critic)
+    role = "scorer" if actor is None else "actor"
+    meter = StepMeter(world, rounds, tracer.spans, tracer, memory, journal, role, placement)
+    guard = Guard(config, algorithm, world.rank, world.device, site, total_steps, rollbacks)
+    scheduler, kl = _scheduler(config, prompts, ahead), KLController(config.ppo.kl)
     settler = build_settler(config, scheduler.buffer, inputs.rewards)
     exchange = ScoreExchange(
-        world.rank, world.device, rounds.planner.site.placements, inputs.rewards, inputs.tokenizer, world.activity,
-        members(config), actor, critic, StepRewards.of(config.rewards, inputs.tokenizer),
-        settler=settler,
+        world.rank, world.device, site.placements, inputs.rewards, inputs.tokenizer, world.activity,
+        members(config), actor, critic, StepRewards.of(config.rewards, inputs.tokenizer), settler=settler,
     )  # fmt: skip
     adaptation = Adaptation(
-        world, scheduler, ChunkTuner(config.overlap.chunk, longest_chunk(config)), kl, rounds.planner, meter.tracer.meter,
+        world, scheduler, ChunkTuner(config.overlap.chunk, longest_chunk(config)), kl, rounds.planner, tracer.meter,
         tunes_chunk=config.overlap.intra, members=members(config),
     )  # fmt: skip
     updates = Updates(
-        config, world, actor, critic, parts.guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position
+        config, world, actor, critic, guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position
     )
     groups = build_filter(config, scheduler, inputs.rewards)
     rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning, groups, settler)
-    evaluator = _evaluator(config, inputs, builder)
+    evaluator = None
+    if inputs.heldout is not None and inputs.judges is not None:
+        evaluator = Evaluator(
+            config, inputs.heldout, inputs.judges, inputs.tokenizer, builder.heldout_stopping,
+            builder.num_slots("actor"), builder.kv_budget_bytes,
+        )  # fmt: skip
     state = RunState(rollouts, updates, adaptation, evaluator, meter)
     return TrainingLoop(config, world, rollouts, exchange, updates, adaptation, evaluator, saver, meter, state)
-
-
-def _critic_placement(config: TrainConfig, site: Site) -> CriticPlacement:
-    shares_ranks = not set(site.placements["critic"].ranks).isdisjoint(site.placements["actor"].ranks)
-    return CriticPlacement(shares_ranks, plan_step(config).wait_for_critic)
 
 
 def _scheduler(config: TrainConfig, prompts: PromptStream, ahead: Ahead) -> OvercommitScheduler:
@@ -136,38 +108,13 @@ def _tracer(config: TrainConfig, rank: int, site: Site) -> RoundTracer:
     )
 
 
-def _evaluator(config: TrainConfig, inputs: Inputs, builder: RoleBuilder) -> Evaluator | None:
-    if inputs.heldout is None or inputs.judges is None or config.evaluation is None:
-        return None
-    slots, budget = builder.num_slots("actor"), builder.kv_budget_bytes
-    stopping = builder.heldout_stopping
-    judges, tokenizer, runtime = inputs.judges, inputs.tokenizer, config.runtime
-    return Evaluator(
-        config.evaluation,
-        config.early_stop,
-        inputs.heldout,
-        judges,
-        tokenizer,
-        stopping,
-        runtime,
-        config.seed,
-        slots,
-        budget,
-    )
-
-
 def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RUN) -> PromptStream:
-    """Exactly the prompts that will be trained: admission ends early enough that none is left over.
+    """Return the stream of exactly the prompts that will be trained: admission ends early enough that none is left over.
 
-    With a filter nobody knows how many that are: the scheduler stops admission, in time for the same.
+    With a filter their number is not known: the scheduler stops admission at the same point.
     """
     limit = None if config.filter is not None else ahead.limit(config.steps, batch_rows(config))
     return PromptStream(
-        prompts,
-        config.seed,
-        epochs=config.passes,
-        limit=limit,
-        shuffle=config.data.shuffle,
-        start=ahead.position,
-        left_out=ahead.left_out,
-    )
+        prompts, config.seed, epochs=config.passes, limit=limit, shuffle=config.data.shuffle,
+        start=ahead.position, left_out=ahead.left_out,
+    )  # fmt: skip

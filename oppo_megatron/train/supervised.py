@@ -7,7 +7,6 @@ pipeline stage) has the loss, so it alone owns the run directory; the weights in
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -28,51 +27,32 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.mcore.cpu.private_ops import require_private_ops
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
-from oppo_megatron.train.heldout_rows import Heldout, Point
+from oppo_megatron.train.heldout import Heldout, Point
 from oppo_megatron.train.logs.supervised_report import Report
-from oppo_megatron.train.logs.trackers import Tracker, open_trackers
+from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
 from oppo_megatron.train.preference.reference_pass import ReferencePass
-from oppo_megatron.train.preference.reference_point import ReferencePoint
-from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferences, Preferences
-from oppo_megatron.train.process_reward_model import ProcessRewardModelling
-from oppo_megatron.train.reward_model import RewardModelling
+from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferences, Preferences, ReferencePoint
+from oppo_megatron.train.run_files import save_role, share_run_directory
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.supervised_saver import MODEL, FoundSupervised, SupervisedSaver, find_supervised
-from oppo_megatron.train.saving.telling import tell_of_nothing
-from oppo_megatron.train.sft import FineTuning
-from oppo_megatron.train.shared_directory import share_run_directory
+from oppo_megatron.train.saving.resuming import find_checkpoint
+from oppo_megatron.train.saving.saver import SupervisedSaver
+from oppo_megatron.train.saving.state import describe_missing
 from oppo_megatron.train.supervised_loop import SupervisedTrainer, Task
-from oppo_megatron.train.weights import save_role
+from oppo_megatron.train.supervised_tasks import FineTuning, ProcessRewardModelling, RewardModelling
 
 RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 def run_supervised(config: SupervisedConfig) -> bool:
-    """Train what the configuration is for.  Called on every rank; see `train_supervised`."""
-    return _run(config, task_of(config))
-
-
-def task_of(config: SupervisedConfig) -> Task[Any]:
-    """What the configuration is for."""
-    if isinstance(config, DPOConfig):
-        return PairPreferences(config)
-    if isinstance(config, KTOConfig):
-        return MarkedPreferences(config)
-    if isinstance(config, ProcessRewardModelConfig):
-        return ProcessRewardModelling()
-    return RewardModelling() if isinstance(config, RewardModelConfig) else FineTuning()
-
-
-def _run(config: SupervisedConfig, task: Task[RowT]) -> bool:
-    preemption = Preemption(config.preempt_deadline_s)
+    """Train as configured.  Called on every rank; see `train_supervised`."""
+    task, preemption = task_of(config), Preemption(config.preempt_deadline_s)
     with (
         open_world(config.runtime) as world,
         watched(world, config.stall_deadline_s, config.run_dir, task.title),
@@ -84,12 +64,23 @@ def _run(config: SupervisedConfig, task: Task[RowT]) -> bool:
         return train_supervised(config, task, world, preemption)
 
 
-def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, preemption: Preemption) -> bool:
-    """Train, then write weights and summary into `config.run_dir`; False where it was told to stop before, and saved.
+def task_of(config: SupervisedConfig) -> Task[Any]:
+    """Return the task of the configuration."""
+    if isinstance(config, DPOConfig):
+        return PairPreferences(config)
+    if isinstance(config, KTOConfig):
+        return MarkedPreferences(config)
+    if isinstance(config, ProcessRewardModelConfig):
+        return ProcessRewardModelling()
+    return RewardModelling() if isinstance(config, RewardModelConfig) else FineTuning()
 
-    Raises, before the model is built, ConfigError (number of ranks, shape, tokenizer, a run directory that holds a
-    finished run), DataError, or CheckpointError for a checkpoint that this run cannot go on from; then CheckpointError for
-    weights that do not fit, NumericsError for a gradient that is not finite.
+
+def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, preemption: Preemption) -> bool:
+    """Train, then write weights and summary into `config.run_dir`; False if the run was asked to stop and has saved.
+
+    Before the model is built it raises ConfigError (number of ranks, shape, tokenizer, a run directory with a finished run),
+    DataError, or CheckpointError for a checkpoint that this run cannot continue; later CheckpointError for weights that do not
+    fit, NumericsError for a gradient that is not finite.
     """
     groups = _build_groups(config, world)
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)
@@ -115,7 +106,7 @@ def _build(
     preemption: Preemption,
     stack: ExitStack,
 ) -> SupervisedTrainer[RowT]:
-    """All that the steps need, at the beginning of the run or as its checkpoint says; the `stack` closes it."""
+    """Build everything that the steps need, new or from a checkpoint; the `stack` closes it."""
     run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
     if is_owner:
         stack.enter_context(run.held())
@@ -123,36 +114,50 @@ def _build(
     quarantine = Quarantine(progress=by_time(is_owner=is_owner))
     rows, heldout = _load_rows(config, task, tokenizer, quarantine, world, point)
     saver = SupervisedSaver(config, task.title, world, rows, preemption)
-    found, start = _continued(config, saver, world)
-    trackers = _prepare(config, run, found, quarantine, world, is_owner=is_owner)
+    found, start = (
+        find_checkpoint(config, world),
+        [describe_missing(config.run_dir)] if config.checkpoint.resume else [],
+    )
+    if found is not None:  # before any file of the run is touched
+        saver.require_same_run(found)
+        start = saver.describe(found)
+        dist.barrier()  # no rank reads the directory any more
+    if is_owner:
+        run.take_up(None if found is None else found.state)
+        dump_config(config, run.config)
+        if quarantine:
+            quarantine.write(run.quarantine)
+    share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
+    trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
     spans = SpanRecorder(world.rank, run if config.logging.trace else None)
     memory = MemoryMeter.begin(world.device)
     began, before_s = (BEGINNING, 0.0) if found is None else (found.passed, found.state["elapsed_s"])
     steps, held = saver.num_steps(began), () if heldout is None else heldout.rows
     if report := trackers and Report(config, task.title, steps, world.device, trackers, stack, before_s):
         report.begin(start, rows, held, quarantine)
+
+    def load(model: ModelConfig) -> RoleModel:
+        length, layers = config.max_tokens, config.runtime.layers
+        loaded = load_role(model, groups, head=task.head, max_length=length, device=world.device, layers=layers)
+        loaded.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
+        return loaded
+
     with spans.span("load", role="model", step=0):
-        reference = _reference(config, task, world, groups, report)
-        saver.compare(None if reference is None else reference.fingerprint, found)
-        load = partial(_load, config=config, head=task.head, groups=groups, world=world)
-        model = load(config.model) if reference is None else reference.make(rows, held, began, load)
+        if isinstance(config, PreferenceConfig) and isinstance(task, Preferences):
+            note = report.note if report else lambda text: None
+            reference = ReferencePass(config, task, world, groups.output_rank, note)
+            saver.compare(reference.fingerprint, found)
+            model = reference.make(rows, held, began, load)
+        else:
+            model = load(config.model)
     trained = TrainedModel(model, config.optimizer, steps)
     trainer = SupervisedTrainer(
         config, task, rows, heldout, trained, saver, report, spans, world.activity, memory, began, steps, point
     )
     if found is not None:
-        saver.restore(trained, found)
-        trainer.resume(found.state)
+        saver.load(trainer.models, found)
+        trainer.load_state_dict(found.state)
     return trainer
-
-
-def _reference(
-    config: SupervisedConfig, task: Task[RowT], world: World, groups: RoleGroups, report: Report | None
-) -> ReferencePass[RowT] | None:
-    """What preferences are compared with; None of other tasks."""
-    if not (isinstance(config, PreferenceConfig) and isinstance(task, Preferences)):
-        return None
-    return ReferencePass(config, task, world, groups.output_rank, report.note if report else lambda text: None)
 
 
 def _load_rows(
@@ -163,7 +168,7 @@ def _load_rows(
     world: World,
     point: Point[Any] | None,
 ) -> tuple[list[RowT], Heldout[RowT] | None]:
-    """The rows to train on, and those that are held out."""
+    """Return the rows to train on, and the held-out rows."""
 
     def read(data: DataConfig) -> list[RowT]:
         return task.load(config.model_copy(update={"data": data}), tokenizer, quarantine)
@@ -176,56 +181,17 @@ def _load_rows(
 
 
 def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer: Tokenizer) -> None:
-    """What the run has come to: the weights, a checkpoint to go on from, and the best step's weights."""
+    """Write the weights, a checkpoint to continue from, and the best step's weights."""
     run, keeps = RunDirectory(config.run_dir), config.checkpoint.writes_weights
     trained, passed, base = trainer.trained, trainer.passed, config.model.checkpoint
     with trainer.spans.span("save", role="model", step=passed.steps), trainer.activity.doing("writing weights"):
         if keeps:
             save_role(trained.chunks, run.weights, tokenizer, base)
-    trainer.saver.save_end(trained, passed, trainer.report, trainer.beside)
+    trainer.saver.save_end(trainer)
     with trainer.activity.doing("writing the best step's weights"):
-        if keeps and trainer.saver.load_best({MODEL: trained}, Position(passed.steps)):
+        if keeps and trainer.saver.load_best(trainer.models, trainer.position):
             save_role(trained.chunks, run.best, tokenizer, base)
     trainer.spans.flush()
-
-
-def _continued(
-    config: SupervisedConfig, saver: SupervisedSaver, world: World
-) -> tuple[FoundSupervised | None, list[str]]:
-    """The checkpoint from which the run goes on, and the message about it; nothing of the run has been touched."""
-    found = find_supervised(config, world)
-    if found is None:
-        return None, [tell_of_nothing(config.run_dir)] if config.checkpoint.resume else []
-    saver.require_same_run(found)
-    start = saver.describe(found)
-    dist.barrier()  # no rank looks at the directory any more
-    return found, start
-
-
-def _prepare(
-    config: SupervisedConfig,
-    run: RunDirectory,
-    found: FoundSupervised | None,
-    quarantine: Quarantine,
-    world: World,
-    *,
-    is_owner: bool,
-) -> Tracker | None:
-    """The run directory and the trackers, which may refuse to begin, by the rank that owns it; the others see it then."""
-    if is_owner:
-        run.take_up(None if found is None else found.state)
-        dump_config(config, run.config)
-        if quarantine:
-            quarantine.write(run.quarantine)
-    share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
-    return open_trackers(config.logging, run) if is_owner else None
-
-
-def _load(model: ModelConfig, *, config: SupervisedConfig, head: Head, groups: RoleGroups, world: World) -> RoleModel:
-    layers, length = config.runtime.layers, config.max_tokens
-    loaded = load_role(model, groups, head=head, max_length=length, device=world.device, layers=layers)
-    loaded.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
-    return loaded
 
 
 def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
@@ -242,7 +208,7 @@ def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
 
 
 def _check_model(config: SupervisedConfig, tokenizer: Tokenizer) -> None:
-    """The shape, from config.json alone, against the layout, the longest row and what the tokenizer really gives."""
+    """Check the shape, from config.json alone, against the layout, the longest row and the tokenizer's vocabulary."""
     problems: list[str] = []
     for name, model in config.models.items():
         shape = read_hf_config(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,18 +20,19 @@ from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss, TrainedModel
 from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
-from oppo_megatron.train.heldout_rows import Heldout, Measure, Point
+from oppo_megatron.train.heldout import Heldout, Measure, Point
 from oppo_megatron.train.logs.supervised_report import Report
 from oppo_megatron.train.memory_meter import MemoryMeter
-from oppo_megatron.train.saving.supervised_saver import SupervisedSaver
+from oppo_megatron.train.saving.saver import SupervisedSaver
 
 RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 class Task(Protocol[RowT]):
-    """What tells one kind of supervised training from another."""
+    """The part of supervised training that depends on its kind."""
 
     title: str
     head: Head
@@ -55,9 +56,9 @@ class Task(Protocol[RowT]):
 
 @dataclass
 class SupervisedTrainer(Generic[RowT]):
-    """One rank's view of the run.  `steps`: of the whole run; `report`: on one rank, None on the others.
+    """One rank's view of the run.  `steps` counts the whole run's; `report` exists on one rank, None on the others.
 
-    `point`: taken of each batch before it is learned from, where the task needs one.
+    `point` is measured for each batch before training on it, if the task needs one.
     """
 
     config: SupervisedConfig
@@ -75,7 +76,7 @@ class SupervisedTrainer(Generic[RowT]):
     point: Point[RowT] | None = None
 
     def run(self) -> bool:
-        """Make the steps that are left, measure and save; False where the run was told to stop, and is saved."""
+        """Make the remaining steps, measure and save; False if the run was asked to stop and has saved."""
         if self.passed.steps == 0:
             figures = self._measure()
             if self.report and figures is not None:
@@ -91,8 +92,7 @@ class SupervisedTrainer(Generic[RowT]):
                 self.report.step(self.passed.steps, figures, self.saver.take_cost(), heldout)
             self.saver.look_around()
             if self.saver.due(self.passed.steps):
-                self.memory.of_all_ranks()
-                self.saver.save(self.trained, self.passed, self.report, self.beside)
+                self.saver.save(self)
                 if self.saver.stopping and not self.over:
                     return False
         self.saver.conclude()
@@ -104,20 +104,47 @@ class SupervisedTrainer(Generic[RowT]):
 
     @property
     def over(self) -> bool:
-        """Nothing is left to train, or a held-out metric ends the run."""
+        """True if nothing is left to train, or a held-out metric ends the run."""
         return self.passed.steps >= self.steps or (self.heldout is not None and self.heldout.over)
 
     @property
-    def beside(self) -> dict[str, Any]:
-        """The content of a checkpoint in addition to the model and the position in the data."""
-        return {"early_stop": None if self.heldout is None else self.heldout.state_dict()}
+    def position(self) -> Position:
+        return Position(self.passed.steps)
 
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the rest of a checkpoint's state."""
+    @property
+    def within_step(self) -> bool:
+        return False
+
+    @property
+    def models(self) -> Mapping[str, TrainedModel]:
+        return {"model": self.trained}
+
+    @property
+    def note(self) -> Callable[[str], None] | None:
+        return None if self.report is None else self.report.note
+
+    def finish_step(self) -> None:
+        """Exchange the memory of all ranks; a step leaves nothing under way."""
+        self.memory.of_all_ranks()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the model, on the rank that has the report."""
+        assert self.report is not None
+        return {
+            "done": self.passed.steps,
+            "rows": self.passed.rows,
+            "updates": self.trained.updates,
+            "elapsed_s": self.report.elapsed_s,
+            "heldout": self.report.heldout.state_dict(),
+            "early_stop": None if self.heldout is None else self.heldout.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` has and the constructor does not take."""
         if self.heldout is not None:
-            self.heldout.load_state_dict(state.get("early_stop"))
+            self.heldout.load_state_dict(state["early_stop"])
         if self.report is not None:
-            self.report.heldout.load_state_dict(state.get("heldout", ()))
+            self.report.heldout.load_state_dict(state["heldout"])
 
     def _order(self) -> Iterator[list[int]]:
         config = self.config
@@ -132,15 +159,12 @@ class SupervisedTrainer(Generic[RowT]):
         )
 
     def _measure(self) -> Figures | None:
-        """The held-out metrics as they are now, where they are due."""
+        """Measure the held-out metrics if they are due."""
         step = self.passed.steps
         if self.heldout is None or not self.heldout.due(step, last=step >= self.steps):
             return None
         budget = self.config.runtime.micro_batch_tokens
-        with (
-            self.spans.span("evaluate", role="model", step=step),
-            self.activity.doing(f"evaluation after step {step}"),
-        ):
+        with self.spans.span("evaluate", role="model", step=step), self.activity.doing(f"evaluation after step {step}"):
             figures = self.heldout.measure(self.trained, step, budget)
         self.saver.look_at(step, figures)
         self.memory.look()
@@ -148,7 +172,7 @@ class SupervisedTrainer(Generic[RowT]):
         return figures
 
     def _step(self, index: Sequence[int]) -> dict[str, Any]:
-        """Train on a batch; the figures of the step."""
+        """Train on a batch and return the figures of the step."""
         start, self.passed = time.monotonic(), self.passed.step(len(index))
         step, chosen = self.passed.steps, [self.rows[i] for i in index]
         groups, device = self.trained.model.groups, next(self.trained.model.parameters()).device

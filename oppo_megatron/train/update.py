@@ -40,9 +40,9 @@ def each_alone(rows: Sequence[int]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """How a batch is cut for an update.  `step` keys the shuffle, so that actor and critic see the same minibatches.
+    """How a batch is split for an update.  `step` seeds the shuffle, so that actor and critic see the same minibatches.
 
-    `version` is the policy's, which the update starts from; the `group_size` responses to a prompt stay together.
+    The update starts from the policy's `version`; the `group_size` responses to a prompt stay together.
     """
 
     epochs: int
@@ -56,22 +56,23 @@ class UpdateSettings:
 
     @classmethod
     def of(cls, config: TrainConfig, step: int, device: torch.device, version: int = 0) -> UpdateSettings:
-        """Those of PPO step `step`, for actor and critic."""
+        """Settings of PPO step `step`, for actor and critic."""
         ppo, budget = config.ppo, config.runtime.micro_batch_tokens
         return cls(ppo.epochs, ppo.minibatches, budget, config.seed, step, device, version, config.rollout.group_size)
 
 
 @dataclass(frozen=True)
 class History:
-    """What an update needs of the steps before: the scores `seen` in batches that were trained (for a running normalisation),
-    and the optimizer steps that the critic has made alone (`warmed`)."""
+    """State of earlier steps that an update needs: moments of the scores `seen` in trained batches (for running normalisation),
+    and the critic's optimizer steps before the actor's first (`warmed`).
+    """
 
     seen: Moments = NOTHING_SEEN
     warmed: int = 0
 
     @classmethod
     def of(cls, numbers: Mapping[str, float | None]) -> History:
-        """From `numbers()`, which an older program has not written."""
+        """Build from `numbers()`, which may be empty."""
         count, total, squares, warmed = (numbers.get(name) or 0 for name in ("count", "total", "squares", "warmed"))
         return cls(Moments(int(count), total, squares), int(warmed))
 
@@ -82,14 +83,11 @@ class History:
 
 
 def begin_update(
-    trained: TrainedModel,
-    batch: Sequence[Rollout],
-    settings: UpdateSettings,
-    units: Units = each_alone,
+    trained: TrainedModel, batch: Sequence[Rollout], settings: UpdateSettings, units: Units = each_alone
 ) -> None:
-    """The part of `run_update` with the same batch that needs nothing but the batch: the first micro-batch's forward pass.
+    """Run the first micro-batch's forward pass of `run_update` with the same batch, which needs no other inputs.
 
-    Nothing where the pipeline has stages.  Every rank of every replica makes the call, as that of `run_update`.
+    Does nothing in a pipeline of several stages.  Every rank of every replica makes the call, as for `run_update`.
     """
     groups = trained.model.groups
     mine = next(_shares(batch, groups.dp, settings, units))[groups.dp_rank]
@@ -107,11 +105,11 @@ def run_update(
     weights: RowWeights | None = None,
     units: Units = each_alone,
 ) -> list[dict[str, float]]:
-    """One optimizer step for each minibatch of each epoch; a report of each.  `extra_T` are tensors the loss needs; by `weights`
-    it has another, `share`, for each token of a minibatch's rows, which are those of its `units`.
+    """Make one optimizer step per minibatch of each epoch, and return a report of each.
 
-    Every rank of every replica gives the whole batch.  A minibatch is divided among the replicas by tokens; its loss and its
-    report are the whole minibatch's, whatever their number.
+    `extra_T` has tensors for the loss; `weights` adds another, `share`, for each token of a minibatch's rows (the rows of its
+    `units`).  Every rank of every replica gives the whole batch.  Replicas share a minibatch by tokens; loss and report are of
+    the whole minibatch, whatever their number.
     """
     reports = []
     lengths = torch.tensor([len(r.tokens) for r in batch])
@@ -121,7 +119,10 @@ def run_update(
         shared_T = extra_T if weights is None else extra_T | _shares_of_tokens(lengths, minibatch, weights, settings)
 
         def minibatch_loss(
-            micro: MicroBatch, output: Tensor, num_tokens: int = int(lengths[minibatch].sum()), first: bool = number == 0
+            micro: MicroBatch,
+            output: Tensor,
+            num_tokens: int = int(lengths[minibatch].sum()),
+            first: bool = number == 0,
         ) -> tuple[Tensor, dict[str, Tensor]]:
             return loss(micro, output, num_tokens, first)
 
@@ -133,7 +134,7 @@ def run_update(
 def _shares_of_tokens(
     lengths: Tensor, minibatch: list[int], weights: RowWeights, settings: UpdateSettings
 ) -> dict[str, Tensor]:
-    """`share` [T]: how much each token of a minibatch counts; of other rows 0.  Nothing where all count alike."""
+    """`share` [T]: weight of each token of a minibatch, 0 for other rows; empty if all weights are 1."""
     of_rows = weights(minibatch)
     if all(weight == 1 for weight in of_rows):
         return {}
@@ -161,10 +162,7 @@ def _micro_batches(
 
 
 def update_packing(
-    batch: Sequence[Rollout],
-    num_replicas: int,
-    settings: UpdateSettings,
-    units: Units = each_alone,
+    batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings, units: Units = each_alone
 ) -> dict[str, float]:
     """Statistics of the packing of `run_update` over `num_replicas` replicas."""
     read = [rollout.num_tokens - 1 for rollout in batch]  # a last token predicts nothing and is not read
@@ -176,7 +174,7 @@ def update_packing(
 
 
 def stats_dict(stats: TokenStats) -> dict[str, Tensor]:
-    """The sums (and maxima) by name, as `TrainedModel.step` adds them up."""
+    """Sums (and maxima) by name, as `TrainedModel.step` adds them up."""
     return {f.name: getattr(stats, f.name) for f in fields(stats)}
 
 
@@ -191,7 +189,7 @@ def _shares(
 
 
 def num_minibatches(num_rows: int, settings: UpdateSettings) -> int:
-    """Optimizer steps of an epoch: no more than the batch has groups."""
+    """Optimizer steps of an epoch; at most the number of groups."""
     return min(settings.minibatches, num_rows // settings.group_size)
 
 

@@ -1,4 +1,4 @@
-"""The updates of a step on one rank, under the guards' rules."""
+"""The updates of a step on one rank, under the guards' rules, and what is adapted from step to step."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
+from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
 from oppo_megatron.control.guards import Breach
 from oppo_megatron.control.kl_controller import KLController
-from oppo_megatron.records import Rollout
-from oppo_megatron.train.actor import Actor
-from oppo_megatron.train.critic import Critic, no_stats
+from oppo_megatron.control.occupancy import length_gap
+from oppo_megatron.overcommit.scheduler import OvercommitScheduler
+from oppo_megatron.records import ALONE, Members, Rollout, StepSignals
+from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
+from oppo_megatron.train.actor import Actor, Critic, no_stats
 from oppo_megatron.train.guards.guard import Evidence, Guard
-from oppo_megatron.train.metering.meter import StepMeter
-from oppo_megatron.train.score_exchange import ScoreExchange
+from oppo_megatron.train.logs.meter import StepMeter
+from oppo_megatron.train.logs.step import StepFacts
+from oppo_megatron.train.score_exchange import ScoreExchange, sum_over_ranks
 from oppo_megatron.train.update import History, UpdateSettings, num_minibatches
 
 
 @dataclass
 class Updates:
-    """`actor` and `critic` are None where the rank has no part in them, or the algorithm no critic.
+    """`actor` and `critic` are None if the rank does not hold them, or the algorithm has no critic.
 
-    `version` is the policy's, updates of the actor so far, and like `history` the same on every rank.  `conclude` waits for the
-    checkpoint that is being written, if there is one: a guard may go back to it.  `admitted` is the position in the stream of
-    prompts behind the last one admitted.
+    `version` counts the actor's updates and, like `history`, is the same on every rank.  `conclude` waits for the checkpoint
+    under way, because a guard may return to it.  `admitted` gives the position in the stream after the last admitted prompt.
     """
 
     config: TrainConfig
@@ -42,7 +47,7 @@ class Updates:
     history: History = History()
 
     def begin(self, step: int, batch: Sequence[Rollout]) -> None:
-        """What of the actor's update needs no scores."""
+        """Begin the part of the actor's update that needs no scores."""
         if self.actor is not None and self.trains_actor(step):
             with self.meter.part("update", "actor"):
                 self.actor.begin(batch, self._settings(step))
@@ -52,9 +57,9 @@ class Updates:
         return step > self.config.ppo.critic_warmup_steps
 
     def make(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch) -> tuple[Experience, Breach | None]:
-        """Update actor and critic with the batch, or leave them as they are where a guard finds fault, and say with what.
+        """Update actor and critic with the batch, or leave them unchanged if a guard finds a breach, which is returned.
 
-        Raises where the run is to stop, or to go back.
+        Raises an error if the run is to stop, or to return to a checkpoint.
         """
         experience, breach = self.guard.examine(scored, self.kl.value, self.history.seen)
         evidence = self._evidence(step, batch, scored, experience)
@@ -69,7 +74,7 @@ class Updates:
         return experience, breach
 
     def _remember(self, step: int, batch: Sequence[Rollout], experience: Experience) -> None:
-        """An update has been made, and stays."""
+        """Note that an update has been made, and stays."""
         ppo, history = self.config.ppo, self.history
         if ppo.reward_normalization == "running":
             history = replace(history, seen=history.seen + experience.scores)
@@ -91,8 +96,10 @@ class Updates:
 
     @property
     def _actor_updates(self) -> int | None:
-        """Optimizer steps that the actor has made, of which a step's number may have changed with a resume; the critic has made
-        as many beside those of its warm-up.  None on a rank that has neither."""
+        """Optimizer steps of the actor; None on a rank with neither role.
+
+        The critic has made the same number, and its warm-up's.
+        """
         if self.actor is not None:
             return self.actor.role.trained.updates
         return None if self.critic is None else self.critic.role.trained.updates - self.history.warmed
@@ -103,7 +110,7 @@ class Updates:
         self.guard.settle(breach, evidence, self.admitted())
 
     def _abandon(self) -> None:
-        """No update is made; the actor's may have been begun."""
+        """Make no update; drop the actor's if it was begun."""
         if self.actor is not None:
             self.actor.abandon()
         if self.critic is not None:
@@ -112,7 +119,7 @@ class Updates:
     def _update(
         self, step: int, batch: Sequence[Rollout], experience: Experience
     ) -> tuple[dict[str, float], Breach | None]:
-        """Statistics, and where a guard finds fault, what it is; the update is taken back if it may be."""
+        """Make the updates; return statistics and the guards' breach, after which updates are undone if possible."""
         actor = self.actor if self.trains_actor(step) else None
         critic, coefficient, settings = self.critic, self.kl.value, self._settings(step)
         roles = [role for role in (actor, critic) if role is not None]
@@ -138,3 +145,74 @@ class Updates:
             for back in undo:
                 back()
         return figures, worst
+
+
+COSTS_KEPT = 0.5
+"""Weight of earlier measurements relative to the current step's."""
+
+
+@dataclass
+class Adaptation:
+    """The controllers of one rank.  `tunes_chunk`: search the chunk size, which does not matter to rounds without scoring.
+    `costs` has the times of this rank's actions in the current step.
+
+    All ranks that plan a round need the same size, also ranks that only score: it depends only on figures that the scores bring
+    to every rank.
+    """
+
+    world: World
+    scheduler: OvercommitScheduler
+    chunk: ChunkTuner
+    kl: KLController
+    planner: RoundPlanner
+    costs: CostMeter
+    tunes_chunk: bool
+    members: Members = ALONE
+    _learned: int = 0  # steps
+
+    def __post_init__(self) -> None:
+        self._of_run, self._of_late = CostMeter(self.costs.stages), CostMeter(self.costs.stages)
+
+    def learn_costs(self, step: int) -> None:
+        """Update the cost model of the next step's woven rounds with the measurements of all ranks.
+
+        Called before the update: the ranks have just met for the scores, and the actor's may later be ahead of the critic's.
+        """
+        sums = self.costs.take()
+        self._learned += 1
+        warm = self._learned > 2
+        self._of_run.join(sums, keep=float(warm))  # the first step is a warm-up, and counts only if no other follows
+        if self.planner.generator != "woven":
+            return
+        with waiting_for(f"measured costs, step {step}", self.world.activity):
+            sums = sum_over_ranks(sums, self.world.device)
+        self._of_late.join(sums, COSTS_KEPT)
+        self.planner.learn(self._of_late.costs(Costs()))
+
+    def measured_costs(self) -> Costs | None:
+        """Return the costs of actions on all ranks, over all steps except the first; None before any step; collective."""
+        sums = sum_over_ranks(self._of_run.to_vector(), self.world.device)
+        of_run = CostMeter(self.costs.stages, sums)
+        return None if of_run.empty else of_run.costs(Costs())
+
+    def learn_batch(
+        self, facts: StepFacts, batch: Sequence[Rollout], experience: Experience, *, actor_trained: bool = True
+    ) -> None:
+        """Update delta and KL after an update of the actor; their inputs are the same on every rank."""
+        assert facts.scores is not None
+        with facts.planning():
+            facts.length_gap = length_gap(batch, self.members.to_train(self.scheduler.buffer.rollouts))
+            if not actor_trained:
+                facts.delta_reason = f"step {facts.step}: delta stays, the critic warms up"
+                return
+            signals = StepSignals(
+                experience.stats.shaped_score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap
+            )
+            facts.delta_reason = self.scheduler.end_step(facts.step, signals).reason
+            if experience.stats.kl_mean is not None:
+                self.kl.observe(experience.stats.kl_mean)
+
+    def learn_times(self, facts: StepFacts, cost: StepCost) -> None:
+        """Update the chunk size by the step's cost."""
+        if self.tunes_chunk:
+            facts.chunk_reason = self.chunk.observe(facts.step, cost).reason

@@ -204,7 +204,7 @@ def test_shipped_config_parses_and_is_short(path: Path) -> None:
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.run import TrainConfig
     from oppo_megatron.config.serve import ServeConfig
-    from oppo_megatron.sim.clusters.schema import ClusterConfig
+    from oppo_megatron.sim.clusters.reading import ClusterConfig
 
     kinds, others = {"train": TrainConfig, **SUPERVISED}, {"scorer": ServeConfig, "cluster": ClusterConfig}
     load_config(others[path.stem] if path.stem in others else kinds[guess_kind(path)], path)

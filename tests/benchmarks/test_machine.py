@@ -19,8 +19,8 @@ from benchmarks.machine import Core, cluster_tree, main, processor
 from oppo_megatron.cli.main import main as oppo
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.rundir.directory import write_json
+from oppo_megatron.sim.clusters.cluster import threaded
 from oppo_megatron.sim.clusters.reading import read_cluster
-from oppo_megatron.sim.clusters.threads import threaded
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 CORE = Core(5e10, 2e10, {1: 1.0, 2: 1.5, 4: 2.0})

@@ -27,7 +27,7 @@ from oppo_megatron.errors import OppoError
 from oppo_megatron.mcore.training import StepReport, TrainedModel
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op
-from oppo_megatron.train.critic import Critic
+from oppo_megatron.train.actor import Critic
 from oppo_megatron.train.entry import run_ppo, run_rank
 from oppo_megatron.train.guards.rollback import RollBack
 from oppo_megatron.train.inputs import read_inputs

@@ -34,10 +34,8 @@ from oppo_megatron.train.saving import writing
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found, find_checkpoint
 from oppo_megatron.train.saving.saver import Saver
-from oppo_megatron.train.saving.snapshot import ROLLOUTS
-from oppo_megatron.train.saving.state import frozen_models, rollout_lines, run_state
-from oppo_megatron.train.saving.telling import config_state
-from oppo_megatron.train.saving.writing import CheckpointWriting
+from oppo_megatron.train.saving.state import frozen_models, rollout_lines
+from oppo_megatron.train.saving.writing import ROLLOUTS, CheckpointWriting
 from oppo_megatron.train.setup import build_loop
 from tests.support.checkpoint_mutations import mutate
 from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, Fault, arm, limit_files
@@ -282,10 +280,10 @@ class Subject:
 
 def _differences(loop: TrainingLoop, found: Found) -> list[str]:
     """What of the loop is not what the file says, where that is not the configuration's to decide."""
-    now = json.loads(json.dumps(run_state(loop.state, loop.config)))
+    now = json.loads(json.dumps(loop.saver.state(loop.state)))
     names = ["done", "actor", "updates", "phase"]
     cached = found.state["caches"] and found.state["layout"] == now["layout"]
-    cached = cached and frozen_models(found.state["config"]) == frozen_models(config_state(loop.config))
+    cached = cached and frozen_models(found.state["config"]) == frozen_models(loop.saver.settings)
     names += ["books"] if cached else []
     differing = [name for name in names if now[name] != found.state[name]]
     differing += [key for key in ("num_consumed", "due") if now["scheduler"][key] != found.state["scheduler"][key]]

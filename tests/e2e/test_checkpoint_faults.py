@@ -255,7 +255,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(begun: Begun, tmp_pa
 
 def test_weights_that_cannot_be_written_are_told_of_and_leave_nothing(begun: Begun, tmp_path: Path) -> None:
     config = begun.again(tmp_path / "run")
-    job, place = "tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.weights:export_weights"
+    job, place = "tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.run_files:export_weights"
     kind, message = run_ranks(1, job, config=config, num_bytes=3000, within=place)[0]
     assert kind == "CheckpointError" and "weights/actor: the weights could not be written (File too large)" in message
     assert list((tmp_path / "run" / "weights").iterdir()) == []

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.train.guards.rejected import read_rejected
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tools.replay import main as replay
+from tools.replay import read_rejected
 
 DISAGGREGATED = {"mode": "disaggregated", "actor": {"tp": 2}, "scorer": {"tp": 1}}
 REPLICAS = {"mode": "colocated", "actor": {"dp": 2}}
@@ -143,7 +143,7 @@ def test_a_damaged_batch_is_an_error(workspace: Workspace, untrained: Outcome, t
             path.write_bytes(held)
         else:
             save_file(held, path)
-        with pytest.raises(DataError, match="no whole rejected batch|not JSON"):
+        with pytest.raises(DataError, match="not a complete rejected batch|not JSON"):
             read_rejected(path)
 
     whole = (source / "step-1.safetensors").read_bytes()

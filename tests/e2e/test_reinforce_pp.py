@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.preflight.settings import check_train
-from oppo_megatron.train.guards.rejected import read_rejected
 from tests.support.hf import save_tiny
 from tests.support.layouts import STEADY_ADAM, TOLERANCE, WITHOUT_CRITIC, assert_same, deep
 from tests.support.ppo import SHAPE, Outcome, Workspace, run_ppo_ranks, weight_distance
 from tools.replay import main as replay
+from tools.replay import read_rejected
 
 EPOCHS, CLIP, KL, ENTROPY, GAMMA, CLIP_GRAD = 2, 0.2, 0.05, 0.01, 0.97, 1.0
 CARRIED: dict[str, Any] = {

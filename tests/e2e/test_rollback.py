@@ -11,10 +11,10 @@ import pytest
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.layout.placements import world_size
-from oppo_megatron.train.guards.rejected import read_rejected
 from oppo_megatron.train.inputs import read_inputs
 from tests.support.ppo import Outcome, Workspace, read_outcome
 from tests.support.ranks import run_ranks
+from tools.replay import read_rejected
 
 BATCH = 6
 CARRIED = {"overlap.inter": True, "overlap.intra": True, "overlap.delta": {"rule": "fixed", "initial": 3, "max": 4}}
@@ -119,7 +119,7 @@ def test_an_update_that_only_the_actors_ranks_see_takes_all_ranks_back_until_it_
 
     (folder / "rollbacks.jsonl").write_text('{"step": 2}\n')
     refused = run_ranks(2, "tests.e2e.jobs:train_error", config=config)
-    assert "a line that is no rollback" in refused[0]
+    assert "a line that is not a rollback" in refused[0]
 
 
 def test_back_to_within_a_rollout_others_take_the_place_of_the_rejected_batch(workspace: Workspace) -> None:

@@ -24,8 +24,8 @@ from oppo_megatron.data.supervised_rows import Pair
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, DataError
 from oppo_megatron.rundir.trace import read_trace
-from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.supervised import run_supervised
+from oppo_megatron.train.supervised_tasks import RewardModelling
 from tests.support.hf import SIZES, save_tiny
 from tests.support.ranks import run_ranks
 

@@ -31,7 +31,7 @@ from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.actor import Actor
-from oppo_megatron.train.trained_role import TrainedRole
+from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, begin_update, run_update
 from tests.gloo.models import CPU, MAX_LENGTH, Whole, gather_logits, load, micro_batches, world_groups
 from tests.support.stages import pass_on, stage_inputs

@@ -22,7 +22,7 @@ from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.plugins import Plugin
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.train.actor import Actor
-from oppo_megatron.train.trained_role import TrainedRole
+from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings
 from tests.gloo.jobs_training import load_chunks
 from tests.gloo.models import CPU, world_groups

@@ -114,7 +114,7 @@ def wait_with_a_time() -> None:
 
 
 def group_of_other_ranks() -> None:
-    from oppo_megatron.train.trained_role import TrainedRole
+    from oppo_megatron.train.roles import TrainedRole
 
     def share(original: Any, role: Any, stats: Any, names: Any) -> dict[str, float]:
         dist.broadcast(torch.zeros(1, device="cuda"), 0, group=dist.GroupMember.NON_GROUP_MEMBER)
@@ -124,19 +124,19 @@ def group_of_other_ranks() -> None:
 
 
 def batch_before_all_are_connected() -> None:
-    from oppo_megatron.train import topology
+    from oppo_megatron.train import roles
 
-    topology.use_once = lambda *_: None  # type: ignore[assignment]
+    roles.use_once = lambda *_: None  # type: ignore[assignment]
 
 
 def neighbours_that_have_not_met() -> None:
-    from oppo_megatron.train import topology
+    from oppo_megatron.train import roles
 
-    topology.use_ring_once = lambda *_: None  # type: ignore[assignment]
+    roles.use_ring_once = lambda *_: None  # type: ignore[assignment]
 
 
 def weight_left_on_the_host() -> None:
-    from oppo_megatron.train.trained_role import TrainedRole
+    from oppo_megatron.train.roles import TrainedRole
 
     def publish(original: Any, role: Any) -> Any:
         moved = original(role)

@@ -30,10 +30,9 @@ from oppo_megatron.mcore.weights.weight_sync import share_parameters
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.plan import cache_slots
 from oppo_megatron.schedule.rounds import Growth
-from oppo_megatron.train import trained_role
-from oppo_megatron.train.actor import Actor
-from oppo_megatron.train.critic import Critic
-from oppo_megatron.train.trained_role import TrainedRole
+from oppo_megatron.train import roles as train_roles
+from oppo_megatron.train.actor import Actor, Critic
+from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings
 from tests.rehearsal import device
 from tests.rehearsal.alone import Alone
@@ -63,7 +62,7 @@ class Measurement:
         self.groups = SharedGroups()
         roles.load_weights = lambda *_, **__: None  # type: ignore[assignment]
         roles.fill_adapters = lambda *_, **__: None  # type: ignore[assignment]
-        trained_role.Reallocation = _allocated  # type: ignore[misc, assignment]
+        train_roles.Reallocation = _allocated  # type: ignore[misc, assignment]
 
     def run(self) -> Measured:
         with self.meter:
@@ -125,9 +124,9 @@ class Measurement:
         own = serving if placement == self.placement else self._groups(placement)
         RoleModel.set_rope = self._counted("buffers", RoleModel.set_rope)  # type: ignore[method-assign]
         training.get_megatron_optimizer = self._counted("optimizer", training.get_megatron_optimizer)
-        trained_role.TrainedModel = self._counted("state", trained_role.TrainedModel)  # type: ignore[misc, assignment]
+        train_roles.TrainedModel = self._counted("state", train_roles.TrainedModel)  # type: ignore[misc, assignment]
         with self.meter.span() as taken:
-            role = trained_role.build_trained_role(
+            role = train_roles.build_trained_role(
                 self.role, serving, own, head=self.head, max_length=max_context(self.config), device=DEVICE,
                 path="fused", layers="torch", num_updates=10,
             )  # fmt: skip

@@ -97,7 +97,7 @@ def _name_phases(watch: Watch) -> None:
     from oppo_megatron.train import setup
     from oppo_megatron.train.guards.guard import Guard
     from oppo_megatron.train.loop import TrainingLoop
-    from oppo_megatron.train.saving import saver
+    from oppo_megatron.train.saving.keeper import CheckpointKeeper
     from oppo_megatron.train.score_exchange import ScoreExchange
     from oppo_megatron.train.supervised_loop import SupervisedTrainer
 
@@ -116,7 +116,7 @@ def _name_phases(watch: Watch) -> None:
         (Reallocation, "move", "move"),
         (ScoreExchange, "gather", "exchange"),
         (Guard, "examine", "experience"),
-        (saver, "take_snapshot", "checkpoint"),
+        (CheckpointKeeper, "snapshot", "checkpoint"),
         (setup, "build_loop", "start"),
     ):
         if hasattr(owner, name):

@@ -25,11 +25,11 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("exchange", "read", "train/score_exchange.py gather"): (2, "exchange"),
     ("exchange", "synchronize", "train/score_exchange.py shared"): (10, "exchange"),
     ("rest", "read", "train/loop.py _gather_scores"): (1, ONCE_A_STEP),
-    ("rest", "read", "train/metering/meter.py scored"): (1, ONCE_A_STEP),
+    ("rest", "read", "train/logs/meter.py scored"): (1, ONCE_A_STEP),
     ("rest", "read", "train/score_exchange.py by_rank"): (4, ONCE_A_STEP),
     ("rest", "read", "train/score_exchange.py critic_stats"): (1, ONCE_A_STEP),
     ("rest", "read", "train/score_exchange.py sum_over_ranks"): (1, ONCE_A_STEP),
-    ("rest", "read", "train/trained_role.py share"): (2, ONCE_A_STEP),
+    ("rest", "read", "train/roles.py share"): (2, ONCE_A_STEP),
     ("rest", "synchronize", "train/score_exchange.py shared"): (1, ONCE_A_STEP),
     # a step: checks and figures of its numbers
     ("experience", "nonzero", "algorithms/experience.py _check_inputs"): (1, "experience"),
@@ -56,10 +56,10 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("checkpoint", "read", "mcore/weights/checkpoint.py _state"): (51, "checkpoint"),
     ("rest", "synchronize", "mcore/weights/checkpoint.py write_data"): (1, ONCE_A_STEP),
     # training on preferences: held-out rows, and those by which KTO's reference point is measured before an update
-    ("held out", "read", "train/heldout_rows.py measure_rows"): (1, "held out"),
+    ("held out", "read", "train/heldout.py measure_rows"): (1, "held out"),
     ("held out", "read", "train/score_exchange.py sum_over_ranks"): (1, "held out"),
     ("held out", "read", "train/score_exchange.py by_rank"): (1, "held out"),
-    ("supervised", "read", "train/heldout_rows.py measure_rows"): (1, "update"),
+    ("supervised", "read", "train/heldout.py measure_rows"): (1, "update"),
     ("supervised", "read", "train/score_exchange.py sum_over_ranks"): (1, "update"),
     ("supervised", "read", "train/score_exchange.py by_rank"): (1, "update"),
 }

@@ -18,7 +18,7 @@ from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.token_text import StepEnds
-from oppo_megatron.train.step_rewards import StepRewards
+from oppo_megatron.train.score_exchange import StepRewards
 from tests.support.tokenizers import CharacterTokenizer
 
 LABELLED = st.lists(st.tuples(st.floats(-30, 30), st.floats(0, 1) | st.sampled_from([0.0, 1.0])), min_size=1, max_size=12)

@@ -22,7 +22,7 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.mcore.layers.vocab_parallel import likeliest_share
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.rundir.checkpoints import Position
-from oppo_megatron.train.logs.heldout_log import HeldoutLog
+from oppo_megatron.train.heldout import HeldoutLog
 
 Row = tuple[list[int], list[int]]
 

@@ -21,7 +21,7 @@ from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.rewards.verifiers import first_answer, first_settled, verify
 from oppo_megatron.train.inputs import require_settling
-from oppo_megatron.train.settling import read_prefix, require_as_settled
+from oppo_megatron.train.verdicts import read_prefix, require_as_settled
 
 MODULE = """
 def shape(prompt, response, fields, most=9):

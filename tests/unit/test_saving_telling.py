@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo_megatron.train.saving.telling import source_state, tell_of_changes
+from oppo_megatron.train.saving.state import changes, source_state
 from tests.support.configs import least_config
 
 
@@ -20,6 +20,6 @@ def test_a_reward_function_whose_file_has_changed_is_told(
     entry_point = f"{file if named_by == 'file' else 'told_reward'}:score"
     config = least_config(tmp_path / "run", rewards=[{"kind": "python", "entry_point": entry_point}])
     then = source_state(config)
-    assert tell_of_changes({}, {}, then, source_state(config)) == []
+    assert changes({}, {}, then, source_state(config)) == []
     file.write_text("def score(prompt, response, fields):\n    return 2.0\n")
-    assert tell_of_changes({}, {}, then, source_state(config)) == [f"changed: the file of {entry_point}"]
+    assert changes({}, {}, then, source_state(config)) == [f"changed: the file of {entry_point}"]

@@ -17,8 +17,8 @@ from oppo_megatron.engine import links as links_module
 from oppo_megatron.layout.groups import ALONE, GroupName
 from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements, world_size
 from oppo_megatron.schedule.links import calls_of, groups_by_rank, in_waves, links_of, run_groups
-from oppo_megatron.train import topology as topology_module
-from oppo_megatron.train.topology import Topology, build_topology
+from oppo_megatron.train import roles
+from oppo_megatron.train.roles import Topology, build_topology
 
 ROLES = ("actor", "reference", "critic", "reward")
 SIZES = [8, 64, 128, 1024, 4096]
@@ -135,6 +135,6 @@ def _topology(
     monkeypatch.setattr(process_groups, "new_group", new_group)
     monkeypatch.setattr(links_module, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: viewer)
-    monkeypatch.setattr(topology_module, "use_once", lambda groups, device: None)
+    monkeypatch.setattr(roles, "use_once", lambda groups, device: None)
     monkeypatch.setattr(links_module.Links, "use_once", lambda links, device: None)
     return made, build_topology(config, torch.device("cpu"))

@@ -10,8 +10,8 @@ from oppo_megatron.cli.lengths import even_lengths
 from oppo_megatron.cli.plan.task import forced_limits
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.sim.clusters.cluster import threaded
 from oppo_megatron.sim.clusters.reading import read_cluster
-from oppo_megatron.sim.clusters.threads import threaded
 from oppo_megatron.sim.search.planning import Task
 from oppo_megatron.sim.search.playing import play_config
 

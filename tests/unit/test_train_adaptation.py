@@ -19,10 +19,10 @@ from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Decision, StepSignals
 from oppo_megatron.schedule.actions import Op
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
-from oppo_megatron.train import adaptation as adaptations
-from oppo_megatron.train.adaptation import Adaptation
-from oppo_megatron.train.logs.facts import StepFacts
+from oppo_megatron.train import updates
+from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.score_exchange import ScoreReport
+from oppo_megatron.train.updates import Adaptation
 from tests.unit.test_algorithms_experience import batch, config, of_ppo
 from tests.unit.test_data_prompts import plain_set
 
@@ -71,7 +71,7 @@ def test_a_run_s_costs_leave_out_the_first_step_and_woven_rounds_go_by_the_last(
     generator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefill of 10 tokens a step takes 9, 4, 2 and 3 s."""
-    monkeypatch.setattr(adaptations, "sum_over_ranks", lambda sums, device: list(sums))  # of one rank
+    monkeypatch.setattr(updates, "sum_over_ranks", lambda sums, device: list(sums))  # of one rank
     nothing, learned = cast(Any, None), list[float]()
 
     def read_s(costs: Costs) -> float:

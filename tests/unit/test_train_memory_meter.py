@@ -56,7 +56,7 @@ def test_the_rank_furthest_beyond_its_plan_is_named() -> None:
     }
     assert memory.describe(planned) == "memory: at most 1.40 of the plan (rank 1: 700 of 500 MiB, peak above base)"
     tiny = MemoryByRank([100 * 2**20], [160 * 2**20])
-    assert "60 MiB above base on rank 0, where the plan has 16: in runs this small" in tiny.describe([16 * 2**20])
+    assert "60 MiB above base on rank 0, but the plan has 16: in runs this small" in tiny.describe([16 * 2**20])
     assert "at most 0.75 of the plan (rank 0: 60 of 80 MiB" in tiny.describe([80 * 2**20])
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.schedule.plan import scoring_delay
-from oppo_megatron.train.metering.critical_path import CriticPlacement, StepClock
+from oppo_megatron.train.logs.step import CriticPlacement, StepClock
 
 ROUNDS = [1.0, 3.0, 3.0, 3.0]  # prompts, two chunks while the actor decodes, the last chunk
 ARRIVALS = [10.0, 20.0, 30.0]

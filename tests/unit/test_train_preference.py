@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from oppo_megatron.config.preference import DPOConfig, KTOConfig
 from oppo_megatron.data.supervised_rows import Marked, Pair
-from oppo_megatron.train.preference.logprob_file import (
+from oppo_megatron.train.preference.logprobs import (
     LogprobTable,
     UnusableFileError,
     key_of,
@@ -109,7 +109,7 @@ def test_a_file_of_no_use_says_why(tmp_path: Path) -> None:
     path = tmp_path / "logprobs.safetensors"
     write_logprobs(path, {key_of([1], [2]): -1.0}, "a" * 64)
     with pytest.raises(
-        UnusableFileError, match="is of another reference.*fingerprint aaaaaaaaaaaa, those of this run bbbbbbbbbbbb"
+        UnusableFileError, match="is of another reference.*fingerprint aaaaaaaaaaaa, this run's reference bbbbbbbbbbbb"
     ):
         read_logprobs(path, "b" * 64)
     whole = path.read_bytes()
@@ -117,9 +117,9 @@ def test_a_file_of_no_use_says_why(tmp_path: Path) -> None:
     with pytest.raises(UnusableFileError, match="is damaged"):
         read_logprobs(path, "a" * 64)
     path.write_bytes(whole[:-5])
-    with pytest.raises(UnusableFileError, match="no readable file"):
+    with pytest.raises(UnusableFileError, match="not a readable file"):
         read_logprobs(path, "a" * 64)
     save_file({"keys": torch.zeros(1)}, path)
-    with pytest.raises(UnusableFileError, match="is no file of reference log-probs"):
+    with pytest.raises(UnusableFileError, match="is not a file of reference log-probs"):
         read_logprobs(path, "a" * 64)
     assert list(load_file(path)) == ["keys"], "what is not ours is left as it is"

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from oppo_megatron.algorithms.experience import GreedyRows, ScoredBatch
 from oppo_megatron.errors import DataError
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.train.guards.rejected import Facts, RejectedBatch, read_rejected
+from oppo_megatron.train.guards.guard import Facts, RejectedBatch
+from tools.replay import read_rejected
 
 GREEDY = GreedyRows(torch.tensor([0.5, -2.0]), torch.tensor([3, 7]), torch.tensor([False, True]))
 
@@ -45,10 +46,10 @@ def test_without_them_there_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "told"),
     [
-        ("greedy_scores_G", None, "greedy_lengths_G has 2 entries, where 0 belong"),
-        ("greedy_lengths_G", None, "greedy_lengths_G has 0 entries, where 2 belong"),
-        ("greedy_truncated_G", torch.zeros(1, dtype=torch.bool), "greedy_truncated_G has 1 entries, where 2 belong"),
-        ("greedy_scores_G", torch.zeros(3), "4 rollouts are no whole groups of 3 prompts"),
+        ("greedy_scores_G", None, "greedy_lengths_G has 2 entries, not 0"),
+        ("greedy_lengths_G", None, "greedy_lengths_G has 0 entries, not 2"),
+        ("greedy_truncated_G", torch.zeros(1, dtype=torch.bool), "greedy_truncated_G has 1 entries, not 2"),
+        ("greedy_scores_G", torch.zeros(3), "4 rollouts are not whole groups of 3 prompts"),
         ("greedy_scores_G", torch.zeros(2, dtype=torch.float64), "greedy_scores_G is missing or of another kind"),
     ],
 )

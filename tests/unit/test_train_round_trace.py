@@ -7,7 +7,7 @@ from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs, Linear
-from oppo_megatron.train.logs.round_trace import RoundTracer
+from oppo_megatron.train.logs.meter import RoundTracer
 
 PLACES = {
     "actor": RolePlacement((0, 1, 2, 3), pp=4),

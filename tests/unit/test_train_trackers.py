@@ -118,7 +118,7 @@ def test_a_folder_named_wandb_is_not_the_library(tmp_path: Path, monkeypatch: py
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(ConfigError, match="a folder here, and no package"):
+    with pytest.raises(ConfigError, match="a folder here, not a package"):
         check_trackers(LoggingConfig(wandb_project="rlhf"))
     sys.modules.pop("wandb", None)
 

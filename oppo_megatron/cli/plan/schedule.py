@@ -160,7 +160,7 @@ def _forks(shown: Preview) -> list[str]:
 
 def _filtered(shown: Preview, config: TrainConfig) -> list[str]:
     """What a filter of groups would do to the round, which is drawn without it."""
-    from oppo_megatron.train.filtering import verdict_clock
+    from oppo_megatron.train.verdicts import verdict_clock
 
     clock, ended, steps = verdict_clock(config), shown.clock, shown.round.steps
     if clock is None:

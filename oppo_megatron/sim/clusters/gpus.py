@@ -1,9 +1,13 @@
-"""Processors by name: peaks, memory, and the constants of the laws of a layer (`laws/layer.py`)."""
+"""Processors by name: peaks, memory, and the constants of a layer's laws (`laws/layer.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, Strict
+from pydantic.dataclasses import dataclass as checked
 
 from oppo_megatron.sim.clusters.sources import Source, assumed, published
 
@@ -13,31 +17,35 @@ MOST_POWER = 16.0
 """Beyond it the smooth maximum is the larger part within 4 %, and seconds to that power leave the range of floats."""
 
 
-@dataclass(frozen=True)
-class Efficiencies:
-    """Constants of the laws of a layer, pure numbers and seconds.
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+Share = Annotated[float, Strict(), Field(ge=1e-6, le=2)]
+Seconds = Annotated[float, Strict(), Field(ge=0, le=60)]
 
-    They are constants of a fit, not shares of a peak: a `memory` of 1.0 does not mean that the peak is reached.
-    `elementwise` is of a layer's norms, rotations, activation and sums as fused kernels; `plain` of one large pass over
-    tensors, as a sum of two is.
+
+@checked(frozen=True, config=STRICT)
+class Efficiencies:
+    """Constants of a layer's laws: pure numbers and seconds.
+
+    They are constants of a fit, not shares of a peak: a `memory` of 1.0 does not mean that the peak is reached.  `elementwise`:
+    norms, rotations, activation and sums as fused kernels; `plain`: one large pass over tensors, as a sum of two.
     """
 
-    compute: float
-    memory: float
-    fixed_s: float
-    power: float
-    elementwise: float
-    elementwise_fixed_s: float
-    plain: float
-    attention: float = 0.5
+    compute: Share
+    memory: Share
+    fixed_s: Seconds
+    power: Annotated[float, Strict(), Field(ge=1, le=MOST_POWER)]
+    elementwise: Share
+    elementwise_fixed_s: Seconds
+    plain: Share
+    attention: Share = 0.5
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One processor: operations a second in bfloat16, bytes a second of its memory, bytes of memory.
+    """One processor: operations per second in bfloat16, bytes per second of its memory, bytes of memory.
 
-    `on_cpu`: a core of a processor, which launches nothing.  `sources` has the source of each constant, by the name of its field;
-    that of `efficiencies` stands for all of them, but `efficiencies.attention`, which is assumed.
+    `on_cpu`: a core of a CPU, which launches nothing.  `sources`: by the name of a field; the source of `efficiencies` is that of
+    all of them except `efficiencies.attention`, which is assumed.
     """
 
     name: str
@@ -73,4 +81,4 @@ GPUS: Mapping[str, Gpu] = {
         _sources(CORE, CORE, assumed("no layers measured")), on_cpu=True,
     ),
 }  # fmt: skip
-"""`cpu` is one core, as a rank takes it."""
+"""`cpu` is one core."""

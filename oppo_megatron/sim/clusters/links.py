@@ -7,37 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field, Strict
+from pydantic.dataclasses import dataclass as checked
 
+from oppo_megatron.sim.clusters.gpus import STRICT, Seconds
 from oppo_megatron.sim.clusters.sources import Source, assumed, published
 
 SWEEPS = "microsoft/vidur, data/profiling/network, commit 7d47513; fitted"
 
 
-@dataclass(frozen=True)
+@checked(frozen=True, config=STRICT)
 class Line:
-    """Seconds of a message: `alpha_s` and bytes on the wire over `bytes_per_s`."""
+    """Seconds of a message: `alpha_s`, and bytes on the wire over `bytes_per_s`."""
 
-    alpha_s: float
-    bytes_per_s: float
+    alpha_s: Seconds
+    bytes_per_s: Annotated[float, Strict(), Field(ge=1e3, le=1e18)]
 
     def seconds(self, payload: float, factor: float) -> float:
-        """Of `payload` bytes, of which `factor` times as many pass the wire."""
+        """Seconds of `payload` bytes, which pass the wire `factor` times."""
         return self.alpha_s + factor * payload / self.bytes_per_s
 
     @property
     def peak(self) -> float:
-        """Bytes a second of the largest payloads."""
+        """Bytes per second of the largest payloads."""
         return self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Bus bandwidth by payload where no line fits: straight between the logarithms of both, constant beyond.
-
-    No message is faster than `alpha_s`.
-    """
+    """Bus bandwidth by payload: linear between the logarithms of both, constant beyond; a message takes at least `alpha_s`."""
 
     alpha_s: float
     payloads: tuple[float, ...]
@@ -49,7 +50,7 @@ class Curve:
 
     @property
     def peak(self) -> float:
-        """Bytes a second of the largest payloads."""
+        """Bytes per second of the largest payloads."""
         return self.bytes_per_s[-1]
 
 
@@ -65,13 +66,13 @@ class Inside:
     source: Source = field(compare=False)
 
     def of_ranks(self, ranks: int) -> Law:
-        """The law of the least measured group that holds `ranks`, else of the largest."""
+        """Return the law of the smallest measured group of at least `ranks`, else of the largest."""
         return self.collective[min((n for n in self.collective if n >= ranks), default=max(self.collective))]
 
 
 @dataclass(frozen=True)
 class Between:
-    """The network: each node has `nics` of `bytes_per_s` each, which its ranks share."""
+    """The network: each node has `nics` of `bytes_per_s` each, shared by its ranks."""
 
     alpha_s: float
     bytes_per_s: float
@@ -89,8 +90,7 @@ H200_GB = (
     3.15, 39.93, 64.53, 107.16, 155.53, 219.89, 275.84, 346.51, 401.93, 436.15, 450.29, 463.58,
     469.17, 473.10, 477.45, 482.26,
 )  # fmt: skip
-"""As measured from 1 MiB on; below, the table holds the host's own time, and the same source has 3.15 GB/s at 32 KiB where calls
-are queued."""
+"""As measured from 1 MiB; below, the table has the host's time, and the same source has 3.15 GB/s at 32 KiB for queued calls."""
 H200_CURVE = Curve(18 * US, tuple(size * MIB for size in H200_MIB), tuple(rate * GB for rate in H200_GB))
 INSIDE: Mapping[str, Inside] = {
     "a100-80": Inside(

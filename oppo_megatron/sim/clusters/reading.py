@@ -1,29 +1,138 @@
-"""`cluster.yaml` into a `Cluster`."""
+"""`cluster.yaml`: its schema, the file of measured constants that it may name, and the `Cluster` that they describe."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated, Literal
 
+from pydantic import Field, Strict, ValidationError, model_validator
+
+from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.explain import explain
 from oppo_megatron.config.load import load_config
-from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.engine import Engine
+from oppo_megatron.config.paths import missing_path
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.checks import MOST_RANKS
+from oppo_megatron.nesting import read_json
+from oppo_megatron.sim.clusters.cluster import Cluster, Engine
 from oppo_megatron.sim.clusters.gpus import ATTENTION, GPUS, Efficiencies, Gpu
 from oppo_megatron.sim.clusters.links import GB, INSIDE, US, Between, Inside, Law, Line
-from oppo_megatron.sim.clusters.measured import LineSection, MeasuredConfig, read_measured
-from oppo_megatron.sim.clusters.schema import ClusterConfig, GpuSection
 from oppo_megatron.sim.clusters.sources import Source, assumed, measured
+
+GpuName = Literal["a100-80", "h100", "h200", "cpu"]
+GPUS_PER_NODE = 64
+Rate = Annotated[float, Field(ge=1e-3, le=1e6)]
+Micros = Annotated[float, Field(ge=0, le=1e6)]
+"""GB/s or TFLOP/s, and microseconds; other values are errors of units."""
+
+
+class GpuSection(Section):
+    """A processor by numbers.  A layer reaches the same shares of its peaks as on the named one which it is `like`."""
+
+    memory_gb: Annotated[Rate, Unit("10^9 bytes"), Field(description="memory, in 10^9 bytes")]
+    tflops: Annotated[Rate, Unit("TFLOP/s"), Field(description="peak of dense bfloat16 products")]
+    gb_per_s: Annotated[Rate, Unit("GB/s"), Field(description="peak of reading its memory")]
+    like: Annotated[GpuName, Field(description="whose measured layers say how much of the peaks is reached")] = "h100"
+
+
+class InsideSection(Section):
+    """Links within a node."""
+
+    alpha_us: Annotated[Micros, Field(description="least time of a message")] = 20.0
+    gb_per_s: Annotated[Rate, Unit("GB/s"), Field(description="bus bandwidth of an all-reduce in a node")]
+
+
+class BetweenSection(Section):
+    """The network between nodes."""
+
+    alpha_us: Annotated[Micros, Field(description="least time of a message")] = 19.0
+    gb_per_s: Annotated[Rate, Unit("GB/s"), Field(description="line rate of one NIC: 200 Gb/s are 25")]
+    nics: Annotated[int | None, Unit("NICs per node"), Field(gt=0, le=1024, description="null: one per GPU")] = None
+
+
+class ClusterConfig(Section):
+    """`cluster.yaml`: equal nodes of equal processors, and their links."""
+
+    nodes: Annotated[int, Unit("nodes"), Field(ge=1, le=MOST_RANKS, description="machines")] = 1
+    gpus_per_node: Annotated[int, Unit("GPUs"), Field(ge=1, le=GPUS_PER_NODE, description="processors of each")] = 8
+    gpu: Annotated[GpuName | GpuSection, Field(description="by name, or by numbers")]
+    inside: Annotated[InsideSection | None, Field(description="null: those of the named GPU")] = None
+    between: Annotated[BetweenSection | None, Field(description="required for several nodes")] = None
+    measured: Annotated[
+        Path | None,
+        Field(description="constants fitted by benchmarks/machine.py, in place of the published ones"),
+    ] = None
+
+    @model_validator(mode="after")
+    def _has_ranks_and_links(self) -> ClusterConfig:
+        if problems := list(cluster_problems(self)):
+            raise ValueError("; ".join(problems))
+        return self
+
+
+def cluster_problems(config: ClusterConfig) -> Sequence[str]:
+    """Return the problems of a cluster: too many ranks, missing links."""
+    problems = []
+    if (ranks := config.nodes * config.gpus_per_node) > MOST_RANKS:
+        problems.append(
+            f"nodes {config.nodes} x gpus_per_node {config.gpus_per_node} are {ranks} ranks, but a run has at most {MOST_RANKS}; "
+            "lower one of them"
+        )
+    if config.nodes > 1 and config.between is None:
+        problems.append(
+            f"nodes is {config.nodes}, but nothing says how they are linked; add `between: {{gb_per_s: 50, nics: 8}}` "
+            "(line rate of a NIC, NICs a node)"
+        )
+    if isinstance(config.gpu, GpuSection) and config.inside is None and config.gpus_per_node > 1:
+        problems.append(
+            f"gpu is given by numbers, and gpus_per_node is {config.gpus_per_node}, but their links are missing; "
+            "add `inside: {gb_per_s: 300}` (bus bandwidth of an all-reduce within a node)"
+        )
+    return problems
+
+
+class MeasuredConfig(Section):
+    """Fitted constants; those that are null were not measured, and stay as published.
+
+    `efficiencies` are relative to the peaks of the processor that they were fitted with.  `threads`: by number of
+    cores, the speed of a rank with them over that of one core.
+    """
+
+    source: Annotated[str, Field(min_length=1)]
+    efficiencies: Efficiencies | None = None
+    collective: dict[Annotated[int, Field(ge=2)], Line] = Field(default_factory=dict)
+    send: Line | None = None
+    engine: Engine | None = None
+    threads: dict[Annotated[int, Field(ge=1)], Annotated[float, Strict(), Field(ge=1e-3, le=1e6)]] = Field(
+        default_factory=dict
+    )
+
+
+def read_measured(path: Path) -> MeasuredConfig:
+    """Read a file of constants.  Raises ConfigError with every problem."""
+    if not path.is_file():
+        raise ConfigError(missing_path("`measured` of cluster.yaml", path))
+    try:
+        tree = read_json(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds {type(tree).__name__}, not a JSON object")
+        return MeasuredConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError([f"{path}: {problem}" for problem in explain(MeasuredConfig, error)]) from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; name the measured.json that benchmarks/machine.py has written") from error
 
 
 def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:
-    """The cluster that a file describes.  A `measured` file is looked for beside it.  Raises ConfigError."""
+    """Return the cluster that a file describes; a `measured` file is relative to its folder.  Raises ConfigError."""
     config = load_config(ClusterConfig, path, overrides)
     return build_cluster(config, Path(path).parent)
 
 
 def build_cluster(config: ClusterConfig, folder: Path = Path()) -> Cluster:
-    """Names and numbers into constants with their sources.  Raises ConfigError."""
+    """Return the cluster of a configuration, with the source of each constant.  Raises ConfigError."""
     cluster = Cluster(config.nodes, config.gpus_per_node, _gpu(config), _inside(config), _between(config))
     return cluster if config.measured is None else _with_measured(cluster, read_measured(folder / config.measured))
 
@@ -61,16 +170,11 @@ def _between(config: ClusterConfig) -> Between | None:
 def _with_measured(cluster: Cluster, file: MeasuredConfig) -> Cluster:
     gpu, inside, source = cluster.gpu, cluster.inside, measured(file.source)
     if file.efficiencies is not None:
-        fitted = Efficiencies(**file.efficiencies.model_dump(), attention=gpu.efficiencies.attention)
-        gpu = replace(gpu, efficiencies=fitted, sources={**gpu.sources, "efficiencies": source})
+        gpu = replace(gpu, efficiencies=file.efficiencies, sources={**gpu.sources, "efficiencies": source})
     if file.collective:
-        laws: dict[int, Law] = {ranks: _line(line) for ranks, line in file.collective.items()}
+        laws: dict[int, Law] = dict(file.collective)
         inside = replace(inside, collective=laws, source=source)
     if file.send is not None:
-        inside = replace(inside, send=_line(file.send), source=source)
-    engine = None if file.engine is None else Engine(**file.engine.model_dump(), source=source)
+        inside = replace(inside, send=file.send, source=source)
+    engine = None if file.engine is None else replace(file.engine, source=source)
     return replace(cluster, gpu=gpu, inside=inside, threads=file.threads, adapted=engine)
-
-
-def _line(section: LineSection) -> Line:
-    return Line(section.alpha_s, section.bytes_per_s)

@@ -1,4 +1,4 @@
-"""Where a constant comes from."""
+"""Sources of constants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Kind = Literal["measured", "published", "assumed", "given"]
 
 @dataclass(frozen=True)
 class Source:
-    """`measured` by the user, `published` by others, `assumed` for want of either, or `given` as a number in cluster.yaml."""
+    """`measured` by the user, `published` by others, `given` as a number in cluster.yaml, or else `assumed`."""
 
     kind: Kind
     where: str

@@ -22,8 +22,7 @@ from oppo_megatron.layout.placements import (
 from oppo_megatron.layout.role_memory import SCALAR_ROLES, laid_out, sequences_and_slots
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.threads import threaded
+from oppo_megatron.sim.clusters.cluster import Cluster, threaded
 from oppo_megatron.sim.pricing.decoding import Decoding, Turns, decode_s, predicted_costs
 from oppo_megatron.sim.pricing.model import LaidModel
 from oppo_megatron.sim.pricing.phases import Batch, Update, Weights, inference_s, reallocation_s, update_s

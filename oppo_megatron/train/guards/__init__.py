@@ -1,1 +1,1 @@
-"""Actions of guards: skip a step, stop the run or return to a checkpoint, keep the rejected batch, and replay it."""
+"""Actions of guards: skip a step, stop the run or return to a checkpoint, and keep the rejected batch."""

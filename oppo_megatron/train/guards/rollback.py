@@ -1,9 +1,8 @@
 """Rollback: the run returns to the last checkpoint when a guard demands it, and continues with other prompts.
 
-A run repeats itself, so the same prompts would end in the same breach.  Prompts admitted since the checkpoint are left out, and
-so are those of the rejected batch that the checkpoint has in flight; other draws follow.  `rollbacks.jsonl` of the run directory
-has a line for each rollback.  It is written before any rank ends; every later start obeys all of its lines, whichever
-checkpoint it begins with.
+Runs are deterministic, so the same prompts would cause the same breach.  Prompts admitted since the checkpoint are left out,
+and so are the prompts of the rejected batch that the checkpoint has in flight.  `rollbacks.jsonl` of the run directory has a
+line per rollback, written before any rank ends; every later start obeys all lines.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from oppo_megatron.rundir.metrics_log import iter_json_lines
 
 
 class RollBack(Exception):
-    """Raised on every rank, when the rollback is on the disk: the ranks end, and are to be started again."""
+    """Raised on every rank after the rollback is on disk; the ranks end, and are to be started again."""
 
 
 @dataclass(frozen=True)
 class Rollback:
     """One line.  `left_out` are positions in the stream of prompts, `rows` their rows in the data set, in the same order.
 
-    `num_written` are the rejected batches that the run had kept by then.
+    `num_written` counts the rejected batches that the run has kept so far.
     """
 
     step: int
@@ -41,12 +40,12 @@ class Rollback:
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Rollback:
-        """Raises CheckpointError for a line that is none."""
+        """Raises CheckpointError for a line that is not a rollback."""
         kinds = {"step": int, "reason": str, "checkpoint": str, "left_out": list, "rows": list, "num_written": int}
         if line.keys() != kinds.keys() or any(type(line[name]) is not kind for name, kind in kinds.items()):
-            raise CheckpointError(f"rollbacks.jsonl has a line that is no rollback: {line!r:.80}; restore the file")
+            raise CheckpointError(f"rollbacks.jsonl has a line that is not a rollback: {line!r:.80}; restore the file")
         if any(type(position) is not int for position in line["left_out"]):
-            raise CheckpointError("rollbacks.jsonl: left_out holds something that is no position; restore the file")
+            raise CheckpointError("rollbacks.jsonl: left_out has an entry that is not a position; restore the file")
         return cls(**line)
 
     def describe(self) -> str:
@@ -55,7 +54,7 @@ class Rollback:
 
 
 class Rollbacks:
-    """Those of a run, the same on every rank; `checkpoint` is the last one of this process, with its place in the stream."""
+    """Rollbacks of a run, the same on every rank; `checkpoint` is this process's last one, with its position in the stream."""
 
     def __init__(self, run: RunDirectory, prompts: PromptStream, done: Sequence[Rollback] = ()):
         self._run, self._prompts, self.done = run, prompts, list(done)
@@ -63,7 +62,7 @@ class Rollbacks:
 
     @classmethod
     def of_run(cls, run: RunDirectory, prompts: PromptSet, seed: int, shuffle: bool, *, resumed: bool) -> Rollbacks:
-        """Those that a resumed run has behind it.  Every rank makes the call; rank 0 reads."""
+        """Read the rollbacks of a resumed run.  Every rank makes the call; rank 0 reads."""
         lines: list[Any] = [None]
         if resumed and dist.get_rank() == 0 and run.rollbacks.exists():
             lines = [list(iter_json_lines(run.rollbacks))]
@@ -88,19 +87,19 @@ class Rollbacks:
         return max((each.num_written for each in self.done), default=0)
 
     def summary(self) -> dict[str, int]:
-        """What `summary.json` says."""
+        """Fields of `summary.json`."""
         return {"rollbacks": len(self), "prompts_left_out": len(self.left_out)}
 
     def require(self, count: int) -> None:
-        """Raises CheckpointError where a checkpoint has seen more rollbacks than there are."""
+        """Raises CheckpointError if a checkpoint has seen more rollbacks than the file has."""
         if count > len(self):
             raise CheckpointError(
                 f"{self._run.rollbacks} has {len(self)} rollbacks, but the checkpoint was written after {count}: prompts that "
-                "were left out would be trained; restore the file beside the checkpoints"
+                "were left out would be trained; restore the file next to the checkpoints"
             )
 
     def obstacle(self, most: int) -> str | None:
-        """Why the run cannot go back (again)."""
+        """Reason why the run cannot go back (again), if there is one."""
         if len(self) >= most:
             times = "time" if most == 1 else "times"
             return f"the run has gone back {most} {times} already, and may not do so again"
@@ -111,9 +110,9 @@ class Rollbacks:
     def go_back(
         self, step: int, reason: str, rejected: Sequence[int], position: int, num_written: int, *, keeper: bool
     ) -> None:
-        """Note the rollback, on the keeper, and raise RollBack on every rank.
+        """Write the rollback on the keeper, and raise RollBack on every rank.
 
-        `rejected` are the sequences of the batch in which a rule was broken; prompts before `position` have been admitted.
+        `rejected` are the sequences of the batch that broke a rule; prompts before `position` have been admitted.
         """
         assert self.checkpoint is not None
         name, start = self.checkpoint

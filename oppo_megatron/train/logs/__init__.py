@@ -1,1 +1,1 @@
-"""Outputs of a running run: lines of metrics, console, trackers, traces of each rank, pictures."""
+"""Measures a step (seconds by part, the cause of each wait), and writes lines of metrics, console, trackers and traces."""

@@ -106,7 +106,9 @@ def describe(fields: Mapping[str, Any]) -> list[str]:
 def _derived(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Rates and shares that a metrics line holds only the parts of."""
     derived: dict[str, Any] = {}
-    if fields.get("tokens_per_s") is None and fields.get("tokens") and fields.get("step_s"):  # 0: nothing was left to decode
+    if (
+        fields.get("tokens_per_s") is None and fields.get("tokens") and fields.get("step_s")
+    ):  # 0: nothing was left to decode
         derived["tokens_per_s"] = fields["tokens"] / fields["step_s"]
     if (
         fields.get("scoring_hidden") is None

@@ -1,4 +1,4 @@
-"""The journal of a PPO run: a metrics line a step, progress, trackers, and the summary at its end."""
+"""The journal of a PPO run: a line of metrics per step, progress, trackers, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory, encode_json, write_json
 from oppo_megatron.rundir.metrics_log import MetricsLog, read_metrics, summarise
 from oppo_megatron.rundir.trace import SpanRecorder
+from oppo_megatron.train.heldout import HeldoutLog
 from oppo_megatron.train.logs.console import Progress
-from oppo_megatron.train.logs.facts import StepFacts
-from oppo_megatron.train.logs.heldout_log import HeldoutLog
+from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.logs.trackers import Tracker
 from oppo_megatron.train.memory_meter import MemoryByRank
 
 NUM_LENGTH_BINS = 4
 MUCH_LOST = 0.2
-"""A share of the gradient of stale responses, lost to clipping, that is told, once a run."""
+"""Share of stale responses' gradient lost to clipping that causes a warning, once per run."""
 
 
 class Journal:
@@ -57,7 +57,7 @@ class Journal:
         self.accuracy: dict[int, float] = {}
         self.heldout = HeldoutLog(best_standard(config))
         self.stopped: str | None = None
-        self.staleness, self.told_lost = config.ppo.staleness, False
+        self.staleness, self.warned = config.ppo.staleness, False
         self.started = time.monotonic()
 
     def __enter__(self) -> Journal:
@@ -85,8 +85,8 @@ class Journal:
         fields |= facts.filtered | facts.actor | {"skipped": facts.skipped}
         if facts.skipped is not None:
             self.progress.note(f"step {facts.step} is skipped: {facts.skipped}")
-        if not self.told_lost and (told := lost_gradient(fields, self.staleness)):
-            self.told_lost = True
+        if not self.warned and (told := lost_gradient(fields, self.staleness)):
+            self.warned = True
             self.progress.note(f"step {facts.step}: {told}")
         self._write_rollouts(facts, batch)
         self.log.stage(facts.step, fields)
@@ -181,8 +181,8 @@ class Journal:
     def _timing(self, facts: StepFacts, spans: SpanRecorder) -> dict[str, Any]:
         actor = spans.totals(facts.step, "actor")
         assert facts.scores is not None
-        # What the actor's rank scores itself stands still for it: after decoding, and while decoding too where there is
-        # no pipeline whose bubbles could hide it.
+        # Decoding waits for the scoring of the actor's own rank: after decoding, and also during it unless a pipeline's
+        # bubbles can hide it.
         own = facts.local_score_s if self.single_stage else facts.drain_s
         exposed = actor.get("wait_scores", 0.0) - facts.critic_exposed_s + own
         waits = actor.get("wait", 0.0)

@@ -1,4 +1,4 @@
-"""The report of supervised training: a line a step, and the summary."""
+"""The report of supervised training: a line per step, and the summary."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from oppo_megatron.layout.holdings import planned_memory
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import MetricsLog, read_metrics
+from oppo_megatron.train.heldout import HeldoutLog
 from oppo_megatron.train.logs.console import Progress
-from oppo_megatron.train.logs.heldout_log import HeldoutLog
 from oppo_megatron.train.logs.trackers import Tracker
 from oppo_megatron.train.memory_meter import MemoryByRank
 
@@ -57,10 +57,12 @@ class Report:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._start
 
-    def step(self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None) -> None:
-        """`saved`: what checkpoints have cost since the last step: seconds waited, bytes, seconds beside the run.
+    def step(
+        self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None
+    ) -> None:
+        """`saved` has the costs of checkpoints since the last step: seconds waited, bytes, hidden seconds.
 
-        `heldout`: where they were measured after the step.
+        `heldout` has held-out metrics, if they were measured after the step.
         """
         waited_s, num_bytes, hidden_s = saved
         costs = {"checkpoint_s": waited_s, "checkpoint_bytes": num_bytes, "checkpoint_hidden_s": hidden_s}
@@ -78,14 +80,14 @@ class Report:
         self.note(HeldoutLog.describe(0, heldout))
 
     def end(self, stopped: str | None, memory: MemoryByRank) -> None:
-        """The last step has been made; `stopped`: why the run ends early, if it does."""
+        """Report the end of the last step; `stopped` is the reason for an early end, if there is one."""
         self._stopped, self._memory = stopped, memory.summary(self._planned_bytes)
         for note in (stopped, self.heldout.describe_best(), memory.describe(self._planned_bytes)):
             if note is not None:
                 self.note(note)
 
     def begin(self, start: Sequence[str], rows: Sequence[Any], held: Sequence[Any], quarantine: Quarantine) -> None:
-        """Report where the run goes on from, how its rows are read, and which rows are not trained on, or more than once."""
+        """Report the start of the run, how its rows are read, and which rows are left out or repeated."""
         self._rows, self._num_quarantined = rows, len(quarantine)
         for note in [*start, *quarantine.notes]:
             self.note(note)
@@ -100,7 +102,7 @@ class Report:
             self.note(f"{duplicates} of {len(rows)} rows are duplicates of others")
 
     def write_summary(self, best: tuple[float, Position] | None) -> None:
-        """The last file of a run, the sign that it finished; `best` is the best checkpoint."""
+        """Write the last file of a run, which marks it as finished; `best` is the best checkpoint."""
         told = {**self.heldout.summary(best), "stopped_early": self._stopped, **self._memory}
         write_json(self._run.summary, _figures(self._run, self._title, self._rows, self._num_quarantined) | told)
 

@@ -1,4 +1,4 @@
-"""Experiment trackers, through their own libraries, loaded only where the configuration asks for them."""
+"""Experiment trackers, through their own libraries, loaded only if the configuration names them."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run named as the run directory, its own files in `wandb/` there.
+    """A Weights & Biases run named after the run directory, with its files in `wandb/` there.
 
-    Its id is kept beside them, so that a continued run goes on in the same place.  Raises ConfigError where the library
-    refuses to begin, as without a key.
+    A file keeps its id, so that a continued run uses the same one.  Raises ConfigError if the library refuses to begin, for
+    example without a key.
     """
 
     def __init__(self, project: str, run_dir: str | os.PathLike[str]):
@@ -94,7 +94,7 @@ class WandbSink:
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    """Raises ConfigError where a library that the configuration asks for is not installed."""
+    """Raises ConfigError if a library that the configuration names is not installed."""
     if config.tensorboard:
         _import("tensorboard")
     if config.wandb_project is not None:
@@ -102,7 +102,7 @@ def check_trackers(config: LoggingConfig) -> None:
 
 
 def open_trackers(config: LoggingConfig, run_dir: str | os.PathLike[str]) -> Tracker:
-    """Open the trackers that the configuration asks for.  Raises ConfigError where a library is not installed."""
+    """Open the trackers that the configuration names.  Raises ConfigError if a library is not installed."""
     sinks: list[Sink] = []
     if config.tensorboard:
         sinks.append(TensorBoardSink(run_dir))
@@ -120,7 +120,7 @@ def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
-    """The resolved configuration, which holds no secrets; empty where it has not been written."""
+    """The resolved configuration, which holds no secrets; empty if it has not been written."""
     return read_yaml(run.config.read_text(encoding="utf-8")) if run.config.exists() else {}
 
 
@@ -131,12 +131,12 @@ OFF = {
 
 
 def _import(name: str) -> Any:
-    """The library.  Raises ConfigError where it is not there; a folder of its name, as wandb makes them, is not it."""
+    """Import a library.  Raises ConfigError if it is missing; a folder of its name, as wandb creates, does not count."""
     setting, package, off = OFF[name]
     try:
         module = importlib.import_module(name)
         if getattr(module, "__file__", None) is None and getattr(module, "__path__", None) is not None:
-            raise ImportError(f"{name} is a folder here, and no package")
+            raise ImportError(f"{name} is a folder here, not a package")
     except ImportError as error:
         raise ConfigError(
             f"{setting} needs the package {package}, which cannot be imported here ({error}); "

@@ -1,6 +1,6 @@
-"""The reference's log-probs: read from a file, or computed once into it.  No reference model is held afterwards.
+"""The reference's log-probs: read from a file, or computed once into it.  The reference model is not kept afterwards.
 
-The file is written after every block of answers, so that a pass that is killed goes on from there.
+The file is written after every block of answers, so that an interrupted pass continues from there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_responses
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.rundir.directory import RunDirectory
-from oppo_megatron.train.preference.fingerprint import reference_fingerprint
-from oppo_megatron.train.preference.logprob_file import UnusableFileError, read_logprobs, write_logprobs
+from oppo_megatron.train.preference.logprobs import (
+    UnusableFileError,
+    read_logprobs,
+    reference_fingerprint,
+    write_logprobs,
+)
 from oppo_megatron.train.preference.tasks import Preferences, answer_logprobs
 from oppo_megatron.train.score_exchange import sum_over_ranks
 
@@ -50,7 +54,7 @@ class ReferencePass(Generic[RowT]):
             self.fingerprint = reference_fingerprint(config.referred)
 
     def _needed(self, rows: Sequence[RowT], held: Sequence[RowT], passed: Passed) -> list[Answered]:
-        """The answers of all rows, and of the mismatched ones of every batch from `passed` on."""
+        """Return the answers of all rows, and of the mismatched rows of every batch from `passed` on."""
         config, task = self.config, self.task
         others = [*task.mismatched(held)]
         if task.has_mismatched:
@@ -61,7 +65,7 @@ class ReferencePass(Generic[RowT]):
         return [answer for row in (*rows, *held, *others) for answer in task.answers(row)]
 
     def make(self, rows: Sequence[RowT], held: Sequence[RowT], passed: Passed, load: Load) -> RoleModel:
-        """Know the log-probs that the run needs from `passed` on; returns the model to train, made by `load`."""
+        """Get the log-probs that the run needs from `passed` on; return the model to train, made by `load`."""
         own = self.config.reference
         self._read()
         missing = self.task.reference.missing(self._needed(rows, held, passed))
@@ -79,7 +83,7 @@ class ReferencePass(Generic[RowT]):
         return load(self.config.model)
 
     def _read(self) -> None:
-        """What the file has.  One in the run directory that is of no use is made anew; a named one is refused."""
+        """Read the file.  An unusable file in the run directory is replaced; a file named by the configuration is refused."""
         found: list[Any] = [None]
         if dist.get_rank() == self.owner:
             found[0] = self._read_here()
@@ -96,8 +100,8 @@ class ReferencePass(Generic[RowT]):
         except UnusableFileError as error:
             if self.config.reference_logprobs is not None:
                 return DataError(
-                    f"reference_logprobs: {error}; name another file, which the run makes, or remove this one, and it is made "
-                    "anew"
+                    f"reference_logprobs: {error}; name another file, which the run creates, or remove this one, which "
+                    "replaces it"
                 )
             self.note(f"{error}: computed anew")
             return {}
@@ -105,7 +109,7 @@ class ReferencePass(Generic[RowT]):
         return known
 
     def _compute(self, model: RoleModel, missing: Mapping[bytes, Answered]) -> None:
-        """The log-probs of the answers that are missing, block by block, and the file."""
+        """Compute the missing answers' log-probs block by block, and write the file after each."""
         if not missing:
             return
         started, left, table = time.monotonic(), iter(missing.items()), self.task.reference.by_key
@@ -114,7 +118,7 @@ class ReferencePass(Generic[RowT]):
             with self.world.activity.doing("log-probs of the reference"):
                 values = answer_sums(
                     model, list(block.values()), self.config.runtime.micro_batch_tokens, self.world,
-                    partial(self._told, by_time, done, len(missing)),
+                    partial(self._report, by_time, done, len(missing)),
                 )  # fmt: skip
             table.update(zip(block, values, strict=True))
             done += len(block)
@@ -125,9 +129,11 @@ class ReferencePass(Generic[RowT]):
                 f"reference log-probs: {done} of {len(missing)} answers computed in {took_s:.1f} s, in {self.path}"
             )
 
-    def _told(self, by_time: ByTime, before: int, total: int, share: float) -> None:
-        """Tell of a block, after the first `before` answers of `total`, of which this rank has done a `share`."""
-        by_time(f"reference log-probs: about {before + int(share * min(BLOCK, total - before))} of {total} answers computed")
+    def _report(self, by_time: ByTime, before: int, total: int, share: float) -> None:
+        """Report progress within a block: `share` of it, after the first `before` answers of `total`."""
+        by_time(
+            f"reference log-probs: about {before + int(share * min(BLOCK, total - before))} of {total} answers computed"
+        )
 
     def _write(self, table: Mapping[bytes, float]) -> None:
         try:
@@ -144,11 +150,11 @@ def answer_sums(
     answers: Sequence[Answered],
     budget: int,
     world: World,
-    told: Callable[[float], None] = lambda share: None,
+    report: Callable[[float], None] = lambda share: None,
 ) -> list[float]:
-    """The log-prob of each answer, summed over its tokens, the same on every rank of the world; replicas share the answers.
+    """Return the log-prob of each answer, summed over its tokens, the same on every rank; replicas share the answers.
 
-    `told` hears, after each micro-batch of this rank, which share of its answers is done.
+    `report` is called after each micro-batch of this rank with the share of its answers that is done.
     """
     groups = model.groups
     device = next(model.parameters()).device
@@ -159,7 +165,7 @@ def answer_sums(
 
     def finish(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
         finished.extend(batch.index)
-        told(min(1.0, len(finished) / len(mine)))
+        report(min(1.0, len(finished) / len(mine)))
         return answer_logprobs(batch, logits_RV, model.vocab)
 
     batched = pack_responses(prompts, responses, budget, device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, sequence_sums, table_of
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
@@ -23,16 +24,16 @@ from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_together
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import Head
-from oppo_megatron.mcore.training import Loss
+from oppo_megatron.mcore.training import Loss, TrainedModel
 from oppo_megatron.mcore.vocab_shards import VocabShards
-from oppo_megatron.train.heldout_rows import Measure
-from oppo_megatron.train.preference.logprob_file import LogprobTable
+from oppo_megatron.train.heldout import Measure, measure_rows
+from oppo_megatron.train.preference.logprobs import LogprobTable
 
 RowT = TypeVar("RowT", bound=tuple[list[int], ...])
 
 
 class Preferences(ABC, Generic[RowT]):
-    """What both kinds have in common: log-probs of answers, beside those of a reference that is held no longer."""
+    """Common part of both kinds: log-probs of answers, compared with log-probs of a reference."""
 
     title: str
     head: Head = "lm"
@@ -53,11 +54,11 @@ class Preferences(ABC, Generic[RowT]):
 
     @property
     def has_mismatched(self) -> bool:
-        """Whether `mismatched` may give rows."""
+        """True if `mismatched` may return rows."""
         return False
 
     def mismatched(self, rows: Sequence[RowT]) -> Sequence[RowT]:
-        """Rows that are read without gradient before the batch `rows` is learned from; most losses need none."""
+        """Rows that are read without gradient before training on the batch `rows`; most losses need none."""
         return ()
 
     def num_tokens(self, row: RowT) -> int:
@@ -116,7 +117,7 @@ class PairPreferences(Preferences[Pair]):
 class MarkedPreferences(Preferences[Marked]):
     """`oppo kto`: wanted completions are to gain on the reference point, unwanted ones to lose.
 
-    `point` is z0 of the batch that is learned from, or measured: `reference_point.py` sets it before.
+    `point` is z0 of the batch that is trained on, or measured; `ReferencePoint` sets it before.
     """
 
     title = "kto"
@@ -140,9 +141,9 @@ class MarkedPreferences(Preferences[Marked]):
         return self.rule.loss == "kto"
 
     def mismatched(self, rows: Sequence[Marked]) -> Sequence[Marked]:
-        """Each prompt with the completion of the row before it, past rows of the same prompt; the first row's is the last.
+        """Return each prompt with the completion of the previous row with another prompt, cyclically.
 
-        What is longer than a row may be is cut.  None where all rows have one prompt.
+        Rows that are too long are cut.  Empty if all rows have the same prompt.
         """
         if not self.has_mismatched or len({tuple(row.prompt) for row in rows}) < 2:
             return ()
@@ -153,7 +154,7 @@ class MarkedPreferences(Preferences[Marked]):
         return found
 
     def micro_batches(self, rows: Sequence[Marked], budget: int, device: torch.device) -> list[MicroBatch]:
-        """As of all preferences; `sign` is 1 of wanted rows and -1 of others."""
+        """Packed rows as of all preferences; `sign` is 1 for wanted rows and -1 for others."""
         batches = super().micro_batches(rows, budget, device)
         for batch in batches:
             signs = [1.0 if rows[i].wanted[0] else -1.0 for i in batch.index]
@@ -169,3 +170,35 @@ def answer_logprobs(batch: MicroBatch, logits_RV: Tensor, vocab: VocabShards) ->
     """The log-prob of each answer [S] in float64, summed over its tokens."""
     logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
     return sequence_sums(logp_R, batch.counts)
+
+
+class ReferencePoint:
+    """Sets the `point` of the task that it is given.  Every rank of the world makes the calls, with the same result."""
+
+    def __init__(self, task: MarkedPreferences, world: World):
+        self.task, self.world = task, world
+
+    def take(self, trained: TrainedModel, rows: Sequence[Marked], step: int, budget: int) -> None:
+        """Measure the point for the batch `rows` with the weights as they are."""
+        mismatched = self.task.mismatched(rows)
+        self.task.point = 0.0
+        if mismatched:
+            what = f"reference point of step {step}"
+            moments = measure_rows(self.world, trained, mismatched, _Ratios(self.task), 2, budget, what)
+            self.task.point = max(0.0, moments[2] / moments[1])
+
+
+class _Ratios:
+    """Measures the log-ratio of rows' answers."""
+
+    def __init__(self, task: MarkedPreferences):
+        self.micro_batches = task.micro_batches
+
+    def measure(self, rows: Sequence[Marked], vocab: VocabShards) -> Measure:
+        """1 and the log-ratio of each row."""
+
+        def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
+            ratio_S = answer_logprobs(batch, logits_RV, vocab) - batch.extra["reference"]
+            return torch.stack([torch.ones_like(ratio_S), ratio_S], -1)
+
+        return table

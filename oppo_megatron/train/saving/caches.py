@@ -1,4 +1,4 @@
-"""Caches of sequences in flight, a file a rank: KV caches and the scorers' outputs so far."""
+"""Caches of sequences in flight, one file per rank: KV caches and the scorers' outputs so far."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CacheContents:
 
 
 def gather_caches(rounds: RoundRunner, *, copied: bool) -> CacheContents:
-    """Between two rounds.  `copied`: into memory of their own, which no later round changes."""
+    """Return the caches between two rounds; if `copied`, in memory that later rounds do not change."""
     contents = CacheContents({}, {})
 
     def hold(name: str, values: Tensor) -> None:
@@ -47,14 +47,14 @@ def gather_caches(rounds: RoundRunner, *, copied: bool) -> CacheContents:
 
 
 def write_caches(path: Path, contents: CacheContents) -> None:
-    """Raises OSError or SafetensorError where the file cannot be written."""
+    """Raises OSError or SafetensorError if the file cannot be written."""
     save_file(contents.tensors, path, {"slots": json.dumps(contents.slots)})
 
 
 def load_caches(path: Path, rounds: RoundRunner) -> None:
-    """Into empty caches, on the rank that wrote the file, in the same layout; every sequence in the slot that it had.
+    """Load a file into empty caches, in the layout of the run that wrote it; every sequence returns to its slot.
 
-    The books have been restored.  Raises CheckpointError where the file is not what they say of this rank.
+    The books are restored before.  Raises CheckpointError if the file does not fit them.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -75,7 +75,7 @@ def load_caches(path: Path, rounds: RoundRunner) -> None:
 
 
 def require_sound_books(state: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:
-    """Raises CheckpointError where the books of a checkpoint's `state.json` do not fit its layout and its rollouts."""
+    """Raises CheckpointError if the books in a checkpoint's `state.json` do not fit its layout and its rollouts."""
     tokens = {rollout.seq_id: rollout.num_tokens for rollout in rollouts}
     for role, book in state["books"].items():
         replica_of, replicas = dict(book["replicas"]), state["layout"][role]["dp"]
@@ -110,7 +110,7 @@ def _outputs(file: Any, role: str) -> dict[int, Tensor]:
 
 
 def _require_booked(role: str, cache: SequenceCache, rounds: RoundRunner) -> None:
-    """Raises ValueError where a cache holds other sequences or lengths than its book says."""
+    """Raises ValueError if a cache holds other sequences or lengths than its book says."""
     planner, coords = rounds.planner, rounds.replicas[role]
     book = planner.actor if role == "actor" else planner.scorers[role]
     held = {seq_id: cache.length(seq_id) for seq_id in cache.seq_ids}

@@ -1,7 +1,7 @@
-"""Stopping on signals: they are noted, and every rank learns of them at the same place of the run.
+"""Stopping on signals: they are noted, and every rank learns of them at the same point of the run.
 
 SIGUSR1, SIGHUP and the first SIGTERM or SIGINT (Ctrl-C) ask for a checkpoint.  A second SIGTERM or SIGINT, or a missed
-deadline, ends the process at once: the last checkpoint is whole, because a checkpoint under way has no name yet.
+deadline, ends the process at once: the last checkpoint is complete, because a checkpoint under way has no name yet.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable of ranks that torch's agent has started."""
 
 ECHO_S = 2.0
-"""torchrun passes on what it is sent.  A terminal or a scheduler has sent it to the ranks, too: so long it is the same signal."""
+"""torchrun forwards signals that a terminal or a scheduler also sends to the ranks: within this time it is the same signal."""
 
 
 DEADLINE_S = 120.0
-"""As `preempt_deadline_s` is where nothing is said."""
+"""Default of `preempt_deadline_s`."""
 
 
 class Preemption:
-    """One rank's ear.  `asked`: this process was told; what the ranks agreed on is theirs who ask.
+    """Signal handling of one rank.  `asked`: this process was asked to stop, by a signal or by the other ranks.
 
-    A run that could not be saved within `deadline_s` ends unsaved; 0: it hears nothing.
+    A run that could not be saved within `deadline_s` ends unsaved; if 0, signals are ignored.
     """
 
     def __init__(self, deadline_s: float = DEADLINE_S):
@@ -50,9 +50,9 @@ class Preemption:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear signals in the block; only a process's main thread can.
+        """Handle signals in the block; only a process's main thread can.
 
-        A rank that fails among its peers hears none afterwards: it is about to end, and has yet to say why.
+        A rank that fails among several ignores signals afterwards: it is about to end, and still has to report the reason.
         """
         if not self.deadline_s or threading.current_thread() is not threading.main_thread():
             yield
@@ -77,7 +77,7 @@ class Preemption:
             os.close(writes)
 
     def ask(self) -> None:
-        """As a signal would."""
+        """Act as a signal does."""
         if not self.asked:
             self.asked = True
             self._deadline = threading.Timer(self.deadline_s, self._too_late)
@@ -85,38 +85,38 @@ class Preemption:
             self._deadline.start()
 
     def saved(self) -> None:
-        """The deadline is met."""
+        """Cancel the deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
 
     def agreed(self, group: dist.ProcessGroup | None, activity: Activity | None = None) -> bool:
-        """Whether any rank of the group (None: of the world) was told before its call; all of them make the call.
+        """True if any rank of the group (None: the world) was asked to stop before its call; all of them make the call.
 
-        What a rank is told while it waits for the others counts at the next call: they did not hear of it.
+        A signal that arrives during the call counts at the next one.
         """
         if not self.deadline_s or dist.get_world_size(group) == 1:
             return self.asked
-        told = torch.tensor([int(self.asked)])
-        with waiting_for("ranks that may have been told to stop", activity):
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-        if told.item():
+        flags = torch.tensor([int(self.asked)])
+        with waiting_for("ranks that may have been asked to stop", activity):
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        if flags.item():
             self.ask()
-        return bool(told.item())
+        return bool(flags.item())
 
     def agreed_with(self, mine: bool, activity: Activity | None = None) -> tuple[bool, bool]:
-        """`agreed` of the world, and whether `mine` is true on any rank: one message for both."""
+        """Return `agreed` for the world, and True if `mine` is true on any rank, with one message."""
         if dist.get_world_size() == 1:
             return self.asked, mine
-        told = torch.tensor([int(self.asked), int(mine)])
-        with waiting_for("ranks that may have been told to stop", activity):
-            dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        asked, any_rank = map(bool, told.tolist())
+        flags = torch.tensor([int(self.asked), int(mine)])
+        with waiting_for("ranks that may have been asked to stop", activity):
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        asked, any_rank = map(bool, flags.tolist())
         if asked:
             self.ask()
         return asked, any_rank
 
     def _hear(self, reads: int) -> None:
-        """Runs in a thread of its own: the main one may wait for a peer in a call, and then runs no handler."""
+        """Read signals in a thread of its own: the main thread runs no handlers while it waits in a call."""
         with open(reads, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
                 if number[0] not in HEARD:
@@ -129,7 +129,7 @@ class Preemption:
                 self.ask()
 
     def _counts(self, number: int) -> bool:
-        """Whether a second signal of this kind ends the process."""
+        """True if a second signal of this kind ends the process."""
         if number in ONCE:
             return False
         now = time.monotonic()
@@ -140,8 +140,8 @@ class Preemption:
 
     def _too_late(self) -> None:
         print(
-            f"told to stop, but nothing was saved within preempt_deadline_s={self.deadline_s:g}: this rank ends; "
-            "--resume continues from the last whole checkpoint",
+            f"asked to stop, but nothing was saved within preempt_deadline_s={self.deadline_s:g}: this rank ends; "
+            "--resume continues from the last complete checkpoint",
             file=sys.stderr,
             flush=True,
         )
@@ -149,4 +149,4 @@ class Preemption:
 
 
 def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """A handler there must be, or the signal would not be noted for the thread."""
+    """Do nothing; without a handler the signal would not reach the thread."""

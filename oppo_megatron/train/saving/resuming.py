@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from: the last one that is whole, on every rank the same."""
+"""The checkpoint that a run continues from: the last complete one, the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.data.supervised_rows import Passed
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.mcore.weights.checkpoint_index import INDEX
 from oppo_megatron.modeldir.headers import read_hf_config
@@ -19,15 +20,15 @@ from oppo_megatron.overcommit.ahead import Ahead
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.manifest import OtherFormatError, find_damage, find_misfits, read_manifest
-from oppo_megatron.train.saving.snapshot import CACHES, MODELS, ROLLOUTS, STATE
-from oppo_megatron.train.saving.state_schema import read_lines, read_state
+from oppo_megatron.train.saving.schema import PPOState, SupervisedState, read_lines, read_state
+from oppo_megatron.train.saving.writing import CACHES, MODELS, ROLLOUTS, STATE
 
 FoundT = TypeVar("FoundT")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to continue from; `rollouts` are the lines of those that were in the buffer."""
+    """A checkpoint to continue from; `rollouts` are the lines of those in the buffer (none in supervised training)."""
 
     folder: Path
     state: dict[str, Any]
@@ -35,77 +36,78 @@ class Found:
 
     @property
     def position(self) -> int:
-        """Where the run was in the stream of prompts."""
+        """Position of the run in the stream of prompts."""
         return int(self.state["scheduler"]["position"])
 
+    @property
+    def passed(self) -> Passed:
+        """Steps and rows that supervised training has made."""
+        return Passed(self.state["done"], self.state["rows"])
+
     def held(self, left_out: Set[int]) -> list[dict[str, Any]]:
-        """The rollouts that the run goes on with; those of prompts at the positions `left_out` are given up."""
+        """Return the rollouts that the run keeps; rollouts of prompts at the positions `left_out` are dropped."""
         return [line for line in self.rollouts if line["seq_id"] not in left_out]
 
     def ahead(self, left_out: Set[int]) -> Ahead:
         return Ahead(int(self.state["done"]), self.position, len(self.held(left_out)), left_out)
 
 
-def find_checkpoint(config: TrainConfig, world: World) -> Found | None:
-    """The last whole checkpoint of `oppo train`'s run directory; as `find_whole`."""
+def find_checkpoint(config: TrainConfig | SupervisedConfig, world: World) -> Found | None:
+    """Return the last complete checkpoint of the run directory if the run is to resume; errors as of `find_whole`."""
+    if not config.checkpoint.resume:
+        return None
+    run = RunDirectory(config.run_dir)
+    if isinstance(config, SupervisedConfig):
+        return find_whole(
+            run, world, (STATE,), lambda folder: Found(folder, read_state(folder / STATE, SupervisedState), [])
+        )
     vocab_size = read_hf_config(config.actor)["vocab_size"]
 
     def read(folder: Path) -> Found:
-        state = read_state(folder / STATE)
+        state = read_state(folder / STATE, PPOState)
         return Found(folder, state, read_lines(folder / ROLLOUTS, state, vocab_size))
 
-    run = RunDirectory(config.run_dir)
-    return find_whole(run, world, (STATE, ROLLOUTS), read) if config.checkpoint.resume else None
+    return find_whole(run, world, (STATE, ROLLOUTS), read)
 
 
 def find_whole(run: RunDirectory, world: World, files: Sequence[str], read: Callable[[Path], FoundT]) -> FoundT | None:
-    """The last whole checkpoint of the run directory, the same on every rank; None where a new run is to begin.
+    """Read the last complete checkpoint with `read`; the result is the same on every rank, None without checkpoints.
 
-    It has these `files`, and the result of `read` is returned; if `read` raises CheckpointError, the checkpoint is not whole.
-
-    Every rank makes the call, and reads a share of the files.  Damaged ones are told of and set aside.  Raises
-    CheckpointError where there are checkpoints, and none is whole; OtherFormatError, with nothing set aside, for one that
-    another version wrote.
+    A checkpoint that lacks one of `files`, or for which `read` raises CheckpointError, is not complete.  Every rank makes the
+    call and reads a share of the files; damaged checkpoints are reported and renamed.  Raises CheckpointError if none of the
+    checkpoints is complete; OtherFormatError, with nothing renamed, for a checkpoint of another version.
     """
     store = CheckpointStore(run.checkpoints)
     if world.rank == 0:
         store.recover()
-    offered: list[Any] = [store.positions()]
-    dist.broadcast_object_list(offered, src=0)
+    found: list[Any] = [store.positions()]
+    dist.broadcast_object_list(found, src=0)
     damages: list[tuple[Position, str]] = []
-    for position in reversed(offered[0]):
+    for position in reversed(found[0]):
         damage = _damage(store.folder(position), world, files, read)
         if damage is None:
-            _set_aside(store, damages, position, world)
+            for each, reason in damages if world.rank == 0 else ():
+                text = f"checkpoint {each.name} is damaged ({reason}): continuing from {position.name}"
+                print(text, file=sys.stderr, flush=True)
+                store.set_aside(each)
             return read(store.folder(position))
         damages.append((position, damage))
     if damages:
-        told = "; ".join(f"{position.name}: {damage}" for position, damage in damages)
+        reasons = "; ".join(f"{position.name}: {damage}" for position, damage in damages)
         raise CheckpointError(
-            f"{store.root}: none of its checkpoints is whole ({told}); restore one from a copy, or begin anew in another run_dir"
+            f"{store.root}: none of its checkpoints is whole ({reasons}); restore one from a copy, or choose another run_dir"
         )
     return None
 
 
-def _set_aside(store: CheckpointStore, damages: list[tuple[Position, str]], chosen: Position, world: World) -> None:
-    if world.rank == 0:
-        for position, damage in damages:
-            print(
-                f"checkpoint {position.name} is damaged ({damage}): continuing from {chosen.name}",
-                file=sys.stderr,
-                flush=True,
-            )
-            store.set_aside(position)
-
-
 def _damage(folder: Path, world: World, files: Sequence[str], read: Callable[[Path], object]) -> str | None:
-    """The fault of a checkpoint, as found by any rank.  Raises OtherFormatError, on all ranks."""
+    """Return the fault of a checkpoint that any rank finds.  Raises OtherFormatError, on all ranks."""
     mine: str | OtherFormatError | None
     try:
         entries = read_manifest(folder)
         mine = find_misfits(folder, entries, (*files, f"{MODELS}/{INDEX}"), (MODELS, CACHES))
         mine = mine or find_damage(folder, entries, world.rank, world.size)
-        if mine is None and world.rank == 0:  # where what was written is no state of a run, the one before may be
+        if mine is None and world.rank == 0:  # an intact file may still not be the state of a run
             read(folder)
     except OtherFormatError as error:
         mine = error

@@ -1,64 +1,58 @@
-"""The state of a run apart from weights, as JSON and JSON lines, and back.
+"""The state of a run in a checkpoint apart from weights, and the comparison with the run that continues from it.
 
-`state.json` has the counters, controllers and books, `rollouts.jsonl` a line for each rollout in the buffer.  Prompts are named
-by their positions in the stream, which (seed, data) fix; the data's fingerprint is checked before.
+`state.json` has counters, controllers and books, `rollouts.jsonl` a line per rollout in the buffer.  A line names its prompt by
+the position in the stream, which seed and data fix; the fingerprint of the data is checked first.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from oppo_megatron.config.changes import changed_settings
 from oppo_megatron.config.derived import adapters
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
-from oppo_megatron.data.prompts import PromptSet, PromptStream
+from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.placements import MODEL_FIELDS
 from oppo_megatron.records import Rollout
-from oppo_megatron.train.saving.saveable import Saveable
 
 ROLLOUT_FIELDS = (
     "admission", "tokens", "logprobs", "sampling_logprobs", "versions", "deferrals", "finish_clock", "finish_reason",
 )  # fmt: skip
-"""What a line has of a rollout, beside the position of its prompt."""
+"""Fields of a rollout in its line, in addition to the position of its prompt."""
+
+FIXED = {
+    "seed": "seed",
+    "shuffle": "data.shuffle",
+    "rows": "the number of usable {noun}",
+    "group_size": "rollout.group_size",
+    "greedy": "whether a prompt has a greedy response (algorithm.baseline)",
+}
+"""Entries of a checkpoint's `data` that a continued run must share, in words."""
 
 
-def run_state(run: Saveable, config: TrainConfig) -> dict[str, Any]:
-    """The run's state between two rounds, on the rank that keeps the journal, in plain JSON types."""
-    planner = run.rounds.planner
-    return {
-        **run.state_dict(),
-        "layout": layout_of(run.rounds),
-        "adapters": adapter_state(config),
-        "books": {
-            "actor": planner.actor.state_dict(),
-            **{name: book.state_dict() for name, book in planner.scorers.items()},
-        },
-    }
-
-
-def layout_of(rounds: RoundRunner) -> dict[str, Any]:
-    """Which rank holds what of every role; caches fit where it is the same."""
+def books_state(rounds: RoundRunner) -> dict[str, Any]:
+    """Return the planner's books, and the layout that they and the caches belong to: ranks and slots of every role."""
     planner = rounds.planner
     books = {"actor": planner.actor, **planner.scorers}
-    return {
-        name: {
-            "ranks": list(placement.ranks),
-            "tp": placement.tp,
-            "pp": placement.pp,
-            "dp": placement.dp,
-            "slots": books[name].slots,
-        }
-        for name, placement in planner.site.placements.items()
+    layout = {
+        name: {"ranks": list(p.ranks), "tp": p.tp, "pp": p.pp, "dp": p.dp, "slots": books[name].slots}
+        for name, p in planner.site.placements.items()
     }
+    return {"layout": layout, "books": {name: book.state_dict() for name, book in books.items()}}
 
 
 def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
-    """What reference and reward model are made from, by a configuration in plain JSON types; caches of others do not fit them.
+    """Return the settings that define reference and reward model; caches of other models do not fit them.
 
-    A null reference has the adapters that the actor is given.
+    A null reference has the adapters that the actor starts with.
     """
     roles = settings.get("reference") or settings.get("actor"), settings.get("reward")
     return [
@@ -69,35 +63,13 @@ def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
     ]
 
 
-def data_state(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
-    """What fixes the order of the prompts."""
-    fingerprint = prompts.fingerprint()
-    return {
-        "seed": config.seed,
-        "shuffle": config.data.shuffle,
-        "rows": len(prompts),
-        "fingerprint": fingerprint,
-        "group_size": config.rollout.group_size,
-        "greedy": config.algorithm.greedy,
-    }
-
-
-def require_same_data(saved: dict[str, Any], now: dict[str, Any], noun: str = "prompts") -> None:
-    """Raises CheckpointError that names the change; `noun`: the word for the data."""
-    known = {
-        "seed": "seed",
-        "shuffle": "data.shuffle",
-        "rows": f"the number of usable {noun}",
-        "group_size": "rollout.group_size",
-        "greedy": "whether a prompt has a greedy response (algorithm.baseline)",
-    }
-    usual = {"group_size": 1, "greedy": False}  # of an older run, and of sft and rm, which have no groups
-    for name, words in known.items():
-        before, here = saved.get(name, usual.get(name)), now.get(name, usual.get(name))
-        if before != here:
+def require_same_data(saved: Mapping[str, Any], now: Mapping[str, Any], noun: str = "prompts") -> None:
+    """Raises CheckpointError that names the change; `noun` is the word for the data."""
+    for name in (name for name in FIXED if name in now):
+        if saved[name] != now[name]:
             raise CheckpointError(
-                f"{words} is {here}, but the checkpoint's run has {before}: the {noun} would come in another "
-                "order; resume with what the run began with, or start a new run in another run_dir"
+                f"{FIXED[name].format(noun=noun)} is {now[name]}, but the checkpoint's run has {saved[name]}: the {noun} would "
+                "come in another order; resume with what the run began with, or start a new run in another run_dir"
             )
     if saved["fingerprint"] != now["fingerprint"]:
         raise CheckpointError(
@@ -108,35 +80,75 @@ def require_same_data(saved: dict[str, Any], now: dict[str, Any], noun: str = "p
 
 
 def adapter_state(config: TrainConfig | SupervisedConfig) -> dict[str, Any]:
-    """What the tensors of adapters do not say of them, by role."""
+    """Return the settings of adapters that their tensors do not contain, by role."""
     return {
         name: {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.projections)}
         for name, lora in adapters(config).items()
     }
 
 
-def require_same_adapters(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises CheckpointError, naming what has changed: with another scale, or fewer pairs, it would be another policy."""
+def require_same_adapters(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises CheckpointError that names the change: another scale or rank would be another policy."""
+
+    def described(lora: Mapping[str, Any] | None, missing: str) -> str:
+        return missing if lora is None else ", ".join(f"{key} {value}" for key, value in lora.items())
+
     for name in sorted(saved.keys() | now.keys()):
         if saved.get(name) != now.get(name):
-            ours, theirs = _described(now.get(name), "null"), _described(saved.get(name), "none")
             raise CheckpointError(
-                f"{name}.lora is {ours}, but the checkpoint's run has {theirs}; resume with what the run began with, or start a "
-                "new run in another run_dir"
+                f"{name}.lora is {described(now.get(name), 'null')}, but the checkpoint's run has "
+                f"{described(saved.get(name), 'none')}; resume with what the run began with, or start a new run in another "
+                "run_dir"
             )
 
 
-def _described(lora: dict[str, Any] | None, lacking: str) -> str:
-    return lacking if lora is None else ", ".join(f"{key} {value}" for key, value in lora.items())
-
-
 def rollout_lines(rollouts: Iterable[Rollout]) -> Iterator[str]:
-    """A line of JSON for each; numbers keep every bit."""
+    """Yield a line of JSON per rollout; numbers keep every bit."""
     for rollout in rollouts:
         line = {"seq_id": rollout.seq_id} | {name: getattr(rollout, name) for name in ROLLOUT_FIELDS}
         yield json.dumps(line) + "\n"
 
 
 def make_rollouts(lines: Iterable[Mapping[str, Any]], prompts: PromptStream) -> list[Rollout]:
-    """The rollouts that `rollout_lines` wrote; `prompts` are the run's."""
+    """Build the rollouts that `rollout_lines` wrote; `prompts` is the run's stream."""
     return [Rollout(prompts.at(line["seq_id"]), **{name: line[name] for name in ROLLOUT_FIELDS}) for line in lines]
+
+
+def source_state(config: TrainConfig) -> dict[str, str]:
+    """Return the SHA-256 of each reward function's file, by entry point; modules without a file are left out."""
+    paths = {part.entry_point: _source(part.entry_point) for part in config.rewards if part.entry_point}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path is not None}
+
+
+def _source(entry_point: str) -> Path | None:
+    name = entry_point.rpartition(":")[0]
+    if name.endswith(".py"):
+        return Path(name) if Path(name).is_file() else None
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None  # loading the function reports the error
+    path = Path(spec.origin) if spec is not None and spec.origin else None
+    return path if path is not None and path.is_file() else None
+
+
+def describe_start(run_dir: Path, name: str, done: int, saved_at: float) -> str:
+    """Return the line of a run that continues from the checkpoint `name`, saved at `saved_at` (epoch seconds)."""
+    seconds = max(time.time() - saved_at, 0.0)
+    units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
+    unit, size = next(((unit, size) for unit, size in units if seconds >= 2 * size), ("s", 1.0))
+    return f"{run_dir}: continued from checkpoint {name}, saved {seconds / size:.0f} {unit} ago, after {done} steps"
+
+
+def changes(
+    then: Mapping[str, Any], now: Mapping[str, Any], sources: Mapping[str, str], sources_now: Mapping[str, str]
+) -> list[str]:
+    """Return a line per setting, and per file of a reward function, that differs from the checkpoint's run."""
+    lines = [f"changed: {change}" for change in changed_settings(then, now)]
+    return lines + [
+        f"changed: the file of {name}" for name, digest in sources_now.items() if sources.get(name, digest) != digest
+    ]
+
+
+def describe_missing(run_dir: Path) -> str:
+    return f"{run_dir} has no checkpoint to continue from: a new run begins"

@@ -1,9 +1,17 @@
-"""Writes a snapshot to disk, whole or not at all: all ranks write, and agree after every part that all succeeded."""
+"""The content of a checkpoint, and how all ranks write it, complete or not at all: they agree after every part.
+
+A snapshot is taken between two rounds, when every rank has recorded the same chunk and no message is under way.
+
+state.json       counters, controllers, books           models/   weights and optimizers
+rollouts.jsonl   every rollout in the buffer            caches/   a file per rank, with `checkpoint.caches`
+manifest.json    size and SHA-256 of all other files
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,23 +19,42 @@ from safetensors import SafetensorError
 
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.mcore.weights.checkpoint import write_models
-from oppo_megatron.rundir.checkpoints import CheckpointStore
+from oppo_megatron.mcore.weights.checkpoint import ModelShards, write_models
+from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.disk import shortage, unwritten
 from oppo_megatron.rundir.manifest import Entry, list_files, seal, write_manifest
-from oppo_megatron.train.saving.caches import write_caches
-from oppo_megatron.train.saving.snapshot import CACHES, MODELS, Snapshot, cache_path
+from oppo_megatron.train.saving.caches import CacheContents, write_caches
 
+STATE, ROLLOUTS, MODELS, CACHES = "state.json", "rollouts.jsonl", "models", "caches"
 ResultT = TypeVar("ResultT")
+
+Best = tuple[float, Position]
+"""The value of a checkpoint's metric, and its position."""
+
+
+def cache_path(folder: Path, rank: int) -> Path:
+    """Path of a rank's caches in a checkpoint's folder."""
+    return folder / CACHES / f"rank-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part.  `texts` are the text files by name, empty on all ranks but one; `best` is a checkpoint to keep."""
+
+    position: Position
+    models: ModelShards
+    caches: CacheContents | None
+    texts: Mapping[str, str]
+    best: Best | None
 
 
 @dataclass(frozen=True)
 class CheckpointWriting:
-    """One rank's part in writing `snapshot`, the same moment's on all ranks of `group`, which are the world's.
+    """One rank's part in writing `snapshot`; `group` has all ranks of the world.
 
     Nothing else may use `group` meanwhile: a thread may write while the run's own messages are under way.  The last `keep`
-    checkpoints are left, with `keep_best` the best, too.  `warn` tells the user, on the one rank that also makes and names the
-    folder; `activity` is this thread's.
+    checkpoints remain, with `keep_best` also the best one.  `warn` shows a message to the user; the one rank that has it also
+    creates and names the folder.  `activity` is this thread's.
     """
 
     store: CheckpointStore
@@ -39,7 +66,7 @@ class CheckpointWriting:
     activity: Activity
 
     def run(self) -> int:
-        """Bytes of the checkpoint, which is whole.  Where one rank fails, all raise the same CheckpointError."""
+        """Write the checkpoint and return its bytes.  If one rank fails, all raise the same CheckpointError."""
         snapshot = self.snapshot
         folder = self.store.aside(snapshot.position)
         needed = sum(self._together("size", 0, lambda: snapshot.models.num_bytes))
@@ -57,7 +84,7 @@ class CheckpointWriting:
         return sum(entry.size_bytes for entry in entries.values())
 
     def _together(self, part: str, needed: int, work: Callable[[], ResultT]) -> list[ResultT]:
-        """What every rank's `work` gave, by rank.  CheckpointError on all ranks where it could not be done on one."""
+        """Do `work` on every rank and return the results by rank.  Raises CheckpointError on all ranks if one fails."""
         mine: tuple[ResultT | None, str | None]
         try:
             with self.activity.doing(part):
@@ -75,7 +102,7 @@ class CheckpointWriting:
         return [result for result, _ in answers]
 
     def _begin(self, needed: int) -> None:
-        """The folder; it is said where the disk may not hold `needed` bytes more."""
+        """Create the folder; warn if the disk may not hold `needed` more bytes."""
         if self.warn is not None:
             folder = self.store.begin(self.snapshot.position)
             (folder / MODELS).mkdir()
@@ -84,7 +111,7 @@ class CheckpointWriting:
                 self.warn(warning)
 
     def _write_own(self) -> None:
-        """This rank's caches, and the state from the rank that has it."""
+        """Write this rank's caches, and the text files that it has."""
         snapshot, folder = self.snapshot, self.store.aside(self.snapshot.position)
         if snapshot.caches is not None:
             write_caches(cache_path(folder, self.group.rank()), snapshot.caches)
@@ -92,7 +119,7 @@ class CheckpointWriting:
             (folder / name).write_text(text, encoding="utf-8")
 
     def _seal(self) -> dict[str, Entry]:
-        """All files on the disk, each rank's share of them described by it."""
+        """Flush and describe this rank's share of all files."""
         folder = self.store.aside(self.snapshot.position)
         return seal(folder, list_files(folder)[self.group.rank() :: self.group.size()])
 

@@ -1,4 +1,4 @@
-"""The schema of `state.json` and `rollouts.jsonl` of a checkpoint: types, ranges, and consistency.
+"""The schemas of `state.json` and `rollouts.jsonl`: types, ranges, and consistency.
 
 The manifest proves that a file is unchanged since it was written; the schema proves that a run can continue from its content.
 Both are checked before any state of a run is touched.
@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from oppo_megatron.chunks import FinishReason
-from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.nesting import read_json
 from oppo_megatron.records import StepSignals
-from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts
+from oppo_megatron.train.logs.step import LATER_FACTS, StepFacts
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Clock = Annotated[int, Field(ge=-1, lt=2**53)]
+Amount = Annotated[float, Field(ge=0)]
 Pair = tuple[Count, Count]
+Measured = tuple[Count, float]
 
 
 class _Strict(BaseModel):
@@ -32,22 +33,19 @@ class _Strict(BaseModel):
 
 
 def _of_dataclass(record: type, without: Sequence[str] = ()) -> type[BaseModel]:
-    """Its fields as they are annotated; numbers of things are not negative."""
+    """Return a model with the fields of a dataclass; its integers are counts, which are not negative."""
     counts: dict[Any, Any] = {int: Count, int | None: Count | None}
     hints = {name: counts.get(hint, hint) for name, hint in get_type_hints(record).items() if name not in without}
     fields: dict[str, Any] = {name: (hint, ...) for name, hint in hints.items()}
     return create_model(record.__name__, __base__=_Strict, **fields)
 
 
-if TYPE_CHECKING:  # mypy knows no class that is made at run time; these have its fields
+if TYPE_CHECKING:  # mypy does not know classes that are made at run time; these have the same fields
     _Signals = StepSignals
     _Facts = StepFacts
 else:
     _Signals = _of_dataclass(StepSignals)
-
-    class _Facts(_of_dataclass(StepFacts, without=(*LATER_FACTS, "prefilled_tokens", "forked_tokens"))):
-        prefilled_tokens: Count = 0  # older checkpoints have neither
-        forked_tokens: Count = 0
+    _Facts = _of_dataclass(StepFacts, without=LATER_FACTS)
 
 
 class _Buffer(_Strict):
@@ -64,7 +62,7 @@ class _Ceiling(_Strict):
 
 
 class _Delta(_Strict):
-    """Its rule knows what it remembers beside; `make_delta_controller`'s classes."""
+    """Which optional fields there are depends on the rule; see the classes of `make_delta_controller`."""
 
     rule: str
     value: Count
@@ -86,17 +84,17 @@ class _Scheduler(_Strict):
 
 
 class _Filter(_Strict):
-    """Scores in force, by sequence and part; null is a score that is no finite number.  Those foreseen are finite."""
+    """Scores in force, by sequence and part; null is a score that is not finite.  Foreseen scores are finite."""
 
     labels: list[str]
     scores: list[tuple[Count, list[float | None]]]
-    foreseen: list[tuple[Count, list[float]]] = []
+    foreseen: list[tuple[Count, list[float]]]
     kept: Count
     dropped: Count
 
 
 class _Settle(_Strict):
-    """What responses were settled as: sequence, tokens, parts.  `audited`: rows, and tokens beyond."""
+    """Rewards fixed early: sequence, tokens, parts.  `audited` has rows, and the tokens after the fixed prefix."""
 
     labels: list[str]
     notes: list[tuple[Count, Count, list[float]]]
@@ -110,7 +108,7 @@ class _Chunk(_Strict):
 
 
 class _KL(_Strict):
-    value: Annotated[float, Field(ge=0)]
+    value: Amount
 
 
 class _Guard(_Strict):
@@ -127,7 +125,7 @@ class _Actor(_Strict):
 class _History(_Strict):
     count: Count
     total: float
-    squares: Annotated[float, Field(ge=0)]
+    squares: Amount
     warmed: Count
 
 
@@ -142,20 +140,22 @@ class _Phase(_Strict):
     facts: _Facts
     occupancy: _Occupancy
     begun: Count
-    spent_s: Annotated[float, Field(ge=0)]
+    spent_s: Amount
+
+
+Heldout = list[tuple[Count, dict[str, dict[str, float | None]]]]
 
 
 class _Journal(_Strict):
     elapsed_s: float
-    accuracy: list[tuple[Count, float]]
-    heldout: list[tuple[Count, dict[str, dict[str, float | None]]]] = []
-    stopped: str | None = None  # older checkpoints have it; it is found anew
+    accuracy: list[Measured]
+    heldout: Heldout
 
 
-class EarlyStopState(_Strict):
-    best: tuple[Count, float] | None
+class _EarlyStop(_Strict):
+    best: Measured | None
     worse: Count
-    last: tuple[Count, float] | None
+    last: Measured | None
 
 
 class _Place(_Strict):
@@ -174,6 +174,8 @@ class _Book(_Strict):
 
 
 class _Data(_Strict):
+    """Groups and greedy responses exist in PPO only."""
+
     seed: int
     shuffle: bool
     rows: Count
@@ -189,29 +191,42 @@ class _Adapters(_Strict):
 
 
 class _State(_Strict):
+    """Entries that PPO and supervised training share."""
+
     done: Count
+    updates: Count
+    saved_at: float
+    data: _Data
+    adapters: dict[str, _Adapters]
+    best: tuple[float, tuple[Count, Clock]] | None
+    best_metric: str | None
+    early_stop: _EarlyStop | None
+    config: dict[str, Any]
+
+
+class SupervisedState(_State):
+    kind: str
+    rows: Count
+    elapsed_s: float
+    heldout: Heldout
+    reference: str | None
+
+
+class PPOState(_State):
     scheduler: _Scheduler
     chunk: _Chunk
     kl: _KL
     guard: _Guard
     actor: _Actor
-    history: _History = _History(count=0, total=0.0, squares=0.0, warmed=0)  # older checkpoints have none
-    updates: Count
+    history: _History
     phase: _Phase | None
     journal: _Journal
     layout: dict[str, _Place]
-    adapters: dict[str, _Adapters]
     books: dict[str, _Book]
-    saved_at: float
     caches: bool
-    data: _Data
-    best: tuple[float, tuple[Count, Clock]] | None
-    config: dict[str, Any] | None = None  # later versions write both
-    sources: dict[str, str] = {}
-    best_metric: str | None = REWARD
-    early_stop: EarlyStopState | None = None
-    filter: _Filter | None = None  # older checkpoints have none
-    settle: _Settle | None = None
+    sources: dict[str, str]
+    filter: _Filter | None
+    settle: _Settle | None
 
 
 class _Line(_Strict):
@@ -228,18 +243,20 @@ class _Line(_Strict):
     finish_reason: FinishReason | None
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """The tree of a `state.json`.  Raises CheckpointError where no run can be continued from it."""
+def read_state(path: Path, kind: type[PPOState] | type[SupervisedState]) -> dict[str, Any]:
+    """Read a `state.json` as a tree.  Raises CheckpointError if no run can continue from it."""
     try:
         text = path.read_text(encoding="utf-8")
-        _check_state(_State.model_validate_json(text))
+        state = kind.model_validate_json(text)
+        if isinstance(state, PPOState):
+            _check_state(state)
         return dict(read_json(text))
     except (OSError, ValueError) as error:
-        raise unusable(path, error) from error
+        raise _unusable(path, error) from error
 
 
 def read_lines(path: Path, state: dict[str, Any], vocab_size: int) -> list[dict[str, Any]]:
-    """The rollouts of a `rollouts.jsonl` that belongs to `state`.  Raises CheckpointError as `read_state` does."""
+    """Read the `rollouts.jsonl` that belongs to `state`.  Raises CheckpointError as `read_state` does."""
     lines: list[dict[str, Any]] = []
     try:
         for text in path.read_text(encoding="utf-8").splitlines():
@@ -250,11 +267,11 @@ def read_lines(path: Path, state: dict[str, Any], vocab_size: int) -> list[dict[
         if len({seq_id for _, seq_id in order}) < len(order) or order != sorted(order):
             raise ValueError("rollouts are not in the order of their admission, each once")
     except (OSError, ValueError) as error:
-        raise unusable(path, error, f" line {len(lines) + 1}:") from error
+        raise _unusable(path, error, f" line {len(lines) + 1}:") from error
     return lines
 
 
-def _check_state(state: _State) -> None:
+def _check_state(state: PPOState) -> None:
     """Raises ValueError."""
     scheduler, buffer, phase = state.scheduler, state.scheduler.buffer, state.phase
     if state.books.keys() != state.layout.keys() or "actor" not in state.books:
@@ -277,11 +294,9 @@ def _check_rollout(line: _Line, state: dict[str, Any], vocab_size: int) -> None:
     if len(lengths) > 1:
         raise ValueError(f"tokens, logprobs, sampling_logprobs and versions have lengths {sorted(lengths)}")
     if line.seq_id >= scheduler["position"] or line.admission >= scheduler["num_consumed"]:
-        raise ValueError(
-            f"sequence {line.seq_id} (admission {line.admission}) is of a prompt that was not admitted yet"
-        )
+        raise ValueError(f"the prompt of sequence {line.seq_id} (admission {line.admission}) was not admitted yet")
     if max(line.tokens, default=0) >= vocab_size:
-        raise ValueError(f"token {max(line.tokens)}, where the vocabulary has {vocab_size}")
+        raise ValueError(f"token {max(line.tokens)}, but the vocabulary has {vocab_size}")
     if max(line.versions, default=0) > state["actor"]["version"]:
         raise ValueError(f"a token of policy version {max(line.versions)}, later than {state['actor']['version']}")
     if (line.finish_clock is None) != (line.finish_reason is None):
@@ -290,11 +305,9 @@ def _check_rollout(line: _Line, state: dict[str, Any], vocab_size: int) -> None:
         raise ValueError(f"finished at clock {line.finish_clock} with {len(line.tokens)} tokens")
 
 
-def unusable(path: Path, error: Exception, where: str = "") -> CheckpointError:
-    """The error of a file that was written as no run writes it."""
-    reason = str(error)
-    if isinstance(error, ValidationError):
-        reason = first_problem(error)
+def _unusable(path: Path, error: Exception, where: str = "") -> CheckpointError:
+    """Return the error for a file with content that no run writes."""
+    reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
     return CheckpointError(
         f"{path}:{where} not the state of a run ({reason:.300}); resume from another checkpoint, with the version of this "
         "program that wrote it, or remove it"

@@ -1,4 +1,4 @@
-"""A trained role: the model that is updated, the model that decodes or scores, and the transfer of weights between them."""
+"""The process groups of a run, and its trained roles: the model that is updated, and the model that decodes or scores."""
 
 from __future__ import annotations
 
@@ -10,36 +10,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.cluster.process_groups import SharedGroups, use_once, use_ring_once
 from oppo_megatron.config.model import DecodePath, Layers, TrainedRoleConfig
-from oppo_megatron.mcore.groups import RoleGroups
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.engine.links import Links, build_links
+from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.model import Head, RoleModel
 from oppo_megatron.mcore.roles import load_role, load_training
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.undo import Undo
 from oppo_megatron.mcore.weights.weight_sync import MoveReport, Reallocation
+from oppo_megatron.schedule.rounds import Site
 
 
 @dataclass
 class TrainedRole:
-    """`serving` is the very module that is trained where layout and options allow; then nothing is moved."""
+    """`serving` is the trained module itself if layout and options allow; then no weights are moved."""
 
     trained: TrainedModel
     serving: RoleModel
     reallocation: Reallocation | None
 
     def retire(self) -> None:
-        """An update begins; until `publish` the serving model computes by megatron-core's modules."""
+        """Begin an update; until `publish` the serving model computes with megatron-core's modules."""
         self.serving.begin_weight_update()
 
     def publish(self) -> MoveReport:
-        """The updated weights reach the serving model.  Every rank of the role makes the call."""
+        """Move the updated weights to the serving model.  Every rank of the role makes the call."""
         moved = MoveReport(0, 0.0) if self.reallocation is None else self.reallocation.move()
         self.serving.end_weight_update()
         return moved
 
     def undo(self) -> Callable[[], None]:
-        """Set weights and optimizer aside; the call that puts them back, where they are updated and where they serve."""
+        """Copy weights and optimizer; return a function that restores them in both models."""
         saved = Undo(self.trained)
 
         def back() -> None:
@@ -49,7 +54,7 @@ class TrainedRole:
         return back
 
     def share(self, stats: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-        """Statistics of an update, known on the last training stage, on every rank of the role."""
+        """Share statistics of an update, known on the last training stage, with every rank of the role."""
         groups = self.trained.model.groups
         device = next(self.serving.parameters()).device
         values = on_device([stats.get(name, 0.0) for name in names], device, torch.float64)
@@ -70,7 +75,7 @@ def build_trained_role(
     layers: Layers,
     num_updates: int,
 ) -> TrainedRole:
-    """Both models of a role on this rank.  `groups` is where it serves, `training` where it is updated."""
+    """Build both models of a role on this rank; it serves in `groups` and is updated in `training`."""
     layout = config.train
     plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
     multiple = lcm(groups.tp, training.tp)
@@ -85,3 +90,43 @@ def build_trained_role(
     # Only now: what decoding computes with would keep the weights that give way to those that both models share, if they do.
     serving.decode_by(path)
     return role
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The placement of all roles, and this rank's groups (None for a role that it does not hold).
+
+    `training` holds the groups that update actor and critic: the same objects as in `groups` if the layouts agree.
+    """
+
+    site: Site
+    training_placements: dict[str, RolePlacement]
+    groups: dict[str, RoleGroups | None]
+    training: dict[str, RoleGroups | None]
+    links: Links
+
+
+def build_topology(config: TrainConfig, device: torch.device) -> Topology:
+    """Create all process groups (`schedule/links.py` lists them) and use each once, and the links in their order.
+
+    Includes the world's group, which carries scores and statistics.  Every rank makes the call.
+    """
+    site, trained, shared = Site(role_placements(config)), training_placements(config), SharedGroups()
+    groups = {
+        name: build_groups(placement.ranks, placement.tp, placement.pp, name, shared)
+        for name, placement in site.placements.items()
+    }
+    training = {
+        name: groups[name]
+        if placement == site.placements[name]
+        else build_groups(placement.ranks, placement.tp, placement.pp, name, shared)
+        for name, placement in trained.items()
+    }
+    links = build_links(site)
+    own = dict.fromkeys(group for role in (*groups.values(), *training.values()) if role for group in role.made)
+    use_once([None, *own], device)
+    links.use_once(device)
+    for name, role in training.items():
+        if role is not None and config.trained[name].train.vpp > 1:
+            use_ring_once(role.collection.pp, device)
+    return Topology(site, trained, groups, training, links)

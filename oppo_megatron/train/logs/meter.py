@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
@@ -19,14 +20,83 @@ from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
 from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.records import Rollout
-from oppo_megatron.rundir.trace import SpanRecorder
+from oppo_megatron.rundir.trace import Span, SpanRecorder
+from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.plan import scoring_delay
-from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts
+from oppo_megatron.schedule.planning.planner import PlannedRound
+from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.logs.journal import Journal
-from oppo_megatron.train.logs.round_trace import RoundTracer
+from oppo_megatron.train.logs.step import LATER_FACTS, CriticPlacement, StepClock, StepFacts
 from oppo_megatron.train.memory_meter import MemoryMeter
-from oppo_megatron.train.metering.critical_path import CriticPlacement, StepClock
 from oppo_megatron.train.score_exchange import ScoreReport
+
+WAIT, WAIT_TOKENS, DECODE, SCORE = "wait", "wait_tokens", "decode", "score"
+SHORTEST_WAIT_S = 0.5e-3
+
+
+class RoundTracer:
+    """The executor's observer on one rank.
+
+    Totals of a step are kept by (role, label): `decode`, `score`, `wait` (for a message of the pipeline), `wait_tokens`
+    (for a chunk).  The trace gets a span for each stretch of actions with the same role and label; with `actions` a span
+    for every action, named as in the schedule, and the schedules themselves go to `schedules`.
+    """
+
+    def __init__(self, spans: SpanRecorder, meter: CostMeter, site: Site, *, actions: bool, schedules: Path | None):
+        self.spans, self.meter, self._actions, self._schedules = spans, meter, actions, schedules
+        self._coords_by_role = {
+            role: coords for role, placement in site.placements.items() if (coords := placement.coords(spans.rank))
+        }
+        self._step, self._round = 0, 0
+        self._stretch: Span | None = None
+
+    def begin(self, step: int) -> None:
+        """The following actions belong to PPO step `step`."""
+        self.flush()
+        self._step = step
+
+    def planned(self, planned: PlannedRound) -> None:
+        """The next round's schedule."""
+        self._round = planned.round.index
+        if self._schedules is not None:
+            text = planned.schedule.shifted(self._round - 1).text()
+            with self._schedules.open("a", encoding="utf-8") as file:
+                file.write(f"# round {self._round}, step {self._step}\n{text}")
+
+    def __call__(self, action: Action, start: float, end: float, num_tokens: int) -> None:
+        """One executed action."""
+        label = _label(action)
+        role = action.role if label != WAIT_TOKENS else "scorer"
+        span = Span(self.spans.rank, role, label, self._step, start, end)
+        self.spans.count(span)
+        if num_tokens:
+            self.meter.add(action.op, action.role, self._coords_by_role[action.role].stage, num_tokens, end - start)
+        if self._actions:
+            name = str(replace(action, chunk=action.chunk + self._round - 1))
+            self.spans.write(Span(self.spans.rank, action.role, name, self._step, start, end))
+        elif label != WAIT or end - start >= SHORTEST_WAIT_S:
+            self._extend(span)
+
+    def flush(self) -> None:
+        """Write the stretch under way."""
+        if self._stretch is not None:
+            self.spans.write(self._stretch)
+            self._stretch = None
+
+    def _extend(self, span: Span) -> None:
+        before = self._stretch
+        if before is not None and (before.role, before.name, before.step) == (span.role, span.name, span.step):
+            self._stretch = Span(span.rank, span.role, span.name, span.step, before.start, span.end)
+        else:
+            self.flush()
+            self._stretch = span
+
+
+def _label(action: Action) -> str:
+    if action.op is Op.RECV:
+        return WAIT_TOKENS if action.payload is Payload.CHUNK else WAIT
+    return DECODE if action.role == "actor" else SCORE
 
 
 @dataclass
@@ -54,9 +124,9 @@ class RolloutPhase:
 
 @dataclass
 class StepMeter:
-    """`role` is "actor" on ranks that hold it, else "scorer"; `critic` None where none is trained.
+    """`role` is "actor" on ranks that hold it, else "scorer"; `critic` is None if no critic is trained.
 
-    `journal` is there on the actor's first output rank.  `settled`: steps whose line is whole, as every rank knows.
+    `journal` exists on the actor's first output rank.  `settled` counts steps with a complete line, as every rank knows.
     """
 
     world: World
@@ -83,11 +153,11 @@ class StepMeter:
 
     @property
     def facts(self) -> StepFacts:
-        """Of the step under way."""
+        """Facts of the current step."""
         return self.phase.facts
 
     def begin(self, phase: RolloutPhase) -> None:
-        """A step begins, or goes on after an interruption."""
+        """Begin a step, or continue it after an interruption."""
         self._started = time.monotonic()
         self._phase, self._before_s, self._planned_s = phase, phase.spent_s, self.rounds.planning_s
         self._prefills = self._planned_prefills()
@@ -95,12 +165,12 @@ class StepMeter:
         self.tracer.begin(phase.facts.step)
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
-        """The block decides and books."""
+        """Count the block as planning."""
         return self.facts.planning()
 
     @contextlib.contextmanager
     def part(self, name: str, role: str | None = None) -> Iterator[None]:
-        """What a step does beside its rounds: a span of the trace, and named where a peer does not come."""
+        """Measure a part of a step other than its rounds: a span of the trace, and the activity shown if a peer waits."""
         role, step = role or self.role, self.facts.step
         waits = waiting_for(f"{name} {role}, step {step}", self.world.activity, waits=False)
         with self.spans.span(name, role=role, step=step), waits:
@@ -124,7 +194,7 @@ class StepMeter:
         self._round_s = time.monotonic() - started
 
     def decoded(self, chunk: Chunk, begun_at: int, backfilled: int) -> None:
-        """What the round gave, which began at logical clock `begun_at`, `backfilled` rollouts having been admitted."""
+        """Record a round that began at logical clock `begun_at`, after `backfilled` rollouts were admitted."""
         facts, phase = self.facts, self.phase
         tokens = chunk.rows.num_tokens
         phase.occupancy.record(chunk, begun_at)
@@ -165,7 +235,7 @@ class StepMeter:
             self.memory.of_all_ranks()
 
     def scored(self, scored: ScoredBatch, report: ScoreReport, kl_coefficient: float) -> None:
-        """All ranks have met for the scores, and know what the critic's update of the step before has come to."""
+        """All ranks have met for the scores, and know the results of the previous step's critic update."""
         self.clock.meet()
         facts, memory = self.facts, self.memory.by_rank
         facts.scores, facts.kl_coefficient = report, kl_coefficient
@@ -178,12 +248,12 @@ class StepMeter:
         self.settled = before
 
     def measured(self) -> list[float]:
-        """Seconds of the step here up to now, without what of the actor's update was made; then the sums of its rounds' law."""
+        """Seconds of the step so far without the part of the actor's update already made, then the sums of its rounds' law."""
         update_s = self.spans.totals(self.facts.step, "actor").get("update", 0.0)
         return [self._elapsed_s() - update_s, *self.phase.law.sums()]
 
     def cost(self) -> StepCost:
-        """What the step's rollout and scoring took, as the rank that sends the chunks has measured it: alike on every rank."""
+        """Cost of the step's rollout and scoring, measured on the rank that sends the chunks; the same on every rank."""
         assert self.facts.scores is not None
         seconds, *sums = self.facts.scores.measured
         return StepCost(seconds, self.facts.decode_steps, self.facts.tokens_decoded, DecodeLaw(*sums))
@@ -198,7 +268,7 @@ class StepMeter:
         self.spans.flush()
 
     def settle(self, step: int, critic_stats: dict[str, float]) -> None:
-        """The critic's update of the last step has ended, `critic_stats` being known to all ranks: its line is whole."""
+        """Complete the line of `step`: its critic update has ended, and all ranks know `critic_stats`."""
         memory = self.memory.by_rank
         if self.journal is not None:
             self._complete(step, critic_stats | memory.peak_fields())
@@ -227,7 +297,7 @@ class StepMeter:
         return min(delay_s, self.spans.totals(self.facts.step, "actor")["wait_scores"])
 
     def _complete(self, step: int, late: dict[str, Any], delay_s: float = 0.0) -> None:
-        """`late` are the fields that are known only now; the critic's update held up the next step's scores by `delay_s`."""
+        """Complete a line with `late` fields; the critic's update delayed the next step's scores by `delay_s`."""
         assert self.journal is not None
         if self.critic is not None:
             update_s = late["critic_update_s"]

@@ -1,4 +1,4 @@
-"""Settled prefixes of responses: read from the rewards, and held against what the rewards come to."""
+"""Rewards before a response has ended or its batch is complete: the filter of groups, and prefixes that fix a reward."""
 
 from __future__ import annotations
 
@@ -6,20 +6,50 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from oppo_megatron.config.derived import settle_period
+from oppo_megatron.config.derived import most_judged, settle_period, verdict_lag
+from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import RewardError
 from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.overcommit.filter import GroupFilter, Rule, Scores, VerdictClock
+from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.overcommit.settling import Clock, Prefix, Settler
 from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.token_text import INCOMPLETE, Decode
 
+
+def verdict_clock(config: TrainConfig) -> VerdictClock | None:
+    """When a response that has ended is judged; None where groups are not filtered."""
+    if config.filter is None:
+        return None
+    period = config.overlap.admission_period
+    assert period is not None, "a filter asks for backfill"
+    return VerdictClock(period, verdict_lag(config, config.filter.metric))
+
+
+def build_filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: RewardSum) -> GroupFilter | None:
+    """None where groups are not filtered."""
+    clock = verdict_clock(config)
+    if config.filter is None or clock is None:
+        return None
+    metric = config.filter.metric
+    labels = tuple(summand.label for summand in rewards.summands if metric in (REWARD, summand.label))
+
+    def total(scores: Scores) -> float:
+        return rewards.total(dict(zip(labels, scores, strict=True)))
+
+    def part(scores: Scores) -> float:
+        return scores[0]
+
+    return GroupFilter(scheduler, clock, Rule(labels, total if metric == REWARD else part, most_judged(config)))
+
+
 SHOWN_CHARACTERS = 500
 
 
 def build_settler(config: TrainConfig, buffer: RolloutBuffer, rewards: RewardSum) -> Settler | None:
-    """None where all responses go on to their ends."""
+    """Build the settler; None if all responses are decoded to their ends."""
     period = settle_period(config)
     if period is None:
         return None
@@ -28,10 +58,10 @@ def build_settler(config: TrainConfig, buffer: RolloutBuffer, rewards: RewardSum
 
 
 def read_prefix(rewards: RewardSum, item: ScoreItem, tokens: Sequence[int], decode: Decode, place: str) -> Prefix:
-    """What the rewards say of the response of `item` so far, whose `tokens` these are.
+    """Return the parts of the reward that the response of `item` (its `tokens`) so far fixes, and the shortest prefix.
 
-    What is settled stays so, so the shortest prefix is found by halving.  An incomplete character at a prefix's end is left
-    out: the rest of it is still to come.  Raises RewardError as `RewardSum.settled`.
+    A fixed part stays fixed, so the shortest prefix is found by bisection.  An incomplete character at a prefix's end is left
+    out, because more of it follows.  Raises RewardError as `RewardSum.settled`.
     """
 
     def settled(num_tokens: int) -> dict[str, float]:
@@ -52,14 +82,9 @@ def read_prefix(rewards: RewardSum, item: ScoreItem, tokens: Sequence[int], deco
 
 
 def require_as_settled(
-    parts: Mapping[str, float],
-    note: Prefix,
-    labels: Sequence[str],
-    item: ScoreItem,
-    place: str,
-    beginning: str,
+    parts: Mapping[str, float], note: Prefix, labels: Sequence[str], item: ScoreItem, place: str, beginning: str
 ) -> None:
-    """Raises RewardError where a part of a response's reward is not what it was settled as, with the response's `beginning`."""
+    """Raises RewardError if a part of a response's reward differs from the value fixed early, with the response's `beginning`."""
     for label, early in zip(labels, note.parts, strict=True):
         if label in parts and parts[label] != early:
             raise RewardError(
@@ -71,6 +96,6 @@ def require_as_settled(
 
 
 def _shown(text: str) -> str:
-    """Of a long text its end."""
+    """Return the end of a long text."""
     cut = text[-SHOWN_CHARACTERS:]
     return repr(cut) if len(cut) == len(text) else f"...{cut!r} ({len(text)} characters)"

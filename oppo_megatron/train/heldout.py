@@ -1,0 +1,186 @@
+"""Held-out metrics: their log, and their measurement on the held-out rows of supervised training.
+
+Legend: N rows, K metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.world import World
+from oppo_megatron.config.evaluation import EarlyStopConfig, HeldoutConfig, Standard
+from oppo_megatron.control.early_stop import EarlyStop
+from oppo_megatron.control.estimates import Figures, moments_of, ratios
+from oppo_megatron.mcore.batch import MicroBatch
+from oppo_megatron.mcore.training import TrainedModel, forward_rows
+from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.rundir.checkpoints import Position
+from oppo_megatron.train.score_exchange import sum_over_ranks
+
+
+class HeldoutLog:
+    """Kept by the rank that reports on the run.  `standard` names the metric of the best step, if there is one."""
+
+    def __init__(self, standard: Standard | None):
+        self.standard = standard
+        self._by_step: dict[int, dict[str, Any]] = {}
+
+    def record(self, step: int, figures: Figures) -> dict[str, Any]:
+        """Mean and standard error of the metrics after `step` steps, as fields of its line."""
+        fields = {
+            "heldout": {name: mean for name, (mean, _) in figures.items()},
+            "heldout_error": {name: error for name, (_, error) in figures.items()},
+        }
+        self._by_step[step] = fields
+        return fields
+
+    @staticmethod
+    def describe(step: int, figures: Figures) -> str:
+        """Return a line for the console, empty without figures."""
+        told = ", ".join(f"{name} {mean:.4g}" for name, (mean, _) in figures.items())
+        return f"held out after {step} steps: {told}" if told else ""
+
+    def best(self) -> tuple[int, float] | None:
+        """The step, of those that were trained, after which the metric was best, and the metric there."""
+        metric = None if self.standard is None else self.standard.metric
+        known = [(step, fields["heldout"].get(metric)) for step, fields in self._by_step.items() if step]
+        values = [(step, value) for step, value in known if value is not None and value == value]
+        if not values or self.standard is None:
+            return None
+        sign = 1 if self.standard.mode == "max" else -1
+        return max(values, key=lambda pair: (sign * pair[1], -pair[0]))
+
+    def describe_best(self) -> str | None:
+        """A line that names the best step."""
+        found = self.best()
+        return (
+            None
+            if found is None or self.standard is None
+            else f"best step {found[0]}: {self.standard.metric} {found[1]:.4g}"
+        )
+
+    def summary(self, kept: tuple[float, Position] | None) -> dict[str, Any]:
+        """Fields of the summary; `kept` is the best checkpoint, which defines the best step if no held-out metric does."""
+        found = self.best() or (None if kept is None else (kept[1].step, kept[0]))
+        best = None
+        if found is not None and self.standard is not None:
+            best = {"step": found[0], "metric": self.standard.metric, "value": found[1]}
+        return {
+            "heldout": {
+                str(step): {"mean": v["heldout"], "error": v["heldout_error"]} for step, v in self._by_step.items()
+            },
+            "best": best,
+        }
+
+    def state_dict(self) -> list[tuple[int, dict[str, Any]]]:
+        """The state, in plain JSON types."""
+        return list(self._by_step.items())
+
+    def load_state_dict(self, state: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
+        self._by_step = {step: dict(fields) for step, fields in state}
+
+
+RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
+RowC = TypeVar("RowC", bound=tuple[list[Any], ...], contravariant=True)
+
+Measure = Callable[[MicroBatch, Tensor], Tensor]
+"""(micro-batch, output of its rows) -> [N, 1 + K] in float64: what each row weighs, and each metric's sum over it."""
+
+
+class Measured(Protocol[RowC]):
+    """The part of a task that measures rows."""
+
+    def micro_batches(self, rows: Sequence[RowC], budget: int, device: torch.device) -> list[MicroBatch]: ...
+
+    def measure(self, rows: Sequence[RowC], vocab: VocabShards) -> Measure: ...
+
+
+class Point(Protocol[RowC]):
+    """Input of a loss from a whole batch: KTO's reference point."""
+
+    def take(self, trained: TrainedModel, rows: Sequence[RowC], step: int, budget: int) -> None: ...
+
+
+class HeldoutSchedule:
+    """When held-out metrics are due, and whether they end the run; the same on every rank of the world."""
+
+    def __init__(self, every_steps: int, stop: EarlyStopConfig | None):
+        self.every_steps = every_steps
+        self.stop = None if stop is None else EarlyStop(stop)
+
+    @property
+    def over(self) -> bool:
+        """True if the run is to end early."""
+        return self.stop is not None and self.stop.due
+
+    def describe_end(self) -> str | None:
+        """Reason for an early end, if there is one."""
+        return self.stop.describe() if self.stop is not None and self.stop.due else None
+
+    def due(self, step: int, last: bool) -> bool:
+        """True before the first step, after the last, and every `every_steps` steps."""
+        return step == 0 or last or bool(self.every_steps and step % self.every_steps == 0)
+
+    def observe(self, step: int, figures: Figures) -> None:
+        """Pass the metrics after `step` steps to early stopping."""
+        if self.stop is not None:
+            self.stop.observe(step, figures[self.stop.config.standard.metric][0])
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State of early stopping, in plain JSON types."""
+        return None if self.stop is None else self.stop.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        if self.stop is not None and state is not None:
+            self.stop.load_state_dict(dict(state))
+
+
+class Heldout(HeldoutSchedule, Generic[RowT]):
+    """The held-out rows of a run.  Every rank of the world makes the calls, with the same result."""
+
+    def __init__(
+        self,
+        config: HeldoutConfig,
+        stop: EarlyStopConfig | None,
+        task: Measured[RowT],
+        rows: Sequence[RowT],
+        metrics: Sequence[str],
+        world: World,
+        point: Point[RowT] | None = None,
+    ):
+        super().__init__(config.every_steps, stop)
+        self.task, self.metrics, self.world, self.point = task, metrics, world, point
+        self.rows = rows[: config.max_rows]
+
+    def measure(self, trained: TrainedModel, step: int, budget: int) -> Figures:
+        """The metrics after `step` steps, in micro-batches of at most `budget` tokens; early stopping learns of them."""
+        if self.point is not None:
+            self.point.take(trained, self.rows, step, budget)
+        width, what = 1 + len(self.metrics), f"held-out metrics after step {step}"
+        moments = measure_rows(self.world, trained, self.rows, self.task, width, budget, what)
+        figures = dict(zip(self.metrics, ratios(moments, width), strict=True))
+        self.observe(step, figures)
+        return figures
+
+
+def measure_rows(
+    world: World, trained: TrainedModel, rows: Sequence[RowT], task: Measured[RowT], width: int, budget: int, what: str
+) -> list[float]:
+    """Moments of the table of `width` columns that the task makes of `rows`, which the replicas share.
+
+    Every rank of the world makes the call, with the same result.  `what`: the wait for each other, in words.
+    """
+    groups = trained.model.groups
+    mine = rows[groups.dp_rank :: groups.dp]
+    device, finish = next(trained.model.parameters()).device, task.measure(mine, trained.model.vocab)
+
+    tables = forward_rows(trained.chunks, task.micro_batches(mine, budget, device), finish)
+    speaks = groups.is_last_stage and groups.tp_rank == 0  # one rank for each replica
+    table = torch.cat(tables).tolist() if speaks and tables else []
+    with waiting_for(what, world.activity):
+        return sum_over_ranks(moments_of(table, width), world.device)

@@ -1,0 +1,118 @@
+"""The facts of a step for its line in the metrics, and the times from which the critic's update is split.
+
+If the critic has ranks of its own and the step does not wait for it (`debug.wait_for`), the update of step k delays the scorers
+at the start of step k + 1, and chunks queue up meanwhile.  The scorers then are a queue with a single server, which has absorbed
+the delay if it is idle again before the last chunk.  Its idle time after the update does not show how long it would have been
+idle without the update.  So the step is replayed with and without the update, over the arrival times of the chunks and the
+seconds of work on each.  The critic's first rank represents the scorers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from oppo_megatron.train.score_exchange import ScoreReport
+
+LATER_FACTS = ("scores", "actor", "rewards", "greedy_rewards", "filtered")
+"""Facts that are known after the rollout phase; a checkpoint may interrupt a step within that phase."""
+
+
+@dataclass
+class StepFacts:
+    """Facts of a step."""
+
+    step: int
+    delta: int
+    chunk_tokens: int | None
+    tokens_decoded: int = 0
+    decode_steps: int = 0
+    tail_waste: float = 0.0
+    length_gap: float = 0.0
+    backfilled: int = 0  # rollouts admitted after the step had begun
+    prefilled_tokens: int = 0  # computed by prefills of all roles on all ranks
+    forked_tokens: int = 0  # of prompts, that no role on any rank has computed again
+    step_s: float = 0.0
+    decode_s: float = 0.0  # rounds that decoded
+    drain_s: float = 0.0  # rounds after the last decoded chunk
+    planning_s: float = 0.0  # scheduler, buffer, planner, checker and controllers
+    local_score_s: float = 0.0  # scoring on the rank that keeps the journal
+    critic_exposed_s: float = 0.0  # of the wait for scores: for the critic's update of the step before
+    kl_coefficient: float = 0.0
+    delta_reason: str = ""
+    chunk_reason: str = ""
+    version: int = 0
+    skipped: str | None = None  # why nothing was trained
+    rewards: list[float] = field(default_factory=list)  # of what is trained
+    greedy_rewards: list[float] = field(default_factory=list)
+    checkpoint_s: float = 0.0  # waiting for checkpoints before this step
+    checkpoint_bytes: int = 0  # of those that became whole
+    checkpoint_hidden_s: float = 0.0  # and what of their writing the run did not wait for
+    scores: ScoreReport | None = None
+    actor: dict[str, float] = field(default_factory=dict)
+    filtered: dict[str, float | None] = field(default_factory=dict)  # by a filter, and for settled rewards
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Count the block as planning: decisions and bookkeeping of the loop."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.planning_s += time.monotonic() - started
+
+
+@dataclass
+class StepClock:
+    """One rank's rounds of a step, in seconds since it met all others for the scores of the step before.
+
+    `ends`: of the rounds that decode; on the actor's output rank the times at which the chunks were there.
+    `work`: the work before the first round (the critic's update is in it), then in each round, the drawn-out end
+    of the scoring included; waits for chunks are left out.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    met: float = 0.0
+    ends: list[float] = field(default_factory=list)
+    work: list[float] = field(default_factory=list)
+    _last: float = 0.0
+    _waited: float = 0.0
+
+    def meet(self) -> None:
+        """All ranks have the scores of a step: their updates begin."""
+        self.met = self.now()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._last, self._waited, self.ends = self.now(), 0.0, []
+        self.work = [self._last - self.met]
+
+    def round(self, waited_s: float, *, decoded: bool) -> None:
+        """A round has ended.  `waited_s`: for chunks, in the step so far."""
+        now = self.now()
+        self.work.append(now - self._last - (waited_s - self._waited))
+        self._last, self._waited = now, waited_s
+        if decoded:
+            self.ends.append(now - self.met)
+
+
+@dataclass(frozen=True)
+class CriticPlacement:
+    """Relation of the critic's update to the actor's time.
+
+    `shares_ranks`: some rank makes both updates, one after the other; `waited_for`: a step ends when both have ended.
+    """
+
+    shares_ranks: bool
+    waited_for: bool
+
+    @property
+    def delays_scores(self) -> bool:
+        """True if the update extends into the next step, so that the actor's wait for it is part of its wait for scores."""
+        return not (self.shares_ranks or self.waited_for)
+
+    def exposed_s(self, update_s: float, waited_s: float) -> float:
+        """Seconds of an update that delay the actor, which waited `waited_s` for it in addition to its own update."""
+        return update_s if self.shares_ranks else min(update_s, waited_s)

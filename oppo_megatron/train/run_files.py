@@ -1,0 +1,81 @@
+"""Files of a run: a role's weights as a Hugging Face directory, and the run directory that all hosts share."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from oppo_megatron.cluster.hosts import show_hosts
+from oppo_megatron.cluster.world import World
+from oppo_megatron.data.beside_weights import special_ids, write_beside
+from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.errors import CheckpointError, ConfigError
+from oppo_megatron.mcore.training import Chunks, as_chunks
+from oppo_megatron.mcore.weights.hf_weights import export_weights
+from oppo_megatron.mcore.weights.lora_weights import export_adapters
+from oppo_megatron.rundir.directory import RUN_FORMAT, RunDirectory, write_json
+from oppo_megatron.rundir.disk import free_bytes, megabytes
+
+
+def save_role(
+    model: Chunks, directory: Path, tokenizer: Tokenizer, base: Path | None = None, stop_token_ids: Sequence[int] = ()
+) -> None:
+    """Write a role's weights; every rank of the role makes the call, which returns when the directory is complete.
+
+    Adapters are written as a peft directory that names `base` as its base model.  `stop_token_ids` end a response in addition
+    to the tokenizer's own; other generation settings are copied from `base`.  Raises CheckpointError on the writing rank if it
+    fails.
+    """
+    chunks = as_chunks(model)
+    first = chunks[0]
+    groups = first.groups
+    over = {"tp_group": groups.collection.tp, "pp_group": groups.collection.pp, "dp_group": groups.collection.dp}
+    with tempfile.TemporaryDirectory() as folder:
+        scored = first.head == "scalar"
+        ids = special_ids(tokenizer, stop_token_ids, scored=scored)
+        note = write_beside(Path(folder), tokenizer, ids, first.shape.family, scored=scored, source=base)
+        if note is not None and groups.output_rank == dist.get_rank():
+            print(note, file=sys.stderr, flush=True)
+        files = sorted(Path(folder).iterdir())
+        shape = replace(first.shape, hf={**first.shape.hf, **ids})
+        try:
+            if first.adapters is None:
+                export_weights(chunks, shape, directory, head=first.head, extra_files=files, **over)
+            else:
+                export_adapters(chunks, directory, base, extra_files=files, **over)
+        except OSError as error:
+            raise CheckpointError(
+                f"{directory}: the weights could not be written ({error.strerror or error}); {megabytes(free_bytes(directory))} "
+                "are free there; free some, or move the run to a larger disk, and write them again: a run with checkpoints "
+                "continues from its last one with --resume"
+            ) from error
+
+
+VISIBLE_WITHIN_S = 60.0  # network file systems show a new file late
+
+
+def share_run_directory(run: RunDirectory, world: World, *, owner: bool, show: bool) -> None:
+    """Every rank calls this after `owner` has created the run directory; then every rank may write into it.
+
+    Writes `hosts.json`; rank 0 prints the map of hosts to stderr if `show`.  Raises ConfigError on a host that does not see the
+    run directory.
+    """
+    if show and world.rank == 0:
+        show_hosts(world.hosts)
+    if owner:
+        write_json(run.hosts, {"format": RUN_FORMAT, "ranks": [asdict(rank) for rank in world.hosts]})
+    dist.barrier()
+    until = time.monotonic() + VISIBLE_WITHIN_S
+    while not run.hosts.exists():
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"run_dir: {run.path} does not show on {world.hosts[world.rank]} what another rank wrote into it; "
+                "ranks on several hosts need a run_dir on a file system that all of them share"
+            )
+        time.sleep(0.5)
