@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
+from pydantic import ValidationError
 from torch import Tensor
 
 import oppo_megatron as oppo
@@ -309,6 +310,15 @@ def test_a_function_that_cannot_be_called_is_refused_before_the_run(tmp_path: Pa
         with pytest.raises(ConfigError, match=says):
             Plugin.load("algorithm.advantage", value, ADVANTAGE)
     Plugin.load("algorithm.advantage", {"entry_point": f"{tmp_path / 'mine.py'}:more", "options": {"gain": 1}}, ADVANTAGE)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["f", "a.b:", ":f", {"entry_point": "a.b:f", "kwargs": {}}, {"options": {}}, {"entry_point": "a.b:f", "options": 1}],
+)
+def test_a_setting_that_is_not_a_function_is_refused(value: Any) -> None:
+    with pytest.raises(ValidationError, match="a function `package.module:function` or `file.py:function`"):
+        AlgorithmConfig.model_validate({"loss": value})
 
 
 @given(case=cases())

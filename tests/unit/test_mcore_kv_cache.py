@@ -443,3 +443,9 @@ def test_sequences_attend_alike_one_by_one_all_at_once_and_in_stretches(
     assert all(len(sizes) > LAYERS and sum(sizes) == LAYERS * len(order) for sizes in stretches)
     for other in found[1:]:
         torch.testing.assert_close(found[0], other, atol=1e-6, rtol=1e-6)
+
+
+def test_steps_of_unknown_positions_reach_no_further_than_the_cache() -> None:
+    rope = (torch.ones(600, DIM), torch.zeros(600, DIM))
+    cache = PagedKVCache(num_slots=1, dtype=torch.float32, **(SIZES | {"max_length": 600, "rope": rope}))
+    assert [cache.bucket(longest) for longest in (1, 256, 257, 512, 513, 600)] == [256, 256, 512, 512, 600, 600]

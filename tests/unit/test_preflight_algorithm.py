@@ -11,8 +11,16 @@ import yaml
 from pydantic import ValidationError
 
 from oppo_megatron.config.algorithm import CHOICES, PRESETS, AlgorithmConfig
-from oppo_megatron.config.derived import batch_rows, describe_batch, minibatch_parts, most_sequences, share_of_sequences
+from oppo_megatron.config.derived import (
+    batch_rows,
+    describe_batch,
+    minibatch_parts,
+    most_sequences,
+    num_updates,
+    share_of_sequences,
+)
 from oppo_megatron.config.load import load_config
+from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import KLConfig, PPOConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
@@ -129,10 +137,23 @@ def test_greedy_responses_are_told_apart_from_those_of_the_batch(settings: dict[
     assert (batch_rows(several), most_sequences(several)) == (150, 150 + 8 * 5)
     assert [share_of_sequences(several, role, 1) for role in ("actor", "reference")] == [190, 152]
     assert check_train(several) == [] and not several.algorithm.needs_group
+    put(settings, "overlap.inter", False)
+    assert most_sequences(TrainConfig.model_validate(settings)) == 150, "delta counts with inter-step overlap only"
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"rollout.group_size": 1}, "rollout.group_size is 1, but algorithm.preset grpo (baseline group_mean, scale group_std)"),
+    (
+        {"algorithm": {"preset": "reinforce_pp", "scale": "group_std"}, "rollout.group_size": 1},
+        "rollout.group_size is 1, but algorithm.preset reinforce_pp (baseline none, scale group_std)",
+    ),
+    ({"algorithm.loss": "a.b:f", "algorithm.objective": "plain"}, "algorithm.objective is plain, but algorithm.loss replaces it"),
+    ({"algorithm.loss": "a.b:f", "ppo.clip": 0.3}, "ppo.clip is 0.3, but algorithm.loss is your own function"),
+    ({"algorithm.advantage": "a.b:f", "algorithm.scale": "none"}, "algorithm.scale is none, but algorithm.advantage replaces it"),
+    (
+        {"algorithm": {"preset": "online_dpo", "loss": "a.b:f"}},
+        "algorithm.loss is set, but algorithm.preset online_dpo has pairs",
+    ),
     ({"rollout.batch_size": 100}, "must be a multiple of rollout.group_size 8 (a batch has whole groups); set it to 96 or 104"),
     ({"rollout.batch_size": 5, "overlap.delta": {"initial": 0, "max": 0}}, "set it to 8, or the group size to a divisor"),
     ({"ppo.minibatches": 3}, "ppo.minibatches 3 does not divide the 16 groups of a batch (128 responses in groups of 8)"),
@@ -351,3 +372,17 @@ def test_what_is_to_be_removed_can_be_by_an_override(
     with pytest.raises(ConfigError, match="remove (it|them|the section)"):
         load_config(TrainConfig, path, check=check_train)
     load_config(TrainConfig, path, [f"{key}=null" for key in wrong], check=check_train)
+
+
+def test_the_actor_makes_no_optimizer_steps_while_the_critic_warms_up(settings: dict[str, Any]) -> None:
+    put(settings, "ppo", {"epochs": 2, "minibatches": 4, "critic_warmup_steps": 3})
+    config = TrainConfig.model_validate(settings | {"algorithm": {"preset": "grpo"}})
+    assert (num_updates(config, "actor", 10), num_updates(config, "critic", 10)) == (7 * 8, 10 * 8)
+    assert num_updates(config, "actor", 2) == 0
+
+
+def test_prompts_are_admitted_after_a_chunk_or_after_a_given_number_of_steps() -> None:
+    chunk = {"tokens": 8}
+    periods = [OverlapConfig(chunk=chunk, backfill=backfill).admission_period for backfill in (False, True, 24)]  # type: ignore[arg-type]
+    assert periods == [None, 8, 24]
+    assert OverlapConfig(inter=False, backfill=24).admission_period is None

@@ -18,7 +18,7 @@ from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import Grouping, ReplicaWork
 from oppo_megatron.schedule.planning.replicas import Replicas
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
-from oppo_megatron.schedule.rounds import Fork, Growth, KVBudget, Round
+from oppo_megatron.schedule.rounds import Fork, Forks, Growth, KVBudget, Round
 from tests.support.schedules import build, make_site
 
 ROLES = ("reward", "reference", "critic")
@@ -299,3 +299,10 @@ def test_a_scorer_that_does_not_read_greedy_sequences_gives_them_no_slot(fork: b
     reference.plan(rollouts, BUDGET)
     assert not reference.owes(rollouts)
     reference.forget(*(r.seq_id for r in rollouts))
+
+
+def test_a_fork_is_made_once_as_soon_as_its_source_has_enough() -> None:
+    forks = Forks([Fork(1, 2, 5), Fork(1, 3, 8), Fork(4, 5, 2)])
+    assert forks.due(1, 4) == [] and forks.due(9, 99) == []
+    assert forks.due(1, 5) == [Fork(1, 2, 5)] and sorted(forks.sources) == [1, 4]
+    assert forks.due(1, 9) == [Fork(1, 3, 8)] and forks.due(1, 9) == [] and forks.sources == [4]
