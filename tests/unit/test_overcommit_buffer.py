@@ -232,3 +232,14 @@ def test_a_cut_is_no_later_than_what_has_finished_in_its_round() -> None:
     buffer.record(Chunk(0, 4, [row(0, 0, [1, 2, 3, 4]), row(1, 0, [1, 2, 3, 4], 4)]))
     buffer.cut({0: 2})
     assert seq_ids(buffer.take_batch()) == [0], "at one clock the first admitted is taken"
+
+
+def test_deferrals_are_taken_up_with_the_rollouts_of_a_checkpoint() -> None:
+    buffer = filled(1, 1, max_staleness=1)
+    buffer.record(Chunk(0, 1, [row(0, 0, [1], 1), row(1, 0, [1])]))
+    assert seq_ids(buffer.take_batch()) == [0]
+    resumed = RolloutBuffer(1, 1, 1)
+    resumed.load_state_dict(buffer.state_dict(), copy.deepcopy(list(buffer.rollouts)))
+    resumed.admit(prompts(2))
+    resumed.record(Chunk(1, 2, [row(2, 0, [1], 2), row(1, 1, [1])]))
+    assert not resumed.readiness().ready, "a rollout that was deferred as often as it may be is waited for"

@@ -269,7 +269,7 @@ def test_a_fork_with_a_fault_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(FAULTS)[:3])
 def test_the_checker_of_schedules_sees_what_their_order_decides(name: str) -> None:
-    assert "continues sequence 1 at 4 tokens where its cache holds 0" in told(FAULTS[name][0])[1]
+    assert "continues sequence 1 at 4 tokens, but its cache holds 0" in told(FAULTS[name][0])[1]
 
 
 # --- greedy sequences ---------------------------------------------------------------------------------------------
