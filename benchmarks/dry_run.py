@@ -23,8 +23,7 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.records import Decision, Prompt, Rollout
 from oppo_megatron.schedule.checking.transport import NCCL, Transport
-from oppo_megatron.schedule.plan import round_generator
-from oppo_megatron.schedule.planning.new_planner import new_planner
+from oppo_megatron.schedule.plan import new_planner, round_generator
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines, at_stage

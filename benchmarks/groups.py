@@ -34,8 +34,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.groups import GroupName
 from oppo_megatron.layout.placements import role_placements, training_placements, world_size
 from oppo_megatron.report.comparison import format_table
-from oppo_megatron.schedule.groups import run_groups
-from oppo_megatron.schedule.links import lanes_of
+from oppo_megatron.schedule.links import lanes_of, run_groups
 from oppo_megatron.schedule.rounds import Site
 
 LATE, AT_ONCE = "in the first message", "all pairs at once"

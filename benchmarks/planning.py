@@ -32,7 +32,7 @@ from oppo_megatron.records import Prompt
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.schedule.actions import Op, Payload
 from oppo_megatron.schedule.checking.transport import TRANSPORTS
-from oppo_megatron.schedule.groups import calls_of, groups_by_rank, run_groups
+from oppo_megatron.schedule.links import calls_of, groups_by_rank, run_groups
 from oppo_megatron.schedule.planning.planner import PlannedRound
 
 MODES = ("disaggregated", "colocated")

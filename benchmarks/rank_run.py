@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.agreement import OwnPlan, Records
 from benchmarks.dry_run import DryRun
-from oppo_megatron.chunks import FIELDS, GOES_ON, Chunk
+from oppo_megatron.chunks import FIELDS, GOES_ON, Chunk, StopSignal
 from oppo_megatron.columns import columns_of
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.chunk_codec import HEADER_SIZE, ROW_SIZE
@@ -24,8 +25,6 @@ from oppo_megatron.layout.shape import DTYPE_BYTES
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op, Payload
-from oppo_megatron.schedule.checking.agreement import OwnPlan, Records
-from oppo_megatron.schedule.planning.merge import StopSignal
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Batch, Round, Site
 from oppo_megatron.sim.runs.loop import Growing

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from benchmarks.agreement import Records, agree
 from benchmarks.dry_run import Cluster
 from benchmarks.rank_run import Carried, RankRound, RankRun, Traffic, token_bytes, traffic_of
 from oppo_megatron.config.derived import max_context
@@ -23,13 +24,11 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.schedule.actions import Op, Schedule
-from oppo_megatron.schedule.checking.agreement import Records, agree
-from oppo_megatron.schedule.checking.checker import check_timeline
-from oppo_megatron.schedule.checking.faults import Fault, FaultKind
+from oppo_megatron.schedule.checking.checker import Fault, FaultKind, check_timeline
 from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.checking.transport import NCCL, Transport
 from oppo_megatron.schedule.links import Link, link_of
-from oppo_megatron.schedule.planning.new_planner import cache_slots
+from oppo_megatron.schedule.plan import cache_slots
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -193,3 +193,47 @@ def _fields(row: ChunkRow) -> tuple[int, ...]:
 
 def _flat(rows: Sequence[ChunkRow], name: str, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
     return np.array(list(chain.from_iterable(map(attrgetter(name), rows))), dtype=dtype)
+
+
+class StopSignal(Protocol):
+    """Ends a round early: `finish` reports all finished sequences; `ready` once the batch is complete.
+
+    At least `least` more sequences must finish before it is ready.
+    """
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def least(self) -> int: ...
+
+    def finish(self, *seq_ids: int) -> None: ...
+
+
+def merge_rows(index: int, start: int, rows: ChunkRows | Iterable[ChunkRow], stop: StopSignal) -> Chunk:
+    """Merge the rows that the actor's replicas decoded in a round into the one chunk that every rank records.
+
+    Every running sequence gets one token per decode step, so token k of a row has the clock `start + 1 + k`.  Replicas do not
+    wait for each other within a round.  Tokens after the first clock at which `stop` is ready are cut off, so the chunk equals
+    the chunk of a single process.
+    """
+    rows = ChunkRows.of(rows)
+    filled = np.flatnonzero(rows.counts)
+    rows = rows.at(filled[np.argsort(rows.seq_ids[filled], kind="stable")])
+    end = _stop_clock(start, rows, stop)
+    return Chunk(index, end, rows.cut(end - start))
+
+
+def _stop_clock(start: int, rows: ChunkRows, stop: StopSignal) -> int:
+    ended = np.flatnonzero(rows.finish_clocks != GOES_ON)
+    ended = ended[np.argsort(rows.finish_clocks[ended], kind="stable")]
+    clocks, seq_ids = rows.finish_clocks[ended], rows.seq_ids[ended].tolist()
+    # `stop` cannot be ready before `least` have ended, so the earlier ones are reported together.
+    sooner = int(np.searchsorted(clocks, clocks[min(max(stop.least, 1), len(clocks)) - 1])) if seq_ids else 0
+    stop.finish(*seq_ids[:sooner])
+    edges = [*(np.flatnonzero(np.diff(clocks, prepend=GOES_ON)[sooner:]) + sooner).tolist(), len(seq_ids)]
+    for first, end in pairwise(edges if seq_ids else ()):
+        stop.finish(*seq_ids[first:end])
+        if stop.ready:
+            return int(clocks[first])
+    return start + int(rows.counts.max(initial=0))

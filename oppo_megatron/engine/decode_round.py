@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows
+from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows, StopSignal, merge_rows
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.taking_up import TakenUp
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.schedule.planning.book import ReplicaWork
-from oppo_megatron.schedule.planning.merge import StopSignal, merge_rows
 from oppo_megatron.schedule.rounds import Batch
 
 Drawn = list[list[float]]

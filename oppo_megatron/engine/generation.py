@@ -22,7 +22,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows
+from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows, StopSignal
 from oppo_megatron.engine.decode_round import DecodeRound, Drawn, Growing
 from oppo_megatron.engine.device_decode import DeviceLane, Row
 from oppo_megatron.engine.row_words import DRAWN, gather_rows
@@ -39,7 +39,6 @@ from oppo_megatron.mcore.stage import step
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.book import ReplicaWork
-from oppo_megatron.schedule.planning.merge import StopSignal
 
 
 class DecodeWorker:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from oppo_megatron.chunks import Chunk
+from oppo_megatron.chunks import Chunk, StopSignal
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.columns import Held, Ints
 from oppo_megatron.engine.executor import Executor
@@ -28,10 +28,9 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.checking.transport import transport_of
-from oppo_megatron.schedule.groups import most_streams
+from oppo_megatron.schedule.links import most_streams
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import ReplicaWork
-from oppo_megatron.schedule.planning.merge import StopSignal
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.rounds import Batch, Site
 

@@ -1,7 +1,7 @@
 """The actions of a rank, and schedules of them for all ranks.
 
 A schedule covers one round: the actor decodes chunk c (at most C tokens of each running sequence) while the scorers
-prefill chunk c - 1.  Its text form has a line an action, under a line for each rank::
+prefill chunk c - 1.  Its text form has a line per action, after a line for each rank::
 
     rank 0
       decode actor m0 c1 s0
@@ -25,7 +25,7 @@ from oppo_megatron.errors import ScheduleError
 
 
 class Op(Enum):
-    """Operations.  Those of one pipeline stage (decode, sample, prefill, score) involve all its tensor ranks together."""
+    """Operations.  All tensor ranks of a pipeline stage take part in decode, sample, prefill and score."""
 
     DECODE = "decode"  # one token for every sequence of a decode micro-batch, through this rank's stage
     SAMPLE = "sample"  # last stage: draw the tokens of a decode micro-step
@@ -33,11 +33,11 @@ class Op(Enum):
     SCORE = "score"  # last stage: log-probs, values or scores of a prefilled micro-batch
     SEND = "send"
     RECV = "recv"
-    GATHER = "gather"  # the replicas of the actor tell each other their chunks; all its ranks take part
+    GATHER = "gather"  # the replicas of the actor exchange their chunks; all ranks of the actor take part
 
 
 class Payload(Enum):
-    """What a message carries."""
+    """The content of a message."""
 
     HIDDEN = "hidden"  # activations, to the next pipeline stage of the same replica and tensor shard
     TOKENS = "tokens"  # drawn tokens, from the last stage to the others of the same replica and tensor shard
@@ -46,11 +46,11 @@ class Payload(Enum):
 
 @dataclass(slots=True, unsafe_hash=True)
 class Action:
-    """One thing that one rank does.  Nobody changes one: it is not frozen because a frozen one takes three times as long to
-    make, and a round has tens of thousands.
+    """One action of one rank.
 
-    `step` is set for the actor's decode micro-steps and their messages; `payload` and `peer` for send and recv.  Gather
-    and chunk messages have micro-batch 0.
+    Treat it as immutable: it is not frozen because frozen instances take three times as long to create, and a round has tens of
+    thousands. `step` is set for the actor's decode micro-steps and their messages, `payload` and `peer` for send and recv.
+    Gather and chunk messages have micro-batch 0.
     """
 
     rank: int
@@ -83,12 +83,12 @@ _ACTION = re.compile(
 
 
 def parse_action(rank: int, text: str) -> Action:
-    """The action that `str` wrote.  Raises ScheduleError."""
+    """Parse the text form of an action.  Raises ScheduleError."""
     text = text.strip()
     found = _ACTION.fullmatch(text)
     if found is None or found["op"] not in {op.value for op in Op}:
         raise ScheduleError(
-            f"{text!r} is no action; write it as `decode actor m0 c1 s0` or `send hidden actor m0 c1 s0 -> 1`"
+            f"{text!r} is not an action; write it as `decode actor m0 c1 s0` or `send hidden actor m0 c1 s0 -> 1`"
         )
     op, message = Op(found["op"]), found["op"] in ("send", "recv")
     arrow = {Op.SEND: "->", Op.RECV: "<-"}.get(op)
@@ -110,7 +110,7 @@ def parse_action(rank: int, text: str) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank, in the order in which each is to carry them out."""
+    """The actions of every rank, in execution order."""
 
     actions: Mapping[int, tuple[Action, ...]]
 
@@ -118,15 +118,15 @@ class Schedule:
         return (action for rank in sorted(self.actions) for action in self.actions[rank])
 
     def of(self, rank: int) -> tuple[Action, ...]:
-        """What `rank` does; nothing where it is not named."""
+        """Return the actions of `rank`; () if it has none."""
         return self.actions.get(rank, ())
 
     def shifted(self, chunks: int) -> Schedule:
-        """The same round `chunks` later."""
+        """Return the same round, `chunks` later."""
         return Schedule({r: tuple(replace(a, chunk=a.chunk + chunks) for a in own) for r, own in self.actions.items()})
 
     def text(self) -> str:
-        """The text form, read back by `parse_schedule`."""
+        """Return the text form, which `parse_schedule` reads."""
         return "".join(
             f"rank {rank}\n" + "".join(f"  {action}\n" for action in self.actions[rank])
             for rank in sorted(self.actions)
@@ -147,7 +147,7 @@ def parse_schedule(text: str) -> Schedule:
                 raise ScheduleError(f"line {number}: rank {rank} has a second list; write each rank once")
             actions[rank] = []
         elif rank is None:
-            raise ScheduleError(f"line {number}: {line.strip()!r} stands before any `rank N` line; add one")
+            raise ScheduleError(f"line {number}: {line.strip()!r} comes before any `rank N` line; add one")
         else:
             try:
                 actions[rank].append(parse_action(rank, line))

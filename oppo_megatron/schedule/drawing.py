@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo_megatron.schedule.actions import Action, Op
-from oppo_megatron.schedule.checking.faults import Fault
+from oppo_megatron.schedule.checking.checker import Fault
 from oppo_megatron.schedule.checking.timeline import COMPUTE, Span, Timeline
 
 if TYPE_CHECKING:

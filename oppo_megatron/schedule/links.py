@@ -1,15 +1,17 @@
-"""The links that a schedule may send over, the groups of ranks that carry them, and the waves in which they are first used.
+"""The links of a schedule, the process groups of a run, and the waves of first use.
 
-A link is directed: (source, destination, role, payload).  Two streams of messages between the same ranks (decode and prefill,
-say) must not wait for one another, so no two links of the same ranks share a group.
+A link is directed: (source, destination, role, payload). Messages of decoding and prefill between the same ranks must not wait
+for each other, so no two links of the same ranks share a group.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from oppo_megatron.layout.groups import ALONE, GroupName, group_name, model_groups
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Site
 
@@ -18,15 +20,14 @@ Link = tuple[int, int, str, Payload | None]
 
 
 def link_of(action: Action) -> Link:
-    """The directed link of a send or a receive."""
+    """Return the directed link of a send or a receive."""
     peer = -1 if action.peer is None else action.peer
     ends = (action.rank, peer) if action.op is Op.SEND else (peer, action.rank)
     return (*ends, action.role, action.payload)
 
 
 class Lane(NamedTuple):
-    """A group of ranks, and the links that go over it: those of a payload along the pipeline of one tensor shard, or from one
-    rank that sends chunks."""
+    """A group of ranks and its links: one payload along the pipeline of a tensor shard, or the chunks from one rank."""
 
     label: str
     ranks: tuple[int, ...]
@@ -34,7 +35,7 @@ class Lane(NamedTuple):
 
 
 def lanes_of(site: Site) -> Iterator[Lane]:
-    """All lanes, in the order in which their groups are made."""
+    """Yield all lanes in creation order."""
     for role, placement in site.placements.items():
         if placement.pp == 1:
             continue
@@ -54,17 +55,16 @@ def _lane(ranks: tuple[int, ...], role: str, payload: Payload, ends: list[tuple[
 
 
 def links_of(site: Site) -> Iterator[Link]:
-    """Every link that a schedule of the site may send over, in an order that all ranks share."""
+    """Yield every link that a schedule of the site may use, in one order on all ranks."""
     return (link for lane in lanes_of(site) for link in lane.links)
 
 
 def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
-    """The links in waves, in each of which a rank has at most one.
+    """Divide the links into waves with at most one link per rank.
 
-    A rank that goes through its own links wave by wave may wait at each until the other end has come, and no circle of ranks
-    waits: of the links that are waited at, those of the earliest wave have both ends there.  A link is in the first wave in
-    which neither end is engaged, so if no rank has more than n links there are at most 2 n - 1 waves, whatever the number of
-    ranks.
+    If ranks use their links wave by wave and wait at each for the other end, no ranks wait in a cycle: both ends of the
+    earliest waiting link are present. A link is in the first wave that has both ends free, so n links per rank give at most 2 n
+    - 1 waves, for any number of ranks.
     """
     engaged: dict[int, int] = defaultdict(int)  # by rank: its waves, as bits
     waves: list[list[Link]] = []
@@ -77,3 +77,38 @@ def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
         for end in link[:2]:
             engaged[end] |= 1 << wave
     return [tuple(wave) for wave in waves]
+
+
+def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement]) -> list[GroupName]:
+    """List all process groups of a run, except the world's, in creation order.
+
+    They are for single ranks, the roles' work, their training (`trained`), links, and checkpoints.
+    """
+    site = Site(placements)
+    world = tuple(range(1 + max(site.ranks)))
+    found = dict.fromkeys(group_name(ALONE, (rank,)) for rank in world)
+    for role, placement in [*placements.items(), *((r, p) for r, p in trained.items() if p != placements[r])]:
+        found |= dict.fromkeys(name for _, name in model_groups(placement.ranks, placement.tp, placement.pp, role))
+    lanes = [GroupName(lane.label, lane.ranks) for lane in lanes_of(site)]
+    return [*found, *lanes, GroupName("checkpoints", world)]
+
+
+def groups_by_rank(groups: Iterable[GroupName]) -> Counter[int]:
+    """Number of groups that each rank belongs to, including the world's."""
+    counts = Counter(rank for group in groups for rank in group.ranks)
+    return Counter({rank: 1 + count for rank, count in counts.items()})
+
+
+def most_streams(site: Site) -> int:
+    """The most CUDA streams of any rank in a round: one for each role, link, and other group."""
+    counts = Counter(rank for placement in site.placements.values() for rank in placement.ranks)
+    lanes = list(lanes_of(site))
+    counts.update(rank for lane in lanes for link in lane.links for rank in link[:2])
+    names = {GroupName(lane.label, lane.ranks) for lane in lanes}
+    groups = [group for group in run_groups(site.placements, {}) if len(group.ranks) > 1 and group not in names]
+    return (counts + groups_by_rank(groups)).most_common(1)[0][1]
+
+
+def calls_of(groups: Iterable[GroupName]) -> int:
+    """Number of `new_group` calls of each rank: one per group of several ranks (also of others), and one for itself."""
+    return 1 + sum(group.label != ALONE for group in groups)

@@ -1,4 +1,4 @@
-"""Packing of sequences into micro-batches of bounded token count, and their division among replicas."""
+"""Pack sequences into micro-batches of bounded token count, and divide them among replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def packed_in_order(lengths: Ints, budget: int) -> tuple[Ints, list[int]]:
-    """The same bins, one behind the other, each in ascending order; and where they end, with 0 before the first."""
+    """Return the same bins concatenated, each in ascending order, and their ends, with 0 before the first."""
     order, bins = _first_fit(lengths, budget)
     by_index = np.empty_like(bins)
     by_index[order] = bins
@@ -75,11 +75,11 @@ def _ends(bins: Ints) -> list[int]:
 
 
 def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """`num_parts` parts of indices into `lengths`, of about equal token sums, by longest processing time first.
+    """Return `num_parts` parts of indices into `lengths` with about equal token sums, by longest processing time first.
 
-    The longest item left goes to the part with the fewest tokens; ties by index, and by the number of items, so that no
-    part is empty where there are items enough.  Indices ascend within a part.  The largest sum is at most 4/3 of the best
-    possible (Graham 1969).
+    The longest item left goes to the part with the fewest tokens; ties by the number of items (so no part is empty if there are
+    enough items), then by index. Indices ascend within a part. The largest sum is at most 4/3 of the best possible (Graham
+    1969).
     """
     assert num_parts >= 1, f"a batch is divided into at least 1 part, not {num_parts}"
     parts: list[list[int]] = [[] for _ in range(num_parts)]

@@ -1,23 +1,37 @@
-"""The differences between plain PPO, intra-step overlap, inter-step overlap and both.  One loop runs them all."""
+"""How a configuration is scheduled: the step plan of each kind of overlap, the generator and the planner.
+
+One loop runs plain PPO, intra-step overlap, inter-step overlap and both; they differ only in the data made here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from oppo_megatron.config.derived import READ_GREEDY, max_context, members, share_of_sequences
 from oppo_megatron.config.overlap import DeltaConfig, OverlapConfig
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.placements import decodes_and_scores
+from oppo_megatron.layout.memory import kv_slots, slot_tokens
+from oppo_megatron.layout.placements import RolePlacement, decodes_and_scores, named_roles
+from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.schedule.checking.transport import GLOO, Transport
+from oppo_megatron.schedule.planning.actor_book import ActorBook
+from oppo_megatron.schedule.planning.book import Grouping
+from oppo_megatron.schedule.planning.ledger import Memo
+from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.weaving.costs import Costs
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How a step's rollout and scoring are laid out in time.
+    """How rollout, scoring and updates of a step overlap.
 
-    `stream`: scorers prefill every round, beside the actor's decoding; else they score the finished batch.
-    `wait_for_critic`: the next step starts when the critic's update has ended; else the update runs beside its decoding,
-    which needs the critic no sooner than its first scored chunk.
-    `forward_ahead`: the actor begins its update while the last scores are under way, as far as it needs none.
+    `stream`: scorers prefill in every round, while the actor decodes; else they score the finished batch.
+    `wait_for_critic`: the next step starts after the critic's update; else the update overlaps its decoding, which needs the
+    critic only for its first scored chunk.
+    `forward_ahead`: the actor starts its update before the last scores arrive, with the parts that need none.
     """
 
     stream: bool
@@ -26,7 +40,7 @@ class StepPlan:
 
 
 def plan_step(config: TrainConfig) -> StepPlan:
-    """The plan that the intra-step switch asks for."""
+    """Return the plan of a configuration."""
     stream = config.overlap.intra
     return StepPlan(
         stream=stream,
@@ -36,12 +50,12 @@ def plan_step(config: TrainConfig) -> StepPlan:
 
 
 def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
-    """The delta rule in force: without inter-step overlap it is fixed at 0, which is plain PPO."""
+    """Return the delta rule: without inter-step overlap delta is fixed at 0, which is plain PPO."""
     return overlap.delta if overlap.inter else DeltaConfig(rule="fixed", initial=0, max=0)
 
 
 def round_generator(overlap: OverlapConfig, site: Site) -> str:
-    """Name of the generator of the rounds (woven only if some rank decodes and scores), or the user's function."""
+    """Return the name of the rounds' generator (`auto`: woven only if some rank decodes and scores) or the user's function."""
     if not overlap.intra:
         return "sequential"
     if overlap.schedule != "auto":
@@ -50,12 +64,78 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
 
 
 def late_scorers(site: Site) -> frozenset[str]:
-    """Roles that score a batch when it is complete, in the time that the actor would wait for scorers elsewhere.
+    """Return the roles that score only complete batches, while the actor would wait for scorers on other ranks.
 
-    They lie on the actor's ranks alone, and its pipeline has no bubbles in which they could score beside its decoding.
+    Their ranks are all the actor's, whose single pipeline stage leaves no bubbles for scoring.
     """
     actor = site.placements["actor"]
     if actor.pp > 1 or not site.listeners:
         return frozenset()
     own = set(actor.ranks)
     return frozenset(role for role, placement in site.placements.items() if role != "actor" and set(placement.ranks) <= own)
+
+
+def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[float]) -> float:
+    """Seconds that an update at the start of scoring adds to its end.
+
+    The scorers are a queue with one server. `work` are the scorers' seconds per round (`StepClock.work`), `arrivals` the
+    actor's chunk times (`StepClock.ends`), for which the scorers wait after each of the first rounds.
+    """
+
+    def end(spared_s: float) -> float:
+        now = work[0] - spared_s
+        for index, seconds in enumerate(work[1:]):
+            now += seconds
+            if index < len(arrivals):
+                now = max(now, arrivals[index])
+        return now
+
+    return end(0.0) - end(update_s)
+
+
+def new_planner(
+    config: TrainConfig,
+    site: Site,
+    generator: str,
+    limit: Callable[[int], int],
+    *,
+    costs: Costs | None = None,
+    rank: int | None = None,
+    transport: Transport = GLOO,
+) -> RoundPlanner:
+    """Return a planner without sequences, the same for a run and for a preview of it.
+
+    `limit(seq_id)` is the most tokens of a response; `rank` and `transport` as in `RoundPlanner`.
+    """
+    slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
+    each = members(config)
+    memo = Memo()
+    groups, steps = Grouping(each.size, config.debug.fork, greedy=each.greedy), config.scores_steps
+    return RoundPlanner(
+        site,
+        generator,
+        config.overlap.weave,
+        config.runtime.micro_batch_tokens,
+        max_context(config),
+        ActorBook(site.placements["actor"].dp, slots["actor"], limit, groups),
+        {
+            role: ScoringBook(
+                role, placement.dp, slots[role], groups, every_token=steps, reads_greedy=role in READ_GREEDY, memo=memo
+            )
+            for role, placement in site.placements.items()
+            if role != "actor"
+        },
+        costs or Costs(),
+        rank,
+        late_scorers(site),
+        transport,
+    )
+
+
+def cache_slots(config: TrainConfig, role: str, placement: RolePlacement) -> int:
+    """Sequences that fit into the cache of one replica: its share of all, or fewer if `runtime.kv_cache_mb` limits them."""
+    model, share = named_roles(config)[role], share_of_sequences(config, role, placement.dp)
+    context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
+    if budget_mb is None:
+        return share
+    return kv_slots(read_hf_config(model), placement, model.dtype, slots=share, context=context, budget_mb=budget_mb)

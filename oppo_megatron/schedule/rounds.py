@@ -1,6 +1,6 @@
-"""The work of one round, not yet ordered: the input of every schedule generator.
+"""The work of one round before it is ordered: the input of every schedule generator.
 
-Each round is planned from the sequences active at its start, because decoded lengths are known only afterwards.
+A round is planned from the sequences active at its start, because decoded lengths are known only afterwards.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from oppo_megatron.layout.placements import RolePlacement
 
 
 class Growth(NamedTuple):
-    """How much one sequence grows in a micro-batch: `new` tokens behind the `past` that its KV cache holds.
+    """Growth of one sequence in a micro-batch: `new` tokens after the `past` tokens in its KV cache.
 
-    `rows` is how many of the last new tokens give an output (a log-prob, a value, a score).  In a decode micro-batch
-    `new` is the most that the sequence may get in the round.
+    `rows` of the last new tokens give an output (a log-prob, a value, a score). In a decode micro-batch `new` is the most
+    tokens that the sequence may get in the round.
     """
 
     seq_id: int
@@ -35,7 +35,7 @@ Batch = Sequence[Growth]
 
 
 class Growths(Sequence[Growth]):
-    """A micro-batch in columns, `table` [4, n] by the fields of `Growth`; a `Growth` is made when it is asked for."""
+    """A micro-batch in columns: `table` [4, n] has the fields of `Growth`, which is made on access."""
 
     __slots__ = ("table",)
 
@@ -64,7 +64,7 @@ class Growths(Sequence[Growth]):
 
     @classmethod
     def of(cls, batch: Batch) -> Growths:
-        """A micro-batch in columns is itself."""
+        """Return the micro-batch in columns."""
         return batch if isinstance(batch, Growths) else cls(np.array(batch, dtype=np.int64).reshape(-1, 4).T)
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class Growths(Sequence[Growth]):
         return Growths(found) if isinstance(which, slice) else Growth(*found.tolist())
 
     def __eq__(self, other: object) -> bool:
-        """To a micro-batch in columns, or in a tuple."""
+        """Compare with a micro-batch in columns or in a tuple."""
         return isinstance(other, Growths | tuple) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
@@ -94,14 +94,14 @@ class Growths(Sequence[Growth]):
         return repr(tuple(self))
 
     def at(self, positions: Ints | Sequence[int]) -> Growths:
-        """Those at `positions`, in this order."""
+        """Return the growths at `positions`, in this order."""
         return Growths(self.table[:, positions])
 
 
 class Batches(Sequence[Batch]):
-    """Micro-batches one behind the other in one `table` [4, n]; `ends` says where each ends, with 0 before the first.
+    """Micro-batches concatenated in one `table` [4, n]; `ends` are the ends of each, with 0 before the first.
 
-    A plan has thousands and asks for sums and lengths, so a micro-batch is made when it is asked for.
+    A plan has thousands and mostly needs sums and lengths, so a micro-batch is made on access.
     """
 
     __slots__ = ("ends", "table")
@@ -111,7 +111,7 @@ class Batches(Sequence[Batch]):
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> Batches:
-        """Those in one table are themselves."""
+        """Return the micro-batches in one table."""
         if isinstance(batches, Batches):
             return batches
         tables = [np.zeros((4, 0), dtype=np.int64), *(Growths.of(batch).table for batch in batches)]
@@ -143,7 +143,7 @@ class Batches(Sequence[Batch]):
         return Growths(self.table[:, self.ends[place] : self.ends[place + 1]])
 
     def __eq__(self, other: object) -> bool:
-        """To micro-batches in one table, in a list or in a tuple."""
+        """Compare with micro-batches in one table, a list or a tuple."""
         return isinstance(other, Batches | list | tuple) and list(self) == list(other)
 
     def __hash__(self) -> int:
@@ -154,7 +154,7 @@ class Batches(Sequence[Batch]):
 
 
 class Fork(NamedTuple):
-    """The first `tokens` that `source` has cached become those of `target`, which has none: both begin with them.
+    """Copy the first `tokens` cached tokens of `source` to `target`, which has none cached: both begin with them.
 
     `held`: tokens that the source has cached before the round.
     """
@@ -175,11 +175,11 @@ class Forks:
 
     @property
     def sources(self) -> list[int]:
-        """Of those that have not been made."""
+        """Sources of the forks that have not been made."""
         return list(self._waiting)
 
     def due(self, source: int, cached: int) -> list[Fork]:
-        """Those to be made now that `source` has `cached` tokens.  From here on they count as made."""
+        """Return the forks to be made now that `source` has `cached` tokens; they count as made."""
         waiting = self._waiting.pop(source, [])
         if left := [fork for fork in waiting if fork.tokens > cached]:
             self._waiting[source] = left
@@ -190,10 +190,10 @@ class Forks:
 class Round:
     """The work of a round.
 
-    `steps`: decode steps (C); 0 where nothing is decoded.  `decode[replica][m]` are the actor's decode micro-batches,
-    `prefill[role][replica][j]` the prefill micro-batches of each role, in the order in which they must be done; those of
-    "actor" (prompts, and sequences whose cache is stale) come before its decoding.  `forks[role][replica]`: prompts that
-    are cached already, or will be by a prefill of the round, and are not computed again.
+    `steps`: decode steps (C), 0 without decoding. `decode[replica][m]`: the actor's decode micro-batches.
+    `prefill[role][replica][j]`: prefill micro-batches in the required order; those for the actor (prompts, and sequences with a
+    stale cache) come before its decoding. `forks[role][replica]`: prompts that are cached, or will be by a prefill of the
+    round, and are not computed again.
     """
 
     index: int
@@ -204,7 +204,7 @@ class Round:
 
     @property
     def decodes(self) -> bool:
-        """Whether a chunk comes of this round."""
+        """True if the round produces a chunk."""
         return self.steps > 0
 
     def forks_of(self, role: str, replica: int) -> tuple[Fork, ...]:
@@ -218,7 +218,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """What the KV cache of one replica of a role can hold, and holds apart from the sequences of the round."""
+    """Capacity of the KV cache of one replica, and the sequences in it that are not part of the round (`others`)."""
 
     slots: int
     max_length: int
@@ -226,21 +226,18 @@ class KVBudget:
 
 
 FAN_OUT = 8
-"""Listeners that a rank sends a chunk to, at most."""
+"""The most listeners to which a rank sends a chunk."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where the round takes place: every role's ranks, and the ranks that only listen to the actor's chunks.
-
-    `listeners` hold a scorer but not the actor.  `feeds` says who sends chunks to them.
-    """
+    """The ranks of every role.  `listeners` hold a scorer but not the actor; `feeds` defines who sends them chunks."""
 
     placements: Mapping[str, RolePlacement]
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """All that hold a role, ascending."""
+        """All ranks that hold a role, ascending."""
         return tuple(sorted({rank for placement in self.placements.values() for rank in placement.ranks}))
 
     @cached_property
@@ -250,12 +247,12 @@ class Site:
 
     @cached_property
     def feeds(self) -> Mapping[int, tuple[int, ...]]:
-        """For each rank that sends chunks, the listeners that it sends them to: FAN_OUT at most.
+        """For each rank that sends chunks, the listeners that receive them: at most FAN_OUT.
 
-        Every rank of the actor knows the whole chunk once its replicas have gathered.  So `source` sends, and if that is not
-        enough other ranks of the actor, spaced evenly over its hosts.  Where the actor has too few ranks, listeners pass
-        chunks on, those with the critic last, as they come late after its update.  What a listener receives has gone through
-        listeners before it alone, in this order, so no circle of ranks waits.
+        Every rank of the actor knows the whole chunk after the gather. So `source` sends, and other ranks of the actor if
+        necessary, spaced evenly over its hosts. If the actor has too few ranks, listeners pass chunks on, those with the critic
+        last, because its update delays them. A listener receives only from listeners before it in this order, so no ranks wait
+        in a cycle.
         """
         actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
         first = actor.index(self.source)
@@ -266,7 +263,7 @@ class Site:
 
     @cached_property
     def fed_by(self) -> Mapping[int, int]:
-        """For each listener who sends it the chunks."""
+        """For each listener, the rank that sends it chunks."""
         return {listener: rank for rank, listeners in self.feeds.items() for listener in listeners}
 
     @property

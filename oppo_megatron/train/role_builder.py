@@ -24,9 +24,8 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
 from oppo_megatron.mcore.roles import as_it_began, load_role
 from oppo_megatron.schedule.checking.transport import transport_of
-from oppo_megatron.schedule.groups import most_streams
-from oppo_megatron.schedule.plan import round_generator
-from oppo_megatron.schedule.planning.new_planner import cache_slots, new_planner
+from oppo_megatron.schedule.links import most_streams
+from oppo_megatron.schedule.plan import cache_slots, new_planner, round_generator
 from oppo_megatron.train.actor import Actor, Critic
 from oppo_megatron.train.logs.meter import RoundTracer
 from oppo_megatron.train.roles import Topology, TrainedRole, build_trained_role

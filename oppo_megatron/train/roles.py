@@ -107,7 +107,7 @@ class Topology:
 
 
 def build_topology(config: TrainConfig, device: torch.device) -> Topology:
-    """Create all process groups (`schedule/groups.py` lists them) and use each once, and the links in their order.
+    """Create all process groups (`schedule/links.py` lists them) and use each once, and the links in their order.
 
     Includes the world's group, which carries scores and statistics.  Every rank makes the call.
     """

@@ -17,7 +17,7 @@ from benchmarks.simulation import Simulated, simulate_all, simulate_rounds
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.schedule.actions import Payload
-from oppo_megatron.schedule.checking.faults import FaultKind
+from oppo_megatron.schedule.checking.checker import FaultKind
 
 CLUSTER = Cluster(tp=2, pp=2, response_tokens=64, chunk=16, lengths=(20.0, 0.5), steps=1)
 PROMPT = 24

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.seeds import main as seeds
 from oppo_megatron.cli.main import main
 
 STAGES = ["data", "tokenizer", "sft", "rm", "sequential", "oppo"]
@@ -123,8 +124,8 @@ def test_an_algorithm_without_a_critic_takes_the_same_start(
 @pytest.mark.long
 def test_seeds_of_an_algorithm_without_a_critic(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Reward, held-out accuracy and reward per second, each with its spread; with a reference, which scores."""
-    asked = ["bench", "seeds", "--algorithm", "rloo", "--seeds", "1,2", "--quick", "--out", str(tmp_path)]
-    assert main(asked) == 0
+    asked = ["--algorithm", "rloo", "--seeds", "1,2", "--quick", "--out", str(tmp_path)]
+    assert seeds(asked) == 0
     output = capfd.readouterr().out
     assert "RLOO on arithmetic" in output and "reward per second: sequential " in output
     found = json.loads((tmp_path / "seeds.json").read_text())

@@ -28,7 +28,7 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.mcore.weights.weight_sync import share_parameters
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.schedule.planning.new_planner import cache_slots
+from oppo_megatron.schedule.plan import cache_slots
 from oppo_megatron.schedule.rounds import Growth
 from oppo_megatron.train import roles as train_roles
 from oppo_megatron.train.actor import Actor, Critic

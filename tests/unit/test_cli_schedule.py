@@ -293,7 +293,7 @@ def test_costs_from_a_file(config: Path, capsys: pytest.CaptureFixture[str]) -> 
     [
         ("{", "costs are JSON"),
         ("[]", "a JSON object"),
-        ('{"decod": [1, 2]}', "`decod` is no cost"),
+        ('{"decod": [1, 2]}', "`decod` is not a cost"),
         ('{"decode": 3}', "decode is 3; give two numbers"),
         ('{"decode": [1, -2]}', "give two numbers"),
         ('{"decode": [1, true]}', "give two numbers"),

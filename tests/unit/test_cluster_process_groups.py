@@ -17,7 +17,7 @@ from oppo_megatron.engine.links import build_links
 from oppo_megatron.layout.groups import ALONE
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.groups import build_groups
-from oppo_megatron.schedule.groups import run_groups
+from oppo_megatron.schedule.links import run_groups
 from oppo_megatron.schedule.rounds import Site
 from tests.support.first_use import turns
 from tests.support.schedules import colocated, disaggregated, make_site, split_scorers

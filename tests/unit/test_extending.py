@@ -31,8 +31,7 @@ from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.plugins import Plugin
 from oppo_megatron.records import StepSignals
 from oppo_megatron.schedule.checking.checker import check
-from oppo_megatron.schedule.plan import round_generator
-from oppo_megatron.schedule.planning.new_planner import new_planner
+from oppo_megatron.schedule.plan import new_planner, round_generator
 from oppo_megatron.schedule.planning.preview import first_step, preview
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication

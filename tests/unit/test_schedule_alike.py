@@ -21,8 +21,8 @@ from oppo_megatron.overcommit.readiness import Readiness, settled
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.actor_book import ActorBook
-from oppo_megatron.schedule.planning.alike import KEPT, Alike
 from oppo_megatron.schedule.planning.book import packed
+from oppo_megatron.schedule.planning.ledger import KEPT, Memo
 from oppo_megatron.schedule.planning.planner import NEARLY, RoundPlanner, median
 from oppo_megatron.schedule.planning.replicas import BLOCK, dealt
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
@@ -80,14 +80,14 @@ def test_what_is_alike_is_made_once() -> None:
         made.append(more)
         return int(numbers.sum()) + more
 
-    alike, ones = Alike(), np.ones(6, dtype=np.int64)
-    assert [alike.once(total, ones, 1), alike.once(total, ones.copy(), 1)] == [7, 7] and made == [1]
-    assert alike.once(total, ones.reshape(2, 3), 1) == 7 and made == [1, 1], "of another shape"
-    assert alike.once(total, 2 * ones, 1) == 13 and alike.once(total, ones, 2) == 8 and made == [1, 1, 1, 2]
+    memo, ones = Memo(), np.ones(6, dtype=np.int64)
+    assert [memo.once(total, ones, 1), memo.once(total, ones.copy(), 1)] == [7, 7] and made == [1]
+    assert memo.once(total, ones.reshape(2, 3), 1) == 7 and made == [1, 1], "of another shape"
+    assert memo.once(total, 2 * ones, 1) == 13 and memo.once(total, ones, 2) == 8 and made == [1, 1, 1, 2]
     for more in range(3, 3 + KEPT):
-        alike.once(total, ones, more)
+        memo.once(total, ones, more)
     made.clear()
-    assert alike.once(total, ones, 1) == 7 and made == [1], "the oldest is forgotten"
+    assert memo.once(total, ones, 1) == 7 and made == [1], "the oldest is forgotten"
 
 
 LINES = st.builds(Linear, st.floats(1e-4, 5e-3), st.floats(1e-6, 1e-4))
@@ -187,7 +187,7 @@ def test_a_median_that_is_counted_is_that_of_the_sorted(numbers: list[int]) -> N
 @given(lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=20), budget=st.integers(1, 12))
 def test_micro_batches_know_what_their_growths_sum_to(lengths: list[tuple[int, int]], budget: int) -> None:
     growths = Growths.of([Growth(i, 0, new, rows) for i, (new, rows) in enumerate(lengths)])
-    batches = packed(growths, np.arange(len(growths)), [], budget, Alike())
+    batches = packed(growths, np.arange(len(growths)), [], budget, Memo())
     new, rows = batches.sums
     assert new.tolist() == [sum(g.new for g in batch) for batch in batches]
     assert rows.tolist() == [sum(g.rows for g in batch) for batch in batches]

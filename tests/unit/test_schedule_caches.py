@@ -13,9 +13,9 @@ from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
 from oppo_megatron.schedule.checking.caches import require_room
 from oppo_megatron.schedule.checking.checker import FaultKind, check
-from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Growth, KVBudget, Round, Site
+from oppo_megatron.schedule.weaving import generators
 from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.support.schedules import build, make_site
 from tests.unit.test_schedule_planner import SITES, Run, new_planner, shape
@@ -83,7 +83,7 @@ def test_the_first_that_is_not_continued_is_named() -> None:
 def test_every_round_is_checked_and_not_only_the_first_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs alike.  Caches of the second are as long as all rounds need but one, whose shape has been checked before."""
     made, generate = [], GENERATORS["intra"]
-    monkeypatch.setattr(planner_module, "GENERATORS", {"intra": lambda *args: made.append(args) or generate(*args)})
+    monkeypatch.setattr(generators, "GENERATORS", {"intra": lambda *args: made.append(args) or generate(*args)})
     seen: list[PlannedRound] = []
     Run([new_planner(SITES["PP2 | 1"], "intra")], random.Random(2)).steps(6, lambda plans: seen.extend(plans))
     lengths, shapes = [longest(plan) for plan in seen], [shape(plan.round) for plan in seen]

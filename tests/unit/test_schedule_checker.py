@@ -321,7 +321,7 @@ def test_kv_budgets() -> None:
     assert "too few for one micro-batch" in small.message and str(small.action) == "decode actor m0 c2 s0"
     full = faults_of(schedule, budgets=budgets("reward", KVBudget(3, 99, others=1)))
     assert [fault.kind for fault in full] == ["kv"] and str(full[0].action) == "prefill reward m1 c1"
-    assert "3 sequences beside 1 others" in full[0].message
+    assert "3 sequences and 1 others" in full[0].message
     long = faults_of(schedule, budgets=budgets("actor", KVBudget(3, 6)))
     assert [str(fault.action) for fault in long] == ["decode actor m0 c2 s1"] and "7 tokens" in long[0].message
 
@@ -340,7 +340,7 @@ def test_a_cache_is_continued_where_it_ends() -> None:
     assert check(build(r := Round(1, 0, (), {"reward": parts}), site), r, site, {}) == []
     broken = Round(1, 0, (), {"reward": (((Growth(0, 0, 4),), (Growth(0, 5, 3),)),)})
     fault = only(check(build(broken, site), broken, site, {}), "kv")
-    assert "at 5 tokens where its cache holds 4" in fault.message
+    assert "at 5 tokens, but its cache holds 4" in fault.message
 
 
 def test_round_and_site_must_belong_together() -> None:

@@ -18,8 +18,7 @@ from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.caches import require_room
-from oppo_megatron.schedule.checking.checker import check
-from oppo_megatron.schedule.checking.faults import FaultKind
+from oppo_megatron.schedule.checking.checker import FaultKind, check
 from oppo_megatron.schedule.checking.proof import prove, require_provable
 from oppo_megatron.schedule.checking.transport import GLOO, ONE_QUEUE, TRANSPORTS, Transport
 from oppo_megatron.schedule.planning import planner as planner_module
@@ -117,7 +116,10 @@ def test_where_intra_does_not_come_through_either_a_run_goes_on() -> None:
         Run(planners, random.Random(0), chunk=5).steps(2, visit)
 
     steps()
-    with mock.patch.object(planner_module, "one_by_one", intra), pytest.raises(ScheduleError, match="over nccl-one-queue"):
+    with (
+        mock.patch.object(planner_module, "one_by_one", intra),
+        pytest.raises(ScheduleError, match="over nccl-one-queue"),
+    ):
         steps()
 
 
@@ -208,7 +210,9 @@ PLANTED = 300
 SITES = {
     "colocated": colocated((2, 2, 2)),
     "colocated, four tensor ranks": colocated((4, 1, 2)),
-    "scorers of another layout": make_site((2, 2, 1), {role: (0, 4, 1, 1) for role in ("reference", "critic", "reward")}),
+    "scorers of another layout": make_site(
+        (2, 2, 1), {role: (0, 4, 1, 1) for role in ("reference", "critic", "reward")}
+    ),
     "disaggregated": disaggregated((2, 2, 2), (2, 1, 2)),
     "split scorers": split_scorers((2, 2, 2)),
 }
@@ -220,7 +224,9 @@ def test_what_harms_the_whole_is_found_in_the_model() -> None:
     while counts.total() < PLANTED:
         name, generator = rng.choice(list(SITES)), rng.choice(sorted(GENERATORS))
         site = SITES[name]
-        round_ = make_round(site, steps=rng.choice((0, 2, 5)), prefills=rng.choice((0, 1, 2)), prompts=rng.choice((0, 1)))
+        round_ = make_round(
+            site, steps=rng.choice((0, 2, 5)), prefills=rng.choice((0, 1, 2)), prompts=rng.choice((0, 1))
+        )
         whole = add_communication(GENERATORS[generator](round_, site, Costs()), round_, site)
         part = component_of(site, rng.choice(site.ranks))
         shape = part.part(round_)
@@ -294,7 +300,7 @@ def test_a_cache_too_short_for_the_round_is_told_before_it_runs() -> None:
     buffer.admit(Prompt(i, i, "", (1,) * 6) for i in range(4))
     with pytest.raises(ScheduleError, match="^2 caches cannot take round 1:\n") as told:
         planner.plan(1, buffer.active, buffer.rollouts, 3, list)
-    room = "replica 1 has room for 5 tokens a sequence, but one grows to"
+    room = "replica 1 has room for 5 tokens per sequence, but one grows to"
     assert f"the cache of actor {room} 8" in str(told.value) and f"the cache of reward {room} 6" in str(told.value)
 
 
@@ -316,7 +322,9 @@ def test_ends_of_lists_are_the_sites() -> None:
 
     def visit(plans: list[PlannedRound]) -> None:
         if plans[1].round.decodes:
-            ends.append([a for a in plans[1].schedule.of(site.source) if a.op is Op.GATHER or a.payload is Payload.CHUNK])
+            ends.append(
+                [a for a in plans[1].schedule.of(site.source) if a.op is Op.GATHER or a.payload is Payload.CHUNK]
+            )
 
     run.steps(1, visit)
     assert ends and all([a.peer for a in own] == [None, *site.listeners] for own in ends)
@@ -339,5 +347,8 @@ def test_chunks_that_listeners_pass_on_end_the_lists_of_any_layout(
             computes = GENERATORS[generator](shape, part.model, Costs())
             model = add_communication(computes, shape, part.model)
             for transport in TRANSPORTS.values():
-                assert transport.holds or check(model, shape, part.model, ample_budgets(part.model), transport=transport) == []
+                assert (
+                    transport.holds
+                    or check(model, shape, part.model, ample_budgets(part.model), transport=transport) == []
+                )
             assert part.own_list(computes, shape) == whole.of(rank)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Payload
-from oppo_megatron.schedule.groups import groups_by_rank, run_groups
-from oppo_megatron.schedule.links import lanes_of
+from oppo_megatron.schedule.links import groups_by_rank, lanes_of, run_groups
 from oppo_megatron.schedule.rounds import FAN_OUT, Site
 from tests.support.schedules import disaggregated, make_site
 

@@ -234,23 +234,23 @@ def with_prefill(*batches: tuple[Growth, ...]) -> Round:
 FAULTS: dict[str, tuple[Round, str]] = {
     "before its source is there": (
         with_prefill((Growth(1, 4, 2), Growth(2, 4, 1)), (Growth(0, 0, 6),)),
-        "sequence 1 at 4 tokens, forked from 4 of sequence 0, of which it holds 0 by then",
+        "sequence 1 at 4 tokens, forked from 4 of sequence 0, but it holds 0 of that one by then",
     ),
     "in the micro-batch of its source": (
         with_prefill((Growth(1, 4, 2), Growth(0, 0, 6))),
-        "sequence 1 at 4 tokens, forked from 4 of sequence 0, of which it holds 0 by then",
+        "sequence 1 at 4 tokens, forked from 4 of sequence 0, but it holds 0 of that one by then",
     ),
     "of more than its source has": (
         with_prefill((Growth(0, 0, 3),), (Growth(1, 4, 2),)),
-        "sequence 1 at 4 tokens, forked from 4 of sequence 0, of which it holds 3 by then",
+        "sequence 1 at 4 tokens, forked from 4 of sequence 0, but it holds 3 of that one by then",
     ),
     "of a cache that is never read": (
         with_forks(*SOUND.forks_of("reward", 0)[:2], Fork(7, 8, 3)),
-        "fork sequence 8, forked from 3 of sequence 7, of which it holds 0 by then",
+        "fork sequence 8, forked from 3 of sequence 7, but it holds 0 of that one by then",
     ),
     "continued elsewhere": (
         with_prefill((Growth(0, 0, 6),), (Growth(1, 5, 2),)),
-        "sequence 1 at 5 tokens, of which it holds 4, forked from sequence 0",
+        "sequence 1 at 5 tokens, but it holds 4 of it, forked from sequence 0",
     ),
     "twice": (with_forks(Fork(0, 1, 4), Fork(0, 1, 4)), "twice"),
     "of a fork": (with_forks(Fork(0, 1, 4), Fork(1, 2, 4)), "onto one that others are forked from"),
@@ -269,7 +269,7 @@ def test_a_fork_with_a_fault_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(FAULTS)[:3])
 def test_the_checker_of_schedules_sees_what_their_order_decides(name: str) -> None:
-    assert "continues sequence 1 at 4 tokens where its cache holds 0" in told(FAULTS[name][0])[1]
+    assert "continues sequence 1 at 4 tokens, but its cache holds 0" in told(FAULTS[name][0])[1]
 
 
 # --- greedy sequences ---------------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.chunks import Chunk, ChunkRow
+from oppo_megatron.chunks import Chunk, ChunkRow, merge_rows
 from oppo_megatron.overcommit.readiness import Readiness
-from oppo_megatron.schedule.planning.merge import merge_rows
 
 VERSION, INDEX = 3, 5
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.chunks import ChunkRow
+from oppo_megatron.chunks import ChunkRow, merge_rows
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
@@ -22,7 +22,6 @@ from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.plan import late_scorers, round_generator
 from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.actor_book import ActorBook
-from oppo_megatron.schedule.planning.merge import merge_rows
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site

@@ -17,9 +17,9 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.layout.placements import RolePlacement, role_placements
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action
-from oppo_megatron.schedule.checking.checker import Fault, check
+from oppo_megatron.schedule.checking.checker import Fault, check, communicator_faults
 from oppo_megatron.schedule.checking.proof import prove, require_provable
-from oppo_megatron.schedule.checking.timeline import alike, coordinates_at, simulate
+from oppo_megatron.schedule.checking.timeline import coordinates_at, same_action, simulate
 from oppo_megatron.schedule.checking.transport import (
     COLD,
     GLOO,
@@ -27,12 +27,10 @@ from oppo_megatron.schedule.checking.transport import (
     ONE_QUEUE,
     TRANSPORTS,
     Transport,
-    communicator_faults,
     transport_of,
 )
-from oppo_megatron.schedule.groups import most_streams, run_groups
-from oppo_megatron.schedule.links import Link, link_of
-from oppo_megatron.schedule.planning.new_planner import new_planner
+from oppo_megatron.schedule.links import Link, link_of, most_streams, run_groups
+from oppo_megatron.schedule.plan import new_planner
 from oppo_megatron.schedule.planning.preview import first_step
 from oppo_megatron.schedule.rounds import Growth, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
@@ -71,7 +69,7 @@ def stuck(schedule: Schedule, site: Site, transport: Transport) -> dict[int, int
 
     def goes(action: Action) -> bool:
         if action.peer is None:
-            return all(alike(now(rank), action) for rank in together(action))
+            return all(same_action(now(rank), action) for rank in together(action))
         link, other = link_of(action), now(action.peer)
         if not transport.made and link not in made:
             if other is None or other.peer is None or link_of(other) != link:
@@ -353,7 +351,9 @@ def test_roles_whose_pipelines_run_in_opposite_directions_come_through() -> None
     site = Site({"actor": ranks, "critic": back, "reward": ranks, "reference": back})
     costs = Costs(default_prefill=Linear(1.0, 0.0), prefill={"critic": (Linear(0.1, 0.0), Linear(5.0, 0.0))})
     round_ = make_round(site, steps=2, prefills=8)
-    passing = {name: prove(generator(round_, site, costs), round_, site, ONE_QUEUE) for name, generator in GENERATORS.items()}
+    passing = {
+        name: prove(generator(round_, site, costs), round_, site, ONE_QUEUE) for name, generator in GENERATORS.items()
+    }
     assert passing == {"sequential": False, "intra": False, "woven": False}
     assert prove(one_by_one(round_, site, costs), round_, site, ONE_QUEUE)
 
@@ -376,7 +376,7 @@ def test_a_round_that_no_order_saves_is_refused_with_what_saves_it() -> None:
     require_provable(computes, round_, site, ample_budgets(site), Costs(), NCCL)
     with pytest.raises(ScheduleError, match="over nccl-one-queue") as told:
         require_provable(computes, round_, site, ample_budgets(site), Costs(), ONE_QUEUE)
-    assert "(behind `send hidden critic m0 c0 -> 1`, which has not been taken)" in str(told.value)
+    assert "(after `send hidden critic m0 c0 -> 1`, which has not been received)" in str(told.value)
     assert "set CUDA_DEVICE_MAX_CONNECTIONS=32, or take overlap.schedule=intra" in str(told.value)
 
 

@@ -18,8 +18,8 @@ from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.modes import switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.book import packed
+from oppo_megatron.schedule.planning.ledger import Memo
 from oppo_megatron.schedule.rounds import Fork, Growths
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.sim.runs import virtual
@@ -318,7 +318,7 @@ def test_micro_batches_are_those_of_a_plan(
         here = np.flatnonzero(homes == replica)
         growths = Growths(np.stack([here, 0 * here, tokens[here], tokens[here] // 2]))
         forks = [Fork(source=-1, target=seq_id, tokens=1) for seq_id in here[late[here] == 1].tolist()]
-        planned = packed(growths, np.arange(len(here)), forks, budget, Alike())
+        planned = packed(growths, np.arange(len(here)), forks, budget, Memo())
         own = [sums for sums in found[:, replica].T.tolist() if any(sums)]
         assert own == [[sum(each.new for each in batch), sum(each.rows for each in batch)] for batch in planned]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.schedule.scoring_delay import scoring_delay
+from oppo_megatron.schedule.plan import scoring_delay
 from oppo_megatron.train.logs.step import CriticPlacement, StepClock
 
 ROUNDS = [1.0, 3.0, 3.0, 3.0]  # prompts, two chunks while the actor decodes, the last chunk

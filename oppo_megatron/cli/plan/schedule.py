@@ -97,7 +97,7 @@ def _transport(name: str | None, config: TrainConfig) -> Transport:
     from oppo_megatron.layout.placements import role_placements
     from oppo_megatron.schedule.checking.transport import TRANSPORTS as BY_NAME
     from oppo_megatron.schedule.checking.transport import transport_of
-    from oppo_megatron.schedule.groups import most_streams
+    from oppo_megatron.schedule.links import most_streams
     from oppo_megatron.schedule.rounds import Site
 
     if name:

@@ -1,7 +1,7 @@
-"""Whether the caches hold what a round adds to them.
+"""Check that the caches hold what a round adds to them.
 
-That follows from the sizes of its micro-batches; all else that the checker looks for follows from the round's shape.  So the
-schedule of a shape is checked once, and this for each round.
+This follows from the sizes of the round's micro-batches; everything else that the checker examines follows from the round's
+shape.  So a schedule is checked once per shape, and the caches in every round.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from oppo_megatron.errors import ScheduleError
 from oppo_megatron.schedule.rounds import Batches, Fork, Forks, KVBudget, Round
 
 Budgets = Mapping[str, Sequence[KVBudget]]
-"""What each replica of each role may cache; a role that is missing is not checked."""
+"""The capacity of each replica's cache, by role; a missing role is not checked."""
 
 
 def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -> None:
-    """Raises ScheduleError with every cache that the round overruns, or asks to continue what it does not hold.
+    """Check the caches of the replicas in `budgets` (by role and replica number).
 
-    `budgets` are those of the replicas to be checked, by role and number.
+    Raises ScheduleError with each cache that overflows, or that lacks tokens which the round continues.
     """
     faults = [
-        text for role, own in budgets.items() for d, budget in own.items() for text in _of(round_, role, d, budget)
+        text for role, own in budgets.items() for d, budget in own.items() for text in _faults(round_, role, d, budget)
     ]
     if faults:
         count = "1 cache" if len(faults) == 1 else f"{len(faults)} caches"
@@ -33,15 +33,15 @@ def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -
         )
 
 
-def _of(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[str]:
-    """The first thing that is wrong with one replica's cache."""
+def _faults(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[str]:
+    """Yield the first fault of one replica's cache."""
     cache, growths = f"the cache of {role} replica {replica}", _growths(round_, role, replica)
     seq_ids, past, new = growths
     lengths = past + new
     if len(seq_ids) and np.bincount(seq_ids - seq_ids.min()).max() > 1:
         order = np.argsort(seq_ids, kind="stable")
         ids, begins, ends = seq_ids[order], past[order], lengths[order]
-        again = ids[1:] == ids[:-1]  # some grow twice, each time from where the time before has left them
+        again = ids[1:] == ids[:-1]  # a sequence that grows twice continues from its previous end
         broken = np.flatnonzero(again & (begins[1:] != ends[:-1]))
         if len(broken):
             first = broken[np.argmin(order[broken + 1])]
@@ -55,13 +55,13 @@ def _of(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[st
             return
     longest = int(lengths.max(initial=0))
     if len(lengths) and budget.others + len(lengths) > budget.slots:
-        yield f"{cache} has {budget.slots} slots, but {len(lengths)} sequences grow beside {budget.others} others"
+        yield f"{cache} has {budget.slots} slots, but {len(lengths)} sequences grow and {budget.others} others keep theirs"
     elif longest > budget.max_length:
-        yield f"{cache} has room for {budget.max_length} tokens a sequence, but one grows to {longest}"
+        yield f"{cache} has room for {budget.max_length} tokens per sequence, but one grows to {longest}"
 
 
 def _fork_fault(cache: str, growths: Sequence[Sequence[int]], forks: Sequence[Fork]) -> str | None:
-    """The first thing that is wrong with the forks: a source that is not cached by then, a target that is something else."""
+    """Return the first fault of the forks: a source that is not cached in time, or a target that holds other tokens."""
     cached = {fork.source: fork.held for fork in forks}
     made, left = dict[int, int](), Forks(forks)
     sources = {fork.target: fork for fork in forks}
@@ -75,7 +75,7 @@ def _fork_fault(cache: str, growths: Sequence[Sequence[int]], forks: Sequence[Fo
         make(source)
     for seq_id, past, new in growths:
         if seq_id in sources and made.get(seq_id) != past:
-            return f"{cache} is to continue sequence {seq_id} at {past} tokens, {_told(sources[seq_id], made, cached)}"
+            return f"{cache} is to continue sequence {seq_id} at {past} tokens, {_state(sources[seq_id], made, cached)}"
         if seq_id in cached:
             if cached[seq_id] != past:
                 return f"{cache} holds {cached[seq_id]} tokens of sequence {seq_id}, which is to be continued at {past}"
@@ -84,17 +84,17 @@ def _fork_fault(cache: str, growths: Sequence[Sequence[int]], forks: Sequence[Fo
         elif seq_id in sources:
             made[seq_id] = past + new
     unmade = next((fork for fork in forks if fork.target not in made), None)
-    return None if unmade is None else f"{cache} is to fork sequence {unmade.target}, {_told(unmade, made, cached)}"
+    return None if unmade is None else f"{cache} is to fork sequence {unmade.target}, {_state(unmade, made, cached)}"
 
 
-def _told(fork: Fork, made: Mapping[int, int], cached: Mapping[int, int]) -> str:
+def _state(fork: Fork, made: Mapping[int, int], cached: Mapping[int, int]) -> str:
     if fork.target in made:
-        return f"of which it holds {made[fork.target]}, forked from sequence {fork.source}"
-    return f"forked from {fork.tokens} of sequence {fork.source}, of which it holds {cached[fork.source]} by then"
+        return f"but it holds {made[fork.target]} of it, forked from sequence {fork.source}"
+    return f"forked from {fork.tokens} of sequence {fork.source}, but it holds {cached[fork.source]} of that one by then"
 
 
 def _growths(round_: Round, role: str, replica: int) -> Ints:
-    """What a replica's micro-batches add, in their order: sequences, tokens cached before, new ones; [3, growths]."""
+    """Return sequence, cached tokens and new tokens of all growths of a replica, in execution order; [3, growths]."""
     prefill, decode = round_.prefill.get(role, ()), round_.decode if role == "actor" else ()
     table = Batches.of(prefill[replica] if replica < len(prefill) else ()).table[:3]
     if replica >= len(decode):

@@ -1,60 +1,54 @@
-"""A quick proof that a schedule of compute actions is sound once it has its messages.
+"""A quick proof that a generator's timetable is a sound schedule once its messages are added.
 
-`prove` looks at compute actions alone, in one pass and one run of whole numbers; messages need not be there yet.  Where it
-says yes, `check` finds nothing but, possibly, caches that overrun (`require_room`).  Where it says no, `check` says why.
+It needs only the start times of *units* (a decode with its sample, a prefill with its score).  If `prove` succeeds, `check`
+finds nothing but caches that overrun, which `require_room` checks in every round.  Lists without a timetable are checked in full.
 
-It asks three things.  Call a decode with its sample, or a prefill with its score, a *unit*.
+A timetable keeps the actions of a unit together and gives all tensor ranks of a stage the same times.  `runs_in_time` shows
+the rest:
 
-1. On each rank a unit's actions stand together: nothing comes between a decode and its sample, a prefill and its score.
-2. Every tensor rank of every stage has exactly the units that the round asks of it, in the one order that is allowed: the
-   actor's prefills by micro-batch, then its decode micro-steps by step and micro-batch; a scorer's prefills by micro-batch.
-3. All units can be done: each is done by the tensor ranks of its stage together, when it is next on all of them, after the
-   same unit of the stage before, and a decode micro-step after the last stage's micro-step of the step before.
+1. Each stage has exactly the units that the round requires, in the only permitted order: the actor's prefills by micro-batch,
+   then its decode micro-steps by step and micro-batch; a scorer's prefills by micro-batch.
+2. A unit starts after the same unit of the previous stage, and a decode micro-step after the last stage's micro-step of the
+   previous step.
 
-`add_communication` puts what a unit receives directly before it and what it sends directly behind it; then come the tokens
-of the last step, and what spreads the chunk.  So by 1 and 2:
+`add_communication` puts the receives of a unit directly before it and its sends directly after it.  The tokens of the last step
+and the messages that spread the chunk end the list.  Therefore:
 
-- Nothing is missing, doubled or foreign, and each message has two ends, since the units of both ends are there.
-- A link's messages are sent and asked for in the order of its stage's units, which is one on both ends; tokens of the last
-  step come in the order of their micro-batches, on both ends.
-- A hidden state is used by the unit before which it was received, or sent on by the unit that has made it, and no other of
-  the role comes between; tokens are there before the step that continues them; a chunk is whole behind all tokens.
+- No action is missing, doubled or foreign, and each message has both ends.
+- The messages of a link are sent and received in the order of its stages' units, which is the same at both ends.
+- A hidden state is used by the unit directly after its receive, tokens arrive before the step that continues them, and a chunk
+  follows all its tokens.
+- In the order of starts each unit follows everything that it waits for, so no ranks wait in a cycle.  After the units there are
+  only receives of tokens that have been drawn, a gather that all its ranks reach, and chunks, which a rank receives from one
+  before it in the order of `Site.feeds`.
+- Each link has its own communicator, used in one order from the stream of one role, as transports require.
 
-And by 3 there is an order of all units in which each stands behind everything that it waits for.  Ranks follow it without
-a deadlock, as sends do not wait, a receive waits for a unit before it in that order, and behind the units there are only
-receives of tokens that have been drawn, a gather of ranks that all come to it, and chunks, which a rank receives from one
-that comes before it in the order of `Site.feeds`, and then passes on.
-
-Where a generator gives its timetable, lists are made of that, and `runs_in_time` proves them without any action: times in which
-each unit comes behind what it waits for are such an order.
-
-Where the transport may hold a hidden state behind others of its link, a rank goes on from the unit that sends it once the next
-stage has done the unit that takes the first of those: times show that quickly (`holding.py`), or else the run of 3 does.  What
-else a transport asks follows from the above: a communicator is that of one link, whose messages have one order and come from
-the stream of one role.
+A transport may also hold a send until earlier messages of its link have been received.  `sends_pass` proves from the times that
+held hidden states cannot deadlock.  If it cannot, the units are run in each rank's order, without times and messages, which is
+exact if stages have single ranks; otherwise a simulation decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from oppo_megatron.columns import Ints
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.actions import Payload, Schedule
 from oppo_megatron.schedule.checking.caches import Budgets
-from oppo_megatron.schedule.checking.checker import require_sound
-from oppo_megatron.schedule.checking.holding import sends_pass
+from oppo_megatron.schedule.checking.checker import check, require_sound
 from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.schedule.weaving.timetable import Timetable, count_of
+from oppo_megatron.schedule.weaving.timetable import Team, Timetable, count_of
 
-Unit = tuple[Op, int, int, int | None]
-"""Decode or prefill, micro-batch, chunk, decode step."""
+SWEEPS = 8
+"""Sweeps of `sends_pass`.  Schedules that complete have needed no more; those with a cycle never converge."""
 
 Place = tuple[str, int, int]
 """(role, replica, stage)"""
@@ -62,15 +56,14 @@ Place = tuple[str, int, int]
 
 @dataclass
 class _Stage:
-    """One pipeline stage: the units that it has to do, how many it has done, and whom it waits for.
+    """One pipeline stage: the number of its units, how many are done, and the stages that it waits for.
 
-    Unit n waits for n + 1 units of the stage before, and from the second decode step on for n + 1 - `micro_batches` of the
-    last stage; `first` is the first unit that does.  Where a send may be held, a rank waits behind unit n until the stage
-    after has done n + 1 - (what its link lets go untaken).
+    Unit n waits for n + 1 units of the stage before, and from the second decode step (unit `first`) on for
+    n + 1 - `micro_batches` units of the last stage.  If sends may be held, a rank waits after unit n until the stage after has
+    done n + 1 - (the unreceived messages that its link may have).
     """
 
     ranks: tuple[int, ...]
-    units: Sequence[Unit]
     before: _Stage | None
     micro_batches: int
     first: int
@@ -85,48 +78,32 @@ class _Stage:
 def require_provable(
     computes: Schedule, round_: Round, site: Site, budgets: Budgets, costs: Costs, transport: Transport = GLOO
 ) -> None:
-    """`require_sound` of a schedule of compute actions, quickly where there is a proof.  Raises ScheduleError.
+    """Raise ScheduleError with all faults of the compute actions, unless they are proved sound over the transport.
 
-    The caches hold the round, as `require_room` says.
+    Caches are assumed to hold the round (`require_room`).
     """
     if not prove(computes, round_, site, transport):
         require_sound(add_communication(computes, round_, site), round_, site, budgets, costs, transport)
 
 
 def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = GLOO) -> bool:
-    """Whether the compute actions are those of a schedule that is sound over the transport."""
+    """True if the compute actions and their messages are a sound schedule over the transport."""
     table = computes.actions
-    timed = table if isinstance(table, Timetable) and runs_in_time(table, round_, site) else None
-    if not transport.made or set(transport.in_flight) - {Payload.HIDDEN}:
-        return timed is not None and _comes_to_an_end(computes, round_, site, transport)
-    most = transport.in_flight.get(Payload.HIDDEN)
-    if timed is not None and (most is None or sends_pass(timed, most)):
+    if not (isinstance(table, Timetable) and runs_in_time(table, round_, site)):
+        return not check(add_communication(computes, round_, site), round_, site, {}, transport=transport)
+    if not transport.holds:
         return True
-    stages = {place: stage for role in site.placements for place, stage in _stages_of(role, round_, site)}
-    orders: dict[int, list[_Stage]] = {}
-    for rank in {*computes.actions, *site.ranks}:
-        order = _order(rank, computes.of(rank), site, stages) if timed is None else _timed_order(rank, timed, stages)
-        if order is None:
-            return False
-        orders[rank] = order
-    if _runs_through(orders, most):
+    if (
+        transport.made
+        and set(transport.in_flight) == {Payload.HIDDEN}
+        and sends_pass(table, transport.in_flight[Payload.HIDDEN])
+    ):
         return True
-    # One of several tensor ranks may take what the others are not ready for, and so let a send go.
-    shared = most is not None and any(len(stage.ranks) > 1 for stage in stages.values())
-    return shared and _comes_to_an_end(computes, round_, site, transport)
-
-
-def _comes_to_an_end(computes: Schedule, round_: Round, site: Site, transport: Transport) -> bool:
     return not simulate(add_communication(computes, round_, site), round_, site, transport=transport).stuck
 
 
 def runs_in_time(table: Timetable, round_: Round, site: Site) -> bool:
-    """Whether the times of all units are an order in which each stands behind what it waits for; then 1, 2 and 3 hold.
-
-    A unit's actions stand together in every list, and the tensor ranks of a stage have one time for each unit.  So what is left
-    of 2 is the number of units and that each stage begins them one after the other; and of 3 that a unit begins after the same
-    one of the stage before, and a decode micro-step after the last stage's micro-step of the step before.
-    """
+    """True if they are the units of the round and each starts after everything that it waits for (1 and 2 above)."""
     counts = {(role, d): count_of((role, d), round_) for role, own in site.placements.items() for d in range(own.dp)}
     if table.site != site or not all(team in table.times for team, count in counts.items() if count.units):
         return False
@@ -141,83 +118,90 @@ def runs_in_time(table: Timetable, round_: Round, site: Site) -> bool:
     return True
 
 
+def sends_pass(table: Timetable, most: int) -> bool:
+    """True if no rank waits forever when `most` hidden states of a link may be unreceived; False proves nothing.
+
+    The timetable must run in time.  A rank that sends one hidden state more waits until the next stage receives the first of
+    them, at the start of the unit `most` before.  So what the rank does next must also follow that unit.  Most such waits agree
+    with the order of starts.  If one does not, the waiting unit is moved to directly after what it waits for, and those that wait
+    for it likewise, until nothing moves (the order then satisfies all waits) or `SWEEPS` have passed.
+    """
+    assert most >= 1, "a link needs room for at least 1 message in flight"
+    ends = np.cumsum([times.starts.size for times in table.times.values()])
+    numbers = {
+        team: np.arange(end - times.starts.size, end).reshape(times.starts.shape)
+        for (team, times), end in zip(table.times.items(), ends, strict=True)
+    }
+    if not numbers:
+        return True
+    starts, placed = (np.concatenate([times[i].ravel() for times in table.times.values()]) for i in range(2))
+    rank_of = np.empty_like(starts)
+    rank_of[np.lexsort((placed, starts))] = np.arange(len(starts)) * len(starts)  # leaves room for as many in between
+    first, then = (np.concatenate(pair) for pair in zip(*_waits(table, numbers, most), strict=True))
+    for _ in range(SWEEPS):
+        late = rank_of[then] <= rank_of[first]
+        if not late.any():
+            return True
+        np.maximum.at(rank_of, then[late], rank_of[first[late]] + 1)
+    return False
+
+
+def _waits(table: Timetable, numbers: dict[Team, Ints], most: int) -> Iterator[tuple[Ints, Ints]]:
+    """Yield pairs of unit numbers: the second waits for the first.  `numbers` are [stages, units] by replica."""
+    releases = np.full(sum(own.size for own in numbers.values()), -1)
+    for team, own in numbers.items():
+        count = table.count(team)
+        yield own[:-1].ravel(), own[1:].ravel()
+        yield own[-1, count.prefills : own.shape[1] - count.batches], own[0, count.prefills + count.batches :]
+        releases[own[:-1, most:]] = own[1:, : max(0, own.shape[1] - most)]
+    for rank in table.site.ranks:
+        order, stages = table.sequence(rank)
+        if stages:
+            units = np.concatenate([numbers[team][stage] for team, stage in stages])[order]
+            yield units[:-1], units[1:]
+            released = releases[units[:-1]]
+            yield released[released >= 0], units[1:][released >= 0]
+
+
 def _stages_of(role: str, round_: Round, site: Site) -> Iterator[tuple[Place, _Stage]]:
     placement = site.placements[role]
     for replica in range(placement.dp):
-        units, prefills, batches = _units(role, replica, round_)
+        count = count_of((role, replica), round_)
+        batches, begun = count.batches, count.prefills + count.batches
         own: list[_Stage] = []
         for stage in range(placement.pp):
             before = own[-1] if own else None
-            own.append(_Stage(placement.stage_ranks(replica, stage), units, before, batches, prefills + batches))
+            own.append(_Stage(placement.stage_ranks(replica, stage), before, batches, begun))
         for stage, each in enumerate(own):
             each.last = own[-1]
             each.after = own[stage + 1] if stage < placement.pp - 1 else None
-            each.woken = _woken(placement, replica, stage, decodes=len(units) > prefills)
+            each.woken = _woken(placement, replica, stage, decodes=batches > 0)
             yield (role, replica, stage), each
 
 
-def _units(role: str, replica: int, round_: Round) -> tuple[list[Unit], int, int]:
-    """What each stage of a replica has to do, how many prefills that has, and how many decode micro-batches."""
-    prefill = round_.prefill.get(role, ())
-    prefills = len(prefill[replica]) if replica < len(prefill) else 0
-    decodes = role == "actor" and replica < len(round_.decode)
-    batches = len(round_.decode[replica]) if decodes else 0
-    chunk = round_.index if role == "actor" else round_.index - 1
-    units: list[Unit] = [(Op.PREFILL, j, chunk, None) for j in range(prefills)]
-    units += [(Op.DECODE, m, chunk, step) for step in range(round_.steps) for m in range(batches)]
-    return units, prefills, batches
-
-
 def _woken(placement: RolePlacement, replica: int, stage: int, decodes: bool) -> tuple[int, ...]:
-    """Who may go on when the stage has done something: the next stage, and the one before, whose send may be held; of the last
-    one's decoding, all that take tokens."""
+    """Return the ranks that may continue after the stage has done a unit.
+
+    They are of the next stage and the one before, whose send may be held; if the last stage decodes, all that receive tokens.
+    """
     if stage == placement.pp - 1 and decodes:
         return placement.replica_ranks(replica)
-    beside = (near for near in (stage - 1, stage + 1) if 0 <= near < placement.pp)
-    return tuple(rank for near in beside for rank in placement.stage_ranks(replica, near))
+    neighbours = (near for near in (stage - 1, stage + 1) if 0 <= near < placement.pp)
+    return tuple(rank for near in neighbours for rank in placement.stage_ranks(replica, near))
 
 
-def _timed_order(rank: int, table: Timetable, stages: dict[Place, _Stage]) -> list[_Stage]:
-    """The stages whose units the rank does, unit by unit."""
+def _order(rank: int, table: Timetable, stages: dict[Place, _Stage]) -> list[_Stage]:
+    """Return the stage of each of the rank's units, in order."""
     order, places = table.sequence(rank)
     counts = [table.times[team].starts.shape[1] for team, _ in places]
     own = [stages[role, replica, stage] for (role, replica), stage in places]
     return [own[i] for i in np.repeat(np.arange(len(own)), counts)[order].tolist()]
 
 
-def _order(rank: int, computes: Sequence[Action], site: Site, stages: dict[Place, _Stage]) -> list[_Stage] | None:
-    """The stages whose units the rank does, unit by unit; None where 1 or 2 does not hold."""
-    places: dict[str, tuple[_Stage, bool, list[Unit]]] = {}
-    for role, placement in site.placements.items():
-        coords = placement.coords(rank)
-        if coords is not None:
-            last = coords.stage == placement.pp - 1
-            places[role] = stages[role, coords.replica, coords.stage], last, []
-    order: list[_Stage] = []
-    follower: Action | None = None
-    for action in computes:
-        if follower is not None:
-            if action != follower:
-                return None
-            follower = None
-            continue
-        op, role = action.op, action.role
-        if action.rank != rank or role not in places or action.payload is not None or action.peer is not None:
-            return None
-        stage, last, units = places[role]
-        units.append((op, action.micro_batch, action.chunk, action.step))
-        order.append(stage)
-        if last and (op is Op.DECODE or role != "actor"):
-            behind = Op.SAMPLE if op is Op.DECODE else Op.SCORE
-            follower = Action(rank, behind, role, action.micro_batch, action.chunk, action.step)
-    whole = follower is None and all(units == stage.units for stage, _, units in places.values())
-    return order if whole else None
+def _runs_through(orders: dict[int, list[_Stage]], most: int) -> bool:
+    """True if all units can be done in each rank's order, with at most `most` unreceived hidden states of a link.
 
-
-def _runs_through(orders: dict[int, list[_Stage]], most: int | None) -> bool:
-    """Whether all units can be done, each rank's in its order, with at most so many hidden states of a link untaken.
-
-    What happens does not depend on who is looked at first.
+    The order of examining ranks does not change the result.
     """
     position = dict.fromkeys(orders, 0)
     ready = list(orders)
@@ -244,13 +228,13 @@ def _runs_through(orders: dict[int, list[_Stage]], most: int | None) -> bool:
     return all(position[rank] == len(order) for rank, order in orders.items())
 
 
-def _held(order: list[_Stage], position: int, most: int | None) -> bool:
-    """Whether the rank still has to send what the unit before this position has made."""
-    if most is None or not position:
+def _held(order: list[_Stage], position: int, most: int) -> bool:
+    """True if the rank still has to send the result of the unit before this position."""
+    if not position:
         return False
     stage = order[position - 1]
     return stage.after is not None and stage.after.done < stage.done - most
 
 
-def _is_at(stage: _Stage, order: list[_Stage], position: int, most: int | None) -> bool:
+def _is_at(stage: _Stage, order: list[_Stage], position: int, most: int) -> bool:
     return position < len(order) and order[position] is stage and not _held(order, position, most)

@@ -1,9 +1,9 @@
-"""Simulates a schedule in virtual time: the times of each rank's actions, and where nothing can go on.
+"""Simulate a schedule in virtual time: the times of each rank's actions, and the ranks that cannot continue.
 
-Every rank walks its own list.  Decode, sample, prefill and score wait for all tensor ranks of their stage, gather for
-all ranks of the actor.  A send takes no time, unless the transport holds it; its message arrives `Costs.message_s` later and
-the messages of one (sender, receiver, role, payload) arrive in the order sent.  A receive waits for its message.  The result
-does not depend on the order in which ranks are examined.
+Every rank executes its own list.  Decode, sample, prefill and score wait for all tensor ranks of their stage, gather for all
+ranks of the actor.  A send takes no time unless the transport holds it.  Its message arrives `Costs.message_s` later; the
+messages of one link (sender, receiver, role, payload) arrive in the order sent.  A receive waits for its message.  The order
+of examining ranks does not change the result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMPUTE = (Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE)
 
 
 class Span(NamedTuple):
-    """One action as it went: `position` is its index in the rank's list.  A receive's span is the time it waited."""
+    """Start and end of one action, at `position` of its rank's list.  A receive's span is the time that it waited."""
 
     action: Action
     position: int
@@ -34,10 +34,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A rank that cannot go on: `action` waits for `ranks`.
+    """A rank that cannot continue: `action` waits for `ranks`.
 
-    `mistaken`: a message other than the one asked for came.  `held`: why the transport holds this send, else empty; then
-    `remedy` says what else would let it go.
+    `mistaken`: another message than the expected one came.  `held`: why the transport holds this send (empty: it does not);
+    `remedy`: what else would release it.
     """
 
     action: Action
@@ -55,37 +55,37 @@ class Stuck:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each rank did and when, and the ranks that did not come to the end of their lists."""
+    """The spans of every rank, and the ranks that did not reach the end of their lists."""
 
     spans: Mapping[int, tuple[Span, ...]]
     stuck: Mapping[int, Stuck]
 
     @property
     def makespan_s(self) -> float:
-        """When the last action of all ranks has ended."""
+        """End of the last action of all ranks."""
         return max((own[-1].end_s for own in self.spans.values() if own), default=0.0)
 
     @property
     def working(self) -> tuple[int, ...]:
-        """The ranks that compute anything; bubbles are counted over these."""
+        """The ranks that compute; bubbles are counted over these."""
         return tuple(r for r in sorted(self.spans) if any(span.action.op in COMPUTE for span in self.spans[r]))
 
     def busy_s(self, rank: int) -> float:
-        """Seconds that `rank` computes."""
+        """Seconds during which `rank` computes."""
         return sum(span.end_s - span.start_s for span in self.spans[rank] if span.action.op in COMPUTE)
 
     def idle_s(self, rank: int) -> float:
         return self.makespan_s - self.busy_s(rank)
 
     def bubble(self, rank: int | None = None) -> float:
-        """Idle share of `rank`'s time, or of all working ranks' time, in 0..1."""
+        """Idle share of the time of `rank` (None: of all working ranks), 0 to 1."""
         ranks = self.working if rank is None else (rank,)
         total = self.makespan_s * len(ranks)
         return sum(map(self.idle_s, ranks)) / total if total else 0.0
 
 
 Running = Callable[[Action, int], int]
-"""How many sequences of a decode micro-step of a replica still run; with 0 of them it is void, and takes no time."""
+"""Running sequences of a decode micro-step of a replica; with 0 the micro-step is void and takes no time."""
 
 
 def simulate(
@@ -98,9 +98,9 @@ def simulate(
     begun: Mapping[int, float] | None = None,
     running: Running | None = None,
 ) -> Timeline:
-    """Carry the schedule out in virtual time, as far as it goes.
+    """Execute the schedule in virtual time until no rank can continue.
 
-    `begun`: when each rank begins its list (None: all at 0).  `running`: without it, no sequence ends within the round.
+    `begun`: start of each rank's list in seconds (None: 0).  `running`: None if no sequence ends within the round.
     """
     run = _Run(schedule, round_, site, costs or Costs(), transport, running)
     run.clock.update(begun or {})
@@ -113,13 +113,13 @@ def simulate(
 
 
 def coordinates_at(site: Site, rank: int) -> dict[str, RankCoordinates]:
-    """What `rank` holds of each role that it has a part of."""
+    """Coordinates of `rank` in each role that it has a part of."""
     found = {role: placement.coords(rank) for role, placement in site.placements.items()}
     return {role: coords for role, coords in found.items() if coords is not None}
 
 
 def batch_of(round_: Round, action: Action, replica: int) -> Batch:
-    """The sequences that a compute action of `replica` advances; none where the round knows no such micro-batch."""
+    """Return the sequences that a compute action of `replica` advances; () if the round has no such micro-batch."""
     decodes = action.op in (Op.DECODE, Op.SAMPLE)
     replicas = round_.decode if decodes else round_.prefill.get(action.role, ())
     batches = replicas[replica] if replica < len(replicas) else ()
@@ -127,12 +127,12 @@ def batch_of(round_: Round, action: Action, replica: int) -> Batch:
 
 
 def content_of(action: Action) -> tuple[int, int, int]:
-    """Micro-batch, chunk and step (-1: none): what tells the messages of one link apart."""
+    """Micro-batch, chunk and step (-1: none), which distinguish the messages of one link."""
     return action.micro_batch, action.chunk, -1 if action.step is None else action.step
 
 
-def alike(a: Action | None, b: Action) -> bool:
-    """The same action, on whatever ranks."""
+def same_action(a: Action | None, b: Action) -> bool:
+    """True if two actions differ at most in their rank and peer."""
     return (
         a is not None
         and a.op is b.op
@@ -144,10 +144,10 @@ def alike(a: Action | None, b: Action) -> bool:
 
 
 class _Run:
-    """State of the dry run: of every rank its place in its list and its clock; of every link the messages under way.
+    """State of the simulation: position and clock of each rank, and the messages in flight on each link.
 
-    `ready` are ranks to be looked at.  Where the transport holds sends: when a link's messages were taken, and which
-    communicators are made.
+    `ready`: ranks to be examined.  For transports that hold sends, `taken`: when the messages of each link were received; `made`:
+    communicators in use.
     """
 
     def __init__(
@@ -172,13 +172,13 @@ class _Run:
         }
 
     def current(self, rank: int) -> Action | None:
-        """What `rank` is to do next; None at its list's end and for ranks that do not exist."""
+        """The next action of `rank`; None at the end of its list and for ranks that do not exist."""
         own = self.lists.get(rank, ())
         position = self.position.get(rank, 0)
         return own[position] if position < len(own) else None
 
     def advance(self, rank: int) -> tuple[int, ...] | None:
-        """Carry out the rank's next action.  Returns the other ranks that may go on now, None where it has to wait."""
+        """Execute the rank's next action.  Returns other ranks that may continue now, None if the rank has to wait."""
         action = self.current(rank)
         if action is None:
             return None
@@ -187,7 +187,7 @@ class _Run:
         if action.op is Op.RECV:
             return self._receive(action)
         group = self._group(action)
-        if not group or not all(alike(self.current(member), action) for member in group):
+        if not group or not all(same_action(self.current(member), action) for member in group):
             return None
         start = max(self.clock[member] for member in group)
         end = start + self._seconds(action)
@@ -198,7 +198,7 @@ class _Run:
         return tuple(member for member in group if member != rank)
 
     def explain(self, rank: int) -> Stuck:
-        """Why `rank` cannot go on."""
+        """Return why `rank` cannot continue."""
         action = self.current(rank)
         assert action is not None
         position = self.position[rank]
@@ -216,7 +216,7 @@ class _Run:
         group = self._group(action)
         if not group:
             return Stuck(action, position, (), f"rank {rank} holds nothing of the {action.role} role")
-        absent = tuple(member for member in group if not alike(self.current(member), action))
+        absent = tuple(member for member in group if not same_action(self.current(member), action))
         return Stuck(action, position, absent, f"all of ranks {list(group)} take part; {self._whereabouts(absent)}")
 
     def _whereabouts(self, ranks: tuple[int, ...]) -> str:
@@ -236,16 +236,16 @@ class _Run:
         return (action.peer,) if action.peer in self.lists else ()
 
     def _holder(self, action: Action) -> str | None:
-        """Why the transport holds a send for now."""
+        """Return why the transport holds a send (None: it does not)."""
         if not self._meets(action):
             return "the first use of its communicator, for which both ends have to come"
         ahead = self.links[link_of(action)]
         if len(ahead) >= self.transport.in_flight.get(action.payload, len(ahead) + 1):
-            return f"behind `{ahead[0][0]}`, which has not been taken"
+            return f"after `{ahead[0][0]}`, which has not been received"
         return None
 
     def _meets(self, action: Action) -> bool:
-        """Whether the communicator of a send is made, or both its ends are here to make it."""
+        """True if the communicator of a send is made, or both its ends are present to make it."""
         communicator = self.transport.communicator(action)
         if self.transport.made or communicator in self.made:
             return True
@@ -253,7 +253,7 @@ class _Run:
         return other is not None and other.peer is not None and self.transport.communicator(other) == communicator
 
     def _released_s(self, action: Action) -> float:
-        """When what held a send has let it go.  Its communicator counts as made from now on."""
+        """Time at which a held send is released.  Its communicator counts as made from now on."""
         link, moments = link_of(action), [0.0]
         communicator = self.transport.communicator(action)
         if not self.transport.made and communicator not in self.made and action.peer is not None:
@@ -279,7 +279,7 @@ class _Run:
         return (name[0],)
 
     def _let_meet(self, action: Action) -> None:
-        """Look again at a rank that may be held at its first send until this receive is here."""
+        """Examine the sender again if it was held at its first send until this receive was reached."""
         other = None if action.peer is None else self.current(action.peer)
         if self.holds and other is not None and other.op is Op.SEND and self._meets(other):
             self.ready.append(other.rank)

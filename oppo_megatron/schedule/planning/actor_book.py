@@ -1,4 +1,4 @@
-"""The book of the actor.  Pure."""
+"""The actor's sequences: replicas, cache slots and prefill.  Pure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from oppo_megatron.schedule.weaving.cut import even_ends
 
 
 class Active(NamedTuple):
-    """Sequences that are decoded, where the columns of the actor's book have them until it is next told of others, the replica
-    of each, and the tokens that it may still get."""
+    """Sequences to decode: their rows in the book (valid until its next call), replicas, and the tokens each may still get."""
 
     columns: Columns
     rows: Ints
@@ -39,9 +38,9 @@ class Active(NamedTuple):
 class ActorBook(Book):
     """The book of the decoding actor.
 
-    Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round
-    begins with its prefill.  One that is kept beyond updates has outlived so many: what is drawn over it is of weights as
-    old.  With too few slots those admitted first run, and others wait a round.
+    Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round begins
+    with its prefill. A cache that is kept beyond an update has outlived it: tokens drawn from it are of older weights. If slots
+    are short, sequences admitted first run, and others wait a round.
     """
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int], groups: Grouping = ALONE):
@@ -50,7 +49,7 @@ class ActorBook(Book):
         self._limit = limit
 
     def active(self, rollouts: Sequence[Rollout] | Columns) -> Active:
-        """The unfinished rollouts, each of which has a replica now."""
+        """Return the unfinished rollouts; each has a replica now."""
         columns = columns_of(rollouts)
         homes, rows = self._replicas.place(columns), self._ledger.rows(columns.seq_ids)
         limits = self._ledger[LIMIT]
@@ -60,12 +59,12 @@ class ActorBook(Book):
         return Active(columns, rows, homes, limits[rows] - columns.response_tokens)
 
     def running(self, active: Active) -> list[int]:
-        """How many sequences each replica will decode in the next round."""
+        """Number of sequences that each replica will decode in the next round."""
         counts: list[int] = np.minimum(np.bincount(active.homes, minlength=len(self)), self.slots).tolist()
         return counts
 
     def steps(self, active: Active, chunk: int) -> int:
-        """Decode steps of the next round: a chunk, or less where no sequence may grow by as much."""
+        """Decode steps of the next round: a chunk, or fewer if no sequence may grow as much."""
         return min(chunk, int(active.rooms.max(initial=0)))
 
     def plan(
@@ -77,9 +76,9 @@ class ActorBook(Book):
         order: Callable[[Sequence[int]], list[int]],
         own: Collection[int] | None = None,
     ) -> list[ReplicaWork]:
-        """What each replica prefills and decodes.
+        """Plan the prefill and decoding of each replica.
 
-        `order(seq_ids)` puts open sequences in the order of their cache slots where this rank holds them.
+        `order(seq_ids)` sorts open sequences by their cache slots, on ranks that hold them.
         """
         columns, rows, homes, rooms = active if isinstance(active, Active) else self.active(active)
         running, new = self._admit(rows, homes)
@@ -102,12 +101,12 @@ class ActorBook(Book):
             lined = self._in_line(rows, here[~new[here]], opened, order)
             forks = here[sources[here] != ABSENT]
             work.fork = self._forks(rows[forks], depth[forks], sources[forks])
-            work.prefill = packed(stale, lined[stale.new[lined] > 0], work.fork, budget, self._alike)
+            work.prefill = packed(stale, lined[stale.new[lined] > 0], work.fork, budget, self._memo)
             work.decode = Batches(decode.table[:, lined], even_ends(len(lined), micro_batches))
         return self._works(ours)
 
     def _in_line(self, rows: Ints, before: Ints, new: Ints, order: Callable[[Sequence[int]], list[int]]) -> Ints:
-        """Positions in `rows`: those of `before`, opened in earlier rounds, in `order`; then those of `new`."""
+        """Positions in `rows`: `before` (opened in earlier rounds) sorted by `order`, then `new`."""
         ledger = self._ledger
         before = before[np.argsort(ledger[OPENED][rows[before]], kind="stable")]
         position = np.empty(len(ledger), dtype=np.int64)
@@ -116,12 +115,12 @@ class ActorBook(Book):
         return np.concatenate([position[ledger.rows(np.array(ordered, dtype=np.int64))], new])
 
     def runs(self, rollouts: Sequence[Rollout] | Columns) -> Bools:
-        """Which of the rollouts run in the round planned last."""
+        """True for the rollouts that run in the last planned round."""
         run: Bools = self._ledger[CACHED][self._ledger.rows(columns_of(rollouts).seq_ids)] != ABSENT
         return run
 
     def record(self, rollouts: Sequence[Rollout]) -> None:
-        """A round has been recorded in the rollouts."""
+        """Update the book after a round has been recorded in the rollouts."""
         columns = columns_of(rollouts)
         rows, run = self._ledger.rows(columns.seq_ids), self.runs(columns)
         going, ended = np.flatnonzero(run & ~columns.finished), rows[run & columns.finished]
@@ -131,24 +130,24 @@ class ActorBook(Book):
         self._ledger[OUTLIVED][ended] = 0
 
     def stop(self, rollouts: Sequence[Rollout]) -> None:
-        """These are decoded no further, from between two rounds on."""
+        """Stop decoding these sequences; called between two rounds."""
         rows = self._ledger.rows(columns_of(rollouts).seq_ids)
         self._close(rows[self._ledger[CACHED][rows] != ABSENT])
         self._ledger[REPLICA][rows] = ABSENT
         self._ledger[OUTLIVED][rows] = 0
 
     def invalidate(self) -> None:
-        """The weights changed: caches must be computed again."""
+        """Discard cached tokens after a change of weights."""
         self._ledger[CACHED][self._ledger[CACHED] != ABSENT] = 0
         self._ledger[OUTLIVED][:] = 0
 
     def keep(self) -> None:
-        """The weights changed, and what is cached is kept."""
+        """Keep cached tokens after a change of weights."""
         self._ledger[OUTLIVED][self._ledger[CACHED] > 0] += 1
 
     @property
     def outlived(self) -> Mapping[int, int]:
-        """Updates that were made since the cache of a sequence was begun; 0 of one that is not there."""
+        """Updates since the cache of each sequence was begun; sequences with 0 are left out."""
         return dict(self._pairs_of_outlived())
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,7 +166,7 @@ class ActorBook(Book):
         return current
 
     def _admit(self, rows: Ints, homes: Ints) -> tuple[Bools, Bools]:
-        """Give free slots to sequences without one.  Returns which sequences run, and which of these have a new slot."""
+        """Give free slots to sequences without one.  Returns masks of running sequences and of new slots."""
         new = self._ledger[CACHED][rows] == ABSENT
         if len(self._short(homes[new])):
             places = np.flatnonzero(new)

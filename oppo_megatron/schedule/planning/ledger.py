@@ -1,26 +1,32 @@
-"""Numbers of sequences by sequence id, in arrays: what the books keep of thousands of them.
+"""Arrays of numbers indexed by sequence id, for the books, which keep thousands of sequences.
 
-Sequence ids are positions in a stream, and those in use lie close together.  So a number is found at (id - first id) of its
-column, and columns are as long as the ids in use are apart.
+Sequence ids are positions in a stream, and the ids in use are close together.  So a number is at (id - first id) of its column,
+and columns are as long as the range of ids in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from oppo_megatron.columns import Ints
 
+T = TypeVar("T")
+
+KEPT = 8
+"""Answers that `Memo` keeps: some for each role, of one round."""
+
 ABSENT = -1
-"""The number of a sequence that has none, in columns in which 0 means something."""
+"""Marks a missing number, in columns that use 0."""
 
 
 class Ledger:
-    """Columns by name, each with the number that a sequence has which is not entered.
+    """Columns by name, each with its value for sequences that are not in use.
 
-    A sequence is in use while its number in the column `entered` differs from that of one that is not.
+    A sequence is in use while its number in the column `entered` differs from that value.
     """
 
     def __init__(self, entered: str, columns: Mapping[str, int]):
@@ -29,11 +35,11 @@ class Ledger:
         self._columns: dict[str, Ints] = {name: np.zeros(0, dtype=np.int64) for name in columns}
 
     def __getitem__(self, name: str) -> Ints:
-        """A column, to be read and written at what `rows` gives; it is valid until the next call of `rows`."""
+        """Return a column, indexed by `rows`; valid until the next call of `rows`."""
         return self._columns[name]
 
     def rows(self, seq_ids: Ints) -> Ints:
-        """Where in the columns the sequences' numbers stand, known or not."""
+        """Return the rows of the sequences, in use or not."""
         if len(seq_ids):
             low, high = int(seq_ids.min()), int(seq_ids.max())
             if low < self._first or high >= self._first + len(self):
@@ -41,11 +47,11 @@ class Ledger:
         return seq_ids - self._first
 
     def ids(self, rows: Ints) -> Ints:
-        """Whose numbers stand at these rows."""
+        """Return the sequence ids of these rows."""
         return rows + self._first
 
     def row(self, seq_id: int) -> int:
-        """The row of a single sequence that is in use.  Raises KeyError for others."""
+        """Return the row of one sequence in use.  Raises KeyError for others."""
         row = seq_id - self._first
         if not (0 <= row < len(self) and self._columns[self._entered][row] != self._unset[self._entered]):
             raise KeyError(seq_id)
@@ -59,23 +65,23 @@ class Ledger:
         return len(self._columns[self._entered])
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Ints:
-        """Ids of the rows in which `mask` is True, ascending."""
+        """Return the ids of the rows at which `mask` is True, ascending."""
         return self.ids(np.flatnonzero(mask))
 
     def enter(self, name: str, pairs: Sequence[tuple[int, int]]) -> Ints:
-        """Set the numbers of sequences, (id, number) each.  Returns their rows."""
+        """Set the numbers of sequences from pairs (id, number).  Returns their rows."""
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         rows = self.rows(table[:, 0])
         self[name][rows] = table[:, 1]
         return rows
 
     def clear(self) -> None:
-        """No sequence is in use any more."""
+        """Remove all sequences."""
         for name, unset in self._unset.items():
             self._columns[name][:] = unset
 
     def _make_room(self, low: int, high: int) -> None:
-        """For ids low .. high, beside those in use; with as much room again behind them, so that this is rare."""
+        """Make room for ids low to high and those in use; twice as much as needed, so that this is rare."""
         used = self.where(self._columns[self._entered] != self._unset[self._entered])
         if len(used):
             low, high = min(low, int(used[0])), max(high, int(used[-1]))
@@ -88,12 +94,32 @@ class Ledger:
         self._first = low
 
 
-def ordinal(homes: Ints) -> Ints:
-    """How many of the same home stand before each."""
-    order = np.argsort(homes, kind="stable")
-    ordered = homes[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(homes) else order
-    lengths = np.diff(np.append(starts, len(homes)))
-    found = np.empty_like(homes)
-    found[order] = np.arange(len(homes)) - np.repeat(starts, lengths)
+def ordinal(groups: Ints) -> Ints:
+    """Return for each element the number of earlier elements of the same group."""
+    order = np.argsort(groups, kind="stable")
+    ordered = groups[order]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(groups) else order
+    lengths = np.diff(np.append(starts, len(groups)))
+    found = np.empty_like(groups)
+    found[order] = np.arange(len(groups)) - np.repeat(starts, lengths)
     return found
+
+
+class Memo:
+    """The last answers of pure functions of integers and integer arrays.  Callers must not change an answer.
+
+    Scorers of one layout get the same sequences, and most of them read the same number of tokens, so the next role often asks
+    for the same result in the same round.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], object] = {}
+
+    def once(self, make: Callable[..., T], *asked: object) -> T:
+        """Return `make(*asked)`, computed at most once for the same arguments."""
+        key = make, *((each.shape, each.tobytes()) if isinstance(each, np.ndarray) else each for each in asked)
+        if key not in self._known:
+            if len(self._known) >= KEPT:
+                del self._known[next(iter(self._known))]  # the oldest
+            self._known[key] = make(*asked)
+        return cast(T, self._known[key])

@@ -1,4 +1,4 @@
-"""Plans the rounds of a run: the books give the work, a generator its order, and the checker proves the result.
+"""Plan the rounds of a run: the books give the work, a generator its order, and the checker proves the result.
 
 Every rank plans for itself and reaches the same schedule, because the books advance by chunks that every rank records.
 """
@@ -36,20 +36,20 @@ KEPT_SCHEDULES = 256
 KEPT_CUTS = 1024
 
 NEARLY = 0.05
-"""Share by which the seconds of an action may differ from those by which a cut was sought."""
+"""Relative change of an action's seconds after which cuts are chosen again."""
 
 Order = Callable[[Sequence[int]], list[int]]
 
 Require = Callable[[Schedule, Round, Site, Budgets, Costs, Transport], None]
-"""Raises ScheduleError where a schedule of compute actions has a fault."""
+"""Raises ScheduleError if a schedule of compute actions has a fault."""
 
 
 @dataclass(frozen=True)
 class PlannedRound:
-    """A round, what it asks of each replica of each role, and its schedule.
+    """A round, the work of each replica of each role, and the schedule.
 
-    The schedule is of the round's shape: its chunks count from 1, not from `round.index` (`Schedule.shifted`).  A planner of
-    one rank gives the micro-batches of its component's replicas, and its own list.
+    The schedule is of the round's shape: its chunks count from 1, not from `round.index` (`Schedule.shifted`). A planner of one
+    rank has the micro-batches of its component's replicas, and its own list.
     """
 
     round: Round
@@ -64,14 +64,14 @@ class PlannedRound:
 
 @dataclass(frozen=True)
 class BookedRound:
-    """What the books give a round: its decode steps, what it asks of each replica of each role, and how that is cut."""
+    """The work of a round before it is ordered: decode steps, work of each replica of each role, and the cut."""
 
     steps: int
     works: Mapping[str, Sequence[ReplicaWork]]
     cut: Cut
 
     def round(self, index: int) -> Round:
-        """The round of that number."""
+        """Return the round with this number."""
         return Round(
             index,
             self.steps,
@@ -83,12 +83,12 @@ class BookedRound:
 
 @dataclass
 class RoundPlanner:
-    """One rank's planner.
+    """The planner of one rank.
 
-    `weave` is `overlap.weave`; `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence.
-    With `rank` it plans and checks that rank's `Component`: for the rank the same list, in a time that does not grow with the
-    number of replicas.  Without, it plans all ranks and checks all lists together.
-    `late` are scorers that read nothing in rounds that decode.  `transport`: whose rules the schedules have to keep.
+    `weave` is `overlap.weave`; `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence. With
+    `rank` it plans and checks that rank's `Component`: the rank gets the same list, in a time that does not grow with the
+    number of replicas. Without, it plans all ranks and checks all lists together. Scorers in `late` read nothing in rounds that
+    decode. `transport` gives the rules to keep.
     """
 
     site: Site
@@ -120,10 +120,10 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> PlannedRound:
-        """The round that decodes up to `chunk` tokens of each of `decode` and scores the new tokens of `score`.
+        """Plan the round that decodes up to `chunk` tokens of each of `decode` and scores the new tokens of `score`.
 
-        Roles whose outputs do not outlive the step read the sequences of `readable` alone; null: all.  Raises ScheduleError
-        where the round cannot be carried out.
+        Roles whose outputs are discarded after the step read only the sequences in `readable` (None: all). Raises ScheduleError
+        if the round cannot be executed.
         """
         booked = self.book(decode, score, chunk, order, readable)
         works, round_ = booked.works, booked.round(index)
@@ -141,7 +141,7 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> BookedRound:
-        """The first half of `plan`: the books give the round's work, and count it as done; no order of it is made."""
+        """First half of `plan`: take the round's work from the books, which count it as done, without ordering it."""
         active = self.actor.active(decode)
         read = self._read(columns_of(score), readable, decodes=bool(decode))
         unread = {name: self.scorers[name].unread(columns) for name, columns in read.items()}
@@ -157,25 +157,25 @@ class RoundPlanner:
         return BookedRound(steps, works, cut)
 
     def owes(self, rollouts: Sequence[Rollout]) -> bool:
-        """Whether a scorer, on any rank, has not read all of the rollouts."""
+        """True if a scorer, on any rank, has not read all of the rollouts."""
         columns = columns_of(rollouts)
         return any(book.owes(columns) for book in self.scorers.values())
 
     @property
     def forked_tokens(self) -> int:
-        """Tokens of prompts that forks have saved so far, of all roles on all ranks."""
+        """Prompt tokens saved by forks so far, of all roles on all ranks."""
         return sum(book.forked_tokens for book in (self.actor, *self.scorers.values()))
 
     @property
     def prefilled_tokens(self) -> int:
-        """Tokens that prefills have computed so far, likewise."""
+        """Tokens computed by prefills so far, of all roles on all ranks."""
         return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
-        """Plan by `costs` from now on.  All ranks do so between the same two rounds.
+        """Plan by `costs` from now on.  All ranks must call it between the same two rounds.
 
-        Cuts are kept until an action takes another time by more than NEARLY: what is measured is no surer than that, and
-        micro-batches keep their sizes.
+        Cuts are kept until an action's time differs by more than NEARLY, the accuracy of measurements, so micro-batches keep
+        their sizes.
         """
         self.costs = costs
         self._known.clear()
@@ -186,18 +186,18 @@ class RoundPlanner:
             self._sought_by = costs
 
     def reset_perishable(self) -> list[str]:
-        """Scorers that are trained have other weights: what they have computed is stale.  Returns their names."""
+        """Discard results of scorers that are trained, after their weights changed.  Returns their names."""
         stale = [name for name, book in self.scorers.items() if book.perishable]
         for name in stale:
             self.scorers[name].reset()
         return stale
 
     def _own(self, role: str) -> tuple[int, ...] | None:
-        """The role's replicas that micro-batches are wanted of; None: all."""
+        """Return the role's replicas that need micro-batches; None: all."""
         return None if self._component is None else self._component.replicas.get(role, ())
 
     def _read(self, score: Columns, readable: Ints | None, decodes: bool) -> dict[str, Columns]:
-        """What each scorer may read of `score` in this round."""
+        """Return the part of `score` that each scorer may read in this round."""
         late = self.late if decodes else ()
         none = score.at(slice(0))
         some = score
@@ -207,7 +207,7 @@ class RoundPlanner:
         return {n: none if n in late else some if book.perishable else score for n, book in self.scorers.items()}
 
     def _cut(self, decode: Active, unread: Mapping[str, Unread], steps: int) -> Cut:
-        """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
+        """Return decode micro-batches per replica, and the token budget of a scorer's prefill micro-batch."""
         (micro_batches, asked), placement = self.weave, self.site.placements["actor"]
         tokens = None if asked == "auto" else min(asked, self.micro_batch_tokens)
         if self.generator != "woven" or placement.pp == 1:
@@ -238,10 +238,7 @@ class RoundPlanner:
         return [name for name in self.scorers if any(actor.coords(rank) is not None for rank in placements[name].ranks)]
 
     def _schedule(self, round_: Round, budgets: Budgets) -> Schedule:
-        """The schedule of the round's shape: sizes of micro-batches do not change what has to be done in which order.
-
-        It is checked once: what sizes decide, `require_room` has seen.
-        """
+        """Return the schedule of the round's shape, checked once per shape; `require_room` checks sizes in every round."""
         component = self._component
         part = round_ if component is None else component.part(round_)
         shape = replace(part, index=1)
@@ -254,7 +251,10 @@ class RoundPlanner:
         return self._known[key]
 
     def _checked(self, shape: Round, budgets: Budgets) -> Schedule:
-        """Made and checked once; where only a component is planned, its model is, and the rank's own list is what is kept."""
+        """Build and check a schedule once per shape.
+
+        If only a component is planned, check the component's model and keep only this rank's list.
+        """
         key, component = (shape.steps, _counts(shape)), self._component
         if key not in self._known:
             site = self.site if component is None else component.model
@@ -274,8 +274,8 @@ class RoundPlanner:
         return self._known[key]
 
     def _ordered(self, shape: Round, site: Site) -> tuple[Schedule, Transport]:
-        """The generator's order, or one in which the transport holds no sends in a circle; and the rules that are still to be
-        looked at."""
+        """Return the generator's schedule or, if held sends could deadlock, a fallback; and the rules that remain to be checked.
+        """
         if isinstance(self._generate, CustomGenerator):
             return self._generate(shape, site, self.costs), self.transport
         generator, computes = self._passing(shape, site)
@@ -284,8 +284,7 @@ class RoundPlanner:
         return self._by_component(shape, site), self.transport
 
     def _by_component(self, shape: Round, site: Site) -> Schedule:
-        """A plan of all ranks, in which each component has the order that its ranks choose by themselves: a rank that plans its
-        component alone knows nothing of the others."""
+        """Plan all ranks with the order that each component's ranks choose without knowing the other components."""
         lists, left = dict[int, tuple[Action, ...]](), set(site.ranks)
         while left:
             component = component_of(site, min(left))
@@ -296,7 +295,8 @@ class RoundPlanner:
         return Schedule(lists)
 
     def _passing(self, shape: Round, site: Site) -> tuple[Generator, Schedule]:
-        """The first order in which all sends pass: the generator's, that of `intra`, or one that always does."""
+        """Return the first generator whose sends cannot deadlock, and its schedule: the configured one, `intra`, or `one_by_one`.
+        """
         for generator in (self._generate, intra):
             computes = generator(shape, site, self.costs)
             if not self.transport.holds or prove(computes, shape, site, self.transport):
@@ -309,7 +309,7 @@ class RoundPlanner:
         self._known[key] = schedule
 
     def _budgets(self, works: Mapping[str, Sequence[ReplicaWork]]) -> dict[str, dict[int, KVBudget]]:
-        """What the caches of our replicas can hold, and how much of it sequences have that the round leaves alone."""
+        """Return the cache capacity of our replicas, and the sequences in them that the round does not change."""
         books: dict[str, Book] = {"actor": self.actor, **self.scorers}
 
         def budgets(name: str, replicas: Sequence[ReplicaWork]) -> dict[int, KVBudget]:
@@ -323,19 +323,22 @@ class RoundPlanner:
 
 
 def _counts(part: Round) -> tuple[object, ...]:
-    """How many micro-batches there are of everything."""
+    """Number of micro-batches of every role and replica."""
     prefill = tuple((name, tuple(map(len, replicas))) for name, replicas in sorted(part.prefill.items()))
     return tuple(map(len, part.decode)), prefill
 
 
 def median(numbers: Ints) -> int:
-    """Of some whole numbers from 0 on, rounded down: counted, not sorted, as they are tens of thousands below some thousands."""
+    """Median of non-negative integers, rounded down.
+
+    Counts instead of sorting: there are tens of thousands of values, all below a few thousand.
+    """
     smaller = np.cumsum(np.bincount(numbers))
     middle = np.array([(len(numbers) - 1) // 2, len(numbers) // 2])
     return int(np.searchsorted(smaller, middle, side="right").sum()) // 2
 
 
 def _coarse(number: int) -> int:
-    """Rounded up to three binary digits: rounds of about the same size are cut alike, and the cut is sought once."""
+    """Round up to three binary digits, so that rounds of similar size share a cut."""
     unit = 1 << max(0, number.bit_length() - 3)
     return -(-number // unit) * unit

@@ -17,8 +17,7 @@ from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
-from oppo_megatron.schedule.plan import delta_rule, plan_step, round_generator
-from oppo_megatron.schedule.planning.new_planner import cache_slots, new_planner
+from oppo_megatron.schedule.plan import cache_slots, delta_rule, new_planner, plan_step, round_generator
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication

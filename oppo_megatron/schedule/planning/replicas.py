@@ -1,4 +1,4 @@
-"""Each sequence's replica of a role.  Pure."""
+"""Assign each sequence of a role to a replica.  Pure."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ import numpy as np
 
 from oppo_megatron.columns import Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.planning.alike import Alike
-from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger
+from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger, Memo
 
 Pairs = list[tuple[int, int]]
-"""A mapping of numbers as JSON keeps it: keys stay numbers, and their order stays."""
+"""A mapping in JSON: keys stay numbers, in order."""
 
 REPLICA = "replica"
 
 BLOCK = 512
-"""Arrivals that are dealt before anyone looks whether slots are left."""
+"""Arrivals assigned between two checks for free slots."""
 
 
 class Replicas:
-    """Each sequence's replica, where it stays until it leaves.  `slots`: the number of slots of one replica's cache.
+    """The replica of each sequence, fixed until the sequence leaves.  `slots`: slots of one replica's cache.
 
-    Of sequences in groups, `group_size` with neighbouring ids, a group has one replica, and no more than `most` of a group
-    are placed (None: all).  `alike` may be shared with other roles.
-    `ledger` has the replicas in its column REPLICA, and what else a book keeps of its sequences (`columns`).
+    `group_size` sequences with neighbouring ids form a group and share a replica; at most `most` of a group are assigned (None:
+    all). `memo` may be shared with other roles. `ledger` has the replicas in column REPLICA, and the `columns` of the book.
     """
 
     def __init__(
@@ -36,28 +34,27 @@ class Replicas:
         columns: Mapping[str, int] | None = None,
         group_size: int = 1,
         most: int | None = None,
-        alike: Alike | None = None,
+        memo: Memo | None = None,
     ):
         self._num_replicas, self._slots, self._group_size = num_replicas, slots, group_size
         self._most = group_size if most is None else most
-        self._alike = alike or Alike()
+        self._memo = memo or Memo()
         self.ledger = Ledger(REPLICA, {REPLICA: ABSENT} | dict(columns or {}))
 
     def of(self, seq_id: int) -> int:
-        """The sequence's replica, which it was given by `place`."""
+        """Return the replica that `place` assigned."""
         return int(self.ledger[REPLICA][self.ledger.row(seq_id)])
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self.ledger
 
     def place(self, held: Sequence[Rollout] | Columns) -> Ints:
-        """Give a replica to each of `held` that has none; `held` are all that the replicas have to do with now.  Returns the
-        replica of each.
+        """Assign a replica to each of `held` that has none; `held` are all present sequences.  Returns the replica of each.
 
-        One of a group that has a replica follows it.  Of the other groups the longest first (ties: the first of `held`), each
-        to the replica that holds the fewest tokens, prompts and responses so far (ties: the fewest sequences, then the
-        first), among those that have slots for it: beyond this round, in which finished sequences still have theirs, and
-        in this round.  Where none has, to one of the least crowded.
+        A sequence follows other members of its group. Remaining groups are assigned longest first (ties: the first of `held`),
+        each to the replica with the fewest tokens, prompts and responses so far (ties: the fewest sequences, then the first),
+        among those with enough slots in this round, while finished sequences keep theirs, and after it. If no replica has
+        enough, to one of the least crowded.
         """
         columns = columns_of(held)
         rows = self.ledger.rows(columns.seq_ids)
@@ -77,8 +74,9 @@ class Replicas:
         return self.ledger[REPLICA][rows]
 
     def _arrivals(self, arrived: Columns) -> tuple[Ints | None, Ints]:
-        """The group of each (None: each is one), and their tokens, sequences and unfinished ones, [3, groups], in the order in
-        which they first come."""
+        """Return the group of each arrival (None: one each), and the groups' tokens, sequences and unfinished sequences, [3,
+        groups].
+        """
         weights = arrived.num_tokens, np.ones_like(arrived.seq_ids), (~arrived.finished).astype(np.int64)
         if self._group_size == 1:
             return None, np.stack(weights)
@@ -89,7 +87,7 @@ class Replicas:
         return group, np.stack([np.bincount(group, each).astype(np.int64) for each in weights])
 
     def _follow(self, seq_ids: Ints, rows: Ints) -> None:
-        """Those without a replica go where others of their group are."""
+        """Assign sequences without a replica to the replica of their group."""
         homes = self.ledger[REPLICA]
         placed = np.flatnonzero(homes != ABSENT)
         groups, first = np.unique(self.ledger.ids(placed) // self._group_size, return_index=True)
@@ -100,11 +98,11 @@ class Replicas:
         homes[rows[follows]] = homes[placed[first[at[follows]]]]
 
     def remove(self, *seq_ids: int) -> None:
-        """The sequences have left."""
+        """Remove sequences that have left."""
         self.ledger[REPLICA][self.ledger.rows(np.array(seq_ids, dtype=np.int64))] = ABSENT
 
     def state_dict(self) -> Pairs:
-        """[sequence, replica] of each, in plain JSON types."""
+        """Return [sequence, replica] of each, in plain JSON types."""
         seq_ids = self.ledger.where(self.ledger[REPLICA] != ABSENT)
         return pairs_of(seq_ids, self.ledger[REPLICA][self.ledger.rows(seq_ids)])
 
@@ -113,23 +111,22 @@ class Replicas:
         self.ledger.enter(REPLICA, state)
 
     def _dealt(self, known: Columns, homes: Ints, arrivals: Ints) -> Ints:
-        """The replicas of arriving groups, [3, groups] tokens, sequences and unfinished, in their order; `known` have `homes`."""
+        """Return the replicas of arriving groups; `known` sequences are on `homes`."""
 
         def by_replica(weights: Ints | None = None) -> Ints:
             # As floats the sums of whole numbers are exact up to 2^53.
             return np.bincount(homes, weights, self._num_replicas).astype(np.int64)
 
         parts = np.stack([by_replica(known.num_tokens), by_replica(), by_replica((~known.finished).astype(np.int64))])
-        return self._alike.once(dealt, parts, self._slots, arrivals, self._most)
+        return self._memo.once(dealt, parts, self._slots, arrivals, self._most)
 
 
 def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
-    """The replicas of arriving groups in their order, each the one whose `_rank_for` is smallest.
+    """Return the replicas of arriving groups in order, each the one with the smallest `_rank_for`.
 
-    `parts` [3, replicas] and `arrivals` [3, groups] are tokens, sequences and unfinished ones; no group has more than `most`.
-    A part with slots for a whole group is not crowded by it, and one without is, as sequences are no fewer than those
-    unfinished.  So the parts with slots come first, by tokens and sequences.  (Less than a whole group is dealt as if it were
-    whole.)
+    `parts` [3, replicas] and `arrivals` [3, groups] are tokens, sequences and unfinished sequences; no group has more than
+    `most`. A replica with slots for a whole group is not crowded by it, and other replicas are, so replicas with slots come
+    first, by tokens and sequences. (A partial group counts as a whole one.)
     """
     if parts.shape[1] == 1:
         return np.zeros(arrivals.shape[1], dtype=np.int64)
@@ -148,18 +145,17 @@ def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
 
 
 def _rank_for(part: Sequence[int], replica: int, slots: int, arrival: Sequence[int]) -> tuple[int, ...]:
-    """The replica with the smallest takes the group: the least crowded, then the one with the fewest tokens."""
+    """Sort key of replicas for a group: the least crowded, then the fewest tokens."""
     (tokens, sequences, unfinished), (_, more, more_unfinished) = part, arrival
     crowded = max(0, unfinished + more_unfinished - slots), max(0, sequences + more - slots)
     return *crowded, tokens, sequences, replica
 
 
 def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
-    """The replicas of the first of the arrivals, as long as one has slots for a whole group.
+    """Return the replicas of the first arrivals, as long as one has slots for a whole group.
 
-    A heap has what each of these holds.  One whole number has tokens, sequences and replica, in this order of weight: it is
-    compared and added to faster than a tuple.  Nobody looks after each arrival whether slots are left: a block of them is
-    dealt as if they were, and once more if they were not.
+    A heap holds one integer per replica, composed of tokens, sequences and replica in this order of weight, which is faster
+    than tuples. Slots are checked once per block of arrivals, which is assigned again one by one if they did not suffice.
     """
     replicas, bits = parts.shape[1], parts.shape[1].bit_length()
     above, mask = int(parts[1].sum() + arrivals[1].sum()).bit_length() + bits, (1 << bits) - 1
@@ -186,7 +182,7 @@ def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> 
 
 
 def _one_by_one(heap: list[int], left: Ints, adds: Sequence[int], sequences: Sequence[int], mask: int) -> Ints:
-    """The replicas of arrivals, while one has slots; `heap` and `left` (sequences that leave room) change."""
+    """Assign arrivals while a replica has slots; `heap` and `left` (free slots beyond a group) change."""
     found, free = list[int](), left.tolist()
     for add, number in zip(adds, sequences, strict=True):
         if not heap:

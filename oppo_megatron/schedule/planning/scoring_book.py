@@ -1,4 +1,4 @@
-"""The book of a scoring role.  Pure."""
+"""The sequences of a scoring role: replicas, cache slots, and the tokens and outputs still due.  Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.planning.alike import Alike
 from oppo_megatron.schedule.planning.book import (
     ALONE,
     CACHED,
@@ -19,16 +18,14 @@ from oppo_megatron.schedule.planning.book import (
     ReplicaWork,
     packed,
 )
-from oppo_megatron.schedule.planning.ledger import ABSENT
+from oppo_megatron.schedule.planning.ledger import ABSENT, Memo
 from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, pairs_of
 from oppo_megatron.schedule.rounds import Growths
 
 
 class Unread(NamedTuple):
-    """Sequences of which a role has not read all.
-
-    `rows` is where the columns of its book have them until it is next told of others.  Of each its replica, the tokens cached
-    of it (ABSENT: it has no slot), and those that the role has use for now.
+    """Sequences with tokens that a role has not read: rows in its book (valid until its next call), replicas, cached tokens
+    (ABSENT: no slot), and the tokens to be read now.
     """
 
     columns: Columns
@@ -38,19 +35,19 @@ class Unread(NamedTuple):
     targets: Ints
 
     def at(self, which: Ints) -> Unread:
-        """Those at `which`."""
+        """Return the sequences at `which`."""
         return Unread(self.columns.at(which), *(column[which] for column in self[1:]))
 
 
 class ScoringBook(Book):
     """The book of a scoring role.
 
-    The reward model reads every token and gives one score at the last, or one at each response token (`every_token`);
-    reference and critic give an output for each response token t from position P + t - 1 (P prompt tokens), so they never
-    read the last one.  A sequence's slot is freed when its outputs are complete.  With too few slots a finished sequence
-    takes the place of the youngest unfinished one, which is prefilled again later; its outputs stay valid.
+    The reward model reads every token and gives one score at the last, or one at each response token (`every_token`). Reference
+    and critic give an output for each response token t from position P + t - 1 (P prompt tokens), so they never read the last
+    one. A sequence's slot is freed when its outputs are complete. If slots are short, a finished sequence takes the slot of the
+    youngest unfinished one, which is prefilled again later; its outputs stay valid.
 
-    Not `reads_greedy`: greedy sequences are nothing to this role.
+    Without `reads_greedy` the role ignores greedy sequences.
     """
 
     def __init__(
@@ -62,20 +59,20 @@ class ScoringBook(Book):
         *,
         every_token: bool = False,
         reads_greedy: bool = True,
-        alike: Alike | None = None,
+        memo: Memo | None = None,
     ):
         self._leaves_out = groups.greedy and not reads_greedy
-        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out, alike)
+        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out, memo)
         self.role, self.every_token = role, every_token or role != "reward"
         self.perishable = role == "critic"  # each update makes what it has computed stale
 
     def owes(self, rollouts: Sequence[Rollout] | Columns) -> bool:
-        """Whether one of the rollouts has tokens that this role has not read."""
+        """True if one of the rollouts has tokens that this role has not read."""
         columns = self._incomplete(rollouts)
         return bool(self._missing(columns, *self._state(columns)).any())
 
     def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
-        """Those of which something is missing; all that have, or will have, are placed."""
+        """Return the sequences with unread tokens.  Every sequence that has, or will have, a slot gets a replica."""
         columns = self._incomplete(rollouts)
         homes = self._replicas.place(columns)
         rows, cached, targets = self._state(columns)
@@ -83,7 +80,7 @@ class ScoringBook(Book):
         return found if missing.all() else found.at(np.flatnonzero(missing))
 
     def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
-        """Of each sequence with new tokens that this role has not read: its replica, and how many they are."""
+        """Return replica and number of new tokens of each sequence with new tokens to read."""
         columns, rows, homes, cached, targets = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
         cached = np.maximum(cached, 0)
         if self.forks:
@@ -105,7 +102,7 @@ class ScoringBook(Book):
         homes = admitted.homes[grown]
         self._tally(homes, table.new[grown], table.rows[grown], late[grown])
         for replica, work in ours.items():
-            work.prefill = packed(table, grown[homes == replica], work.fork, budget, self._alike)
+            work.prefill = packed(table, grown[homes == replica], work.fork, budget, self._memo)
             work.done = table.seq_ids[ended[admitted.homes[ended] == replica]].tolist()
         self._close(admitted.rows[ended])
         return self._works(ours)
@@ -120,8 +117,7 @@ class ScoringBook(Book):
         self._ledger[REPLICA][rows] = ABSENT
 
     def beyond(self, rollouts: Sequence[Rollout]) -> list[int]:
-        """Of rollouts that have been cut, the sequences of which this role has read all that is left, or more: it has no plan to
-        close them."""
+        """Return the sequences of shortened rollouts that this role has read completely, so that no plan closes them."""
         columns = columns_of(rollouts)
         rows = self._ledger.rows(columns.seq_ids)
         read: Bools = self._ledger[CACHED][rows] >= self._targets(columns)
@@ -129,7 +125,7 @@ class ScoringBook(Book):
         return found
 
     def reset(self) -> None:
-        """The weights changed: nothing that is cached or computed is valid any more."""
+        """Discard all cached tokens and outputs after a change of weights."""
         self._ledger[OUTPUTS][:] = 0
         self._ledger[CACHED][:] = ABSENT
         self._num_open[:] = 0
@@ -142,14 +138,14 @@ class ScoringBook(Book):
         self._ledger.enter(OUTPUTS, state["outputs"])
 
     def outputs(self, replica: int) -> Mapping[int, int]:
-        """How many outputs each sequence of the replica has, where it has any."""
+        """Number of outputs of each sequence of the replica that has any."""
         return dict(self._pairs_of_outputs((self._ledger[OUTPUTS] > 0) & (self._ledger[REPLICA] == replica)))
 
     def _pairs_of_outputs(self, mask: Bools) -> Pairs:
         return pairs_of(self._ledger.where(mask), self._ledger[OUTPUTS][mask])
 
     def _incomplete(self, rollouts: Sequence[Rollout] | Columns) -> Columns:
-        """Those of the rollouts that this role reads, and that grow or have not all of their outputs."""
+        """Return the rollouts that this role reads and that grow or lack outputs."""
         columns, size = columns_of(rollouts), self.groups.size
         if self._leaves_out:
             columns = columns.at(columns.seq_ids % size != size - 1)
@@ -163,11 +159,11 @@ class ScoringBook(Book):
         return columns.at(left)
 
     def _targets(self, columns: Columns) -> Ints:
-        """Tokens of each sequence that this role has use for now."""
+        """Tokens of each sequence to be read now."""
         return columns.num_tokens - (self.role != "reward")
 
     def _depth(self, columns: Columns) -> Ints:
-        """Tokens of each sequence's prompt that this role reads without an output of them: where its cache may fork."""
+        """Prompt tokens that need no output of this role: the length at which its cache may fork."""
         return columns.prompt_tokens - (self.role != "reward")
 
     def _state(self, columns: Columns) -> tuple[Ints, Ints, Ints]:
@@ -180,8 +176,7 @@ class ScoringBook(Book):
         return missing
 
     def _admit(self, unread: Unread, ours: Mapping[int, ReplicaWork]) -> Unread:
-        """Give slots to those that have none, those finished first; the work of `ours` hears of it.  Returns those that have
-        slots now."""
+        """Give slots to sequences without one, finished ones first, and record them in `ours`.  Returns those with slots."""
         columns, rows, homes, cached, _ = unread
         new = np.flatnonzero(cached == ABSENT)
         if not len(new):
@@ -200,7 +195,7 @@ class ScoringBook(Book):
         return now.at(np.flatnonzero(now.cached != ABSENT)) if len(short) else now
 
     def _make_way(self, replica: int, columns: Columns, work: ReplicaWork) -> None:
-        """Where slots are too few: a finished sequence may take that of an unfinished one."""
+        """Let finished sequences take the slots of unfinished ones, if slots are short."""
         wanted = list(zip(columns.seq_ids.tolist(), columns.finished.tolist(), strict=True))
         finished = {seq_id for seq_id, ended in wanted if ended}
         cached = set(self._open_ids(replica).tolist())
@@ -218,8 +213,9 @@ class ScoringBook(Book):
         self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
 
     def _fork(self, admitted: Unread, ours: Mapping[int, ReplicaWork]) -> Bools:
-        """Fork prompts that are computed elsewhere; the work of `ours` hears of it, and `cached` has them.  Returns which come
-        behind what they fork."""
+        """Fork prompts that other sequences compute; records them in `ours` and `cached`.  Returns a mask of forks made in this
+        round.
+        """
         columns, rows, homes, cached, _ = admitted
         if not self.forks:
             return np.zeros(len(rows), dtype=np.bool_)
@@ -237,7 +233,7 @@ class ScoringBook(Book):
         return late
 
     def _grow(self, admitted: Unread) -> Growths:
-        """Read what is there."""
+        """Read all tokens that are present."""
         columns, rows, _, past, target = admitted
         given = columns.finished.astype(np.int64)
         if self.every_token:

@@ -1,13 +1,13 @@
-"""The pass that adds messages to a schedule of compute actions.
+"""Add messages to a schedule of compute actions.
 
-A send stands directly behind the action that makes its content and never blocks; a receive directly before the action that
-needs it.
-So the messages of a link are asked for in the order in which they are sent, and the lists stay free of deadlock.
+A send follows directly after the action that produces its content and never blocks; a receive comes directly before the action
+that needs it.  So the messages of a link are received in the order sent, and the lists stay free of deadlock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from oppo_megatron.layout.placements import RankCoordinates, RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
@@ -15,31 +15,36 @@ from oppo_megatron.schedule.rounds import Round, Site
 
 
 def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
-    """The schedule with its messages.
+    """Return the schedule with its messages.
 
-    Activations go from each stage to the next.  Drawn tokens go from the last stage to all others of the replica: each
-    takes them before the sequences' next decode micro-step, those of the last step at its end.  When a rank has done
-    its part, the actor's replicas gather their chunks, and each rank without the actor is sent the whole chunk by a rank that
-    knows it (`Site.feeds`).
+    Activations go from each stage to the next. Drawn tokens go from the last stage to all others of the replica, which receive
+    them before the next decode micro-step of the same sequences, or at the end of the list after the last step. Then the
+    actor's replicas gather their chunks, and each rank without the actor receives the whole chunk (`Site.feeds`).
     """
     lists = {rank: messages_of(rank, schedule, round, site) for rank in site.ranks}
     return Schedule({rank: own for rank, own in lists.items() if own})
 
 
 def messages_of(rank: int, schedule: Schedule, round: Round, site: Site) -> tuple[Action, ...]:
-    """The rank's list with its messages, which follow from its own list alone."""
+    """Return the rank's list with its messages, which follow from its own list alone.
+
+    Actions of a role that the rank has no part of are kept as they are; the checker reports them.
+    """
     placements, own = site.placements, schedule.of(rank)
     coords_by_role = {role: placement.coords(rank) for role, placement in placements.items()}
     return (
-        *(m for action in own for m in with_messages(action, placements[action.role], coords_by_role[action.role])),
+        *chain.from_iterable(
+            with_messages(action, placements[action.role], coords) if coords is not None else (action,)
+            for action in own
+            for coords in (coords_by_role.get(action.role),)
+        ),
         *_last_tokens(own, placements["actor"]),
         *(_spread(rank, round.index, site) if round.decodes else ()),
     )
 
 
-def with_messages(action: Action, placement: RolePlacement, coords: RankCoordinates | None) -> Iterator[Action]:
-    """An action between the receives before it and the sends behind it; `coords` are its rank's."""
-    assert coords is not None, f"rank {action.rank} has no part of {action.role}"
+def with_messages(action: Action, placement: RolePlacement, coords: RankCoordinates) -> Iterator[Action]:
+    """Yield an action with the receives before and the sends after it; `coords` are its rank's."""
     replica, stage, shard = coords
     last = placement.pp - 1
     if action.op in (Op.DECODE, Op.PREFILL):
@@ -56,21 +61,20 @@ def with_messages(action: Action, placement: RolePlacement, coords: RankCoordina
 
 
 def _last_tokens(actions: tuple[Action, ...], actor: RolePlacement) -> Iterator[Action]:
-    """Receives of the tokens that no decode micro-step of this rank comes after."""
+    """Yield receives of the tokens after which this rank has no decode micro-step."""
     final: dict[int, Action] = {}
     for action in actions:
         if action.op is Op.DECODE:
             final[action.micro_batch] = action
     for action in final.values():
         coords = actor.coords(action.rank)
-        assert coords is not None
-        if coords.stage < actor.pp - 1:
+        if coords is not None and coords.stage < actor.pp - 1:
             source = actor.rank(coords.replica, actor.pp - 1, coords.shard)
             yield _message(action, Op.RECV, Payload.TOKENS, source, action.step)
 
 
 def _spread(rank: int, chunk: int, site: Site) -> Iterator[Action]:
-    """The end of a rank's list where a chunk was decoded: how it becomes known outside the replica that decoded it."""
+    """Yield the end of a rank's list in a round that decodes: the messages that spread the chunk to all ranks."""
     actor = site.placements["actor"]
     decoding = actor.coords(rank) is not None
     if actor.dp > 1 and decoding:

@@ -1,24 +1,23 @@
-"""The part of a site that one rank's schedule depends on, its tensor ranks taken as one.
+"""The part of a site that one rank's schedule depends on, with its tensor ranks taken as one.
 
-Ranks are *tied* where a replica of a role lies on both.  What is tied to a rank, directly or through others, is its
-component: a generator gives the rank the same list from its component as from the whole, because nothing outside takes
-time of the component's ranks.  So a rank plans a component, whose size does not grow with the number of replicas.
+Ranks are *tied* if a replica of a role is on both. A rank's component is everything tied to it, directly or through others. A
+generator gives the rank the same list from its component as from the whole site, because nothing outside uses time of the
+component's ranks. So a rank plans a component, whose size does not grow with the number of replicas.
 
-Ranks with the same replica and stage of every role are one *class*.  A generator puts the same actions at the same times
-on all of them, as it places by stage.  So a component is planned and checked with one rank for each class (the *model*),
-and a rank carries out the compute actions of its class, with messages between ranks of its own shard.
+Ranks with the same replica and stage of every role are one *class*. A generator puts the same actions at the same times on all
+of them, as it places by stage. So a component is planned and checked with one rank per class (the *model*), and a rank executes
+the compute actions of its class, with messages between ranks of its own shard.
 
-What is proved of the model holds for the component, and what is proved of every component for the whole:
+A proof of the model holds for the component, and proofs of all components for the whole:
 
-- The lists of a class differ in the ranks' numbers alone.  Shards are divided into classes alike in all stages, and
-  messages stay within a shard, so a message of the model stands for one of each shard of its class: it has its other end,
-  in the same order, in the component as in the model.  Ranks of a class have one list, and so meet at every action.
-- Components share no rank and no message but those that end a round's lists: the gather of the actor's replicas, then the
-  chunk's messages.  Behind them nothing is awaited, so if each component comes to its end up to there, all ranks of the
-  actor reach the gather, and those that send chunks their sends, which never wait.  A listener waits for one rank, which is
-  of the actor or a listener before it in the order of `Site.feeds`, so each gets its message and passes it on.  Every list
-  of the model ends in the same way, with the model's own gather and listeners.
-- Caches belong to replicas, and a replica lies in one component.
+- The lists of a class differ only in the ranks' numbers. All stages divide shards into classes in the same way, and messages
+  stay within a shard, so a message of the model represents one of each shard of its class, with its other end in the same
+  order. Ranks of a class have one list, and so meet at every action.
+- Components share no rank, and only the messages that end a round's lists: the gather of the actor's replicas, then the chunk's
+  messages. Nothing waits for anything after them, so if each component completes up to there, all ranks of the actor reach the
+  gather, and senders of chunks their sends, which never wait. A listener waits for one rank: a rank of the actor, or a listener
+  before it in the order of `Site.feeds`. Every list of the model ends in the same way.
+- Caches belong to replicas, and a replica is in one component.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Component:
-    """The component of `rank` in `site`: the numbers of its replicas by role, ascending, and its model.
+    """The component of `rank` in `site`: its replicas by role, ascending, and its model.
 
-    `member` is the rank of the model that stands for `rank`.
+    `member` is the rank of the model that represents `rank`.
     """
 
     site: Site
@@ -62,7 +61,7 @@ class Component:
         return OwnUnits(self.site, self.rank)
 
     def part(self, round: Round) -> Round:
-        """What the component has to do of the round, on the model."""
+        """Return the component's part of the round, on the model."""
 
         def keep(role: str, replicas: Sequence[T], none: T) -> tuple[T, ...]:
             return tuple(replicas[d] if d < len(replicas) else none for d in self.replicas[role])
@@ -73,9 +72,7 @@ class Component:
         return replace(round, decode=decode, prefill=prefill, forks=forks)
 
     def own_list(self, model: Schedule, shape: Round) -> tuple[Action, ...]:
-        """What the rank does: the list of `member` in `model`, a schedule of compute actions of `shape`, with the rank's number
-        and its messages.
-        """
+        """Return the list of `rank` with its messages, from the compute actions of `member` in `model`."""
         times = model.actions
         if isinstance(times, Timetable):
             return self._spelled(*times.order(self.member), shape)
@@ -85,7 +82,7 @@ class Component:
     def _spelled(
         self, order: Sequence[int], stages: Sequence[tuple[str, RankCoordinates, Count]], shape: Round
     ) -> tuple[Action, ...]:
-        """The rank's list, of its stages' units in this order.
+        """Return the rank's list, with its stages' units in this order.
 
         The tokens of the last step and the spread of the chunk, which end it, follow from its decoding in that step.
         """
@@ -100,20 +97,20 @@ class Component:
 
 
 def component_of(site: Site, rank: int) -> Component:
-    """The component of one of the site's ranks."""
+    """Return the component of one of the site's ranks."""
     teams = _tied(site, rank)
     replicas = {role: tuple(sorted(d for name, d in teams if name == role)) for role in site.placements}
     replicas = {role: own for role, own in replicas.items() if own}
     classes = _classes(site, replicas)
     placements = {role: _modelled(site.placements[role], own, classes) for role, own in replicas.items()}
-    if "actor" not in placements:  # its output rank stands for it: it sends the chunks
+    if "actor" not in placements:  # its output rank represents it, since it sends the chunks
         placements = {"actor": RolePlacement((site.source,))} | placements
     ordered = {role: placements[role] for role in site.placements if role in placements}
     return Component(site, rank, replicas, Site(ordered), classes[rank])
 
 
 def _tied(site: Site, rank: int) -> set[Team]:
-    """The replicas that lie on `rank`, or on a rank of one of them, and so on."""
+    """Return the replicas tied to `rank`."""
     found: set[Team] = set()
     seen, left = {rank}, [rank]
     while left:
@@ -129,9 +126,9 @@ def _tied(site: Site, rank: int) -> set[Team]:
 
 
 def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, int]:
-    """For each rank of the component the one that stands for its class: the lowest.
+    """Map each rank of the component to the lowest rank of its class.
 
-    Every rank stands for itself where classes do not divide the tensor ranks of all stages of a role alike.
+    If classes divide the tensor ranks of a role's stages in different ways, every rank is its own class.
     """
     ranks = sorted({rank for role, own in replicas.items() for d in own for rank in site.placements[role].replica_ranks(d)})
     first: dict[tuple[tuple[int, int] | None, ...], int] = {}
@@ -139,14 +136,14 @@ def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, i
     for rank in ranks:
         coords = [placement.coords(rank) for placement in site.placements.values()]
         classes[rank] = first.setdefault(tuple(None if own is None else own[:2] for own in coords), rank)
-    alike = all(len(set(_divisions(site.placements[role], own, classes))) == 1 for role, own in replicas.items())
-    return classes if alike else {rank: rank for rank in ranks}
+    uniform = all(len(set(_divisions(site.placements[role], own, classes))) == 1 for role, own in replicas.items())
+    return classes if uniform else {rank: rank for rank in ranks}
 
 
 def _divisions(
     placement: RolePlacement, replicas: tuple[int, ...], classes: Mapping[int, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Of each stage of each replica, which shards are of one class: for every shard the first of its class."""
+    """Yield for each stage of each replica, per shard, the first shard of the same class."""
     for replica in replicas:
         for stage in range(placement.pp):
             own = [classes[rank] for rank in placement.stage_ranks(replica, stage)]
@@ -154,7 +151,7 @@ def _divisions(
 
 
 def _modelled(placement: RolePlacement, replicas: tuple[int, ...], classes: Mapping[int, int]) -> RolePlacement:
-    """The role's replicas, one rank a class."""
+    """Return the role's replicas with one rank per class."""
     stages = [
         tuple(dict.fromkeys(classes[rank] for rank in placement.stage_ranks(replica, stage)))
         for stage in range(placement.pp)

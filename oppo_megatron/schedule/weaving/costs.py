@@ -1,4 +1,4 @@
-"""Durations of actions: the cost model for planning schedules."""
+"""The cost model for planning: durations of actions."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def at_stage(lines: Lines, stage: int) -> Linear:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one pipeline stage's actions.  `prefill` is by role; a role that is missing costs `default_prefill`.
+    """Seconds of one pipeline stage's actions.  `prefill` is by role; a missing role costs `default_prefill`.
 
-    `decode` and `sample` are of a micro-step (n sequences), `score` of n output rows, `message_s` of any message.
-    Stages differ: the first embeds, the last has the output layer.  `sample` and `score` are the last stage's alone.
+    `decode` and `sample` are per micro-step (n sequences), `score` per n output rows, `message_s` for any message. Stages
+    differ: the first embeds, the last has the output layer. Only the last stage has `sample` and `score`.
     """
 
     decode: Lines = Linear(2e-3, 5e-5)
@@ -56,10 +56,10 @@ class Costs:
 
 
 def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int], tokens: tuple[int, int]) -> bool:
-    """Whether no action's seconds differ by more than `share` of those by `others`.
+    """True if no action's seconds differ by more than `share` from its seconds by `others`.
 
-    Asked at the least and the most `sequences` of a decode micro-batch and `tokens` of a prefill one; it is so in between, too,
-    as all are lines.
+    Compares the least and the most `sequences` of a decode micro-batch and `tokens` of a prefill one; costs are linear in
+    between.
     """
     if costs.prefill.keys() != others.prefill.keys():
         return False
@@ -74,16 +74,16 @@ def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int]
 
 
 class CostMeter:
-    """Fits `Costs` to measured times, by least squares over (tokens, seconds) of each kind of action.
+    """Fit `Costs` to measured times, by least squares over (tokens, seconds) of each kind of action.
 
-    Decode and prefill are a kind for each role and stage; `sample` is one kind, and so is `score`, whatever the role.
-    It keeps sums only, so ranks can join what they saw: add the vectors of all, then `CostMeter(stages, sums).costs(...)`.
+    Decode and prefill are a kind for each role and stage; `sample` is one kind, and so is `score`. Only sums are kept, so ranks
+    can add their vectors and then call `CostMeter(stages, sums).costs(...)`.
     """
 
     MIN_SAMPLES = 4
 
     def __init__(self, stages: Mapping[str, int], vector: Sequence[float] | None = None):
-        """`stages`: how many every role has, the actor among them; in an order that is the same on every rank."""
+        """`stages`: number of stages of every role, in the same order on every rank."""
         self.stages = dict(stages)
         kinds = [_kind(Op.SAMPLE), _kind(Op.SCORE)]
         kinds += [_kind(Op.DECODE, "actor", stage) for stage in range(self.stages["actor"])]
@@ -97,39 +97,39 @@ class CostMeter:
         self._sums = {kind: values[_MOMENTS * i : _MOMENTS * (i + 1)] for i, kind in enumerate(kinds)}
 
     def add(self, op: Op, role: str, stage: int, num_tokens: int, seconds: float) -> None:
-        """One executed action; `num_tokens` is the n of `Costs`: sequences, new tokens or output rows."""
+        """Add one executed action; `num_tokens` is the n of `Costs`: sequences, new tokens or output rows."""
         sums = self._sums[_kind(op, role, stage)]
         n, t = float(num_tokens), seconds
         for i, moment in enumerate((1.0, n, t, n * n, n * t)):
             sums[i] += moment
 
     def join(self, vector: Sequence[float], keep: float = 1.0) -> None:
-        """Add what another meter of the same roles has seen; what was seen before counts `keep` times as much (0 .. 1)."""
+        """Add the sums of another meter of the same roles; own samples are weighted by `keep` (0 to 1)."""
         for i, sums in enumerate(self._sums.values()):
             other = vector[_MOMENTS * i : _MOMENTS * (i + 1)]
             sums[:] = [keep * own + new for own, new in zip(sums, other, strict=True)]
 
     def take(self) -> list[float]:
-        """The sums, as `to_vector` has them; the meter then starts anew."""
+        """Return the sums as `to_vector` does, and reset the meter."""
         vector = self.to_vector()
         self.join([0.0] * len(vector), keep=0.0)
         return vector
 
     @property
     def empty(self) -> bool:
-        """Nothing has been seen."""
+        """True without samples."""
         return not any(self.to_vector())
 
     def to_vector(self) -> list[float]:
-        """The sums, in a fixed order and number for given roles and stages."""
+        """Return the sums, in a fixed order and number for given roles and stages."""
         return [value for sums in self._sums.values() for value in sums]
 
     def costs(self, fallback: Costs) -> Costs:
-        """The fitted costs.
+        """Return the fitted costs.
 
-        Without samples a stage has the line of all stages of its role together, and where these have none either, that
-        of `fallback`, as `sample` and `score` have; messages always have it.  Where samples are fewer than `MIN_SAMPLES`,
-        or all of the same n, the line that the kind would have without them is scaled to pass through their mean.
+        A stage without samples gets the line of all stages of its role, and without those the line of `fallback`, as `sample`
+        and `score` do; messages always use `fallback`. With fewer than `MIN_SAMPLES`, or the same n in all, the line that the
+        kind would have without samples is scaled to pass through their mean.
         """
         prefill = {role: self._by_stage(Op.PREFILL, role, fallback.prefill_of(role)) for role in self.stages}
         return Costs(

@@ -1,4 +1,4 @@
-"""Costs in a JSON file, as measured on some machine."""
+"""Read and write costs as JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LINES = ("sample", "default_prefill", "score")
 
 
 def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
-    """The costs in `path`: pairs of seconds, fixed and per token; missing ones have their defaults.
+    """Read costs from `path`: pairs of seconds, fixed and per token; missing ones have their defaults.
 
-    Keys are `decode`, `sample`, `score`, `default_prefill`, `prefill` (by role) and `message_s`.  `decode` and a role's
-    `prefill` are a pair for all pipeline stages, or a list of pairs, one for each stage that it has in `places`.
-    Raises ConfigError with every problem.
+    Keys are `decode`, `sample`, `score`, `default_prefill`, `prefill` (by role) and `message_s`. `decode` and a role's
+    `prefill` are one pair for all pipeline stages, or a list with a pair per stage in `placements`. Raises ConfigError with
+    every problem.
     """
     if not path.is_file():
         raise ConfigError(missing_path("the file of costs", path))
@@ -34,7 +34,7 @@ def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
         raise ConfigError(f"{path} holds {type(tree).__name__}; costs are a JSON object, as in {EXAMPLE}")
     problems: list[str] = []
     known = {*LINES, "decode", "prefill", "message_s"}
-    problems += [f"{path}: `{key}` is no cost; the keys are {sorted(known)}" for key in tree if key not in known]
+    problems += [f"{path}: `{key}` is not a cost; the keys are {sorted(known)}" for key in tree if key not in known]
     lines = {key: _line(f"{path}: {key}", tree[key], problems) for key in LINES if key in tree}
     stages = {role: placement.pp for role, placement in placements.items()}
     decode: Lines = Costs().decode
@@ -56,7 +56,7 @@ def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
 
 
 def costs_tree(costs: Costs) -> dict[str, Any]:
-    """What `read_costs` reads: to be written as JSON."""
+    """Return the JSON tree that `read_costs` reads."""
     return {
         "decode": _pairs(costs.decode),
         "prefill": {role: _pairs(lines) for role, lines in costs.prefill.items()},
@@ -72,7 +72,7 @@ def _pairs(lines: Lines) -> list[Any]:
 
 
 def _lines(name: str, value: Any, stages: int | None, problems: list[str]) -> Lines:
-    """A pair for all stages, or one for each; `stages` is None for a role that the run does not have."""
+    """Read one pair for all stages, or one for each; `stages` is None for a role that the run does not have."""
     if isinstance(value, list) and value and all(isinstance(pair, list) for pair in value):
         if len(value) != (stages or len(value)):
             problems.append(

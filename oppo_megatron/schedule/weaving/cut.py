@@ -2,18 +2,17 @@
 
 Few, large micro-batches pay fixed costs seldom; small ones leave or fill the gaps of the decode pipeline better.  The
 choice is the cut of fewest predicted seconds.  With P stages, n sequences in M micro-batches, w_p the seconds of stage p
-with ceil(n / M) sequences (its decode, on the last stage its sample too), and h those of a message:
+with ceil(n / M) sequences (its decode, on the last stage its sample too), and h the seconds of a message:
 
     lap   L   = max(M max w_p, w_0 + ... + w_(P-1) + P h)   a step of all micro-batches, once the pipeline is full
     end   e_p = w_0 + ... + w_p + p h + (M - 1) max(w_0 .. w_p)   when stage p is done with the first step
     gap   g_p = L - M w_p                                   what each lap but the last one leaves free of a stage
 
-so stage p decodes until (steps - 1) L + e_p.  A role with t_p seconds for a micro-batch puts floor(g_p / t_p) of them
-into each gap, but no more than came out of the gaps of the stage before.  Stage p misses the gaps that go by until the
-first micro-batch reaches it, and one that comes too late for a gap waits for the next.  What the gaps of a stage do not
-hold comes after its decoding, and no sooner than it comes from the stage before; the later stages' time for the last of
-it comes on top.  The stage that ends last ends the round.  One stage (P = 1, h = 0) has no gaps: decoding and prefill
-follow each other.
+so stage p decodes until (steps - 1) L + e_p.  A role with t_p seconds for a micro-batch puts floor(g_p / t_p) of them into each
+gap, but no more than came out of the gaps of the previous stage.  Stage p misses the gaps that pass before the first micro-batch
+reaches it, and one that comes too late for a gap waits for the next.  Micro-batches that the gaps of a stage do not hold follow
+its decoding, after the previous stage has done them; the later stages' time for the last one is added.  The stage that ends last
+ends the round.  One stage (P = 1, h = 0) has no gaps: decoding and prefill follow each other.
 
 A scorer of another layout is taken to have the actor's stages, each at the cost of its own stage of the same depth.
 """
@@ -34,7 +33,7 @@ from oppo_megatron.schedule.weaving.costs import Costs, Linear
 Floats = npt.NDArray[np.float64]
 
 MOST_IN_A_GAP = 4
-"""Prefill micro-batches that a gap is cut for."""
+"""The most prefill micro-batches per gap for which sizes are tried."""
 
 ROUNDING = 1e-6
 """A ratio this close to a whole number of micro-batches counts as whole."""
@@ -42,9 +41,9 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Work:
-    """What one actor replica and the scorers on its ranks have to do in a round.
+    """The work of one actor replica and the scorers on its ranks in a round.
 
-    `num_sequences` are decoded for `steps`; `prefill_tokens` are, by role, the new tokens that one replica of it takes.
+    `num_sequences` are decoded for `steps`; `prefill_tokens` are the new tokens of one replica, by role.
     """
 
     num_sequences: int
@@ -70,10 +69,10 @@ def choose_cut(
     micro_batches: int | None = None,
     prefill_tokens: int | None = None,
 ) -> Cut:
-    """The cut with the fewest predicted seconds; among equals fewer decode micro-batches, then larger prefill ones.
+    """Return the cut with the fewest predicted seconds; among equals fewer decode micro-batches, then larger prefill ones.
 
-    `budget` is the most tokens of a prefill micro-batch, `grain` how many one sequence grows by, which is not divided.
-    `micro_batches` and `prefill_tokens` are settled where given.
+    `budget` is the most tokens of a prefill micro-batch, `grain` the growth of one sequence, which is not divided.
+    `micro_batches` and `prefill_tokens` fix the cut if given.
     """
     most = max(1, min(2 * work.pp, work.num_sequences)) if work.steps else 1
     counts = np.arange(1, most + 1) if micro_batches is None else np.array([micro_batches])
@@ -90,15 +89,15 @@ def choose_cut(
 
 
 def predict_s(work: Work, cut: Cut, costs: Costs) -> float:
-    """Seconds of the woven round by the formula above."""
+    """Predict the seconds of the woven round by the formula above."""
     laps = _laps(work, np.array([cut.micro_batches]), costs)
     return float(_predicted(work, np.array([cut.prefill_tokens]), costs, laps)[0])
 
 
 def even_ends(count: int, portions: int) -> list[int]:
-    """Where each of at most `portions` runs of `count` items ends, with 0 before the first.
+    """Return the ends of at most `portions` runs of `count` items, with 0 before the first.
 
-    Their lengths differ by at most one; longer ones first, none empty.
+    Lengths differ by at most one; longer runs come first, and none is empty.
     """
     assert portions >= 1, f"items are cut into at least 1 portion, not {portions}"
     short, longer = divmod(count, min(portions, count or 1))
@@ -106,8 +105,9 @@ def even_ends(count: int, portions: int) -> list[int]:
 
 
 class _Laps(NamedTuple):
-    """One decode step of all micro-batches, [cuts]; and by stage, [stages, cuts], the gap that it leaves, and when the stage is
-    done with the first."""
+    """Seconds of one decode step of all micro-batches, [cuts]; per stage the gap left by a step, and the end of the first step,
+    [stages, cuts].
+    """
 
     seconds: Floats
     gap_s: Floats
@@ -130,7 +130,7 @@ def _laps(work: Work, micro_batches: Ints, costs: Costs) -> _Laps:
 
 
 def _predicted(work: Work, sizes: Ints, costs: Costs, laps: _Laps) -> Floats:
-    """Of each cut, [cuts]; `sizes` are their prefill micro-batches'."""
+    """Predicted seconds of each cut, [cuts]; `sizes` are the tokens of their prefill micro-batches."""
     message_s, steps = _message_s(work, costs), max(0, work.steps - 1)
     gaps = np.full(laps.end_s.shape, float(steps))  # left of each stage
     ends = steps * laps.seconds + laps.end_s
@@ -158,11 +158,11 @@ def _predicted(work: Work, sizes: Ints, costs: Costs, laps: _Laps) -> Floats:
 
 
 def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, message_s: float) -> None:
-    """Move `ends` [stages, cuts] by what the gaps do not hold of a role's `count` micro-batches.
+    """Extend `ends` [stages, cuts] by the micro-batches (of a role's `count`) that gaps do not hold.
 
-    It comes no sooner than it comes from the stage before, where that has put as many behind.
+    They start after the previous stage's, if that stage has as many of them.
     """
-    follows = np.zeros_like(ends)  # 1 where it waits for the stage before
+    follows = np.zeros_like(ends)  # 1 if it waits for the previous stage
     np.multiply(woven[1:] < count, woven[1:] == woven[:-1], out=follows[1:])
     left, through, ready = (count - woven) * seconds, seconds + message_s, np.zeros_like(ends[0])
     for end, more, one, waits in zip(ends, left, through, follows, strict=True):
@@ -172,16 +172,16 @@ def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, messa
 
 
 def _later(seconds: Floats, message_s: float) -> Floats:
-    """What the stages behind each take for one micro-batch, with its messages, [stages, cuts]."""
+    """Seconds that the following stages take for one micro-batch, with its messages, [stages, cuts]."""
     later = np.zeros_like(seconds)
     later[:-1] = np.cumsum((seconds[1:] + message_s)[::-1], axis=0)[::-1]
     return later
 
 
 def _missed(laps: _Laps, seconds: Floats, message_s: float) -> Floats:
-    """The gaps of each stage that go by before it has a role's first micro-batch, [roles, stages, cuts].
+    """Gaps of each stage that pass before it gets a role's first micro-batch, [roles, stages, cuts].
 
-    `seconds` [stages, roles, cuts] are what that takes it.
+    `seconds` [stages, roles, cuts] are the times of that micro-batch.
     """
     decodes, found = laps.seconds > 0, np.zeros_like(seconds)
     lap, ready = np.where(decodes, laps.seconds, 1.0), laps.end_s[0]
@@ -199,7 +199,7 @@ def _message_s(work: Work, costs: Costs) -> float:
 
 
 def _prefill_lines(work: Work, role: str, costs: Costs) -> list[Linear]:
-    """The role's lines by stage of the actor, each of the role's own stage that is as deep."""
+    """Return the role's cost line for each stage of the actor: the line of the role's own stage at the same depth."""
     lines = costs.prefill_of(role)
     if isinstance(lines, Linear):
         return [lines] * work.pp
@@ -207,22 +207,23 @@ def _prefill_lines(work: Work, role: str, costs: Costs) -> list[Linear]:
 
 
 def _prefill_s(work: Work, role: str, tokens: Ints | Floats, costs: Costs) -> Floats:
-    """Seconds of a micro-batch by stage, [stages, cuts]; on the last, each new token with its output row."""
+    """Seconds of a micro-batch by stage, [stages, cuts]; on the last, each new token has an output row."""
     seconds = _seconds(_prefill_lines(work, role, costs), np.rint(tokens))
     seconds[-1] += _seconds([costs.score], np.rint(tokens))[0]
     return seconds
 
 
 def _seconds(lines: Sequence[Linear], numbers: Ints | Floats) -> Floats:
-    """What each of the lines gives of each number, [lines, numbers]."""
+    """Seconds by each line for each number, [lines, numbers]."""
     fixed, each = np.array([(line.fixed_s, line.per_token_s) for line in lines]).T[:, :, None]
     found: Floats = fixed + numbers * each
     return found
 
 
 def _sizes(work: Work, laps: _Laps, costs: Costs, budget: int, grain: int) -> list[list[int]]:
-    """By number of decode micro-batches, the sizes of prefill micro-batches worth trying: the budget, its half and so on, and
-    those that just fill a gap."""
+    """Return, by number of decode micro-batches, the prefill sizes to try: the budget, its half and so on, and those that fill a
+    gap.
+    """
     halves = [budget]
     while halves[-1] // 2 >= grain:
         halves.append(halves[-1] // 2)

@@ -1,6 +1,6 @@
-"""The free time of ranks, while a schedule is laid out.
+"""Free time of ranks while a schedule is laid out.
 
-Times are whole nanoseconds: sums of them are exact, so every rank that plans from the same costs finds the same gaps.
+Times are whole nanoseconds: sums are exact, so every rank that plans from the same costs finds the same gaps.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def nanoseconds(seconds: float) -> int:
 
 
 def in_nanoseconds(seconds: npt.NDArray[np.float64]) -> Ints:
-    """Of each number what `nanoseconds` gives of it."""
+    """Apply `nanoseconds` to an array."""
     return np.rint(seconds * 1e9).astype(np.int64)
 
 
 class Gaps:
-    """Gaps of each rank; the last one is endless.  Gaps shorter than `shortest`, which are useless, are forgotten."""
+    """Gaps of each rank; the last one is endless.  Gaps shorter than `shortest` are dropped."""
 
     def __init__(self, ranks: Sequence[int], shortest: int = 1):
         self._shortest = max(1, shortest)
@@ -34,7 +34,7 @@ class Gaps:
         self._ends: dict[int, list[int]] = {rank: [FOREVER] for rank in ranks}
 
     def place(self, ranks: Sequence[int], ready: int, duration: int) -> int:
-        """Occupy `ranks` for `duration` from the earliest time on, not before `ready`, at which all are free for so long."""
+        """Occupy `ranks` for `duration` at the earliest time from `ready` at which all are free.  Returns the start."""
         if len(ranks) == 1:
             gap, start = self._fit_one(ranks[0], ready, duration)
             self._take(ranks[0], gap, start, start + duration)
@@ -45,10 +45,10 @@ class Gaps:
         return start
 
     def fill(self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int]) -> Ints:
-        """`place` each of n one after the other, none before that of the same line before it has ended; the starts, [n].
+        """`place` n actions in turn, each after the end of the previous one of its line; returns the starts, [n].
 
-        Those at the end that come behind all gaps, and are ready one after the other, follow each other: what one of them leaves
-        free before it is too early for the next.  So nothing is searched for them.
+        Actions at the end that come after all gaps and are ready in order follow each other without a search: the time left
+        free before one of them is too early for the next.
         """
         ends, last = [0] * (max(lines, default=0) + 1), self.last(ranks)
         behind = _behind(last, ready, durations)
@@ -65,13 +65,13 @@ class Gaps:
         return np.array(found, dtype=np.int64)
 
     def last(self, ranks: Sequence[int]) -> int:
-        """The end of the last gap that ends."""
+        """Return the end of the last finite gap."""
         return max((self._ends[rank][-2] for rank in ranks if len(self._ends[rank]) > 1), default=0)
 
     def _one_by_one(
         self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int], ends: list[int]
     ) -> list[int]:
-        """The starts of each; `ends` of the lines move on."""
+        """Return the starts of each; updates `ends` of the lines."""
         if len(ranks) == 1:
             return self._on_one_rank(ranks[0], ready.tolist(), durations.tolist(), lines, ends)
         found, place = list[int](), self.place
@@ -85,7 +85,7 @@ class Gaps:
     def _on_one_rank(
         self, rank: int, ready: Sequence[int], durations: Sequence[int], lines: Sequence[int], ends: list[int]
     ) -> list[int]:
-        """The same on a single rank: `_fit_one` and `_take` in one loop, without a call for each of thousands."""
+        """`_one_by_one` on a single rank: `_fit_one` and `_take` in one loop, without calls."""
         begins, closes, shortest, found = self._starts[rank], self._ends[rank], self._shortest, list[int]()
         for start, duration, line in zip(ready, durations, lines, strict=False):
             if start < ends[line]:
@@ -113,7 +113,7 @@ class Gaps:
         return found
 
     def append(self, ranks: Sequence[int], starts: Ints, ends: Ints) -> None:
-        """Occupy `ranks` from each of `starts` [n] to its end, one after the other; nothing is placed there from the first on."""
+        """Occupy `ranks` for n consecutive intervals after everything placed there."""
         for rank in ranks:
             begins = np.concatenate([self._starts[rank][-1:], ends[:-1]])
             assert (begins <= starts).all(), f"rank {rank} is busy somewhere in {starts[0]} .. {ends[-1]}"
@@ -122,11 +122,11 @@ class Gaps:
             self._ends[rank][-1:] = [*starts[left].tolist(), FOREVER]
 
     def end(self, ranks: Sequence[int]) -> int:
-        """The time from which nothing is placed on any of `ranks`."""
+        """Return the time after which nothing is placed on any of `ranks`."""
         return max(self._starts[rank][-1] for rank in ranks)
 
     def close(self) -> None:
-        """Forget all gaps but the last: later actions are placed behind all present ones."""
+        """Drop all gaps but the last: later actions are placed after all present ones."""
         for rank in self._starts:
             del self._starts[rank][:-1], self._ends[rank][:-1]
 
@@ -141,7 +141,7 @@ class Gaps:
             start = found
 
     def _fit_one(self, rank: int, ready: int, duration: int) -> tuple[int, int]:
-        """The first gap of the rank that has room, and where in it."""
+        """Return the first gap of the rank with enough room, and the start in it."""
         starts, ends = self._starts[rank], self._ends[rank]
         gap = bisect_left(ends, ready + duration)
         start = starts[gap]
@@ -167,7 +167,7 @@ class Gaps:
 
 
 def _behind(last: int, ready: Ints, durations: Ints) -> int:
-    """From which of n on all end behind `last`, and are ready one after the other."""
+    """Return the first index from which all actions end after `last` and are ready in order."""
     early = (ready + durations <= last) | (durations <= 0)
     early[:-1] |= ready[1:] < ready[:-1]
     found = np.flatnonzero(early)

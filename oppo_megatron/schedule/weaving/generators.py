@@ -1,8 +1,7 @@
-"""Generators: they turn the work of a round into an ordered list of actions for every rank.  Compute actions only.
+"""Generators: turn the work of a round into an ordered list of compute actions for every rank.
 
-All of them lay the actions out on one virtual timeline, by the cost model; a rank's list is its part of that timeline,
-in order of start.  A list order that comes from one timeline cannot deadlock, however the roles' ranks overlap: the
-actions of all ranks, sorted by start, are an order in which everything an action waits for stands before it.
+They lay out the actions on one virtual timeline, by the cost model; a rank's list is its part in order of start. Such lists
+cannot deadlock, even if the roles share ranks: sorted by start, every action comes after everything that it waits for.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Generator = Callable[[Round, Site, Costs], Schedule]
 
 
 def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
-    """The actor's part first on each rank, then the scorers'."""
+    """Place the actor's part first on each rank, then the scorers'."""
     placer = Placer(round, site, costs)
     placer.place_actor()
     placer.free.close()
@@ -35,7 +34,7 @@ def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def intra(round: Round, site: Site, costs: Costs) -> Schedule:
-    """The scorers' part first on each rank, then the actor's: on ranks of their own, scorers work beside the actor."""
+    """Place the scorers' part first on each rank, then the actor's; scorers on ranks of their own overlap with the actor."""
     placer = Placer(round, site, costs)
     placer.place_scorers()
     placer.free.close()
@@ -44,7 +43,7 @@ def intra(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def woven(round: Round, site: Site, costs: Costs) -> Schedule:
-    """The actor's part as early as it can be, and the scorers' in the gaps that it leaves; what finds no gap comes after.
+    """Place the actor's part as early as possible, and the scorers' in its gaps, or after it.
 
     An actor of one stage leaves no gaps: then the same as `intra`.
     """
@@ -57,10 +56,10 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def one_by_one(round: Round, site: Site, costs: Costs) -> Schedule:
-    """Every micro-batch passes all stages, in every list, before the next one of its role stands there; the actor's part last.
+    """List every micro-batch on all stages before the next one of its role; the actor's part last.
 
-    In that order of all units whatever a stage sends is taken before it sends more, so no transport holds a send in a circle,
-    whatever ranks the roles share.  Stages still work side by side, as far as their lists let them.
+    In that order a stage's messages are received before it sends more, so no transport can block a cycle of ranks. Stages still
+    overlap as far as their lists allow.
     """
     times, begun = dict[Team, Times](), 0
     for role in [*(role for role in site.placements if role != "actor"), "actor"]:
@@ -107,8 +106,7 @@ def _of_replica(replicas: Sequence[Sequence[Batch]], replica: int) -> Sequence[B
 def _laps(durations: list[list[int]], free: list[int], message: int, steps: int) -> Ints:
     """Starts of all decode steps, [steps, micro-batches, stages]; `free` is when each stage may begin.
 
-    A step's starts depend on when the step before lets it begin, and no number but differences counts: once two steps begin
-    in the same way, so many nanoseconds apart, all that follow are as far apart.
+    Only differences between times matter: once two steps begin in the same way, all that follow are as far apart.
     """
     ready, laps, apart = [0] * len(durations), list[list[list[int]]](), 0
     through = message if len(free) > 1 else 0
@@ -130,10 +128,9 @@ def _laps(durations: list[list[int]], free: list[int], message: int, steps: int)
 def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
     """Starts, by micro-batch and stage, of one decode step of all micro-batches.
 
-    `ready` is when each may enter the first stage, `free` when each stage is done with the step before.  First each
-    starts as early as it can; then those that would only wait for the next one start later, close to it, so that what
-    a step leaves free of a stage is one gap, but none so late that it would delay the last one in the step after.
-    Without it micro-batches of unequal size drift apart.
+    `ready`: when each micro-batch may enter the first stage; `free`: when each stage finishes the previous step. Each starts as
+    early as possible; then those that would only wait for the next one are moved close to it, so that a step leaves one gap per
+    stage, but not so late that they delay the last one in the next step. Otherwise micro-batches of unequal size drift apart.
     """
     starts = _earliest(durations, ready, free, message)
     ready = [row[-1] + own[-1] + message for row, own in zip(starts, durations, strict=True)]
@@ -158,7 +155,7 @@ def _earliest(durations: list[list[int]], ready: list[int], free: list[int], mes
 def _close(
     starts: list[list[int]], durations: list[list[int]], message: int, needed: list[int] | None = None
 ) -> list[list[int]]:
-    """All but the last as late as the next one lets them, and as they are `needed` for the following step."""
+    """Move all but the last as late as the next one, and the following step (`needed`), allow."""
     starts = [list(row) for row in starts]
     for m in range(len(starts) - 2, -1, -1):
         arrival = starts[m + 1][-1] + message
@@ -171,10 +168,10 @@ def _close(
 
 
 def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int], until: int = FOREVER) -> list[tuple[int, int, int]]:
-    """Have all prefills of `lines` placed: next is always the line whose first stage is done with its last one first.
+    """Place all prefills of `lines`: always the next one of the line whose first stage is free first.
 
-    `place` is told the line, which of its prefills, and when its first stage is done; it returns when that is so again.  It ends
-    once the first to be done is so at `until`; what is left are, in this order, when, the line, and which of its prefills.
+    `place(line, prefill, time)` returns when the first stage is free again. Stops once the earliest time reaches `until`;
+    returns the remaining (time, line, next prefill) in order.
     """
     turns = [(0, n, 0) for n, line in enumerate(lines) if len(line.times)]
     while turns and turns[0][0] < until:
@@ -188,10 +185,9 @@ def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int], until
 
 
 class Line:
-    """A replica of a role while it is placed: its stages' ranks, what its prefills take on each stage, and all that is placed.
+    """A replica of a role while it is placed: the ranks and prefill times of its stages, and the starts of its units.
 
-    `times` are [prefills, stages].  `ends` is when each stage is done with the last prefill; `starts` and `placed` are of the
-    prefills, by stage.
+    `times` are [prefills, stages]. `ends` is when each stage finishes the last prefill; `starts` and `placed` are by stage.
     """
 
     def __init__(self, placement: RolePlacement, replica: int, times: Ints):
@@ -210,9 +206,9 @@ class Line:
 
 
 class Placer:
-    """One virtual timeline of a round, being filled.
+    """The virtual timeline of a round while it is filled.
 
-    Each stage of a replica keeps its units in the order in which they are placed; `free` says what time is left.
+    Each stage of a replica keeps its units in placement order; `free` has the free time.
     """
 
     def __init__(self, round: Round, site: Site, costs: Costs):
@@ -230,7 +226,7 @@ class Placer:
         self._num_placed = 0
 
     def place_actor(self) -> None:
-        """Its prefill, then its decoding, each as early as it can be."""
+        """Place prefill, then decoding, as early as possible."""
         for replica in range(self.site.placements["actor"].dp):
             line = self._lines["actor", replica]
             if len(line.times):
@@ -240,7 +236,7 @@ class Placer:
             self._place_decode(line, _of_replica(self.round.decode, replica))
 
     def place_scorers(self) -> None:
-        """Their micro-batches, by turns: next is always the replica whose first stage is done with its last one first."""
+        """Place micro-batches in turn: always of the replica whose first stage is free first."""
         roles = [role for role in self.site.placements if role != "actor" and role in self.round.prefill]
         teams = sorted((roles.index(role), replica, role) for role, replica in self._lines if role in roles)
         lines = [self._lines[role, replica] for _, replica, role in teams]
@@ -250,12 +246,11 @@ class Placer:
             self._place_by_stage(lines)
 
     def schedule(self) -> Schedule:
-        """What was placed."""
+        """Return the schedule of all placed units."""
         return Schedule(Timetable(self.round, self.site, {team: line.whole() for team, line in self._lines.items()}))
 
     def _place_by_stage(self, lines: Sequence[Line]) -> None:
-        """Lines on the same ranks.  Turns are told by the first stage alone, and no other stage has time of it: so all is placed
-        there first, then on the second."""
+        """Place lines on the same ranks: the first stage decides the turns, so it is filled before the second."""
         of, starts, ranks = list[int](), list[int](), lines[0].ranks[0]
         durations, put = [line.times[:, 0].tolist() for line in lines], self.free.place
 
@@ -274,9 +269,9 @@ class Placer:
         self._place_later(lines, of, np.array(starts, dtype=np.int64))
 
     def _place_behind(self, lines: Sequence[Line], left: Sequence[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
-        """What `by_turns` has left of `lines`, on their first stage, behind all gaps: whose each is, and when it begins.
+        """Place the prefills that `by_turns` has left on the first stage, after all gaps.  Returns line and start of each.
 
-        There each follows the one before, and is the last to be done.  So all lines take turns in the order of `left`.
+        There each follows the previous one, so the lines take turns in the order of `left`.
         """
         ranks, times = lines[0].ranks[0], [lines[n].times[j:, 0] for _, n, j in left]
         order = np.argsort(np.concatenate([np.arange(len(own)) for own in times]), kind="stable")
@@ -287,9 +282,9 @@ class Placer:
         return of, (ends - durations).tolist()
 
     def _place_later(self, lines: Sequence[Line], of: Sequence[int], first: Ints) -> None:
-        """What is placed on the first stage of `lines`, on the same ranks, goes through the others.
+        """Place prefills on the following stages, after the first stage of `lines` on the same ranks.
 
-        `of` says whose next micro-batch each is, `first` when it begins.
+        `of` is the line of each prefill, `first` its start on the first stage.
         """
         ranks, of_N = lines[0].ranks, np.array(of, dtype=np.int64)
         times, starts = np.empty((len(of), len(ranks)), dtype=np.int64), np.empty((len(ranks), len(of)), dtype=np.int64)
@@ -313,14 +308,14 @@ class Placer:
         starts = _laps(durations, free, self.message, steps)
         ends = starts + np.array(durations, dtype=np.int64)
         for stage, ranks in enumerate(line.ranks):
-            # The only replica of the actor on these ranks: what is there ends before the lap does.
+            # The only replica of the actor on these ranks: everything there ends before the step does.
             self.free.append(ranks, starts[:, :, stage].ravel(), ends[:, :, stage].ravel())
         placed = np.arange(self._num_placed, self._num_placed + starts.size).reshape(-1, len(stages))
         self._num_placed += starts.size
         line.decoded = Times(starts.reshape(-1, len(stages)).T, placed.T)
 
     def _place_prefill(self, line: Line, times: list[int]) -> int:
-        """Place the next micro-batch on all tensor ranks of each stage.  Returns when the first stage is done with it."""
+        """Place the next micro-batch on all tensor ranks of each stage.  Returns when the first stage finishes it."""
         place, ends, ready = self.free.place, line.ends, 0
         for stage, (ranks, duration) in enumerate(zip(line.ranks, times, strict=True)):
             before = ends[stage]
@@ -337,8 +332,9 @@ class Placer:
         return nanoseconds(seconds + (self.costs.sample(len(batch)) if sampled else 0.0))
 
     def _prefill_times(self, role: str, batches: Sequence[Batch]) -> tuple[int | None, Ints]:
-        """What the quickest of the micro-batches takes on its quickest stage, without its score (None: there are none); and what
-        each takes by stage, [n, stages], with its score on the last."""
+        """Return the shortest time of any micro-batch on any stage without its score (None: no batches), and all times, [n,
+        stages].
+        """
         if not batches:
             return None, np.zeros((0, self.site.placements[role].pp), dtype=np.int64)
         tokens, rows = Batches.of(batches).sums

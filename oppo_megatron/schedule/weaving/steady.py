@@ -1,14 +1,13 @@
-"""Rounds of many decode steps, planned and checked as rounds of three.
+"""Plan and check rounds of many decode steps as rounds of three.
 
-Where decoding has a rank's time to itself, each decode step but the first is like the one before it, on every rank: the
-same micro-batches in the same order, each with the tokens of the step before, its hidden state from the stage before and
-what it sends on.  Such a round *repeats*: its lists follow from those of a round of `STEPS` steps, whose last step comes
-again and again.
+If no other work comes between decode steps, each step but the first is like the previous one on every rank: the same
+micro-batches in the same order, each with the tokens of the previous step, its hidden state from the previous stage, and its
+sends. The lists of such a round follow from the lists of a round of `STEPS` steps by repeating the last step.
 
-And they are sound where those are.  Call a receive of tokens a part of the step that needs them.  Then an action waits for
-actions of its own step or of the step before, nothing waits for a later step, and a list has its steps one behind the
-other.  So ranks that wait for each other in a circle do so within one step, and messages in another order than sent are
-of one step, too; step k > 2 is step 2 with other numbers, and that has been checked behind a step like the one before k.
+They are sound if those are. Count a receive of tokens to the step that needs them. Then an action waits only for actions of its
+own step or the previous one, and a list has its steps in order. So ranks that wait in a cycle do so within one step, and
+messages received in another order than sent belong to one step. Step k > 2 is step 2 with other numbers, which has been checked
+after a step like step k - 1.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site
 
 STEPS = 3
-"""The first step has no tokens of the round before it, the second is the first that has, the third is like all after it."""
+"""The first step continues no tokens of the round, the second is the first that does, the third is like all later ones."""
 
 
 def repeats(generator: str, shape: Round, site: Site) -> bool:
-    """Whether the round decodes longer than `STEPS`, and no scorer's work stands between two of its decode steps.
+    """True if the round has more than `STEPS` decode steps, and no scorer works between two of them.
 
-    What every generator promises settles that where no scorer works: a stage decodes by step, then micro-batch, behind the
-    actor's prefill.  `intra` puts scorers before that, and so does `woven` where the actor has one stage.
+    Every generator keeps decode steps together if no scorer works. `intra` puts scorers before them, and so does `woven` if the
+    actor has one stage.
     """
     if shape.steps <= STEPS:
         return False
@@ -38,11 +37,10 @@ def repeats(generator: str, shape: Round, site: Site) -> bool:
 
 
 def shortened(shape: Round) -> Round:
-    """The round's last `STEPS` decode steps, behind the same prefill.
+    """Return the round's last `STEPS` decode steps, after the same prefill.
 
-    Each sequence is taken to have had its other tokens before the round: in the end its cache is as long as in the whole.
-    So what the actor forks is taken to be cached.  Whether its forks are in order depends on the prefill alone, which
-    `require_room` looks at.
+    Each sequence counts as having its other tokens before the round, so its cache ends as long as in the whole round, and the
+    actor's forks count as cached; `require_room` checks them.
     """
     decoded = [Growths.of(batch) for replica in shape.decode for batch in replica]
     seq_ids = np.concatenate([np.zeros(0, dtype=np.int64), *(batch.seq_ids for batch in decoded)])
@@ -68,19 +66,19 @@ def shortened(shape: Round) -> Round:
 
 
 def lengthened(own: Sequence[Action], steps: int) -> tuple[Action, ...]:
-    """A rank's list of the round of `steps` decode steps, from that of the shortened round."""
+    """Return a rank's list for `steps` decode steps, from its list for the shortened round."""
     of_step = [_step(action) for action in own]
     last = [position for position, step in enumerate(of_step) if step == STEPS - 1]
     if not last:
         return tuple(own)
     start, end = last[0], last[-1] + 1
-    assert len(last) == end - start, f"rank {own[0].rank}: something stands within step {STEPS - 1}, {own[start:end]}"
+    assert len(last) == end - start, f"rank {own[0].rank}: another action within step {STEPS - 1}, {own[start:end]}"
     repeated = (_later(own[i], by) for by in range(steps - STEPS + 1) for i in range(start, end))
     return (*own[:start], *repeated, *(_later(action, steps - STEPS) for action in own[end:]))
 
 
 def _step(action: Action) -> int | None:
-    """The step that the action is a part of; tokens are received for the step that continues them."""
+    """Return the step that the action belongs to; tokens are received for the step that continues them."""
     received = action.op is Op.RECV and action.payload is Payload.TOKENS
     return action.step + 1 if received and action.step is not None else action.step
 

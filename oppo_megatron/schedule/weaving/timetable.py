@@ -1,8 +1,8 @@
-"""When each stage begins what it has to do, in arrays, and the ranks' lists that follow from that.
+"""Start times of all units in arrays, and the ranks' lists that follow from them.
 
-A *unit* is a decode with its sample, or a prefill with its score.  A stage's units count from 0: the prefills by micro-batch,
-then the decode micro-steps by step and micro-batch.  A round has tens of thousands of them, and a rank carries out those of
-its own stages: so the times of all are kept as numbers, and actions are made of a rank's own list alone.
+A *unit* is a decode with its sample, or a prefill with its score. A stage's units count from 0: the prefills by micro-batch,
+then the decode micro-steps by step and micro-batch. A round has tens of thousands of units, and a rank executes only its
+stages' units: so times are kept as arrays, and actions are made only for a rank's own list.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Units = list[tuple[Action, ...]]
 
 
 class Times(NamedTuple):
-    """Of the units of one replica, [stages, units]: their starts in nanoseconds, and which was placed before which."""
+    """Starts in nanoseconds and placement order of the units of one replica, [stages, units]."""
 
     starts: Ints
     placed: Ints
@@ -48,7 +48,7 @@ class Count(NamedTuple):
 
 
 def count_of(team: Team, round: Round) -> Count:
-    """What the round asks of each stage of a replica."""
+    """Count the units that the round requires of each stage of a replica."""
     role, replica = team
 
     def batches(replicas: Sequence[Sequence[object]]) -> int:
@@ -61,9 +61,9 @@ def count_of(team: Team, round: Round) -> Count:
 
 @dataclass(frozen=True, eq=False)
 class Timetable(Mapping[int, tuple[Action, ...]]):
-    """The lists of compute actions of all ranks, each made when it is asked for.
+    """The lists of compute actions of all ranks, each made on access.
 
-    A rank's units are in the order of their starts; those of equal start as they were placed.
+    A rank's units are in order of start, those with equal starts in placement order.
     """
 
     round: Round
@@ -86,16 +86,17 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
         return sum(1 for _ in self)
 
     def count(self, team: Team) -> Count:
-        """The units that the lists have of each of a replica's stages."""
+        """Count the units of each of a replica's stages."""
         return count_of(team, self.round)
 
     def order(self, rank: int) -> tuple[list[int], list[tuple[str, RankCoordinates, Count]]]:
-        """The rank's units in their order, as numbers that count through the units of its stages, which come with it."""
+        """Return the rank's units in order, as numbers that count through the units of its stages, and the stages."""
         return self.sequence(rank)[0].tolist(), self._stages(rank)
 
     def sequence(self, rank: int) -> tuple[Ints, list[tuple[Team, int]]]:
-        """The rank's units in their order, as numbers that count through the units of its stages; and these, a stage of a
-        replica each."""
+        """Return the rank's units in order, as numbers that count through the units of its stages, and (team, stage) of each
+        stage.
+        """
         own = [((role, coords.replica), coords.stage) for role, coords, _ in self._stages(rank)]
         if not own:
             return np.zeros(0, dtype=np.int64), []
@@ -117,15 +118,15 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
 
 
 class OwnUnits:
-    """What one rank does for each unit of its stages, with its messages: made once, and the same in every round."""
+    """One rank's actions for each unit of its stages, with messages, made once for all rounds."""
 
     def __init__(self, site: Site, rank: int):
         self._site, self._rank = site, rank
         self._prefills: dict[tuple[str, int], Units] = {}  # by role and chunk
-        self._decodes: dict[int, list[Units]] = {}  # by chunk and micro-batch, those of each step
+        self._decodes: dict[int, list[Units]] = {}  # by chunk and micro-batch, the units of each step
 
     def of(self, role: str, count: Count) -> Units:
-        """Those of the rank's stage of the role, as many as `count` says."""
+        """Return the units of the rank's stage of the role."""
         prefills = self._prefills.setdefault((role, count.chunk), [])
         prefills += [self._spelled(role, (j, count.chunk, None)) for j in range(len(prefills), count.prefills)]
         decodes = self._decodes.setdefault(count.chunk, [])
@@ -144,7 +145,7 @@ class OwnUnits:
 
 
 def _numbers(count: Count) -> Iterator[tuple[int, int, int | None]]:
-    """Micro-batch, chunk and decode step of each unit."""
+    """Yield micro-batch, chunk and decode step of each unit."""
     yield from ((j, count.chunk, None) for j in range(count.prefills))
     yield from ((m, count.chunk, step) for step in range(count.steps) for m in range(count.batches))
 
@@ -152,7 +153,7 @@ def _numbers(count: Count) -> Iterator[tuple[int, int, int | None]]:
 def _computes(
     rank: int, role: str, placement: RolePlacement, coords: RankCoordinates, what: tuple[int, int, int | None]
 ) -> tuple[Action, ...]:
-    """The compute actions of one unit on one rank."""
+    """Return the compute actions of one unit on one rank."""
     micro_batch, chunk, step = what
     first = Action(rank, Op.PREFILL if step is None else Op.DECODE, role, micro_batch, chunk, step)
     if coords.stage < placement.pp - 1 or (step is None and role == "actor"):

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from oppo_megatron.chunks import GOES_ON, REASONS, Chunk, ChunkRows
+from oppo_megatron.chunks import GOES_ON, REASONS, Chunk, ChunkRows, merge_rows
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.config.derived import batch_rows, longest_chunk, members
 from oppo_megatron.config.run import TrainConfig
@@ -27,7 +27,6 @@ from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 from oppo_megatron.schedule.plan import delta_rule, plan_step
 from oppo_megatron.schedule.planning.ledger import Ledger
-from oppo_megatron.schedule.planning.merge import merge_rows
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 
 LENGTH = "length"

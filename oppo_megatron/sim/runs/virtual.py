@@ -17,10 +17,8 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements, training_placements
 from oppo_megatron.records import Decision, Rollout, StepSignals
 from oppo_megatron.rundir.trace import Span
-from oppo_megatron.schedule.plan import plan_step, round_generator
-from oppo_megatron.schedule.planning.new_planner import new_planner
+from oppo_megatron.schedule.plan import new_planner, plan_step, round_generator, scoring_delay
 from oppo_megatron.schedule.rounds import Site
-from oppo_megatron.schedule.scoring_delay import scoring_delay
 from oppo_megatron.schedule.weaving.costs import Linear
 from oppo_megatron.sim.runs.loop import PureLoop, Recorded, StepEnd, made_up_prompts
 from oppo_megatron.sim.runs.player import Player, planned_rank

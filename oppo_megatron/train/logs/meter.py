@@ -22,9 +22,9 @@ from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.trace import Span, SpanRecorder
 from oppo_megatron.schedule.actions import Action, Op, Payload
+from oppo_megatron.schedule.plan import scoring_delay
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Site
-from oppo_megatron.schedule.scoring_delay import scoring_delay
 from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.step import LATER_FACTS, CriticPlacement, StepClock, StepFacts

@@ -1,7 +1,7 @@
-"""Whether ranks that have planned a round each by itself have planned the same one, and what that round is as a whole.
+"""Check that all ranks have planned the same round, and assemble the whole round from their plans.
 
-A rank packs micro-batches of its own replicas only (`RoundPlanner.rank`), so no rank has the whole round.  It is put together
-here from what most of each replica's ranks say; whoever says something else is named.
+A rank packs micro-batches of its own replicas only (`RoundPlanner.rank`), so no rank has the whole round.  Each replica's part is
+the plan of most of its ranks; a rank with another plan is a fault.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from oppo_megatron.schedule.actions import Action, Schedule
-from oppo_megatron.schedule.checking.faults import Fault, FaultKind
+from oppo_megatron.schedule.checking.checker import Fault, FaultKind
 from oppo_megatron.schedule.rounds import Batch, Fork, Round, Site
 
 T = TypeVar("T", bound=Hashable)
 
 Records = tuple[tuple[int, int], ...]
-"""(sequence, tokens) of all that were decoded or scored in the round, as a rank had recorded them before."""
+"""(sequence, tokens) of all sequences that are decoded or scored in the round, as a rank had recorded them before."""
 
 
 @dataclass(frozen=True)
 class OwnPlan:
-    """What one rank has planned of a round: `round` has the micro-batches of its own replicas, `actions` is its list."""
+    """One rank's plan of a round: `round` has the micro-batches of its own replicas, `actions` is its list."""
 
     records: Records
     round: Round
@@ -31,16 +31,16 @@ class OwnPlan:
 
 
 def agree(plans: Mapping[int, OwnPlan], site: Site) -> tuple[Round, Schedule, list[Fault]]:
-    """The round as a whole, all ranks' lists, and a fault for each rank that disagrees with more of its peers than agree."""
+    """Return the whole round, the lists of all ranks, and a fault for each rank that disagrees with most of its peers."""
     records, faults = _most({rank: plan.records for rank, plan in plans.items()}), dict[int, Fault]()
     sizes = _most({rank: (plan.round.index, plan.round.steps) for rank, plan in plans.items()})
     for rank, plan in plans.items():
         if plan.records != records:
-            faults[rank] = _fault(rank, plan, _records_told(plan.records, records))
+            faults[rank] = _fault(rank, plan, _difference(plan.records, records))
         elif (plan.round.index, plan.round.steps) != sizes:
             own = f"plans round {plan.round.index} with {plan.round.steps} decode steps"
-            told = f"{own}, most others round {sizes[0]} with {sizes[1]}"
-            faults[rank] = _fault(rank, plan, told)
+            text = f"{own}, most others round {sizes[0]} with {sizes[1]}"
+            faults[rank] = _fault(rank, plan, text)
     decode, prefill, forks = _works(plans, site, faults)
     whole = Round(*sizes, decode, prefill, forks)
     schedule = Schedule({rank: plan.actions for rank, plan in plans.items() if plan.actions})
@@ -52,7 +52,7 @@ def _works(
 ) -> tuple[
     tuple[Sequence[Batch], ...], dict[str, tuple[Sequence[Batch], ...]], dict[str, tuple[tuple[Fork, ...], ...]]
 ]:
-    """Decode, prefill and forks of every replica.  Ranks that disagree about one of theirs are added to `faults`."""
+    """Return decode, prefill and forks of every replica; ranks that disagree about their own are added to `faults`."""
     decode: list[Sequence[Batch]] = []
     prefill: dict[str, tuple[Sequence[Batch], ...]] = {}
     forks: dict[str, tuple[tuple[Fork, ...], ...]] = {}
@@ -64,8 +64,8 @@ def _works(
             for rank, own in said.items():
                 if own != most and rank not in faults:
                     what = "micro-batches" if own[:2] != most[:2] else "forks"
-                    told = f"has other {what} of {role} replica {replica} than its peers"
-                    faults[rank] = _fault(rank, plans[rank], told)
+                    text = f"has other {what} of {role} replica {replica} than its peers"
+                    faults[rank] = _fault(rank, plans[rank], text)
             replicas.append(most[1])
             forked.append(most[2])
             if role == "actor":
@@ -78,7 +78,7 @@ def _works(
 
 
 def _of(round_: Round, role: str, replica: int) -> tuple[Sequence[Batch], Sequence[Batch], tuple[Fork, ...]]:
-    """Decode and prefill micro-batches of one replica, and what it forks."""
+    """Return decode micro-batches, prefill micro-batches and forks of one replica."""
     prefill = round_.prefill.get(role, ())
     decode = round_.decode if role == "actor" else ()
     return (
@@ -89,12 +89,12 @@ def _of(round_: Round, role: str, replica: int) -> tuple[Sequence[Batch], Sequen
 
 
 def _most(said: Mapping[int, T]) -> T:
-    """What most ranks say; of two said as often, what the lower rank says."""
+    """Return the most frequent value; among equally frequent ones the value of the lowest rank."""
     return Counter(said.values()).most_common(1)[0][0]
 
 
-def _records_told(own: Records, others: Records) -> str:
-    """The first sequence that two ranks have recorded otherwise."""
+def _difference(own: Records, others: Records) -> str:
+    """Describe the first sequence whose records differ."""
     mine, theirs = dict(own), dict(others)
     seq_id = min(s for s in mine.keys() | theirs.keys() if mine.get(s) != theirs.get(s))
 
@@ -103,10 +103,10 @@ def _records_told(own: Records, others: Records) -> str:
 
     number = sum(mine.get(s) != theirs.get(s) for s in mine.keys() | theirs.keys())
     count = "1 sequence" if number == 1 else f"{number} sequences"
-    return f"has other records of {count} than most ranks: of sequence {seq_id} {of(mine)}, they {of(theirs)}"
+    return f"has other records of {count} than most ranks: it has {of(mine)} of sequence {seq_id}, they {of(theirs)}"
 
 
-def _fault(rank: int, plan: OwnPlan, told: str) -> Fault:
+def _fault(rank: int, plan: OwnPlan, text: str) -> Fault:
     rule = "all ranks plan from the same records by the same rules"
     remedy = "look for another configuration, seed, data or version of the code on its host"
-    return Fault(FaultKind.PLAN, rank, len(plan.actions), None, f"it {told}; {rule}; {remedy}")
+    return Fault(FaultKind.PLAN, rank, len(plan.actions), None, f"it {text}; {rule}; {remedy}")
