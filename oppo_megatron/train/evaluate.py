@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.estimates import Figures, estimate
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.completions import PromptDecoder
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.mcore.batch import join_rows, pack_at
@@ -25,11 +27,26 @@ from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
+from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.heldout import HeldoutSchedule
-from oppo_megatron.train.score_exchange import StepRewards
+from oppo_megatron.train.logs.journal import Journal
+from oppo_megatron.train.score_exchange import ScoreExchange, StepRewards
 
-if TYPE_CHECKING:
-    from oppo_megatron.train.loop import TrainingLoop
+
+class Loop(Protocol):
+    """The training loop on one rank, as far as held-out evaluation needs it."""
+
+    world: World
+    exchange: ScoreExchange
+
+    @property
+    def rounds(self) -> RoundRunner: ...
+
+    @property
+    def actor(self) -> Actor | None: ...
+
+    @property
+    def journal(self) -> Journal | None: ...
 
 
 class Evaluator(HeldoutSchedule):
@@ -63,7 +80,7 @@ class Evaluator(HeldoutSchedule):
             for sample in range(evaluation.samples)
         ]
 
-    def measure(self, loop: TrainingLoop, step: int) -> Figures:
+    def measure(self, loop: Loop, step: int) -> Figures:
         """Measure the metrics after `step` steps, and pass them to early stopping.
 
         Raises RewardError, on the rank that keeps the journal, if a judge fails.
@@ -84,7 +101,7 @@ class Evaluator(HeldoutSchedule):
         self.observe(step, figures)
         return figures
 
-    def _decode(self, loop: TrainingLoop) -> list[Rollout]:
+    def _decode(self, loop: Loop) -> list[Rollout]:
         """The responses, in the order of the prompts."""
         assert loop.actor is not None
         decoder = PromptDecoder(
@@ -99,7 +116,7 @@ class Evaluator(HeldoutSchedule):
         )
         return sorted(decoder.decode(self.prompts), key=lambda rollout: rollout.seq_id)
 
-    def _model_scores(self, loop: TrainingLoop, rollouts: Sequence[Rollout] | None) -> Tensor:
+    def _model_scores(self, loop: Loop, rollouts: Sequence[Rollout] | None) -> Tensor:
         """The reward model's scores [N] on every rank; its replicas share the sequences, each in one full forward pass."""
         exchange, source, prompts = loop.exchange, loop.rounds.planner.site.source, self.prompts
         speaks = loop.world.rank == source

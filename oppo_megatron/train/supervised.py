@@ -129,8 +129,7 @@ def _build(
             quarantine.write(run.quarantine)
     share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
     trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
-    spans = SpanRecorder(world.rank, run if config.logging.trace else None)
-    memory = MemoryMeter.begin(world.device)
+    spans, memory = SpanRecorder(world.rank, run if config.logging.trace else None), MemoryMeter.begin(world.device)
     began, before_s = (BEGINNING, 0.0) if found is None else (found.passed, found.state["elapsed_s"])
     steps, held = saver.num_steps(began), () if heldout is None else heldout.rows
     if report := trackers and Report(config, task.title, steps, world.device, trackers, stack, before_s):

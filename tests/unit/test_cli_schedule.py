@@ -16,7 +16,7 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Op, parse_schedule
 from oppo_megatron.schedule.checking import transport
-from oppo_megatron.schedule.planning.preview import preview
+from oppo_megatron.schedule.preview import preview
 from oppo_megatron.schedule.weaving import generators
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.costs_file import costs_tree, read_costs

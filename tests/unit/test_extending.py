@@ -32,7 +32,7 @@ from oppo_megatron.plugins import Plugin
 from oppo_megatron.records import StepSignals
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.plan import new_planner, round_generator
-from oppo_megatron.schedule.planning.preview import first_step, preview
+from oppo_megatron.schedule.preview import first_step, preview
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs

@@ -31,7 +31,7 @@ from oppo_megatron.schedule.checking.transport import (
 )
 from oppo_megatron.schedule.links import Link, link_of, most_streams, run_groups
 from oppo_megatron.schedule.plan import new_planner
-from oppo_megatron.schedule.planning.preview import first_step
+from oppo_megatron.schedule.preview import first_step
 from oppo_megatron.schedule.rounds import Growth, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs, Linear

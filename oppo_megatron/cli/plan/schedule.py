@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from oppo_megatron.schedule.checking.checker import Fault
     from oppo_megatron.schedule.checking.timeline import Timeline
     from oppo_megatron.schedule.checking.transport import Transport
-    from oppo_megatron.schedule.planning.preview import Preview
+    from oppo_megatron.schedule.preview import Preview
     from oppo_megatron.schedule.weaving.costs import Costs
 
 HELP = "draw and check what every rank does in a round"
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.layout.placements import role_placements
     from oppo_megatron.schedule.checking.checker import check_timeline
     from oppo_megatron.schedule.checking.timeline import simulate
-    from oppo_megatron.schedule.planning.preview import preview
+    from oppo_megatron.schedule.preview import preview
     from oppo_megatron.schedule.weaving.costs import Costs
     from oppo_megatron.schedule.weaving.costs_file import read_costs
 
@@ -176,7 +176,7 @@ def _filtered(shown: Preview, config: TrainConfig) -> list[str]:
 
 
 def _least(shown: Preview, timeline: Timeline, costs: Costs) -> str:
-    from oppo_megatron.schedule.planning.preview import least_s
+    from oppo_megatron.schedule.preview import least_s
 
     path_s, busy_s = least_s(shown.round, shown.site, timeline, costs)
     ratio = timeline.makespan_s / max(path_s, busy_s)
