@@ -20,11 +20,11 @@ from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Op, Schedule
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.plan import late_scorers, round_generator
-from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
+from oppo_megatron.schedule.weaving import generators
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.generators import GENERATORS
@@ -292,7 +292,7 @@ def test_a_schedule_is_made_once_for_each_shape(monkeypatch: pytest.MonkeyPatch)
         made.append(args)
         return generate(*args)
 
-    monkeypatch.setattr(planner_module, "GENERATORS", {"woven": counted})
+    monkeypatch.setattr(generators, "GENERATORS", {"woven": counted})
     site = SITES["colocated PP2"]
     run = Run([new_planner(site, "woven", weave=(2, BUDGET))], random.Random(8))
     seen: list[PlannedRound] = []
