@@ -27,7 +27,7 @@ from oppo_megatron.sim.clusters.links import INSIDE, Between
 from oppo_megatron.sim.clusters.sources import assumed, published
 from oppo_megatron.sim.search.configured import planned_config
 from oppo_megatron.sim.search.planning import Task, find_plans
-from oppo_megatron.sim.search.record import PARTS, _beyond_fits
+from oppo_megatron.sim.search.record import PARTS, beyond_fits
 
 SMALL = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4,
@@ -223,7 +223,7 @@ def test_wrong_input_is_refused(
 
 def test_a_plan_beyond_the_fits_says_so() -> None:
     def notes(of: TrainConfig, cluster: Cluster = CLUSTER) -> list[str]:
-        return list(_beyond_fits(Task(of, cluster, LENGTHS), of))
+        return list(beyond_fits(Task(of, cluster, LENGTHS), of))
 
     assert notes(config()) == []
     runtime = {"device": "cpu", "dtype": "bfloat16"}

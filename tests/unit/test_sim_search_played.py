@@ -63,14 +63,14 @@ def test_plans_are_played_until_no_other_can_win(monkeypatch: pytest.MonkeyPatch
     few = {"RESPONSES": (32, 64), "FEW": 1, "MANY": 2, "WARM_UP": 1, "LONG": 2, "LONG_RESPONSES": 64}
     for name, value in few.items():
         monkeypatch.setattr(playing, name, value)
-    seen, real = list[tuple[Plan, float]](), playing._played
+    seen, real = list[tuple[Plan, float]](), playing.play_plan
 
     def watched(task: Task, plan: Plan, config: TrainConfig, steps: int) -> playing.Played:
         found = real(task, plan, config, steps)
         seen.append((plan, found.step_s))
         return found
 
-    monkeypatch.setattr(playing, "_played", watched)
+    monkeypatch.setattr(playing, "play_plan", watched)
     best = playing.play_plans(TASK, planned(), 1)
     count = len({id(plan) for plan, _ in seen})
     assert 1 < count < len(planned()) and len(best) == 1
@@ -84,7 +84,7 @@ def test_the_delta_of_least_seconds_is_taken(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(playing, "MOST_LONG", 16)
     config = planned_config(TASK.config, planned()[0])
     chosen = playing.best_delta(TASK, config, 4)
-    paces = {delta: playing._pace(playing.counted_steps(TASK, with_delta(config, delta), 16)) for delta in (0, 8, 32)}
+    paces = {delta: playing.pace(playing.counted_steps(TASK, with_delta(config, delta), 16)) for delta in (0, 8, 32)}
     best = min(paces.values())
     assert paces[chosen or 0] <= 1.015 * best and (chosen is not None) == (paces[0] > 1.015 * best)
 
@@ -93,5 +93,5 @@ def test_played_seconds_are_means_of_steps_after_the_first_responses() -> None:
     config = planned_config(TASK.config, planned()[0])
     steps = playing.counted_steps(TASK, config, 3)
     assert len(steps) == 3 and steps[0].step > 3 and steps[0].clock > max(LENGTHS)
-    seconds = playing._played(TASK, planned()[0], config, 3).step_s
+    seconds = playing.play_plan(TASK, planned()[0], config, 3).step_s
     assert seconds == pytest.approx(fmean(step.step_s for step in steps), rel=1e-6)

@@ -71,9 +71,9 @@ def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
             ratio = min(1.0, *(each.step_s * 1e9 / each.plan.step_ns for each in done))
             if plan.step_ns * ratio > 1e9 * min(each.step_s for each in done):
                 break
-        done.append(_played(task, plan, planned_config(task.config, plan), few))
+        done.append(play_plan(task, plan, planned_config(task.config, plan), few))
     best = _fastest(done)[: top + 1]
-    best = _fastest([_played(task, each.plan, each.config, many) for each in best])[:top]
+    best = _fastest([play_plan(task, each.plan, each.config, many) for each in best])[:top]
     if not best:
         return []
     first = _tuned(task, best[0], many)
@@ -81,7 +81,7 @@ def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
     if overlap == best[0].config.overlap:
         return best
     others = [with_delta(with_chunk(each.config, overlap.chunk.tokens), overlap.delta.initial) for each in best[1:]]
-    played = [_played(task, each.plan, config, many) for each, config in zip(best[1:], others, strict=True)]
+    played = [play_plan(task, each.plan, config, many) for each, config in zip(best[1:], others, strict=True)]
     return _fastest([first, *played])
 
 
@@ -91,7 +91,8 @@ def play_config(task: Task, config: TrainConfig) -> Parts:
     return _mean_parts(counted_steps(task, config, steps))
 
 
-def _played(task: Task, plan: Plan, config: TrainConfig, steps: int) -> Played:
+def play_plan(task: Task, plan: Plan, config: TrainConfig, steps: int) -> Played:
+    """Play the plan as `config` for this many steps."""
     memory = rank_memory(train_holdings(config, on_cpu=task.on_cpu))
     parts = _mean_parts(counted_steps(task, config, steps))
     return Played(plan, config, parts, [memory[rank].total for rank in sorted(memory)])
@@ -132,10 +133,10 @@ def _tuned(task: Task, first: Played, steps: int) -> Played:
     for tokens in _chunks(task, first) if first.config.overlap.intra else ():
         config = with_chunk(first.config, tokens)
         if not task.check(config):
-            other = _played(task, first.plan, config, steps)
+            other = play_plan(task, first.plan, config, steps)
             best = other if other.step_s < (1 - GAIN) * best.step_s else best
     delta = best_delta(task, best.config, steps)
-    return best if delta is None else _played(task, best.plan, with_delta(best.config, delta), steps)
+    return best if delta is None else play_plan(task, best.plan, with_delta(best.config, delta), steps)
 
 
 def _chunks(task: Task, first: Played) -> list[int]:
@@ -168,13 +169,13 @@ def best_delta(task: Task, config: TrainConfig, steps: int) -> int | None:
     for count in (steps, min(MOST_LONG, max(LONG, LONG_RESPONSES // config.rollout.batch_size))):
         if len(tried) < 2:
             return None
-        paces = {size: _pace(counted_steps(task, with_delta(config, size), count)) for size in tried}
+        paces = {size: pace(counted_steps(task, with_delta(config, size), count)) for size in tried}
         better = sorted(paces, key=lambda size: (paces[size], size))[: (len(tried) + 1) // 2]
         tried = [own, *(size for size in better if size != own)]
     best = min(paces, key=lambda size: (paces[size], size))
     return best if paces[best] < (1 - GAIN) * paces[own] else None
 
 
-def _pace(steps: Sequence[VirtualStep]) -> float:
+def pace(steps: Sequence[VirtualStep]) -> float:
     """Seconds per trained token: in the long run every delta trains the same number of tokens in a step."""
     return sum(step.step_s for step in steps) / sum(int(step.lengths.sum()) for step in steps)

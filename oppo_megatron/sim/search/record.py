@@ -43,7 +43,7 @@ def to_record(task: Task, plans: Sequence[Played], places: int) -> Record:
         "reason": _reason(plans),
         "plans": [_plan(task, each) for each in plans],
         "constants": constants,
-        "notes": [*_beyond_fits(task, plans[0].config), *not_counted(task.config)],
+        "notes": [*beyond_fits(task, plans[0].config), *not_counted(task.config)],
     }  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def _reason(plans: Sequence[Played]) -> str:
     )
 
 
-def _beyond_fits(task: Task, config: TrainConfig) -> Iterator[str]:
+def beyond_fits(task: Task, config: TrainConfig) -> Iterator[str]:
     """Say where the plan lies outside of what the laws were fitted to, and whether sequences wait for cache slots."""
     places = {**role_placements(config), **{f"{name}, trained": p for name, p in training_placements(config).items()}}
     if wide := [name for name, place in places.items() if place.tp > MOST_TP]:
