@@ -64,7 +64,7 @@ def test_a_rank_with_other_lengths_is_named(mode: str) -> None:
         assert [(fault.kind, fault.rank) for fault in faults if "other records" in fault.message] == [
             (FaultKind.PLAN, rank)
         ]
-        assert f"of sequence {ended} " in faults[0].message
+        assert f"of sequence {ended}, " in faults[0].message
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,22 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 @pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def _two_cores_without_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[:2])
+    yield
+    os.sched_setaffinity(0, cores)
 
 
 NAMES = ["single", "disaggregated 1 | 1", "disaggregated 1 | 1 (reference: actor)", "colocated dp 2", "colocated tp 2"]
 
 
 def write(workspace: Workspace, name: str, **changes: Any) -> tuple[Path, Path]:
-    """A configuration file of placements on at most two ranks, and its run directory."""
-    auto = {"steps": 2, "ranks": 2}
+    """A configuration file and its run directory."""
     common = {
-        "placement": {"mode": "auto", "auto": auto},
+        "placement": {"mode": "auto"},
         "runtime": {"device": "cpu"},
         "logging": {"console": "plain"},
     }
@@ -73,7 +78,7 @@ def test_measures_chooses_and_trains(workspace: Workspace, capfd: pytest.Capture
     scratch = sorted(path for path in (run / "placement").iterdir() if path.is_dir())
     assert {path.name for path in scratch} >= {"single-1", "disaggregated-1-1-1", "disaggregated-1-1-reference-actor-1"}
     for each in scratch:
-        assert len((each / "metrics.jsonl").read_text().splitlines()) == 2
+        assert len((each / "metrics.jsonl").read_text().splitlines()) == 3
         assert not (each / "weights").exists() and not (each / "trace.json").exists()
 
     # The same again is not measured again.

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from oppo_megatron.sim.runs.virtual import VirtualRun
 from tests.support.layouts import assert_same, deep
+from tests.support.ordered import OrderedRun
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.virtual import assert_unfolds_alike
 
@@ -44,7 +46,7 @@ def test_every_prompt_is_trained_exactly_once(backfilled: Outcome) -> None:
 
 
 def test_it_unfolds_alike_in_virtual_time(workspace: Workspace, backfilled: Outcome) -> None:
-    assert_unfolds_alike(deep(workspace, "backfilled", **BACKFILL), backfilled, "laps", "actions")
+    assert_unfolds_alike(deep(workspace, "backfilled", **BACKFILL), backfilled, VirtualRun, OrderedRun)
 
 
 def test_decoding_stays_full(workspace: Workspace, backfilled: Outcome) -> None:

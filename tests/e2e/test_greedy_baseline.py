@@ -127,7 +127,7 @@ def test_greedy_responses_are_carried_with_their_group_in_any_layout(workspace: 
 def test_a_run_stopped_within_a_group_goes_on_to_the_bit(workspace: Workspace) -> None:
     whole = run_ppo_ranks(remax(workspace, "whole", 1, **CARRIED, steps=3))
     config = remax(workspace, "stopped", 1, **CARRIED, steps=3)
-    ended = run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=3, rank=0, most=None)
+    ended = run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=3, rank=0)
     assert ended == [False], "the run was over before it was to stop"
     held = [json.loads(line) for line in next(Path(config["run_dir"]).glob("checkpoints/*/rollouts.jsonl")).open()]
     goes_on = {row["seq_id"]: row["finish_clock"] is None for row in held}

@@ -188,7 +188,7 @@ def test_a_rule_without_a_reference_leaves_no_scorer(workspace: Workspace) -> No
 def test_a_run_stopped_within_a_group_goes_on_to_the_bit(workspace: Workspace, preset: str) -> None:
     whole = run_ppo_ranks(grouped(workspace, f"whole-{preset}", preset, 4, **CARRIED, steps=3))
     config = grouped(workspace, f"stopped-{preset}", preset, 4, **CARRIED, steps=3)
-    ended = run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=3, rank=0, most=None)
+    ended = run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=3, rank=0)
     assert ended == [False], "the run was over before it was to stop"
     held = [json.loads(line) for line in next(Path(config["run_dir"]).glob("checkpoints/*/rollouts.jsonl")).open()]
     groups: dict[int, set[bool]] = {}
