@@ -44,7 +44,8 @@ from tests.unit.test_schedule_generators import cases
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 BLOCKS = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 CODE = [text for language, text in BLOCKS if language == "python"]
-SETTINGS = [text for language, text in BLOCKS if language == "yaml"]
+SETTINGS = [text for language, text in BLOCKS if language == "yaml" and not text.startswith("# my_preset.yaml")]
+PRESET = next(text for language, text in BLOCKS if language == "yaml" and text not in SETTINGS)
 FROM_PYTHON = next(text for text in CODE if text.startswith("import oppo_megatron as oppo"))
 
 
@@ -72,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_each_example_has_at_most_20_lines() -> None:
     assert len(CODE) >= 6 and len(SETTINGS) >= 5
-    for text in (*CODE, *SETTINGS):
+    for text in (*CODE, *SETTINGS, PRESET):
         assert len([line for line in text.splitlines() if line.strip()]) <= 20
 
 
@@ -91,6 +92,15 @@ def test_every_example_trains_in_this_process_and_again(folder: Path, capsys: py
     assert {"median_baseline", "soft_clip", "follow_ess", "critic_first", "brevity"} <= vars(module).keys()
     again = oppo.train("ppo.yaml", ["steps=3", f"run_dir={folder / 'again'}"])
     assert [row["actor_loss"] for row in again.metrics] == [row["actor_loss"] for row in result.metrics]
+
+
+def test_the_preset_of_the_page_is_one_that_a_configuration_can_name(folder: Path) -> None:
+    (folder / "my_preset.yaml").write_text(PRESET)
+    rollout = {"batch_size": 16, "max_response_tokens": 8}
+    config = Workspace(folder).config("p", algorithm={"preset": "my_preset.yaml"}, rollout=rollout)
+    del config["critic"], config["ppo"]
+    made: Any = oppo.load_config(config)
+    assert (made.algorithm.scale, made.ppo.clip_high, made.rollout.group_size) == ("none", 0.28, 16)
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
