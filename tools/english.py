@@ -122,3 +122,24 @@ def main() -> int:
     parser.add_argument("--under", metavar="PATH", default="", help="only files whose path begins so")
     arguments = parser.parse_args()
     found = list(matches(Path(__file__).resolve().parents[1], arguments.under))
+    number = collections.Counter(pattern.name for pattern, *_ in found)
+    if arguments.count:
+        rooms = collections.Counter("/".join(file.split("/")[:2]) for _, file, *_ in found)
+        print("\n".join(f"{count:6d} {name}" for name, count in [*number.most_common(), *rooms.most_common()]))
+        return 0
+    failed = False
+    for pattern in PATTERNS:
+        wanted = arguments.under or number[pattern.name] > pattern.allowed
+        if arguments.show == pattern.name or (arguments.show is None and wanted):
+            for _, file, line, sentence in (match for match in found if match[0] is pattern):
+                print(f"{file}:{line}: {sentence:.160}")
+                failed = True
+            if number[pattern.name]:
+                print(
+                    f"{pattern.name}: {number[pattern.name]} matches, {pattern.allowed} allowed; better: {pattern.better}\n"
+                )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
