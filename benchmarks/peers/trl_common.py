@@ -45,7 +45,7 @@ class Clock:
         self._marks = [time.perf_counter()]
 
     def enter(self, phase: str) -> None:
-        """The step goes on to a phase; a phase that it is in already is not entered again."""
+        """Enter a phase; no effect if the step is already in it."""
         if len(self._marks) == self.PHASES.index(phase):
             self._synchronize()
             self._marks.append(time.perf_counter())

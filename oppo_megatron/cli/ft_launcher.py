@@ -4,7 +4,7 @@
       ft_launcher    restarts the worker when it fails, up to N times
         worker       starts all ranks by this package's own launcher, with its watchdogs and supervisor (`ft_worker.py`)
 
-ft_launcher treats every exit code except 0 as a failure, also that of a run that was told to stop or found wrong input.  So the
+ft_launcher treats every exit code except 0 as a failure, also after a requested stop or invalid input.  So the
 worker fails only if the run must be restarted from its last checkpoint; otherwise it leaves a verdict, and ends with 0.
 """
 

@@ -65,7 +65,7 @@ class _Interrupts:
         self._again.start()
 
     def taken_back(self) -> bool:
-        """Cancel a pending interrupt; True if there was one.  One that is being sent at this moment arrives within this call."""
+        """Cancel a pending interrupt; return True if there was one.  One that is just being sent arrives within this call."""
         if self._again is None or not self._again.is_alive():
             return False
         self._again.cancel()

@@ -380,7 +380,7 @@ def _is_cause(failure: Failure) -> bool:
 def _killed(
     rank: int, number: int, written: Sequence[Failure], last_words: Mapping[int, str], within: Mapping[int, str]
 ) -> str:
-    """Return which rank was ended by which signal, and the calls that the others were in or waited for."""
+    """Return which rank was ended by which signal, and the calls in progress on the others."""
     told = {failure.rank: failure.message for failure in written if failure.kind in ("symptom", "input")}
     for failure in written:  # it may have met the loss of its peer in code that does not expect it
         if failure.kind == "defect":

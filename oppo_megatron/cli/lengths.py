@@ -51,8 +51,10 @@ def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
-    """Return the requested prompt lengths; default: those of the calibration run, else half of the maximum.  Raises
-    ConfigError."""
+    """Return the requested prompt length; default: as in the calibration run, else as usual for the configuration, in tokens.
+
+    Raises ConfigError.
+    """
     from oppo_megatron.config.derived import usual_prompt_tokens
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.sim.runs.sources import run_prompt_tokens

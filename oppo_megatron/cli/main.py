@@ -5,7 +5,7 @@ A command's module has two functions, and imports nothing heavy outside them:
     add_arguments(parser: argparse.ArgumentParser) -> None     declares its arguments
     run(args: argparse.Namespace) -> int                       does the work, returns the exit code
 
-Exit codes: 0 done, 1 a defect, 2 wrong input (any `OppoError`, an unusable path, a wrong argument), 75 told to stop and saved
+Exit codes: 0 done, 1 a defect, 2 wrong input (any `OppoError`, an unusable path, a wrong argument), 75 stopped and saved
 (start it again with --resume), 130 interrupted and not saved.
 """
 

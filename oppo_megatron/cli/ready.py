@@ -85,7 +85,7 @@ def require_service_packages() -> None:
 
 
 def unreached_services(settings: TrainSettings) -> Iterator[str]:
-    """Return a warning for each reward service that refuses connections; it may still be started before the run needs it."""
+    """Yield a warning for each reward service that refuses connections; it may still be started before the run needs it."""
     for number, part in enumerate(settings.rewards):
         if part.kind != "http" or part.url is None:
             continue

@@ -19,11 +19,11 @@ RECORD = "stage.json"
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of a chain.  `make` fills `directory` and returns an exit code, 0 when it is done.  What it makes follows
-    from `settings` (plain JSON) and from the stages that it comes `after`.
+    """One part of a chain.  `make` fills `directory` and returns an exit code, 0 when it is done.  The content
+    depends on `settings` (plain JSON) and on the stages in `after`.
 
         missing --start--> started --finish--> finished
-           ^                  |                   |  settings changed, or a stage before it was made anew
+           ^                  |                   |  settings changed, or an earlier stage was made again
            +------------------+-------------------+
 
     Only a finished stage of the same settings, made from the same inputs, is reused.

@@ -69,7 +69,7 @@ def _filled(text: str, here: Path, paths: Mapping[str, str]) -> str:
 
 
 def _scalar(path: str) -> str:
-    """Return a path as a YAML scalar that is also valid within braces; `${` is rejected because it would be a reference."""
+    """Return a path as a YAML scalar that is also valid within braces; `${` (a reference) is escaped."""
     return path if _PLAIN.fullmatch(path) else json.dumps(path.replace("${", r"\${"), ensure_ascii=False)
 
 

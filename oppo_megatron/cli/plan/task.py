@@ -35,7 +35,7 @@ def load_task(args: argparse.Namespace) -> Task:
 
 
 def given_settings(args: argparse.Namespace, cluster: Cluster) -> list[str]:
-    """Return the overrides of the command line, those of --trace or --lognormal, and the cluster's default dtype."""
+    """Return the overrides of the command line and of --trace or --lognormal, and the cluster's default dtype."""
     from oppo_megatron.config.load import read_tree
 
     given = [*args.overrides, *forced_lengths(args)]
