@@ -51,7 +51,7 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def end(self) -> dict[str, float]:
-        """Seconds by phase, and of the step.  Raises PeerError where TRL went another way than through all phases."""
+        """Return seconds per phase, and of the step.  Raises PeerError if TRL did not pass through all phases in order."""
         self._synchronize()
         if len(self._marks) != len(self.PHASES):
             raise PeerError(f"a step of TRL had {len(self._marks)} phases, not {', '.join(self.PHASES)}")

@@ -287,7 +287,7 @@ def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: s
 def _local_rank(surroundings: Surroundings, entry: str, kind: str, config: Any, failures: str) -> None:
     """Run one rank in its own process.  It writes a Failure file instead of a traceback; the parent shows it.
 
-    `surroundings` are set as its environment.
+    `surroundings`: environment and output files of the process that starts it; unpickling applies them.
     """
     from oppo_megatron.cluster.liveness.failures import FOLDER, Failure, ended_well
     from oppo_megatron.cluster.rank_processes import end_with_launcher
