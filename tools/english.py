@@ -101,12 +101,12 @@ def texts(path: Path) -> Iterator[tuple[int, bool, str]]:
             yield token.start[0], False, token.string.lstrip("# ")
 
 
-def matches(root: Path) -> Iterator[tuple[Pattern, str, int, str]]:
-    """(pattern, file, line, sentence) for every match below `root`."""
+def matches(root: Path, under: str) -> Iterator[tuple[Pattern, str, int, str]]:
+    """(pattern, file, line, sentence) for every match below `root`, in files whose path begins with `under`."""
     files = [file for room in CODE for file in sorted((root / room).rglob("*.py"))]
     files += [file for place in DOCUMENTS for file in sorted(root.glob(place))]
     for file in files:
-        if file.resolve() == Path(__file__).resolve():
+        if file.resolve() == Path(__file__).resolve() or not str(file.relative_to(root)).startswith(under):
             continue
         for line, is_docstring, text in texts(file):
             for sentence in filter(ANY.search, sentences(text)):
@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--show", metavar="NAME", help="print all matches of this pattern")
     parser.add_argument("--under", metavar="PATH", default="", help="only files whose path begins so")
     arguments = parser.parse_args()
-    found = [match for match in matches(Path(__file__).resolve().parents[1]) if match[1].startswith(arguments.under)]
+    found = list(matches(Path(__file__).resolve().parents[1], arguments.under))
     number = collections.Counter(pattern.name for pattern, *_ in found)
     if arguments.count:
         rooms = collections.Counter("/".join(file.split("/")[:2]) for _, file, *_ in found)

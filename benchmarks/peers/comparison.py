@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def with_config(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with the algorithm's own configuration where none is named, and the algorithm among the overrides."""
+    """Return the arguments with the algorithm's default configuration if none is named, and the algorithm among the overrides."""
     if args.config is not None and "=" in str(args.config):  # it is the first override
         args.config, args.overrides = None, [str(args.config), *args.overrides]
     if args.config is None:
@@ -151,7 +151,7 @@ def trl_only(args: argparse.Namespace) -> int:
 
 
 def generate_only(args: argparse.Namespace) -> int:
-    """What `--hf-generate` asks for; needs no environment of TRL."""
+    """Run `--hf-generate`; needs no TRL environment."""
     require_cuda()
     require_unused(args.out)
     config = prepared(load_base(args), args.dtype)
@@ -167,9 +167,9 @@ def generate_only(args: argparse.Namespace) -> int:
 
 
 def require_peer(python: Path, any_build: bool = False) -> dict[str, str]:
-    """The versions in the peer's environment.  Raises BenchError where it is missing, or another than is pinned.
+    """Return the versions in the peer's environment.  Raises BenchError if it is missing or differs from the pinned versions.
 
-    `any_build`: of TRL alone that is asked for; the rest may be what a GPU's machine has.
+    `any_build`: require this of TRL only; other packages may be what the GPU machine has.
     """
     if not python.is_file():
         raise BenchError(
@@ -197,7 +197,7 @@ def peer_command(python: Path, any_build: bool) -> list[str]:
 
 
 def require_unused(out: Path) -> None:
-    """Raises ConfigError where an earlier comparison is in the way."""
+    """Raise ConfigError if an earlier comparison is in the way."""
     if (out / "models").exists():
         raise ConfigError(
             f"{out} holds an earlier comparison, which is not written over; name another folder with --out"
@@ -205,7 +205,7 @@ def require_unused(out: Path) -> None:
 
 
 def prepared(config: TrainConfig, dtype: str | None) -> TrainConfig:
-    """With one dtype for all roles, and the device that `auto` stands for."""
+    """Return the configuration with one dtype for all roles, and the device that `auto` selects."""
     import torch
 
     roles = {name: role for name in ("actor", "critic", "reference", "reward") if (role := getattr(config, name))}
@@ -232,7 +232,7 @@ def our_configs(
 
 
 def with_threads(config: TrainConfig, placement: str, threads: int) -> TrainConfig:
-    """The configuration in a placement in which its ranks have as many threads together as TRL has."""
+    """Return the configuration in a placement whose ranks together have as many threads as TRL."""
     import torch
 
     config = placed(config, placement, threads)
@@ -277,7 +277,7 @@ def run_in_turn(
 
 
 def run_peer(python: Path, work: Path, folder: Path, any_build: bool = False) -> Lines:
-    """One run of TRL; its output is in trl.log.  Raises BenchError with the log's end where it fails."""
+    """Run TRL once; its output is in trl.log.  Raises BenchError with the end of the log if it fails."""
     result, log = folder / "trl.json", folder / "trl.log"
     environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
@@ -307,7 +307,7 @@ def remarks(work: Mapping[str, Any], trl: Sequence[Lines]) -> list[str]:
 
 
 def busy(load: float) -> list[str]:
-    """Whether others used the machine: `load` is the load average before the first run."""
+    """True if others used the machine: `load` is the load average before the first run."""
     cores = usable_cores()
     if load < BUSY_SHARE * cores:
         return []

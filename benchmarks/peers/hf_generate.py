@@ -1,4 +1,4 @@
-"""Decode speed of transformers' `generate` on a CUDA device, to set beside the decode seconds of our runs there.
+"""Decode speed of transformers' `generate` on a CUDA device, to compare with the decode seconds of our runs there.
 
 Legend: B sequences, P prompt tokens, N new tokens.
 """
@@ -16,7 +16,7 @@ from oppo_megatron.errors import ConfigError
 
 
 def require_cuda() -> None:
-    """Raises ConfigError where torch finds no CUDA device."""
+    """Raise ConfigError if torch finds no CUDA device."""
     if not torch.cuda.is_available():
         raise ConfigError(
             f"--hf-generate measures on a CUDA device, and torch {torch.__version__} finds none here; run it on a machine "

@@ -48,7 +48,7 @@ class Ours:
 def unequal_work(
     work: Mapping[str, Any], trl: Sequence[Lines], ours: Mapping[str, tuple[Ours, Sequence[Lines]]]
 ) -> list[str]:
-    """Return every difference between the planned work and that of a run; none if the work was equal."""
+    """Return every difference between the planned work and the work of a run; none if they are equal."""
     problems = [
         f"{TRL}, run {turn}: {found}" for turn, lines in enumerate(trl, 1) for found in _trl_faults(work, lines)
     ]
@@ -72,7 +72,7 @@ def _trl_faults(work: Mapping[str, Any], lines: Lines) -> Iterator[str]:
 
 
 def _our_faults(work: Mapping[str, Any], how: Ours, lines: Lines) -> Iterator[str]:
-    """Response tokens decoded and trained: of every step, or of the run where rollouts are carried."""
+    """Check response tokens decoded and trained: per step, or of the run if rollouts are carried over."""
     batch, lengths = work["batch_size"], work["lengths"]
     if len(lines) != work["steps"]:
         yield f"{len(lines)} steps, not {work['steps']}"
@@ -88,7 +88,7 @@ def _our_faults(work: Mapping[str, Any], how: Ours, lines: Lines) -> Iterator[st
 
 
 def _reward_faults(work: Mapping[str, Any], lines: Lines, by_step: bool) -> Iterator[str]:
-    """Mean rewards, by step or of the run, where they are a function of the lengths."""
+    """Check mean rewards, per step or of the run, if they are a function of the lengths."""
     if "length_penalty" not in work:
         return
     longest, buffer = work["length_penalty"]["max_completion_len"], work["length_penalty"]["soft_punish_cache"]
@@ -170,7 +170,7 @@ def padding(trl: Sequence[Lines]) -> float:
 
 
 def forcing(trl: Sequence[Lines]) -> tuple[float, float]:
-    """What forcing lengths costs TRL: seconds a step (median), and its share of the generation."""
+    """Return the cost of forcing lengths in TRL: seconds per step (median), and its share of the generation."""
     lines = steady(trl)
     return median(line["forcing_s"] for line in lines), sum(line["forcing_s"] for line in lines) / sum(
         line["generate_s"] for line in lines

@@ -45,13 +45,13 @@ class Clock:
         self._marks = [time.perf_counter()]
 
     def enter(self, phase: str) -> None:
-        """The step goes on to a phase; a phase that it is in already is not entered again."""
+        """Enter a phase; no effect if the step is already in it."""
         if len(self._marks) == self.PHASES.index(phase):
             self._synchronize()
             self._marks.append(time.perf_counter())
 
     def end(self) -> dict[str, float]:
-        """Seconds by phase, and of the step.  Raises PeerError where TRL went another way than through all phases."""
+        """Return seconds per phase, and of the step.  Raises PeerError if TRL did not pass through all phases in order."""
         self._synchronize()
         if len(self._marks) != len(self.PHASES):
             raise PeerError(f"a step of TRL had {len(self._marks)} phases, not {', '.join(self.PHASES)}")

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer: how it is built, and where one of its steps goes from one phase to the next.
+"""TRL's GRPOTrainer: its construction, and the calls at which one of its steps changes phase.
 
-One optimizer step a batch, so that TRL takes the log-probs of the update's own forward for the old ones: its cheapest way.
+One optimizer step per batch, so that TRL uses the log-probs of the update's forward as the old ones, its cheapest option.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def build_trainer(work: Mapping[str, Any]) -> Any:
 
     policy = AutoModelForCausalLM.from_pretrained(work["models"]["actor"], dtype=torch.float32, local_files_only=True)
     if "reference" in work["models"]:
-        policy.config._name_or_path = work["models"]["reference"]  # where the trainer reads its reference
+        policy.config._name_or_path = work["models"]["reference"]  # the trainer reads its reference from here
     prompts = work["prompts"][:: work["group_size"]]  # it repeats each itself
     return GRPOTrainer(
         args=grpo_config(work),
@@ -60,7 +60,7 @@ def watched(
     autocast: Callable[[], contextlib.AbstractContextManager[Any]],
     generated: Callable[[Any], None],
 ) -> Iterator[None]:
-    """TRL's methods of generation and loss with the clock around, and autocast where the trainer has none of its own.
+    """Wrap TRL's generation and loss methods with the clock, and with autocast if the trainer has none.
 
     `generated` is given prompts and responses of each batch.
     """
@@ -86,7 +86,7 @@ def watched(
 
 
 def batch_of(work: Mapping[str, Any], generated: Any) -> Batch:
-    """Of what `watched` was given: token ids, row by row."""
+    """Return the token ids, row by row, from the arguments of a `watched` call."""
     prompts, responses = generated
     return Batch(prompts, responses, len(prompts) * (max(map(len, prompts)) + max(map(len, responses))))
 

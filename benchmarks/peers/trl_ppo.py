@@ -1,4 +1,4 @@
-"""TRL's PPOTrainer: how it is built, and where one of its steps goes from one phase to the next.
+"""TRL's PPOTrainer: its construction, and the calls at which one of its steps changes phase.
 
 Legend: B rows, P prompt tokens, L response tokens of the longest row.
 """
@@ -108,7 +108,7 @@ def watched(
 
 
 def batch_of(work: Mapping[str, Any], generated: Any) -> Batch:
-    """Of what `watched` was given: queries [B, P] and queries with responses [B, P + L], padded."""
+    """Return queries [B, P] and queries with responses [B, P + L], padded, from the arguments of a `watched` call."""
     queries, query_responses = generated
     prompts, responses = (
         [[token for token in row if token != work["pad_id"]] for row in rows.tolist()]

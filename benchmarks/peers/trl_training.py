@@ -1,12 +1,12 @@
 """TRL's own trainer on the work that a JSON file describes, and how long each step of it took.
 
 Runs in the environment of `requirements-trl.txt` and imports nothing of oppo_megatron; `compare.py` writes WORK.json
-(`work.py` says what is in it) and reads RESULT.json.  The trainer's code is not changed.  What is put around it:
+(`work.py` says what is in it) and reads RESULT.json.  The trainer's code is unchanged.  Additions around it:
 
 - the prompts come in their order (TRL shuffles them);
 - a logits processor bans EOS and the padding token until a row's forced length is reached, and lets nothing but EOS be
   drawn there: TRL ends, pads and masks the row as it does any other.  The seconds that this takes are measured;
-- a clock looks at the calls by which TRL goes from one phase to the next (`Clock`);
+- a clock records the calls at which TRL changes phase (`Clock`);
 - with bfloat16, generation and scoring run under autocast as training does: accelerate wraps the training forward only.
 """
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package in this environment; None where it is missing."""
+    """Return the version of a package in this environment; None if it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -59,13 +59,13 @@ def installed(package: str) -> str | None:
 def require_versions(
     requirements: str, version_of: Callable[[str], str | None], held: Sequence[str] | None = None
 ) -> dict[str, str]:
-    """The versions of what `requirements` pins, as they are installed.
+    """Return the installed versions of the packages that `requirements` pins.
 
-    Raises PeerError where one is missing, or where one of `held` (null: all) is another.
+    Raises PeerError if one is missing, or if one of `held` (null: all) differs from its pin.
     """
     pins = [line.split("==") for line in requirements.splitlines() if "==" in line and not line.startswith("#")]
     found = {name: version_of(name) or "none" for name, _ in pins}
-    # A build is told by what follows the plus sign: 2.13.0+cpu is 2.13.0.
+    # The text after the plus sign identifies a build: 2.13.0+cpu is 2.13.0.
     wrong = [
         f"{name} {found[name]} (pinned: {pin})"
         for name, pin in pins
@@ -162,7 +162,7 @@ def _step(work: Mapping[str, Any], generate: ForcedGenerate, batch: Batch, numbe
 
 
 def _require_finite(names: Mapping[str, str], history: Sequence[Mapping[str, Any]], steps: list[dict[str, Any]]) -> None:
-    """TRL's metrics of each step, kept with it.  Raises PeerError where one is not finite."""
+    """Check TRL's metrics of each step, stored with it.  Raises PeerError if one is not finite."""
     metrics_of_steps = [metrics for metrics in history if all(theirs in metrics for theirs in names.values())]
     for number, (step, metrics) in enumerate(zip(steps, metrics_of_steps, strict=True), start=1):
         step |= {ours: metrics[theirs] for ours, theirs in names.items()}

@@ -40,7 +40,7 @@ def build_work(
 ) -> dict[str, Any]:
     """The work of a configuration that `require_same_work` accepts.  Writes the models below `out`.
 
-    Raises what reading the configuration's data and weights raises, and ConfigError where the prompts do not suffice.
+    Raises the errors of reading the configuration's data and weights, and ConfigError if there are too few prompts.
     """
     inputs, batch = read_inputs(config), config.rollout.batch_size
     assert config.steps is not None, "checked before"

@@ -35,7 +35,7 @@ def main(data_dir: Path, out_dir: Path, num_heldout: int) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The objects of a JSONL file, each with a question.  Ends the program where a line is something else."""
+    """Return the objects of a JSONL file, each with a question.  Exits if a line is something else."""
     needed = PAIR_COLUMNS if path.name == PAIRS else ("question", "answer")
     rows = []
     with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""A reward that can tell early: 1 for an answer that is right and worked without a wrong calculation, 0 from its first slip on.
+"""A reward that can be known early: 1 for a right answer without a wrong calculation, 0 from the first wrong calculation on.
 
     rewards: [{kind: python, entry_point: "examples/gsm8k/worked.py:worked"}]
 
-Solutions of GSM8K note each calculation as `<<48/2=24>>`.  What follows the first line with `####` counts for nothing.
+Solutions of GSM8K note each calculation as `<<48/2=24>>`.  Text after the first line with `####` is ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Any]] = {
 
 
 def worked(prompt: str, response: str, fields: dict[str, Any]) -> float:
-    """1 if the first marked answer is that of column `answer`, and all calculations before it are right, else 0."""
+    """Return 1 if the first marked answer equals column `answer` and all calculations before it are right, else 0."""
     return 0.0 if slips(response) else verify("gsm8k_first", response, fields["answer"])
 
 
@@ -41,19 +41,19 @@ worked.settled = settled  # type: ignore[attr-defined]
 
 
 def slips(text: str) -> bool:
-    """Whether a calculation before the first mark is wrong, or none at all."""
+    """True if a calculation before the first mark is wrong or is not a calculation."""
     return not all(is_right(*found.groups()) for found in CALCULATION.finditer(text.partition("####")[0]))
 
 
 def is_right(calculation: str, result: str) -> bool:
-    """Whether `48/2` is `24`, rounded as that is."""
+    """True if `48/2` is `24`, rounded to the same digits."""
     stated, found = value(result), value(calculation)
     decimals = len(result.strip().partition(".")[2])
     return stated is not None and found is not None and abs(found - stated) <= Fraction(1, 2 * 10**decimals)
 
 
 def value(text: str) -> Fraction | None:
-    """Of numbers, `+ - * / //` and brackets; None of anything else."""
+    """Evaluate an expression of numbers, `+ - * / //` and brackets; None for anything else."""
     if not re.fullmatch(r"[\d.,+*/() -]*", text) or sum(map(text.count, "+-*/(")) > MOST_OPERATORS:
         return None  # Python's parser calls itself for each operator and bracket
     try:

@@ -306,7 +306,7 @@ def trl_rows(shape: Shape, work: GpuWork, memory_bytes: float | None) -> int:
 
 
 def set_side_by_side(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to each PPO run its tokens/s over those of this project's sequential run, and over TRL's."""
+    """Add to each PPO run its tokens/s relative to this project's sequential run and to TRL's."""
     rates = {
         (row["size"], row["variant"]): row["tokens_per_s"] for row in rows if row["part"] == "ppo" and "steps" in row
     }

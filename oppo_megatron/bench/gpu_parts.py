@@ -179,7 +179,7 @@ def decode_round(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, s
 def _steady(
     bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, bandwidth: float
 ) -> dict[str, Any]:
-    """Measure steps in which no sequence ends, after steps that warm up and capture graphs."""
+    """Measure steps without a finished sequence, after steps that warm up and capture graphs."""
     rounds = new_rounds(bench, model, sync_steps, layout, Stopping((), bench.work.response_tokens))
     assert rounds.decode is not None
     rollouts, steps = bench.rollouts(), bench.work.steady_steps
@@ -245,7 +245,7 @@ def measure_overlap(bench: Bench) -> None:
 
 
 def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
-    """Return medians of some turns, of which the first warms up.
+    """Return medians of some turns; the first turn only warms up.
 
     `hidden_percent` is the share of the scoring's time that scoring during decoding does not add.
     """

@@ -113,9 +113,9 @@ def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
 
 
 def nothing_waits(placement: str, runs: Runs) -> dict[str, Any]:
-    """Return how far each mode of a placement is from a step in which nothing waits.
+    """Return how far each mode of a placement is from a step without waiting.
 
-    A rank's own work is its decoding, scoring and updates in the sequential run, in which each rank works alone; no step can be
+    A rank's own work is its decoding, scoring and updates in the sequential run, when each rank works alone; no step can be
     shorter than the work of the busiest rank.
     """
     own = [work_seconds(run.path) for run in runs[f"{placement}/sequential"]]

@@ -34,7 +34,7 @@ class BenchError(OppoError, RuntimeError):
 
 
 class BenchStopped(BenchError):
-    """The benchmark was told to stop, and with it the run at work."""
+    """The benchmark was asked to stop, and stopped the current run."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Suite:
         """Run each configuration `repeats` times in turn (A B C A B C), each in `out/NAME-TURN`.
 
         Raises ConfigError before the first run if a configuration is wrong or an earlier run is in the way; BenchError if a
-        run fails, BenchStopped if it was told to stop.
+        run fails, BenchStopped if it was asked to stop.
         """
         planned = {name: self._turns(name, config) for name, config in configs.items()}
         _check(planned, self.resume)

@@ -254,7 +254,6 @@ def load_base(args: argparse.Namespace, inputs: str = "inputs") -> TrainConfig:
 
 
 def refuse_given_ranks(command: str) -> None:
-    """Raise ConfigError if another launcher has started this process as a rank."""
     from oppo_megatron.cli.launch import external_ranks
     from oppo_megatron.errors import ConfigError
 
@@ -267,7 +266,6 @@ def refuse_given_ranks(command: str) -> None:
 
 
 def refuse_figures(path: Path) -> None:
-    """Raise ConfigError if an earlier benchmark has written `path`."""
     from oppo_megatron.errors import ConfigError
 
     if path.exists():
@@ -297,5 +295,4 @@ def chosen(option: str, names: Sequence[str] | None, known: Sequence[str]) -> li
 
 
 def names(text: str) -> list[str]:
-    """Return names separated by commas."""
     return text.split(",")

@@ -57,7 +57,7 @@ def _kinds(kind: str | None, config: Path | None) -> Mapping[str, type[Section]]
 
 
 def _resolved(args: argparse.Namespace) -> Section:
-    """The file with every default filled in, of any machine: what it names need not be there."""
+    """Return the file with every default filled in, for any machine: the files that it names need not exist."""
     from oppo_megatron.cli.validate import guess_kind
     from oppo_megatron.config.describe import COMMANDS
     from oppo_megatron.config.load import load_config
@@ -66,9 +66,9 @@ def _resolved(args: argparse.Namespace) -> Section:
 
 
 def _explanation(kinds: Mapping[str, type[Section]], key: str, here: Section | None) -> Iterator[str]:
-    """The explanation of `key`, once for all commands in which it is the same.
+    """Return the explanation of `key`, printed once for all commands that share it.
 
-    Raises ConfigError with the nearest keys if there is none.
+    Raises ConfigError with the nearest keys if no command has it.
     """
     from oppo_megatron.config.describe import find_setting, near_keys
     from oppo_megatron.errors import ConfigError
@@ -116,7 +116,8 @@ def _described(setting: Setting, key: str, here: Section | None) -> Iterator[str
 
 
 def _shown(config: Section, key: str) -> str:
-    """The value at `key` in a configuration, as YAML on one line; of a list of sections without a place, of each."""
+    """Return the value at `key` in a configuration as YAML on one line; for a list of sections without an index, one value
+    per section."""
     import yaml
 
     value: Any = config.model_dump(mode="json")
@@ -145,7 +146,7 @@ def _listing(kinds: Mapping[str, type[Section]]) -> Iterator[str]:
 
 
 def _aligned(settings: Iterator[Setting]) -> Iterator[str]:
-    """A line a key: its default, its unit, and as much of its meaning as there is room for."""
+    """Return one line per key: default, unit, and as much of its meaning as fits."""
     for setting in settings:
         unit = f" {setting.unit}" if setting.unit and setting.default not in ("required", "null") else ""
         default = "section" if setting.default == "as listed there" else setting.default + unit

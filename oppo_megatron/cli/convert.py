@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_changes(parser: argparse.ArgumentParser) -> None:
-    """What DST has otherwise than SRC."""
+    """Add the options that change the weights: dtype, head and tokenizer."""
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: the narrowest that keeps every bit of SRC"
     )
@@ -76,7 +76,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises CheckpointError if SRC cannot be read as what DST is to be, or DST is not empty."""
+    """Raises CheckpointError if SRC cannot be converted to the requested format, or DST is not empty."""
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.integrations.huggingface import Conversion, convert
     from oppo_megatron.modeldir.megatron import find_megatron
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_run(src: Path) -> None:
-    """Raises ConfigError for a run, which has several weights, and names those."""
+    """Raise ConfigError if SRC is a run, which has several weights; the message names them."""
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.policy.finding import CHECKPOINTS, RUN_CONFIG, WEIGHTS
 
@@ -118,7 +118,7 @@ def _refuse_run(src: Path) -> None:
 def _beside(
     args: argparse.Namespace, folder: Path, family: str, found: Sequence[Path]
 ) -> tuple[Sequence[Path], Mapping[str, Any]]:
-    """Tokenizer and generation settings of SRC for DST: as they are, or in `folder` made whole, with their ids."""
+    """Return tokenizer and generation settings of SRC for DST: unchanged, or completed with their ids in `folder`."""
     from oppo_megatron.config.data import TokenizerConfig
     from oppo_megatron.data.beside_weights import special_ids, write_beside
     from oppo_megatron.data.tokenizer import load_tokenizer
@@ -141,8 +141,8 @@ def _beside(
 
 
 def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | None]:
-    """What lies with the adapters, which were trained with it, or the weights; else that of the run whose checkpoint they are in,
-    with its chat template."""
+    """Return the tokenizer next to the adapters (trained with it) or the weights; otherwise the tokenizer and chat template
+    of the run that wrote the checkpoint."""
     from oppo_megatron.policy.finding import TOKENIZER_FILES, run_of
 
     for directory in (adapter, src):
@@ -153,7 +153,7 @@ def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | N
 
 
 def _ends(src: Path) -> bool:
-    """Whether the directory names what ends a response, or its tokenizer has nothing to name."""
+    """True if the directory names the token that ends a response, or its tokenizer has none."""
     from oppo_megatron.modeldir.eos import model_eos_ids
 
     path = src / "tokenizer_config.json"
@@ -162,7 +162,7 @@ def _ends(src: Path) -> bool:
 
 
 def _pads(src: Path) -> bool:
-    """Whether the directory names a token of padding that ends no answer."""
+    """True if the directory names a padding token that does not end a response."""
     from oppo_megatron.modeldir.eos import model_eos_ids
 
     path = src / "config.json"
@@ -171,7 +171,7 @@ def _pads(src: Path) -> bool:
 
 
 def _compared_outputs(args: argparse.Namespace, head: str) -> str:
-    """Of two Hugging Face directories."""
+    """Compare the outputs of two Hugging Face directories."""
     from oppo_megatron.integrations.huggingface import compare_outputs
 
     of, difference = compare_outputs(args.src, args.dst, head, args.fresh_head_seed is not None)
@@ -179,7 +179,7 @@ def _compared_outputs(args: argparse.Namespace, head: str) -> str:
 
 
 def _compared_weights(args: argparse.Namespace, what: Conversion) -> str:
-    """Where one of both is of Megatron, or adapters are merged."""
+    """Compare all tensors if one side is in Megatron's format, or adapters are merged."""
     from oppo_megatron.integrations.huggingface import compare_weights
 
     num_tensors, difference = compare_weights(args.src, args.dst, what)

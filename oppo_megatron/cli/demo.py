@@ -1,4 +1,4 @@
-"""`oppo demo`: the whole chain on generated arithmetic, from no file at all to sequential training against OPPO."""
+"""`oppo demo`: the whole chain on generated arithmetic, from data to sequential training against OPPO."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 OUT = Path("runs/demo")
 CONFIGS = Path("examples/arithmetic")
 OWN = ("ppo", "online_dpo")
-"""Presets with a configuration file of their own; the others are grpo.yaml with another preset."""
+"""Presets with a configuration file of their own; the others use grpo.yaml with another preset."""
 RUNS = {"sequential": False, "oppo": True}
-"""The two runs of the algorithm, and whether the overlaps are on."""
+"""The algorithm's two runs, and whether each has the overlaps on."""
 
 DATA: dict[str, Any] = {
     "sizes": {"sft": 20000, "pairs": 4000, "prompts": 8000, "heldout": 1000},
@@ -41,7 +41,7 @@ QUICK = {
         "steps=3", "rollout.batch_size=16", "rollout.max_response_tokens=64", "overlap.delta={initial: 1, max: 1}",
     ],
 }  # fmt: skip
-"""What `--quick` changes in each configuration file.  A policy that knows nothing leaves a filter of groups nothing."""
+"""Changes of each configuration file under `--quick`.  Group filters are off: an untrained policy would leave them nothing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         for number, stage in enumerate(stages, start=1):
             code = _run_stage(stage, f"[{number}/{len(stages)}] {stage.title}", args.fresh)
-            if code == EXIT_REQUEUE:  # told to stop while it trained
+            if code == EXIT_REQUEUE:  # stopped by a signal while training
                 raise KeyboardInterrupt
             if code:
                 return code
@@ -86,14 +86,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def beside(folder: Path, algorithm: str) -> Path:
-    """`folder`, which is ppo's, or that of another algorithm beside it."""
+    """Return `folder` for ppo, or its sibling for another algorithm."""
     return folder if algorithm == "ppo" else folder.with_name(f"{folder.name}-{algorithm}")
 
 
 def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:
-    """The folder of the algorithm's configurations: `given`, or that of the working directory or of the repository.
+    """Return the folder of the algorithm's configurations: `given`, or the one in the working directory or the repository.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is none.
     """
     from oppo_megatron.errors import ConfigError
 
@@ -109,15 +109,14 @@ def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:
 
 
 def _file_of(algorithm: str) -> str:
-    """The name of its configuration file."""
     return algorithm if algorithm in OWN else "grpo"
 
 
 def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo") -> list[Stage]:
-    """The stages in the order in which they are made; each lies in `out` under its name.
+    """Return the stages in order; each has a directory in `out` with its own name.
 
-    Preset ppo is ppo.yaml, after a reward model.  The others have no critic, and are rewarded by the verifier alone: they are
-    grpo.yaml, or their own file, after the warm start.
+    Preset ppo uses ppo.yaml, after a reward model.  The others have no critic and are rewarded by the verifier alone; they
+    use grpo.yaml or their own file, after the warm start.
     """
     from oppo_megatron.cli.measure import cuda_devices
     from oppo_megatron.cores import has_cuda
@@ -132,7 +131,7 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
             changes += [*_preset(algorithm, single), *(f"overlap.{it}={str(RUNS[name]).lower()}" for it in ("intra", "inter"))]
         paths = {"run_dir": out / name, "tokenizer.path": out / "tokenizer" / "tokenizer.model", **places}
         make = functools.partial(_train, kind, file, [*changes, *(f"{key}={path}" for key, path in paths.items())])
-        # Without the paths: a demo that was moved as a whole is still finished.
+        # Paths are left out, so that a demo that was moved as a whole is still finished.
         settings = {"config": file.read_text(encoding="utf-8"), "changes": changes}
         return _stage(name, title, out, settings, make, [data, tokenizer, *after])
 
@@ -181,7 +180,7 @@ def _stage(
 
 
 def _run_stage(stage: Stage, title: str, fresh: bool) -> int:
-    """Make the stage, or say that it is there.  Returns the exit code."""
+    """Make the stage, or report that it is finished.  Returns the exit code."""
     if stage.finished and not fresh:
         print(f"{title}: finished before, reused", flush=True)
         return 0
@@ -208,7 +207,7 @@ def _make_data(directory: Path, recipe: Mapping[str, Any]) -> int:
 
 
 def _make_tokenizer(directory: Path, data: Path) -> int:
-    """Train it, and measure with it how long right solutions are."""
+    """Train the tokenizer and measure the token lengths of correct solutions."""
     from oppo_megatron.config.data import TokenizerConfig
     from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
     from oppo_megatron.rundir.directory import write_json

@@ -44,7 +44,7 @@ def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str
 
 
 def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorithm: str) -> Table:
-    """One column a run."""
+    """Return a table with one column per run."""
     table = Table(title=f"{algorithm.upper()} on arithmetic: the same start, the same steps", title_justify="left")
     table.add_column("")
     for name in figures:
@@ -56,7 +56,7 @@ def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorit
     runs = list(figures.values())
     row("seconds per step", *(f"{run['step_s']:.2f}" for run in runs))
     row("speed-up", "1.00x", f"{speedup:.2f}x")
-    if any(run["scoring_hidden"] is not None for run in runs):  # without a model that scores there is none
+    if any(run["scoring_hidden"] is not None for run in runs):  # there is none without a scoring model
         row("scoring time hidden", *(f"{run['scoring_hidden']:.0%}" for run in runs))
     row("rollouts by times deferred", *(histogram(run["deferred"]) for run in runs))
     row("reward, first to last steps", *(f"{run['reward_first']:.2f} to {run['reward_last']:.2f}" for run in runs))
@@ -68,10 +68,10 @@ def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorit
 
 
 def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The difference of two final accuracies; one below two standard errors is called noise.
+    """Return the difference of two final accuracies; below two standard errors it is called noise.
 
-    Both runs answer the same problems, so the error, that of independent samples, is an upper bound if the policies agree more
-    often than by chance.
+    Both runs answer the same problems.  The standard error assumes independent samples, so it is an upper bound if the
+    policies agree more often than by chance.
     """
     change = other["accuracy_after"] - first["accuracy_after"]
     errors = [run["error_after"] for run in (first, other)]

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises an OppoError, before anything is decoded, for what cannot be judged."""
+    """Raises an OppoError before decoding if the request cannot be judged."""
     from oppo_megatron.evaluation.comparing import as_json, as_table
     from oppo_megatron.evaluation.grading import Grader
 
@@ -114,7 +114,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
 
 
 def _judges(args: argparse.Namespace) -> ServeConfig:
-    """The parts of --rewards, then those of the other options."""
+    """Return the parts of --rewards, then the parts of the other options."""
     from pydantic import ValidationError
 
     from oppo_megatron.config.explain import explain
@@ -148,7 +148,7 @@ def _judges(args: argparse.Namespace) -> ServeConfig:
 
 
 def _reward_weights(directory: Path) -> Path:
-    """Return the folder of the reward model: that of the final weights, if a run's directory is named."""
+    """Return the folder of the reward model; for a run's directory, the folder of its final weights."""
     from oppo_megatron.policy.finding import ADAPTER_CONFIG, RUN_CONFIG, SHAPE, WEIGHTS
 
     weights = directory / WEIGHTS
@@ -157,7 +157,7 @@ def _reward_weights(directory: Path) -> Path:
 
 
 def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
-    """With the length that the reward model reads; its files are looked at before a policy is loaded."""
+    """Add the length that the reward model reads; checks its files before a policy is loaded."""
     from oppo_megatron.data.tokenizer import load_tokenizer
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.layout.shape import check_head, max_positions
@@ -181,7 +181,7 @@ def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
 
 
 def _agree_on_prompts(args: argparse.Namespace) -> None:
-    """All policies are asked with the same text and length: that of the runs that they come from, where these agree."""
+    """Give all policies the same prompt template and length: the values of their runs if these agree."""
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.policy.finding import find_policy
@@ -205,7 +205,7 @@ def _file(folder: Path, place: int) -> Path:
 
 
 def _request(args: argparse.Namespace, directory: Path, output: Path) -> Request:
-    """As `oppo generate DIR --input DATA --output FILE` asks."""
+    """Return the request of `oppo generate DIR --input DATA --output FILE`."""
     from oppo_megatron.cli.generate import make_request
 
     asked = {"directory": directory, "prompt": None, "input": args.data, "chat": False, "output": output}
@@ -215,7 +215,7 @@ def _request(args: argparse.Namespace, directory: Path, output: Path) -> Request
 
 
 def _require_same_prompts(requests: Sequence[Request], directories: Sequence[Path]) -> None:
-    """Raises DataError where two policies would not be asked the same."""
+    """Raise DataError if two policies would get different prompts."""
     from oppo_megatron.errors import DataError
 
     texts = [[prompt.text for prompt in request.prompts] for request in requests]
@@ -228,7 +228,7 @@ def _require_same_prompts(requests: Sequence[Request], directories: Sequence[Pat
 
 
 def _gradable(request: Request, grader: Grader) -> Request:
-    """Without the rows that cannot be scored, which are named.  Raises as `Grader.check`."""
+    """Return the rows that can be scored, and name the others.  Raises the errors of `Grader.check`."""
     refused = grader.check({prompt.row: prompt.fields for prompt in request.prompts}, request.max_length, _tell)
     for row, why in list(refused.items())[:SHOWN_ROWS]:
         _tell(f"row {row} of the data is set aside, because it cannot be scored: {why}")
@@ -243,7 +243,7 @@ def _tell(line: str) -> None:
 
 
 def _decode(request: Request) -> int:
-    """The exit code; 0: the responses are written."""
+    """Return the exit code; 0 if the responses are written."""
     from oppo_megatron.cli.generate import ENTRY
     from oppo_megatron.cli.launch import launch
 
@@ -269,7 +269,7 @@ def _answers(path: Path) -> list[Answer]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """A JSON object a line.  A text in it may hold characters that end a line to `str.splitlines` (U+2028, U+0085)."""
+    """Yield one JSON object per line.  Not `str.splitlines`: a text may hold characters that it splits at (U+2028, U+0085)."""
     with path.open(encoding="utf-8") as file:
         return [read_json(line) for line in file]
 
@@ -286,7 +286,7 @@ def _judge(args: argparse.Namespace, grader: Grader, answers: Sequence[Sequence[
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the figures are a function of."""
+    """Return the settings that the results depend on."""
     names = (
         "data", "max_prompts", "max_prompt_tokens", "template", "as_chat", "samples", "max_tokens", "temperature", "top_k",
         "top_p", "seed",
@@ -295,7 +295,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write(args: argparse.Namespace, policies: Sequence[Judged], labels: Sequence[str]) -> None:
-    """`eval.json`, and into each file of responses the scores."""
+    """Write `eval.json`, and add the scores to each file of responses."""
     from oppo_megatron.evaluation.comparing import as_json
 
     for place, policy in enumerate(policies):

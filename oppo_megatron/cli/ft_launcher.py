@@ -4,7 +4,7 @@
       ft_launcher    restarts the worker when it fails, up to N times
         worker       starts all ranks by this package's own launcher, with its watchdogs and supervisor (`ft_worker.py`)
 
-ft_launcher treats every exit code except 0 as a failure, also that of a run that was told to stop or found wrong input.  So the
+ft_launcher treats every exit code except 0 as a failure, also after a requested stop or invalid input.  So the
 worker fails only if the run must be restarted from its last checkpoint; otherwise it leaves a verdict, and ends with 0.
 """
 
@@ -35,14 +35,14 @@ from oppo_megatron.processes import end_with_parent
 
 DISTRIBUTION, LAUNCHER = "nvidia-resiliency-ext", "nvidia_resiliency_ext.fault_tolerance.launcher"
 WORKER = "oppo_megatron.cli.ft_worker"
-LOG_LEVEL = "FT_LAUNCHER_LOGLEVEL"  # of ft_launcher's own messages
+LOG_LEVEL = "FT_LAUNCHER_LOGLEVEL"  # level of ft_launcher's own messages
 POLL_S = 0.5
-STOP_S = 10  # for what a worker that has ended may have left
+STOP_S = 10  # for processes that an ended worker may have left
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the run has ended: an exit code, or with an error that is to be shown."""
+    """Outcome of the run: an exit code, or an error to show."""
 
     code: int
     error: str | None = None
@@ -50,7 +50,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Desk:
-    """A folder in which `oppo train` and the workers leave word for each other."""
+    """A folder that `oppo train` and the workers use to exchange messages."""
 
     folder: Path
 
@@ -61,7 +61,7 @@ class Desk:
 
     @property
     def told(self) -> Path:
-        """It is there once the run has been told to stop."""
+        """Marker file: the run was asked to stop."""
         return self.folder / "told"
 
     @property
@@ -73,44 +73,44 @@ class Desk:
         return self.folder / "worker"
 
     def workers(self) -> list[int]:
-        """The process id of the last worker, which is also that of the process group of its ranks, if there was one yet."""
+        """Process id (and process group of the ranks) of the last worker; None if none has started."""
         with suppress(FileNotFoundError, ValueError):
             return [int(self._worker.read_text(encoding="ascii"))]
         return []
 
     def take_over(self) -> None:
-        """The calling process is the worker now: nothing is left of the one before, which may have been killed alone."""
+        """Make the calling process the worker.  Ends the ranks of the previous one, which may have been killed alone."""
         self.end_worker()
         self._worker.write_text(str(os.getpid()), encoding="ascii")
 
     def end_worker(self) -> None:
-        """With all of its process group."""
+        """End the worker and its whole process group."""
         for group in self.workers():
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
 
     def leave(self, verdict: Verdict) -> None:
-        """The worker's last word.  Appears whole."""
+        """Write the worker's verdict atomically."""
         aside = self._verdict.with_suffix(".part")
         aside.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
         aside.replace(self._verdict)
 
     def verdict(self) -> Verdict | None:
-        """None where no worker has left one."""
+        """Return the verdict; None if no worker has left one."""
         with suppress(FileNotFoundError):
             return Verdict(**read_json(self._verdict.read_text(encoding="utf-8")))
         return None
 
 
 def launcher_version() -> str | None:
-    """Of the installed nvidia-resiliency-ext; None where there is none, or it cannot be imported here."""
+    """Return the version of nvidia-resiliency-ext; None if it is not installed or cannot be imported."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(DISTRIBUTION) if import_fault(f"{LAUNCHER}:main") is None else None
     return None
 
 
 def restarts_by_ft_launcher(agent: str, restarts: int) -> bool:
-    """Whether `agent` (auto, nvrx, torch) comes to ft_launcher here, which is said on stderr.  Raises ConfigError."""
+    """True if `agent` (auto, nvrx, torch) selects ft_launcher here; logs the choice on stderr.  Raises ConfigError."""
     version = launcher_version() if agent != "torch" else None
     if agent == "nvrx" and version is None:
         raise ConfigError(
@@ -123,7 +123,7 @@ def restarts_by_ft_launcher(agent: str, restarts: int) -> bool:
 
 
 def launch_restarting(config: TrainConfig, restarts: int) -> int:
-    """Run all ranks to the end, with so many restarts; returns the exit code.  Raises RankError as `launch` does."""
+    """Run all ranks to the end with at most `restarts` restarts; return the exit code.  Raises RankError as `launch` does."""
     from oppo_megatron.cli.launch import RankError
     from oppo_megatron.cluster.rendezvous import LocalMeeting
     from oppo_megatron.config.load import dump_config
@@ -149,7 +149,7 @@ def launch_restarting(config: TrainConfig, restarts: int) -> int:
 
 
 def launcher_command(folder: Path, port: int, restarts: int) -> list[str]:
-    """ft_launcher over one worker.  It listens to no port: it meets itself in a store of ours, on the loopback."""
+    """Return the ft_launcher command for one worker.  It opens no port: its rendezvous uses our store on the loopback."""
     meeting = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} --rdzv-id={os.getpid()} --rdzv-conf=is_host=0"
     limits = f"--max-restarts={restarts} --monitor-interval={POLL_S} --workers-stop-timeout={STOP_S}"
     quiet = "--ft-log-level=ERROR --ft-enable-nic-monitor=false"
@@ -159,15 +159,17 @@ def launcher_command(folder: Path, port: int, restarts: int) -> list[str]:
 
 
 def _supervise(command: Sequence[str], desk: Desk, saves: bool = True) -> tuple[int, int]:
-    """Until the command has ended: the exit code of a run that was told to stop, else 0, and the command's own.
+    """Wait until the command ends; return the exit code of a stopped run (0 if not stopped), and the exit code of the
+    command.
 
-    `saves`: whether a run that is told to stop saves.
+    `saves`: the run saves when it is asked to stop.
     """
     environment = os.environ | {LOG_LEVEL: os.environ.get(LOG_LEVEL, "ERROR")}
     begun: list[int] = []
     relay = SignalRelay(desk.workers, lambda: [pid for each in begun for pid in _tree(each)], saves)
-    with relay.listening():  # before the start: a signal that comes with it would else end this process alone
-        # S603: this package's own command, and no shell.  A session of its own: a signal to the group is for this process.
+    with relay.listening():  # before the start: an early signal would end only this process
+        # S603: this package's own command, without a shell.  In its own session: a signal to the process group is for this
+        # process.
         ends = partial(end_with_parent, os.getpid())
         process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=ends)  # noqa: S603
         begun.append(process.pid)
@@ -175,7 +177,7 @@ def _supervise(command: Sequence[str], desk: Desk, saves: bool = True) -> tuple[
             while process.poll() is None:
                 if relay.code:
                     desk.told.touch()
-                    relay.tell()  # again: the worker may have been about to start
+                    relay.tell()  # again: the worker may have been starting
                 time.sleep(POLL_S)
         finally:
             for pid in _tree(process.pid) if process.poll() is None else []:
@@ -186,7 +188,7 @@ def _supervise(command: Sequence[str], desk: Desk, saves: bool = True) -> tuple[
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and all that it has started."""
+    """Return a process and all its descendants."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         return [*(child.pid for child in process.children(recursive=True)), pid]

@@ -19,14 +19,14 @@ PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "FT_")
 
 
 def main(folder: Path) -> int:
-    """0 where a verdict is left, `EXIT_AGAIN` where ft_launcher is to start the run again."""
+    """Return 0 after a verdict, `EXIT_AGAIN` if ft_launcher must start the run again."""
     from oppo_megatron.cli.launch import RankKilled, RankStalled
     from oppo_megatron.cli.run import launch_again, resuming
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.run import TrainConfig
 
     end_with_parent()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until `launch` listens; who sends it sends it again
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until `launch` listens; the sender repeats it
     desk = Desk(folder)
     desk.take_over()
     begun, most = (int(os.environ[f"TORCHELASTIC_{name}"]) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
@@ -50,7 +50,7 @@ def main(folder: Path) -> int:
 
 
 def _be_no_rank() -> None:
-    """ft_launcher takes this process for the one rank of its world; the ranks are those that it starts."""
+    """Remove ft_launcher's rank variables: it takes this process for a rank, but the ranks are the processes started here."""
     for name in list(os.environ):
         if name in OF_A_RANK or name.startswith(PREFIXES):
             del os.environ[name]

@@ -1,4 +1,4 @@
-"""`oppo generate`: a trained policy answers prompts, a file of them, or in a conversation."""
+"""`oppo generate`: decode responses to one prompt, to a file of prompts, or in a conversation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Which policy, or `several`, and how it is laid out."""
+    """Add the options that select one policy (or `several`) and its layout."""
     parser.add_argument(
         "directory",
         type=Path,
@@ -124,7 +124,7 @@ def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises an OppoError, before ranks are started, for what cannot be asked."""
+    """Raises an OppoError before ranks are started if the request is invalid."""
     from oppo_megatron.cli.launch import check_world_size, external_ranks, launch
 
     request = make_request(args)
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_request(args: argparse.Namespace) -> Request | None:
-    """What the ranks are given, every check made; None where the output is whole already."""
+    """Return the checked request for the ranks; None if the output is already complete."""
     from oppo_megatron.data.prompt_tokens import encode_prompt, require_stop_texts
     from oppo_megatron.policy.answers import require_output
     from oppo_megatron.policy.asked import OutputFile, Request
@@ -166,7 +166,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
 
 
 def choice_of(args: argparse.Namespace) -> Choice:
-    """The options about the policy.  Raises ConfigError for a template argument that is not NAME=VALUE."""
+    """Return the options that select the policy.  Raises ConfigError for a template argument that is not NAME=VALUE."""
     import yaml
 
     from oppo_megatron.errors import ConfigError
@@ -189,7 +189,7 @@ def choice_of(args: argparse.Namespace) -> Choice:
 
 
 def _require_consistent(args: argparse.Namespace) -> None:
-    """Raises ConfigError with all that does not go together."""
+    """Raise ConfigError with all options that exclude each other."""
     from oppo_megatron.errors import ConfigError
 
     problems = []
@@ -217,7 +217,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
 
 
 def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
-    """Raises ConfigError for options that would not change this policy's responses."""
+    """Raise ConfigError for options that would not change this policy's responses."""
     from oppo_megatron.errors import ConfigError
 
     problems, vocab_size = [], int(policy.hf_config["vocab_size"])
@@ -274,9 +274,9 @@ def _rollout(policy: Policy) -> RolloutConfig | None:
 
 
 def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
-    """Greedy unless something else is said; responses end as in the run that the policy comes from, where there is one.
+    """Return the sampling options: greedy by default; responses end as in the policy's run, if there is one.
 
-    Ids that are asked for join the run's, which an export of it has among its own anyhow.
+    Requested stop ids are added to the run's ids, which an export of the policy also contains.
     """
     from oppo_megatron.policy.asked import Drawing
 
@@ -320,7 +320,7 @@ def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
 
 
 def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Asked], str]:
-    """No prompts for a conversation, which only needs a template; also what was understood of a file, and left out of it."""
+    """Return the prompts (none for a conversation, which needs only a template), and a summary of the rows read and dropped."""
     from oppo_megatron.clock import by_time
     from oppo_megatron.config.paths import missing_path
     from oppo_megatron.errors import DataError
@@ -343,7 +343,7 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
 
 
 def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tuple[int, int]:
-    """Most tokens of prompt and response, and of a response: where that is not said, no more than the model has room for."""
+    """Return the maximum tokens of prompt plus response, and of a response; by default limited by the model's context."""
     from oppo_megatron.errors import CheckpointError
     from oppo_megatron.layout.shape import check_model, max_positions
 

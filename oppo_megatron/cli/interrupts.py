@@ -1,7 +1,7 @@
-"""Ctrl-C while a command still imports what it needs.
+"""Defer Ctrl-C while a command imports its modules.
 
-Libraries with halves in C++ or Rust do not expect an exception of a signal's handler then: pydantic makes a SchemaError of a
-KeyboardInterrupt, others drop it.
+Extension modules in C++ or Rust do not expect an exception from a signal handler during import: pydantic turns a
+KeyboardInterrupt into a SchemaError, others drop it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from types import FrameType
 IMPORTING = "<frozen importlib._bootstrap>"
 AGAIN_S = 0.05
 MOST_S = 30.0
-"""An import that takes longer is interrupted all the same."""
+"""An import that takes longer is interrupted anyway."""
 
 
 @contextmanager
 def interrupts_behind_imports() -> Iterator[None]:
-    """SIGINT that comes during an import becomes a KeyboardInterrupt behind it.
+    """Defer a SIGINT during an import: KeyboardInterrupt is raised after it.
 
-    Only where SIGINT has Python's own handler, and in a process's main thread.
+    Applies only if SIGINT has Python's own handler, and only in a process's main thread.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -44,7 +44,7 @@ def interrupts_behind_imports() -> Iterator[None]:
 
 
 class _Interrupts:
-    """One process's handler: an interrupt is sent anew until no import is under way."""
+    """The handler of one process: it sends an interrupt again until no import is in progress."""
 
     def __init__(self) -> None:
         self._first: float | None = None
@@ -54,7 +54,7 @@ class _Interrupts:
     def hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if now < self._next:
-            return  # one is on its way
+            return  # one is pending
         self._first = now if self._first is None else self._first
         if now - self._first > MOST_S or not _is_importing(frame):
             self._first = None
@@ -65,7 +65,7 @@ class _Interrupts:
         self._again.start()
 
     def taken_back(self) -> bool:
-        """Whether an interrupt still waits, which then does not come.  One that is just being sent comes within this call."""
+        """Cancel a pending interrupt; return True if there was one.  One that is just being sent arrives within this call."""
         if self._again is None or not self._again.is_alive():
             return False
         self._again.cancel()

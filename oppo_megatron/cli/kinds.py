@@ -1,4 +1,4 @@
-"""Finds the command that a configuration file is for."""
+"""Find the command that a configuration file is for."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for an empty file, and for one that lacks what `kind` needs and has all that another command needs."""
+    """Raise ConfigError for an empty file, and for one that lacks keys of `kind` but has all required keys of another command."""
     from oppo_megatron.config.load import read_tree
     from oppo_megatron.errors import ConfigError
 
-    read_tree(path)  # a fault of the file itself is reported alone
+    read_tree(path)  # an error in the file itself is reported alone
     try:
         keys, other = set(read_tree(path, overrides)), guess_kind(path, overrides)
     except ConfigError:
-        return  # a faulty override is reported with all other problems
+        return  # an invalid override is reported with all other problems
     if not keys:
         raise ConfigError(
             f"{path} is empty; write the settings of `oppo {kind}` into it, or begin with one that `oppo init` writes (--list)"

@@ -1,7 +1,7 @@
-"""Starts the ranks of a run: as a rank of another launcher, in this process, or through torch's elastic agent.
+"""Start the ranks of a run: as a rank of another launcher, in this process, or with torch's elastic agent.
 
-Each rank calls `ENTRY` (kind, config) with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT in its environment.  A local rank that fails leaves a `Failure` file; the parent shows the first, once.
+Each rank calls `ENTRY` (kind, config) with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
+environment.  A local rank that fails writes a `Failure` file; the parent shows the first one, once.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ ENTRY = "oppo_megatron.train.entry:run_rank"
 EXIT_DEFECT = 1
 GOOD_ENDS = (0, EXIT_REQUEUE, EXIT_AGAIN)
 ISOLATE = "correct the function; with `isolate: true` it runs in a process of its own, whose end is an error and not the run's"
-MONITOR_S = 0.1  # how often the agent looks at the ranks; it tells of the first that it finds ended
+MONITOR_S = 0.1  # the agent's polling interval; it reports the first rank that has ended
 ORPHANED = 255
-"""Exit code that `multiprocessing` gives to a process whose fork server was killed."""
+"""Exit code of a `multiprocessing` process whose fork server was killed."""
 ORPHANS = "the process that ranks are forked from was killed, and they end with it; --resume goes on from the last checkpoint"
-LINGER_S = 5 * MONITOR_S  # so that a rank that was killed is found before those that saw it go
+LINGER_S = 5 * MONITOR_S  # so that a killed rank is found before the peers that lost it
 
 
 NUMBERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
     "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID",
 )  # fmt: skip
-"""Variables of a launcher that hold a number each."""
+"""Launcher variables that hold a number."""
 
 
 class RankError(OppoError, RuntimeError):
@@ -67,14 +67,13 @@ class RankKilled(RankError):
 
 
 class RankStalled(RankError):
-    """The run stood still, or ranks have lost each other; the message names who did not move, as far as it is known."""
+    """The run made no progress, or ranks lost contact; the message names the ranks that stopped, if known."""
 
 
 def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_process: bool = True) -> int:
     """Run `entry` on all ranks of a checked configuration; returns the exit code.
 
-    A rank that is alone runs in this process, unless `in_process` is false.  Raises RankError where a rank met wrong
-    input.
+    A single rank runs in this process, unless `in_process` is false.  Raises RankError if a rank met invalid input.
     """
     quiet_torch()
     ranks = external_ranks(os.environ)
@@ -91,7 +90,7 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
 
 
 def _prepare(config: Any) -> Surroundings:
-    """Import what starts ranks, beside the process that they are forked from where they are forked."""
+    """Import the modules that start ranks; with a fork server, also in the server process."""
     from oppo_megatron.cluster.rank_processes import (
         Surroundings,
         await_fork_server,
@@ -112,10 +111,10 @@ def _prepare(config: Any) -> Surroundings:
 
 
 def quiet_torch() -> None:
-    """Called before torch is loaded.  What its C++ half would print, the exceptions say too.
+    """Set torch's environment variables; called before torch is loaded.  Its C++ log is off: exceptions report the same.
 
-    Its threads meet after each product.  libgomp lets the first one spin for milliseconds, and on a shared core it then spins
-    in place of the one that it waits for (docs/performance.md).
+    Its threads synchronize after each product.  libgomp lets the first one spin for milliseconds, and on a shared core it
+    spins instead of the thread that it waits for (docs/performance.md).
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -123,7 +122,7 @@ def quiet_torch() -> None:
 
 
 def check_world_size(expected: int) -> None:
-    """Raises ConfigError where another launcher started a number of ranks that the placement has no use for."""
+    """Raise ConfigError if another launcher started a number of ranks that does not fit the placement."""
     ranks = external_ranks(os.environ)
     if ranks is not None and int(ranks["WORLD_SIZE"]) != expected:
         raise ConfigError(
@@ -133,7 +132,7 @@ def check_world_size(expected: int) -> None:
 
 
 def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """RANK and its companions as torchrun or srun gave them; None where nobody started ranks for us."""
+    """Return RANK and the related variables as set by torchrun or srun; None if no launcher set them."""
     _require_numbers(environment)
     if "RANK" in environment or "WORLD_SIZE" in environment:
         ranks = {"RANK": environment.get("RANK", ""), "WORLD_SIZE": environment.get("WORLD_SIZE", "")}
@@ -159,13 +158,13 @@ def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def speaks_for_all(environment: Mapping[str, str]) -> bool:
-    """Whether this process prints the lines that appear once: it has started all ranks, or is another launcher's first rank."""
+    """True if this process prints the lines that appear once: it started all ranks, or is the first rank of another launcher."""
     ranks = external_ranks(environment)
     return ranks is None or ranks["RANK"] == "0"
 
 
 def _require_numbers(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where a variable that numbers ranks, nodes or ports holds something else."""
+    """Raise ConfigError if a variable for a rank, node or port does not hold a number."""
     wrong = {name: environment[name] for name in NUMBERS if not environment.get(name, "0").isdigit()}
     if wrong:
         raise ConfigError(
@@ -175,7 +174,7 @@ def _require_numbers(environment: Mapping[str, str]) -> None:
 
 
 def _slurm_local_size(environment: Mapping[str, str]) -> str:
-    """Tasks on this node.  Slurm lists those of each node in turn: `8(x2),4`."""
+    """Return the number of tasks on this node.  Slurm lists the counts per node as `8(x2),4`."""
     tasks: list[str] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", environment["SLURM_NTASKS"]).split(","):
         count, _, times = part.partition("(x")
@@ -185,7 +184,7 @@ def _slurm_local_size(environment: Mapping[str, str]) -> str:
 
 
 def _master(environment: Mapping[str, str]) -> dict[str, str]:
-    """Where the ranks meet.  A Slurm job id gives all ranks of one node the same port."""
+    """Return the rendezvous address and port.  The port follows from the Slurm job id, so all ranks of a node agree on it."""
     if "MASTER_ADDR" not in environment and int(environment.get("SLURM_NNODES", "1")) > 1:
         raise ConfigError(
             "MASTER_ADDR is not set, but ranks on several nodes must know where to meet; "
@@ -236,7 +235,7 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundi
     from oppo_megatron.cluster.rank_processes import start_method
     from oppo_megatron.cluster.rendezvous import LocalMeeting
 
-    # The agent tells of a failed rank at length and of each one that it then ends; ours come from the rank, below.
+    # The agent logs a failed rank at length, and each rank that it ends; the messages of the ranks follow below.
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     meeting = LocalMeeting.open(str(os.getpid()))
@@ -263,7 +262,7 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundi
 
 
 def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: str) -> LaunchConfig:
-    """Settings of torch's agent over the ranks of this machine; `folder` is for its own files."""
+    """Return the settings of torch's agent for the ranks of this machine; `folder` is for the agent's files."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -278,17 +277,17 @@ def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: s
         local_addr="127.0.0.1",
         logs_specs=DefaultLogsSpecs(
             log_dir=str(folder / "agent")
-        ),  # its own choice is a folder in /tmp, which it leaves there
+        ),  # the default is a folder in /tmp that is never removed
     )
-    if hasattr(agent, "signals_to_handle"):  # an older agent ends its ranks by SIGTERM, and they have 30 s to save
-        agent.signals_to_handle = "SIGQUIT"  # SIGTERM, SIGINT and SIGHUP are the relay's
+    if hasattr(agent, "signals_to_handle"):  # an older agent ends its ranks by SIGTERM and leaves them 30 s to save
+        agent.signals_to_handle = "SIGQUIT"  # the relay handles SIGTERM, SIGINT and SIGHUP
     return agent
 
 
 def _local_rank(surroundings: Surroundings, entry: str, kind: str, config: Any, failures: str) -> None:
-    """One rank in a process of its own.  Leaves a Failure file instead of a traceback, for the parent to show.
+    """Run one rank in its own process.  It writes a Failure file instead of a traceback; the parent shows it.
 
-    It has the `surroundings` since it was given them.
+    `surroundings`: environment and output files of the process that starts it; unpickling applies them.
     """
     from oppo_megatron.cluster.liveness.failures import FOLDER, Failure, ended_well
     from oppo_megatron.cluster.rank_processes import end_with_launcher
@@ -313,16 +312,16 @@ def _local_rank(surroundings: Surroundings, entry: str, kind: str, config: Any, 
 
 
 def is_among_peers() -> bool:
-    """Whether this process is a rank of several, and still in their process group."""
+    """True if this process is one of several ranks and still in their process group."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def leave(code: int) -> NoReturn:
-    """End a process that failed.  A rank among its peers ends at once, without Python's clearing up.
+    """End a process that failed.  A rank with peers ends at once, without Python's cleanup.
 
-    Its process groups are open, with threads that hold messages.  One that lets go of a tensor while Python is clearing up
-    aborts the process ("terminate called"), and the exit code would tell of a signal, not of the failure.
+    Its process groups are open, with threads that hold messages.  A thread that frees a tensor during cleanup aborts the
+    process ("terminate called"), and the exit code would report a signal instead of the failure.
     """
     if is_among_peers():
         sys.stdout.flush()
@@ -334,19 +333,19 @@ def leave(code: int) -> NoReturn:
 def _kind_of(error: Exception) -> Literal["input", "defect", "symptom"]:
     if isinstance(error, (StallError, WorldError)):
         return "symptom"
-    # An OSError that names a file (disk full, no permission) is the user's to mend; a lost connection names none.
+    # An OSError that names a file (disk full, no permission) is for the user to correct; a lost connection names none.
     expected = isinstance(error, OppoError) or (isinstance(error, OSError) and error.filename is not None)
     return "input" if expected else "defect"
 
 
 def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, str]) -> int:
-    """Show the one failure that came first: a stall, a signal, wrong input (as RankError), or the traceback of a defect."""
+    """Report the failure that came first: a stall, a signal, wrong input (as RankError), or the traceback of a defect."""
     from oppo_megatron.cluster.liveness.failures import ended_within, read_failures
 
     within = ended_within(failures)
     written = sorted(read_failures(failures), key=lambda failure: failure.time_s)
     effects = {-signal.SIGTERM}
-    if any(map(_is_cause, written)):  # NCCL aborts a rank whose peer has gone: the peer's own words tell why
+    if any(map(_is_cause, written)):  # NCCL aborts a rank whose peer has gone; the peer's message gives the cause
         effects.add(-signal.SIGABRT)
     if not written and not within and all(failed.exitcode == ORPHANED for failed in error.failures.values()):
         raise RankKilled(ORPHANS)
@@ -363,7 +362,7 @@ def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, st
         first = error.get_first_failure()[1]
         print(f"rank {first.local_rank} ended with exit code {first.exitcode} and no message", file=sys.stderr)
         return EXIT_DEFECT
-    # A rank that met wrong input or a defect knows the cause; its peers only saw it go, perhaps before it could write.
+    # A rank that met wrong input or a defect knows the cause; its peers only saw it end, perhaps before it could write.
     causes = ("input", "defect", "symptom")
     failure = min(written, key=lambda failure: causes.index(failure.kind))
     if failure.kind == "defect":
@@ -373,7 +372,7 @@ def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, st
 
 
 def _is_cause(failure: Failure) -> bool:
-    """Whether a rank failed by itself, and not because another had gone."""
+    """True if a rank failed by itself, not because a peer had ended."""
     lost = any(word in failure.message for word in ("/gloo/", "NCCL", "DistBackendError"))
     return failure.kind == "input" or (failure.kind == "defect" and not lost)
 
@@ -381,9 +380,9 @@ def _is_cause(failure: Failure) -> bool:
 def _killed(
     rank: int, number: int, written: Sequence[Failure], last_words: Mapping[int, str], within: Mapping[int, str]
 ) -> str:
-    """Which rank was ended by which signal, and what the others waited for, or were at."""
+    """Return which rank was ended by which signal, and the calls in progress on the others."""
     told = {failure.rank: failure.message for failure in written if failure.kind in ("symptom", "input")}
-    for failure in written:  # it may have met the loss of its peer where nothing expects it
+    for failure in written:  # it may have met the loss of its peer in code that does not expect it
         if failure.kind == "defect":
             told.setdefault(failure.rank, failure.message.rstrip().rpartition("\n")[2])
     at = f"; it was last heard of in: {last_words[rank]}" if rank in last_words else ""

@@ -1,4 +1,4 @@
-"""Lengths of responses on the command line, and those of a batch that is predicted, not run."""
+"""Response lengths on the command line, and the response lengths of a predicted batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def even_lengths(config: TrainConfig) -> list[int]:
-    """Evenly from the forced distribution, longest last; without one, all of full length."""
+    """Return lengths evenly spaced over the forced distribution, longest last; without one, the maximum length for all."""
     from oppo_megatron.config.debug import log_normal
     from oppo_megatron.data.length_trace import forced_quantile
 
@@ -26,7 +26,7 @@ def even_lengths(config: TrainConfig) -> list[int]:
 
 
 def add_length_arguments(parser: argparse.ArgumentParser) -> None:
-    """How long responses are."""
+    """Add the options for response lengths."""
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument(
         "--trace", type=Path, metavar="FILE.csv", help="force response lengths: those of a recorded trace, scaled"
@@ -41,7 +41,7 @@ def add_length_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
-    """How long prompts are, for commands that predict."""
+    """Add the option for prompt lengths, for commands that predict."""
     parser.add_argument(
         "--prompt-tokens",
         type=count,
@@ -51,7 +51,10 @@ def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
-    """As asked for, else as long as those of the run that calibrates, else half of the longest.  Raises ConfigError."""
+    """Return the requested prompt length; default: as in the calibration run, else as usual for the configuration, in tokens.
+
+    Raises ConfigError.
+    """
     from oppo_megatron.config.derived import usual_prompt_tokens
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.sim.runs.sources import run_prompt_tokens
@@ -64,7 +67,7 @@ def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
 
 
 def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The settings under `debug` that --trace or --lognormal stands for.  Raises ConfigError."""
+    """Return the settings under `debug` for --trace or --lognormal.  Raises ConfigError."""
     from oppo_megatron.errors import ConfigError
 
     if args.trace_column is not None and args.trace is None:
@@ -77,7 +80,7 @@ def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def forced_lengths(args: argparse.Namespace) -> list[str]:
-    """The overrides that --trace or --lognormal stands for.  Raises ConfigError."""
+    """Return the overrides for --trace or --lognormal.  Raises ConfigError."""
     settings = length_settings(args)
     if settings is None:
         return []
@@ -85,14 +88,14 @@ def forced_lengths(args: argparse.Namespace) -> list[str]:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def counts(text: str) -> list[int]:
-    """Such numbers with commas between them."""
+    """Parse comma-separated whole numbers of at least 1."""
     return [count(part) for part in text.split(",")]
 
 

@@ -112,7 +112,7 @@ def unmet_requirements() -> list[str]:
             found.append(f"{needed.name}{needed.specifier}, which is absent")
         elif version != PRESENT and not needed.specifier.contains(
             version, prereleases=True
-        ):  # as a container's torch is
+        ):  # such as the torch of a container
             found.append(f"{needed.name}{needed.specifier}, but {version} is installed")
     return found
 

@@ -5,7 +5,7 @@ A command's module has two functions, and imports nothing heavy outside them:
     add_arguments(parser: argparse.ArgumentParser) -> None     declares its arguments
     run(args: argparse.Namespace) -> int                       does the work, returns the exit code
 
-Exit codes: 0 done, 1 a defect, 2 wrong input (any `OppoError`, an unusable path, a wrong argument), 75 told to stop and saved
+Exit codes: 0 done, 1 a defect, 2 wrong input (any `OppoError`, an unusable path, a wrong argument), 75 stopped and saved
 (start it again with --resume), 130 interrupted and not saved.
 """
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with interrupts_behind_imports():
             code = _serve(parse_arguments(list(sys.argv[1:] if argv is None else argv)))
-    except KeyboardInterrupt:  # while it was found out what to do
+    except KeyboardInterrupt:  # during the choice of the command
         print("oppo: interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
     except Exception:
@@ -113,7 +113,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """What a command line, without `oppo` itself, asks for; `run` of it does the work.  Exits where it is none."""
+    """Parse a command line (without `oppo` itself); its `run` does the work.  Exits if it is invalid."""
     parser = Parser(prog="oppo", description="PPO-based RLHF on Megatron-core, overlapped.")
     parser.add_argument("--version", action="version", version=f"oppo {__version__}")
     parser.set_defaults(debug=False)
@@ -128,7 +128,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
             subparser.set_defaults(run=module.run)
     args, left = parser.parse_known_args(arguments)
     if left:
-        # argparse gives `overrides` only what stands right behind the configuration; take those behind an option too.
+        # argparse gives `overrides` only the words directly after the configuration; also take the words after an option.
         if not hasattr(args, "overrides") or any(argument.startswith("-") for argument in left):
             subparsers.choices[args.command].error(f"unrecognized arguments: {' '.join(left)}")
         args.overrides = [*args.overrides, *left]
@@ -136,6 +136,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def _rank_label() -> str:
-    """Where another program started the ranks, each speaks for itself and says which it is."""
+    """Return the prefix of messages: if another program started the ranks, each one names itself."""
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
     return f" [rank {rank}]" if rank else ""

@@ -1,7 +1,7 @@
-"""Settles `placement.mode: auto`: finds the placements possible here, runs each for some steps, and takes the fastest.
+"""Resolve `placement.mode: auto`: find the placements that fit here, run each for some steps, and choose the fastest.
 
-A measuring run is `oppo train` in a process of its own, under `placement/` in the run directory.  Their results are in
-`placement.json` beside it; the same configuration on the same machine is not measured twice.
+A measuring run is `oppo train` in its own process, under `placement/` in the run directory.  The results are in
+`placement.json` in the run directory; the same configuration is not measured twice on the same machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from oppo_megatron.cli.main import main; sys.exit(main())"
 )
-"""`oppo` with the import path of this process: a reward function that is found here is found there."""
+"""`oppo` with the import path of this process, so that it finds the same reward functions."""
 AUTO = [
     "placement.mode=auto", "placement.actor={tp: 1, pp: 1, dp: 1}", "placement.scorer=null",
     "placement.reference=scorer",
@@ -44,10 +44,10 @@ LAST_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
 
 
 def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
-    """The configuration with the placement that is written, or was measured before, or is measured now.
+    """Return the configuration with the placement that is given, was measured before, or is measured now.
 
-    None if it would have to be measured and `measure` is false.  Raises ConfigError where ranks are there already or the
-    run directory holds a finished run, PlacementError where no placement could run.
+    None if a measurement is needed and `measure` is false.  Raises ConfigError if a launcher has started ranks or the run
+    directory holds a finished run, PlacementError if no placement can run.
     """
     from oppo_megatron.layout.candidates import Candidate, find_candidates
     from oppo_megatron.layout.trials import fingerprint
@@ -74,16 +74,16 @@ def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
 def measure_placements(
     settings: TrainSettings, options: Options, tell: Tell, tell_runs: Tell = lambda line: None
 ) -> dict[str, Any]:
-    """Measure what there is to choose from; writes `placement.json` and returns what it holds.
+    """Measure the candidate placements; write `placement.json` and return its content.
 
-    Raises PlacementError, and what reading the rows and rewards raises.  `tell` is told the plan of the
-    measurement, `tell_runs` the result of each run.
+    Raises PlacementError, and the errors of reading rows and rewards.  `tell` gets the measuring plan, `tell_runs` the result
+    of each run.
     """
     from oppo_megatron.layout.trials import choose, fingerprint, measure_all, to_record
     from oppo_megatron.rundir.directory import RunDirectory, write_json
     from oppo_megatron.train.inputs import read_inputs
 
-    # What every run would refuse, be it a row or the settings of a reward, is refused once.
+    # Errors that every run would raise (a bad row, a reward setting) are raised once, before the runs.
     read_inputs(settings).rewards.close()
     run = RunDirectory(settings.run_dir)
     if run.placement_runs.exists():
@@ -107,14 +107,14 @@ def measure_placements(
 
 @dataclass(frozen=True)
 class Prober:
-    """Runs placements, each time in a folder of its own: `<name>-<turn>/`, its configuration and its log beside it."""
+    """Run placements, each in its own folder `<name>-<turn>/`, with configuration and log in the same parent folder."""
 
     settings: TrainSettings
     folder: Path
     tell: Tell
 
     def __call__(self, candidate: Candidate, turn: int) -> Run:
-        """Raises PlacementError where the run fails, with its reason."""
+        """Raises PlacementError with the reason if the run fails."""
         from oppo_megatron.config.load import dump_config
         from oppo_megatron.layout.trials import probe_config, read_run
         from oppo_megatron.rundir.directory import RunDirectory
@@ -134,14 +134,14 @@ class Prober:
 
 
 def run_logged(command: Sequence[str], log: Path) -> int:
-    """Run to the end with all output in `log`; returns the exit code.  Whatever ends this process ends the other first."""
-    # In a session of its own, so that an interrupt from the terminal reaches it once: from here.
+    """Run to the end with all output in `log`; return the exit code.  If this process ends, it ends the run first."""
+    # In its own session, so that an interrupt from the terminal reaches it once, from this process.
     with ending_by_signal(), started(command, log, own_session=True) as process:
         return process.wait()
 
 
 def failure(code: int, output: str) -> str:
-    """Why `oppo train` ended with `code`, in one line: its message, a signal, or the last exception of its output."""
+    """Return why `oppo train` ended with `code` in one line: its message, a signal, or the last exception of its output."""
     told = output.rpartition("oppo train: ")
     if told[1]:
         return " ".join(told[2].split())
@@ -153,7 +153,7 @@ def failure(code: int, output: str) -> str:
 
 
 def this_machine(runtime: RuntimeConfig) -> Machine:
-    """The CUDA devices that the run may use, else the cores."""
+    """Return the CUDA devices that the run may use, else the cores."""
     from oppo_megatron.layout.candidates import Machine
 
     if runtime.device != "cpu" and (devices := cuda_devices()):
@@ -164,16 +164,15 @@ def this_machine(runtime: RuntimeConfig) -> Machine:
 
 
 def cuda_devices() -> int:
-    """Counted without a CUDA context, which would take memory of the first device as long as this process lives."""
+    """Count CUDA devices without a CUDA context, which would hold memory on the first device until this process ends."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def check_devices(device: str, ranks: int, alone: str, on_cpu: str = "runtime.device=cpu") -> None:
-    """Raises ConfigError where this process would start more ranks than this host has CUDA devices, or `device` is cuda and
-    there is none.  `alone`: what puts all on one rank.  Other launchers may show each rank a device of its own.
-    """
+    """Raise ConfigError if this process would start more ranks than the host has CUDA devices, or `device` is cuda and there
+    is none.  `alone`: overrides that put everything on one rank.  Other launchers may show each rank its own device."""
     from oppo_megatron.cli.launch import external_ranks
 
     if device == "cpu" or (device == "auto" and not has_cuda()):
@@ -191,7 +190,7 @@ def check_devices(device: str, ranks: int, alone: str, on_cpu: str = "runtime.de
 
 
 def refuse_given_ranks(what: str) -> None:
-    """Raises ConfigError where torchrun or srun has started ranks: their number is fixed."""
+    """Raise ConfigError if torchrun or srun has started ranks, because their number is fixed."""
     from oppo_megatron.cli.launch import external_ranks
 
     ranks = external_ranks(os.environ)
@@ -204,7 +203,8 @@ def refuse_given_ranks(what: str) -> None:
 
 
 def read_choice(path: Path, key: str) -> Candidate | None:
-    """What was chosen when the same was measured before; None where it was not.  Raises ConfigError for another file."""
+    """Return the choice of an earlier measurement of the same configuration; None if there is none.  Raises ConfigError if
+    the file is not valid."""
     from oppo_megatron.layout.candidates import Candidate
 
     if not path.exists():
@@ -217,7 +217,7 @@ def read_choice(path: Path, key: str) -> Candidate | None:
 
 
 def describe_work(settings: TrainSettings, options: Options) -> str:
-    """One line: the placements to measure, and those that leave cores idle because of the configured threads."""
+    """Return a line with the placements to measure, and the ones that leave cores idle because of the configured threads."""
     from oppo_megatron.layout.trials import MEASURED_STEPS
 
     names = ", ".join(candidate.name for candidate in options.candidates)
@@ -233,7 +233,8 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
 
 
 def describe_options(settings: TrainSettings) -> list[str]:
-    """Return the lines of `--dry-run`, `oppo validate` and `oppo plan schedule`: what would be measured, and what not."""
+    """Return the lines of `--dry-run`, `oppo validate` and `oppo plan schedule`: the placements to measure, and those left
+    out."""
     from oppo_megatron.layout.candidates import find_candidates
     from oppo_megatron.layout.trials import MEASURED_STEPS
 
@@ -260,7 +261,7 @@ def describe_options(settings: TrainSettings) -> list[str]:
 
 
 def _teller(settings: TrainSettings) -> Tell:
-    """Prints to stderr, unless the console is off."""
+    """Return a function that prints to stderr, unless the console is off."""
     if settings.logging.console == "off":
         return lambda line: None
     return lambda line: print(f"placement: {line}", file=sys.stderr, flush=True)

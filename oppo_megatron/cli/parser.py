@@ -1,4 +1,4 @@
-"""The parser of arguments, which names the nearest word for one it does not know, and `--debug`, which every command takes."""
+"""The argument parser, which suggests the nearest word for an unknown one, and `--debug`, an option of every command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNKNOWN = re.compile(r"unrecognized arguments: (?P<given>.*)", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
-    """Its subparsers are of this class too."""
+    """A parser whose subparsers are of this class, too."""
 
     def error(self, message: str) -> NoReturn:
         super().error(self._with_nearest(message))
@@ -39,9 +39,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_debug_argument(parser: argparse.ArgumentParser) -> None:
-    """Before or behind the name of a command's part (`oppo launch slurm`).
+    """Add --debug, before or after the name of a subcommand (`oppo launch slurm`).
 
-    Nothing is set where it is absent, so that the parser of a part leaves what was given before its name.
+    It has no default, so that the subcommand's parser keeps a value given before its name.
     """
     parser.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
@@ -49,7 +49,7 @@ def add_debug_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, **config: Any) -> None:
-    """Add CONFIG, with what argparse takes for it, and overrides."""
+    """Add CONFIG with `options` of argparse, and overrides."""
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml", **config)
     parser.add_argument(
         "overrides",

@@ -23,12 +23,12 @@ BATCH_HEADINGS: Row = (
     "rollout batch B", "B + delta", "sequences a replica", "KV slots", "decode m-batches", "minibatch rows", "rows a batch",
     "rows a replica", "micro-batch tokens", "chunk C", "prefill tokens",
 )  # fmt: skip
-"""Every batch size that a role may have, in the order of the columns; those that no role has are left out."""
+"""Every batch size that a role may have, in column order; columns that no role uses are left out."""
 MEBIBYTE = 2**20
 
 
 def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
-    """The lines of the table: memory, then batch sizes, a row for each rank and below it one for each of its roles."""
+    """Return the lines of the table: memory, then batch sizes, with a row per rank and one per role below it."""
     from oppo_megatron.config.run import TrainConfig
     from oppo_megatron.layout.holdings import supervised_holdings, train_holdings
 
@@ -48,7 +48,7 @@ def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
 
 
 def _on_cpu(runtime: RuntimeConfig) -> bool:
-    """Whether the run would compute on processors, were it started here."""
+    """True if the run would compute on CPUs if it were started here."""
     from oppo_megatron.cli.measure import cuda_devices
 
     return runtime.device == "cpu" or (runtime.device == "auto" and not cuda_devices())
@@ -67,7 +67,7 @@ def _memory_rows(holdings: Sequence[Holding]) -> list[Row]:
 
 
 def _share(held: Holding) -> Row:
-    """Role, and which part of how many of each kind, from 1."""
+    """Return the role and its part of each kind of parallelism, counted from 1: `tp 1/2`."""
     coords, sizes = held.coords, held.sizes
     parts = ((coords.shard, sizes.tp), (coords.stage, sizes.pp), (coords.replica, sizes.dp))
     return held.role, *(f"{part + 1}/{count}" for part, count in parts), _layers(held.layers)
@@ -82,14 +82,14 @@ def _mebibytes(memory: Memory) -> Row:
 
 
 def _number(mebibytes: float) -> str:
-    """Two digits after the point where they count."""
+    """Format a number, with two decimals if they matter."""
     if mebibytes == 0:
         return "-"
     return f"{mebibytes:.2f}" if mebibytes < 100 else f"{mebibytes:.0f}"
 
 
 def _batch_rows(holdings: Sequence[Holding]) -> list[Row]:
-    """Two lines of headings, cut at their last space, then a row for each role; ranks whose rows are equal share them."""
+    """Return two lines of headings, split at their last space, then a row per role; ranks with equal rows share them."""
     used = [heading for heading in BATCH_HEADINGS if any(heading in held.batches for held in holdings)]
     words = [heading.rpartition(" ") for heading in used]
     rows: list[Row] = [("", "", *(first for first, _, _ in words)), ("rank", "role", *(last for _, _, last in words))]
@@ -103,7 +103,7 @@ def _batch_rows(holdings: Sequence[Holding]) -> list[Row]:
 
 
 def _aligned(rows: Sequence[Row]) -> list[str]:
-    """Columns two spaces apart, names to the left and numbers to the right."""
+    """Align columns two spaces apart, names to the left and numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(_cell(*cell) for cell in zip(range(len(row)), row, widths, strict=True)).rstrip() for row in rows]
 

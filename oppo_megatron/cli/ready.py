@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 
 SERVICE_PACKAGES = {"fastapi": ("fastapi:FastAPI",), "uvicorn": ("uvicorn:Server",)}
-"""With the names that a service uses."""
+"""Packages that a service needs, with the names used from each."""
 LEAST_FREE = 2**20
-"""Bytes that any run writes: its configuration, metrics, trace and tokenizers."""
+"""Bytes that every run writes: its configuration, metrics, trace and tokenizers."""
 REACH_S = 2.0
 
 
 def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfig | SupervisedConfig | None) -> None:
-    """Raises ConfigError with all that this machine refuses of a run; `config` is None where its ranks are still to be chosen."""
+    """Raise ConfigError with all reasons why this machine cannot run it; `config` is None if the ranks are still to be chosen."""
     from oppo_megatron.cli.launch import check_world_size
     from oppo_megatron.cli.measure import check_devices
     from oppo_megatron.cli.startable import require_startable
@@ -57,7 +57,7 @@ def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfi
 
 
 def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:
-    """The overrides that put a run on one rank."""
+    """Return the overrides that put a run on one rank."""
 
     def sizes(tree: Mapping[str, Any], path: str) -> Iterator[str]:
         for key, value in tree.items():
@@ -73,7 +73,7 @@ def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:
 
 
 def require_service_packages() -> None:
-    """Raises ConfigError if the packages that a service listens with cannot be imported."""
+    """Raise ConfigError if the packages that a service needs to listen cannot be imported."""
     from oppo_megatron.layout.kernels import import_fault
 
     faults = [f"{name} {fault}" for name, used in SERVICE_PACKAGES.items() if (fault := import_fault(*used))]
@@ -85,7 +85,7 @@ def require_service_packages() -> None:
 
 
 def unreached_services(settings: TrainSettings) -> Iterator[str]:
-    """A warning for each reward service that takes no connection now; it may be started until the run asks it."""
+    """Yield a warning for each reward service that refuses connections; it may still be started before the run needs it."""
     for number, part in enumerate(settings.rewards):
         if part.kind != "http" or part.url is None:
             continue
@@ -101,7 +101,7 @@ def unreached_services(settings: TrainSettings) -> Iterator[str]:
 
 
 def _surely_on_cpu(device: str) -> bool:
-    """Whether processors compute, as far as can be told without torch: where there is no driver, it finds no device."""
+    """True if the run certainly computes on CPUs; checked without torch, which finds no device if there is no driver."""
     if device == "auto":
         try:
             ctypes.CDLL("libcuda.so.1")
@@ -111,9 +111,8 @@ def _surely_on_cpu(device: str) -> bool:
 
 
 def _memory_problems(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
-    """Where the ranks of a run on this host's processors hold more for certain than it has.  Other launchers' ranks ask
-    for themselves, each knowing its neighbours; so do those on devices.
-    """
+    """Yield a problem if the run's ranks on this host's CPUs certainly need more memory than it has.  Ranks of other
+    launchers and ranks on devices check this themselves."""
     from oppo_megatron.cli.launch import external_ranks
     from oppo_megatron.cores import host_bytes
     from oppo_megatron.layout.holdings import lasting_memory

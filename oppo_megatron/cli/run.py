@@ -23,7 +23,7 @@ KINDS = ("train", "sft", "rm", "prm", "dpo", "kto")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG, overrides, --dry-run, and how a run is continued."""
+    """Add CONFIG, overrides, --dry-run, and the options to continue a run."""
     add_config_arguments(parser)
     parser.add_argument(
         "--resume",
@@ -94,7 +94,7 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
 def with_date(
     config: TrainConfig | SupervisedConfig, run: RunDirectory, now: datetime
 ) -> TrainConfig | SupervisedConfig:
-    """Give chat templates the date of the run's first start, so that all ranks and later attempts render the same prompts."""
+    """Set the date of chat templates to the run's first start, so that all ranks and later attempts render the same prompts."""
     if config.tokenizer.date is not None:
         return config
     tokenizer = config.tokenizer.model_copy(update={"date": run.first_date(now)})
@@ -102,7 +102,7 @@ def with_date(
 
 
 def tell_of_start(kind: str, config: TrainConfig | SupervisedConfig) -> None:
-    """The first line of a run, before anything that takes seconds is loaded: how many ranks are started, and where it writes."""
+    """Print the first line of a run, before slow imports: the number of ranks and the run directory."""
     from oppo_megatron.layout.placements import world_size
 
     if config.logging.console == "off" or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
@@ -113,13 +113,13 @@ def tell_of_start(kind: str, config: TrainConfig | SupervisedConfig) -> None:
 
 
 def _continuing(kind: str, args: argparse.Namespace) -> str:
-    """The command that goes on where this one was told to stop."""
+    """Return the command that continues a stopped run."""
     overrides = [each for each in args.overrides if not each.startswith("checkpoint.resume=")]
     return shlex.join(["oppo", kind, str(args.config), *overrides, "--resume"])
 
 
 def _launch(kind: str, config: TrainConfig | SupervisedConfig, restarts: int, agent: str) -> int:
-    """With as many restarts, by `agent`, which is of no account where another launcher has started the ranks."""
+    """Launch with restarts by `agent`, which is ignored if another launcher started the ranks."""
     from oppo_megatron.cli.launch import external_ranks, launch
     from oppo_megatron.config.run import TrainConfig
     from oppo_megatron.layout.placements import world_size
@@ -134,9 +134,9 @@ def _launch(kind: str, config: TrainConfig | SupervisedConfig, restarts: int, ag
 
 
 def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
-    """Launch the ranks; where one is killed or the run stands still, again from the last checkpoint, up to `restarts` times.
+    """Launch the ranks; if one is killed or the run stalls, launch again from the last checkpoint, up to `restarts` times.
 
-    Where a guard goes back to it, or memory ran out among ranks, too; that is no restart, and has a bound of its own.
+    The same follows a guard's rollback or an out-of-memory error; those are not counted as restarts and have their own limit.
     """
     from oppo_megatron.cli.launch import RankKilled, RankStalled, launch
     from oppo_megatron.errors import EXIT_AGAIN, ConfigError
@@ -162,7 +162,7 @@ def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: in
 
 
 def _goes_back(config: TrainConfig | SupervisedConfig) -> bool:
-    """Whether a guard of the run may go back to a checkpoint; its ranks then need processes of their own."""
+    """True if a guard of the run may roll back to a checkpoint; its ranks then need their own processes."""
     from oppo_megatron.config.derived import rollback_rules
     from oppo_megatron.config.run import TrainConfig
 
@@ -170,16 +170,16 @@ def _goes_back(config: TrainConfig | SupervisedConfig) -> bool:
 
 
 def resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | SupervisedConfig:
-    """The same run, continued where it has a checkpoint."""
+    """Return the same run, resumed if it has a checkpoint."""
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": True})})
 
 
 def load_settings(
     kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True, models: bool = True
 ) -> TrainSettings | SupervisedConfig:
-    """Return the configuration of one of `KINDS` as it is written, every check made: `placement.mode` may be auto.
+    """Return the checked configuration of one of `KINDS`, not yet placed: `placement.mode` may be auto.
 
-    `inputs`, `models`: whether training's tokenizer and rows, and its models, have to be there.  Raises ConfigError with all
+    `inputs`, `models`: require training's tokenizer and rows, and its models, to exist.  Raises ConfigError with all
     problems.
     """
     from oppo_megatron.config.describe import SUPERVISED
@@ -205,7 +205,7 @@ def load_settings(
 def load_checked(
     kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True
 ) -> TrainConfig | SupervisedConfig:
-    """`load_settings` for commands that need to know where the roles are.  Raises ConfigError, too, for mode auto."""
+    """Call `load_settings` for commands that need the placement.  Raises ConfigError for mode auto, too."""
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.errors import ConfigError
 
@@ -220,7 +220,7 @@ def load_checked(
 
 
 def load_train(path: Path, overrides: Sequence[str], *, inputs: bool = True) -> TrainConfig:
-    """`load_checked` for commands that are about training with PPO alone."""
+    """Call `load_checked` for commands that support only PPO training."""
     from oppo_megatron.config.run import TrainConfig
 
     config = load_checked("train", path, overrides, inputs=inputs)
@@ -229,7 +229,7 @@ def load_train(path: Path, overrides: Sequence[str], *, inputs: bool = True) -> 
 
 
 def placed(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> TrainConfig | SupervisedConfig | None:
-    """The configuration that ranks can be started with; None where `measure` is false and nothing else would tell."""
+    """Return the configuration with its placement; None if it is unknown and `measure` is false."""
     from oppo_megatron.cli.measure import settle
     from oppo_megatron.config.run import TrainSettings
 
@@ -237,7 +237,7 @@ def placed(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> Trai
 
 
 def unplaced(settings: TrainSettings | SupervisedConfig) -> list[str]:
-    """The lines to print where `placed` gave None: what would be measured."""
+    """Return the lines to print if `placed` returned None: the planned measurements."""
     from oppo_megatron.cli.measure import describe_options
     from oppo_megatron.config.run import TrainSettings
 

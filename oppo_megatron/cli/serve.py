@@ -36,7 +36,7 @@ def load_service(path: Path, overrides: Sequence[str]) -> ServeConfig:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop.  Raises ConfigError before anything is served."""
+    """Serve until stopped.  Raises ConfigError before anything is served."""
     from oppo_megatron.cli.ready import require_service_packages
 
     config = load_service(args.config, args.overrides)

@@ -1,4 +1,4 @@
-"""Passes the starting process's signals on to its child processes."""
+"""Pass the signals of the starting process to its child processes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def child_pids() -> list[int]:
-    """Ranks that this process has started.
+    """Return the process ids of the ranks that this process has started.
 
-    As the system knows them: to ask `multiprocessing` within a signal's handler would take ends from who is asking just then.
+    Read from the system: a call of `multiprocessing` in a signal handler would take exit codes from the code that it
+    interrupts.
     """
     return [rank.pid for rank in rank_processes(psutil.Process())]
 
 
 class SignalRelay:
-    """Tells the ranks to save the run and to end (SIGUSR1); a second SIGTERM or SIGINT (Ctrl-C) ends them at once, and so does
-    the first signal where they save nothing (`saves`).
+    """Ask the ranks to save and end (SIGUSR1).  A second SIGTERM or SIGINT (Ctrl-C) ends them at once; so does the first one
+    if they save nothing (`saves`).
 
-    Where a signal was sent to the whole process group, the ranks have had it already: SIGUSR1 asks for nothing twice.
-    `code`: exit code of a run whose ranks were told to stop and could not save: 75 (start it again), 130 after SIGINT, else 0.
-    `listeners` are the processes to tell, `everyone` those to end.
+    If a signal was sent to the whole process group, the ranks may get SIGUSR1 twice, with the same effect as once.  `code`:
+    exit code of a run whose ranks were stopped and could not save: 75 (start it again), 130 after SIGINT, else 0.
+     `listeners` are the processes to signal, `everyone` the ones to end.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class SignalRelay:
         self._told_at: float | None = None
 
     def told_s(self) -> float | None:
-        """Seconds since the ranks were first told; None where they were not."""
+        """Seconds since the ranks were first asked to stop; None if they were not."""
         return None if self._told_at is None else time.monotonic() - self._told_at
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Pass signals on in the block; only a process's main thread can."""
+        """Pass signals on in the block; works only in a process's main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -69,7 +70,7 @@ class SignalRelay:
                 signal.signal(number, handler)
 
     def tell(self) -> None:
-        """The listeners that there are now."""
+        """Signal the current listeners."""
         _send(self._listeners(), signal.SIGUSR1)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -87,9 +88,9 @@ class SignalRelay:
 
 @contextmanager
 def interrupts_from_here_alone() -> Iterator[None]:
-    """Processes that the main thread starts in the block do not hear SIGINT, which a terminal sends to all of its processes: who
-    has started them hears it, by another thread, and tells them."""
-    resource_tracker.ensure_running()  # it would let the signal through again where it is started later
+    """Block SIGINT in processes that the main thread starts in the block.  A terminal sends it to all its processes; the
+    starting process handles it in another thread and signals them."""
+    resource_tracker.ensure_running()  # started later, it would let the signal through
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -99,8 +100,8 @@ def interrupts_from_here_alone() -> Iterator[None]:
 
 @contextmanager
 def ending_by_signal() -> Iterator[None]:
-    """SIGTERM and SIGHUP become SystemExit, with the exit code that a shell would give: what was started is ended on the way
-    out.  Only a process's main thread can."""
+    """Turn SIGTERM and SIGHUP into SystemExit with a shell's exit code, so that child processes are ended during cleanup.
+     Works only in a process's main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

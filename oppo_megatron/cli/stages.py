@@ -19,11 +19,11 @@ RECORD = "stage.json"
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of a chain.  `make` fills `directory` and returns an exit code, 0 when it is done.  What it makes follows
-    from `settings` (plain JSON) and from the stages that it comes `after`.
+    """One part of a chain.  `make` fills `directory` and returns an exit code, 0 when it is done.  The content
+    depends on `settings` (plain JSON) and on the stages in `after`.
 
         missing --start--> started --finish--> finished
-           ^                  |                   |  settings changed, or a stage before it was made anew
+           ^                  |                   |  settings changed, or an earlier stage was made again
            +------------------+-------------------+
 
     Only a finished stage of the same settings, made from the same inputs, is reused.
@@ -38,7 +38,7 @@ class Stage:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """What the directory says of itself; None where it is no stage."""
+        """Return the content of the stage file; None if the directory is not a stage."""
         path = self.directory / RECORD
         if not path.is_file():
             return None
@@ -50,12 +50,12 @@ class Stage:
 
     @property
     def identity(self) -> str | None:
-        """New each time the stage is made."""
+        """An id that is new each time the stage is made."""
         return (self.record or {}).get("identity")
 
     @property
     def finished(self) -> bool:
-        """Whether what the directory holds can be used as it is."""
+        """True if the directory's content can be reused."""
         record = self.record or {}
         return bool(record.get("finished")) and {key: record.get(key) for key in ("settings", "after")} == self._key()
 

@@ -1,4 +1,4 @@
-"""Checks whether a run may start, or go on, in its directory."""
+"""Checks whether a run may start, or resume, in its directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
-    """Raises ConfigError where what the run directory holds would be written over, or cannot be continued."""
+    """Raise ConfigError if the run directory's content would be overwritten, or cannot be continued."""
     from oppo_megatron.config.paths import named_paths
 
     run.require_own()
@@ -20,12 +20,12 @@ def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirector
     if not config.checkpoint.resume:
         run.require_unfinished()
         run.require_no_checkpoints()
-    elif not ended_here(config, run):  # of this very run there is nothing to do, and to say so is no fault
+    elif not ended_here(config, run):  # a run that has ended here needs no start, and that is not an error
         require_more_steps(config, run)
 
 
 def require_same_command(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
-    """Raises ConfigError where the run to continue is of PPO, and the configuration is not, or the other way round."""
+    """Raise ConfigError if the run to continue is of PPO and the configuration is not, or the reverse."""
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.errors import ConfigError
 
@@ -40,7 +40,7 @@ def require_same_command(config: TrainSettings | SupervisedConfig, run: RunDirec
 
 
 def require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
-    """Raises ConfigError where the finished run in its directory cannot be continued by this configuration."""
+    """Raise ConfigError if the finished run in its directory cannot be continued by this configuration."""
     from oppo_megatron.errors import ConfigError
 
     if not run.finished:
@@ -59,9 +59,9 @@ def require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirecto
 
 
 def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> bool:
-    """Whether the run of this configuration has come to its end in its directory.
+    """True if the run of this configuration has ended in its directory.
 
-    Who starts a run again until it is over must be told so: it may have been told to stop in the moment of its end.
+    A program that restarts a run until it ends needs this: the stop request may have come at the moment of the end.
     """
     from oppo_megatron.config.load import plain_settings
 
@@ -69,7 +69,7 @@ def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> b
     if not (run.finished and then):
         return False
     unimportant = [("checkpoint", "resume")]
-    if config.tokenizer.date is None:  # the run took that of its first start
+    if config.tokenizer.date is None:  # the run kept the date of its first start
         unimportant.append(("tokenizer", "date"))
     for tree in (then, now):
         for section, name in unimportant:

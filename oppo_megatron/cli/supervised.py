@@ -1,6 +1,5 @@
-"""`oppo sft`: supervised fine-tuning.  `oppo rm`: a reward model from pairs, `oppo prm`: a process reward model from steps.
-`oppo dpo`, `oppo kto`: from preferences.
-"""
+"""`oppo sft`: supervised fine-tuning.  `oppo rm`: a reward model from pairs.  `oppo prm`: a process reward model from steps.
+`oppo dpo`, `oppo kto`: from preferences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`oppo tokenizer`: a sentencepiece tokenizer from the texts of JSONL rows."""
+"""`oppo tokenizer`: train a sentencepiece tokenizer on the texts of JSONL rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
-    """The texts of JSONL files, row by row: of `columns`, else of every column with text or messages.
+    """Yield the texts of JSONL files, row by row: of `columns`, else of every column with text or messages.
 
     Raises DataError with file and line of each row that is not JSON or whose column holds no text.
     """
@@ -54,7 +54,7 @@ def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
 
 
 def is_text(value: object) -> bool:
-    """Text that is not blank, or a list of messages."""
+    """True for text that is not blank, and for a list of messages."""
     if isinstance(value, str):
         return bool(value.strip())
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)

@@ -1,4 +1,4 @@
-"""`oppo validate`: every check of a configuration and of its data that needs no model; without one, of this machine."""
+"""`oppo validate`: every check of a configuration and of its data that needs no model; without a file, of this machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
-    """Check the configuration of a run: its ranks, and what became of the rows."""
+    """Check the configuration of a run; return lines about its ranks and rows."""
     settings = load_settings(kind, path, overrides)
     config = placed(settings, measure=False)
     require_ready(settings, config)
@@ -58,7 +58,7 @@ def run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: boo
 
 
 def tokenizer_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
-    """With what the tokenizer was compared, after the checks found it the same."""
+    """Return the lines that name what the tokenizer was compared with; the checks found no difference."""
     from oppo_megatron.config.model import PlacementConfig
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.preflight.validate import Role, compare_with_roles, train_roles
@@ -71,7 +71,7 @@ def tokenizer_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
 
 
 def service_lines(path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
-    """Check the configuration of a service: its address, and what it scores with."""
+    """Check the configuration of a service; return lines about its address and scoring."""
     from oppo_megatron.preflight.validate import Role, compare_with_roles
     from oppo_megatron.serving.scorers import try_parts
 
@@ -85,7 +85,7 @@ def service_lines(path: Path, overrides: Sequence[str], *, skip_data: bool) -> I
 
 
 def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
-    """Read all rows as the run would.  Raises DataError or RewardError; returns what became of them."""
+    """Read all rows as the run does; return lines about rows used and dropped.  Raises DataError or RewardError."""
     from oppo_megatron.clock import by_time
     from oppo_megatron.config.derived import describe_batch, describe_settle
     from oppo_megatron.config.run import TrainSettings
@@ -100,7 +100,7 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
 
 
 def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:
-    """The function that reads the rows of a command's configuration."""
+    """Return the function that reads the rows of a command's configuration."""
     from oppo_megatron.config.preference import DPOConfig, KTOConfig
     from oppo_megatron.config.run import ProcessRewardModelConfig, SFTConfig
     from oppo_megatron.data.supervised_rows import (

@@ -1,4 +1,4 @@
-"""`oppo watch`: follow a run of any process in the terminal."""
+"""`oppo watch`: follow a run started by any process in the terminal."""
 
 from __future__ import annotations
 

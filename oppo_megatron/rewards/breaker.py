@@ -50,7 +50,7 @@ class CircuitBreaker:
         return "half open" if self._probing or self._left_s() <= 0 else "open"
 
     def enter(self) -> float:
-        """0.0: send now, and tell `succeeded` or `failed`.  Else the seconds after which to ask again."""
+        """Return 0.0 to send now (then call `succeeded` or `failed`), else the seconds after which to ask again."""
         if self._opened_at is None:
             return 0.0
         if self._probing:
@@ -83,7 +83,7 @@ def growing_pauses(first_s: float, longest_s: float, chance: random.Random) -> C
 
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float:
-    """Seconds that a `Retry-After` header asks for (RFC 9110: seconds or a date); 0.0 where it says nothing readable."""
+    """Return the seconds that a `Retry-After` header asks for (RFC 9110: seconds or a date); 0.0 if it cannot be read."""
     if value is None:
         return 0.0
     text = value.strip()

@@ -40,7 +40,7 @@ class ResponseReward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """A user's function, called in this process; RewardError where it raises, or asks to end the process.
+    """A user's function, called in this process.  Raises RewardError if it raises, or asks to end the process.
 
     `early`: its `settled`, which takes a prefix in place of the response, and may return None.
     """
@@ -157,13 +157,13 @@ class RewardSum:
 
     @property
     def needs_model(self) -> bool:
-        """Whether a reward model's score is one of the parts."""
+        """True if a reward model's score is one of the parts."""
         return any(summand.function is None for summand in self.summands)
 
     def describe(self) -> list[str]:
-        """What each user's function that runs in this process says of itself: the first line of its docstring.
+        """Return the first line of the docstring of each user's function that runs in this process.
 
-        Of rule `code`, whether its programs reach the network.
+        For rule `code`, report whether its programs can reach the network.
         """
         told = ((part.label, _about(part.function)) for part in self.summands)
         return [f"reward {label}: {about}" for label, about in told if about]
@@ -175,7 +175,7 @@ class RewardSum:
 
     @property
     def asks_services(self) -> bool:
-        """Whether scores take a while to come: `request` them as early as the responses are known."""
+        """True if scores take time: `request` them as soon as the responses are known."""
         return bool(self._asked)
 
     @property
@@ -195,7 +195,7 @@ class RewardSum:
                 raise RewardError(f"reward part {summand.label!r}: {error}") from error
 
     def unusable(self, rows: Sequence[Mapping[str, Any]], tell: Callable[[str], None] = print) -> dict[int, str]:
-        """By place those of `rows`, which `check` has accepted, that a rule cannot score within its limits, with the reason."""
+        """Return, by place, why a rule cannot score a row within its limits; `check` has accepted all `rows`."""
         found = dict[int, str]()
         for summand in self.summands:
             if isinstance(summand.function, IsolatedRule):
@@ -208,7 +208,7 @@ class RewardSum:
         return {part.label: why for part in self.summands if (why := _never_settles(part.function)) is not None}
 
     def settled(self, item: ScoreItem, place: str = "") -> dict[str, float]:
-        """What each part gives for every response that begins with that of `item`, by label; others are left out.
+        """Return, by label, the value of each part that is the same for every response beginning with the response of `item`.
 
         Raises `RewardError` naming sequence, `place` (file:line of the prompt's row) and part.
         """
@@ -227,11 +227,11 @@ class RewardSum:
         return found
 
     def reads_model(self, labels: Collection[str]) -> bool:
-        """Whether one of these parts is the reward model's score."""
+        """True if one of these parts is the reward model's score."""
         return any(summand.function is None for summand in self.summands if summand.label in labels)
 
     def requested(self, seq_id: int) -> bool:
-        """Whether each has been asked for the score of this sequence, and `evaluate` has not taken it."""
+        """True if each part has been asked for this sequence's score, and `evaluate` has not taken it."""
         return all(asked.requested(seq_id) for asked in self._asked)
 
     def request(self, items: Sequence[ScoreItem], known: Collection[str] = ()) -> None:
@@ -310,14 +310,14 @@ class RewardSum:
                 parts[summand.label] = _finite(value, f"{sequence}: reward part {summand.label!r}")
         except RewardError:
             for each in self._asked:
-                if isinstance(each, IsolatedRule):  # a service of rewards goes on, and the name of a sequence comes again
+                if isinstance(each, IsolatedRule):  # a reward service keeps running, and sequence names are reused
                     each.forget(item.seq_id)
             raise
         return parts
 
 
 Settling = VerifierReward | FormatReward | UserFunction | IsolatedFunction
-"""What may tell early: `settled(prompt, prefix, fields)`, unless `never_settles` says why not."""
+"""Parts that may give a score early, with `settled(prompt, prefix, fields)`, unless `never_settles` gives a reason."""
 
 
 def _never_settles(function: ResponseReward | RemoteReward | Rule | None) -> str | None:
@@ -327,7 +327,7 @@ def _never_settles(function: ResponseReward | RemoteReward | Rule | None) -> str
 
 
 def _value(summand: Summand, item: ScoreItem, model_score: float | None, sequence: str, num_tokens: int | None) -> Any:
-    """What the part gives for a response; raises `RewardError` where it fails."""
+    """Return the part's value for a response.  Raises `RewardError` if it fails."""
     if summand.function is None:
         return model_score
     if isinstance(summand.function, RemoteReward):

@@ -61,7 +61,7 @@ def _watch() -> None:
     """
     try:
         ended = os.pidfd_open(os.getpid())
-    except (AttributeError, OSError):  # Linux before 5.3, or another system: such a run leaves it behind
+    except (AttributeError, OSError):  # Linux before 5.3, or another system: there it outlives such a run
         return
     if (between := os.fork()) == 0:
         if os.fork() == 0:

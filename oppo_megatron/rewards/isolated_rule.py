@@ -18,7 +18,7 @@ from oppo_megatron.rewards.protocol import ScoreItem
 SHOWN = 5
 
 Read = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""What the function needs of a row's columns.  Raises RewardError where the row lacks it."""
+"""Returns the columns of a row that the function needs.  Raises RewardError if the row lacks them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class IsolatedRule:
         self._read(fields)
 
     def unusable(self, rows: Sequence[Mapping[str, Any]], tell: Callable[[str], None] = print) -> dict[int, str]:
-        """By place those of `rows` whose expected answers cannot be compared within the limits, with the reason.
+        """Return, by place, why the expected answer of a row cannot be compared within the limits.
 
-        Each has its columns as `check` has accepted them.  Tries different answers once, tells of its progress by time.
+        `check` has accepted the columns of all `rows`.  Tries each distinct answer once; logs progress from time to time.
         """
         if self._trial is None:
             return {}
@@ -83,7 +83,7 @@ class IsolatedRule:
         return {place: reason for place, reason in enumerate(reasons) if reason is not None}
 
     def requested(self, seq_id: int) -> bool:
-        """Whether the score of this sequence has been asked for and not yet taken."""
+        """True if the score of this sequence has been asked for and not yet taken."""
         return seq_id in self._scores
 
     def request(self, items: Sequence[ScoreItem]) -> None:
@@ -100,15 +100,15 @@ class IsolatedRule:
             thread.start()
 
     def result(self, seq_id: int) -> float:
-        """The score of a sequence that was asked for; waits for it.  Raises RewardError where there is none."""
+        """Wait for the requested score of a sequence and return it.  Raises RewardError if there is none."""
         return self._scores.pop(seq_id).result()
 
     def forget(self, seq_id: int) -> None:
-        """Nobody takes the score of this sequence: the next one of this name is asked for anew."""
+        """Drop the request for this sequence, so that a new sequence of this name can be requested."""
         self._scores.pop(seq_id, None)
 
     def close(self) -> None:
-        """End threads and processes.  What has not been scored stays so."""
+        """End threads and processes.  Pending requests are not scored."""
         self._closed = True
         for _ in self._threads:
             self._waiting.put(None)

@@ -1,10 +1,11 @@
 """A user's reward function in a process of its own, under limits of time and memory.
 
-The limits contain accidents: an endless loop, a leak, a crash of native code.  They are no sandbox: the function has the
+The limits contain accidents: an endless loop, a leak, a crash of native code.  They are not a sandbox: the function has the
 user's rights, files and network.
 
-Parent and child speak JSON, a line each way a call, over two pipes that the function's own output cannot get into.  Each call
-has a name that its answer repeats, so text that the function, or a copy of its process, writes into the pipe is no answer.
+Parent and child speak JSON, one line each way per call, over two pipes that the function's own output cannot get into.  Each call
+has a name that its answer repeats, so text that the function, or a copy of its process, writes into the pipe is not
+taken for an answer.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class IsolatedFunction:
         self.close()
 
     def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-        """Raises RewardError, naming the function, for an exception, a crash, a limit, or a result that is no number.
+        """Raises RewardError, naming the function, for an exception, a crash, a limit, or a result that is not a number.
 
         For a limit and a crash it is `Unanswered`, but not while the process starts.
         """
@@ -222,7 +223,7 @@ def _show(source: int, entry_point: str) -> None:
 
 
 def _ready(descriptor: int, event: int, deadline: float) -> bool:
-    """Wait until a pipe can be read or written, or has ended; False where that takes too long."""
+    """Wait until a pipe can be read or written, or has ended.  Return False after a timeout."""
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))

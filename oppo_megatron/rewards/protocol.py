@@ -24,7 +24,7 @@ MIN_TOKEN_CHARACTERS = 16
 
 @dataclass(frozen=True, slots=True)
 class ScoreItem:
-    """A finished response that is to be scored.  `tokens` are the ids of prompt and response, where they are known."""
+    """A finished response to be scored.  `tokens`: the ids of prompt and response, if known."""
 
     seq_id: int
     prompt: str

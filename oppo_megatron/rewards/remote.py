@@ -77,7 +77,7 @@ class RemoteReward:
         chance: random.Random | None = None,
     ):
         try:
-            import httpx  # noqa: F401  (used by `_serve`; a container without it is told before anything starts)
+            import httpx  # noqa: F401  (used by `_serve`; fails before anything starts if it is not installed)
         except ImportError as error:
             raise ConfigError(f"{label} is a reward of kind http, which needs the package httpx; install it") from error
         self.label, self.url, self.settings = label, url, settings or RemoteRewardConfig()
@@ -97,7 +97,7 @@ class RemoteReward:
         return f"RemoteReward({self.url})"
 
     def requested(self, seq_id: int) -> bool:
-        """Whether the score of this sequence has been asked for and not yet taken."""
+        """True if the score of this sequence has been asked for and not yet taken."""
         return seq_id in self._scores
 
     def request(self, items: Sequence[ScoreItem]) -> None:
@@ -127,7 +127,7 @@ class RemoteReward:
             score.add_done_callback(lambda _: self._scores.pop(seq_id, None))
 
     def close(self) -> None:
-        """End the thread.  What has not been scored stays so."""
+        """End the thread.  Pending requests are not scored."""
         if self._thread is None or self._loop is None:
             return
         if self._thread.is_alive() and self._stop is not None:
@@ -168,7 +168,7 @@ class RemoteReward:
                     score.set_exception(self._failure)
 
     async def _serve(self) -> None:
-        """Send until told to stop, or until a request has failed for good, which is raised."""
+        """Send requests until asked to stop.  Raises the error of a request that has failed for good."""
         import httpx
 
         assert self._stop is not None
@@ -207,7 +207,7 @@ class RemoteReward:
     async def _deliver(self, client: httpx.AsyncClient, batch: Sequence[ScoreItem]) -> dict[int, float]:
         """The scores of a batch, however many attempts they take.  Raises RewardError once it is given up."""
         body, ids = encode_request(batch, self.settings.send_tokens), [item.seq_id for item in batch]
-        await self._let_in(math.inf)  # where it is down, those who have been refused know when to give up
+        await self._let_in(math.inf)  # if it is down, the requests that were refused decide when to give up
         until = self._clock() + self.settings.give_up_s
         failures: list[_Failure] = []
 
@@ -249,7 +249,7 @@ class RemoteReward:
             _log.warning("%s; %s: it is asked again for %.0f s more", what, where, left_s)
 
     async def _let_in(self, until: float) -> bool:
-        """Wait for the breaker; False where it has not let the request in by then."""
+        """Wait for the breaker.  Return False if it has not admitted the request by then."""
         while (wait_s := self._breaker.enter()) > 0:
             left_s = until - self._clock()
             if left_s <= 0:
@@ -267,7 +267,7 @@ class RemoteReward:
             )
         except (asyncio.TimeoutError, httpx.TimeoutException):
             raise _Failure(f"did not answer within {self.settings.timeout_s:g} s (remote.timeout_s)") from None
-        # ValueError: what the HTTP library lets through of its own parsers (headers that are no text).
+        # ValueError: raised by the HTTP library's parsers (for headers that are not text) and not wrapped by it.
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
             raise _Failure(f"could not be asked ({type(error).__name__}: {self._shown(str(error))})") from None
         if status != 200:
@@ -308,5 +308,5 @@ class RemoteReward:
 
 
 def _authorities(url: str) -> ssl.SSLContext:
-    """Who may vouch for the service; over plain http no one is asked, and reading the system's list takes a while."""
+    """Return the certificate authorities to trust; none for plain http, because loading the system's list takes time."""
     return ssl.create_default_context() if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -22,7 +22,7 @@ from oppo_megatron.rewards.verifiers import expected_answer, first_settled, veri
 VERLS_ANSWER = "reward_model.ground_truth"
 """The expected answer in rows of verl's layout, if they have no column `answer`."""
 END_S = 10.0
-"""What the process of rule `code` has beyond the time of the tests, to start them and to end them."""
+"""Time that the process of rule `code` has to start and end the tests, in addition to the tests' own time."""
 OWN_MB = 2048
 """The least address space of that process itself."""
 

@@ -81,7 +81,7 @@ class ScorerStream:
     def offer(self, seq_id: int, tokens: Sequence[int], final: bool) -> bool:
         """The sequence is `tokens` by now, those offered before first; `final`: it is whole, its score is wanted.
 
-        False, and nothing is done, where it was whole before, and other than this.
+        Returns False, and changes nothing, if it was complete before and differs from this.
         """
         with self._changed:
             sequence = self._sequences.setdefault(seq_id, _Sequence())
@@ -95,7 +95,7 @@ class ScorerStream:
             return True
 
     def result(self, seq_id: int) -> float:
-        """The score of a whole sequence; waits for it.  Raises RewardError where the service has failed."""
+        """Wait for the score of a whole sequence and return it.  Raises RewardError if the service has failed."""
         score = self._sequences[seq_id].score.result()
         with self._changed:
             del self._sequences[seq_id]

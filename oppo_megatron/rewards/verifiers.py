@@ -54,7 +54,7 @@ def flexible_answer(text: str) -> Fraction | None:
 
 
 def first_answer(text: str) -> Fraction | None:
-    """The answer in the first line with a mark, behind its first mark; None if that is no number, or there is no mark."""
+    """Return the answer after the first mark of the first line with one; None if it is not a number, or there is no mark."""
     mark = _MARK.search(text)
     return _number(mark[1].partition("####")[0]) if mark else None
 
@@ -83,7 +83,7 @@ ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {
     "flexible": flexible_answer,
     "gsm8k_first": first_answer,
 }
-"""The reader of each rule; `flexible` is that of gsm8k with `lenient`."""
+"""Answer reader of each rule; `flexible` is gsm8k's with `lenient`."""
 
 
 def expected_answer(value: Any) -> Fraction:

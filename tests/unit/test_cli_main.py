@@ -67,7 +67,7 @@ def test_user_error_is_a_message_without_traceback(config: Path, capsys: pytest.
         "train CONFIG --debug",
         "launch slurm CONFIG --debug",
         "launch --debug slurm CONFIG",
-        "bench chunk --debug CONFIG",
+        "bench overlap --debug CONFIG",
     ],
 )
 def test_debug_shows_where_an_error_comes_from(config: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:

@@ -75,26 +75,24 @@ def write_record(config: Path) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize("command", [["validate", "--skip-data"], ["train", "--dry-run"], ["schedule"]])
+@pytest.mark.parametrize("command", [["validate", "--skip-data"], ["train", "--dry-run"], ["plan", "schedule"]])
 def test_what_would_be_measured_is_told_and_nothing_is(
     config: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    name, *options = command
-    assert main([name, str(config), *options]) == 0
+    assert main([*command, str(config)]) == 0
     out = capsys.readouterr().out
-    assert "before the run `oppo train` would measure these on" in out and "3 steps each" in out
+    assert "`oppo train` would first measure these on" in out and "3 steps each" in out
     assert all(f"  {line}\n" in out for line in LISTED) and not Path("run").exists()
 
 
-@pytest.mark.parametrize("command", [["validate", "--skip-data"], ["train", "--dry-run"], ["schedule"]])
+@pytest.mark.parametrize("command", [["validate", "--skip-data"], ["train", "--dry-run"], ["plan", "schedule"]])
 def test_what_was_measured_is_used(config: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     write_record(config)
-    name, *options = command
-    assert main([name, str(config), *options]) == 0
+    assert main([*command, str(config)]) == 0
     captured = capsys.readouterr()
     assert "placement: disaggregated 1 | 1, as measured before (run/placement.json)" in captured.err
-    assert "would measure" not in captured.out
-    if name == "train":
+    assert "would first measure" not in captured.out
+    if command[0] == "train":
         assert "mode: disaggregated" in captured.out and "mode: auto" not in captured.out
 
 
@@ -110,7 +108,7 @@ def test_a_run_uses_what_was_measured(config: Path, monkeypatch: pytest.MonkeyPa
 def test_another_configuration_is_measured_anew(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_record(config)
     assert main(["train", str(config), "--dry-run", "rollout.batch_size=16"]) == 0
-    assert "would measure these" in capsys.readouterr().out
+    assert "would first measure these" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"key": 3}x', "{}"])
@@ -122,13 +120,13 @@ def test_a_broken_record_is_named(config: Path, capsys: pytest.CaptureFixture[st
     assert "remove it to measure anew" in err
 
 
-@pytest.mark.parametrize("command", ["train", "placement"])
+@pytest.mark.parametrize("command", [["train"], ["plan", "measure"]])
 def test_ranks_of_a_launcher_cannot_be_placed(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main([command, str(config)]) == 2
+    assert main([*command, str(config)]) == 2
     err = capsys.readouterr().err
     assert "the launcher has started 2 ranks" in err and "`oppo plan measure CONFIG`" in err
 
@@ -141,8 +139,8 @@ def test_commands_that_do_not_measure_say_who_does(config: Path, capsys: pytest.
 def test_a_finished_run_is_not_measured(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run").mkdir()
     Path("run/summary.json").write_text("{}")
-    for command in ("train", "placement"):
-        assert main([command, str(config)]) == 2
+    for command in (["train"], ["plan", "measure"]):
+        assert main([*command, str(config)]) == 2
         assert "holds a finished run" in capsys.readouterr().err
     assert not Path("run/placement").exists()
 

@@ -268,7 +268,7 @@ def test_an_order_that_one_queue_would_hold_is_shown_as_the_run_changes_it(
         assert f"round {number} of 9 of the first step, {title}" in out and "OK: the checker finds no fault" in out
     assert re.search(r"^rank 0 \|[CFR]0", out, re.MULTILINE), "scorers come first"
     named = shown(capsys, str(config), *HELD, "--round", "2", "--generator", "woven", code=2)
-    assert "of the first step, woven\n" in named and "which has not been taken" in named
+    assert "of the first step, woven\n" in named and "an awaited action must come before the wait for it" in named
     free = shown(capsys, str(config), *HELD, "--round", "2", "--transport", "nccl")
     assert "of the first step, woven\n" in free and "OK: the checker finds no fault" in free
 

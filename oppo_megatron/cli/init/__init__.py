@@ -99,7 +99,7 @@ def _write(case: Case, config: Path, given: Mapping[str, str], force: bool) -> N
 
 
 def _summary(case: Case, config: Path, given: Mapping[str, str]) -> Iterator[str]:
-    """Yield what was written, what the user has yet to supply, and the next commands."""
+    """Yield the written files, the inputs that the user must supply, and the next commands."""
     yield f"{config}: {case.about}"
     beside = [*case.files, *(["data/"] if case.makes_data else [])]
     yield from (f"{config.parent / name}{'/' * name.endswith('/')}: written beside it" for name in beside)
@@ -119,7 +119,8 @@ def _summary(case: Case, config: Path, given: Mapping[str, str]) -> Iterator[str
 
 
 def _missing(case: Case, config: Path) -> dict[Path, list[str]]:
-    """Files and folders that the configuration names, the disk lacks and no next command makes, with their keys."""
+    """Return the files and folders, with their keys, that the configuration names, that do not exist, and that no next
+    command makes."""
     from oppo_megatron.config.describe import COMMANDS
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.paths import named_paths

@@ -39,11 +39,11 @@ class Case:
 
     @property
     def config(self) -> Path:
-        """Where the configuration is written unless the user names a place."""
+        """Default path of the configuration file."""
         return Path(f"{self.preset if self.kind == 'train' else self.kind}.yaml")
 
     def texts(self, config: Path, paths: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
-        """Each file to write and its text, the configuration first; `paths` in place of those of the case."""
+        """Return each file to write and its text, the configuration first; `paths` replace the default paths of the case."""
         sources = {config: self.template} | {config.parent / name: source for name, source in self.files.items()}
         beside = {name: str(config.parent / path) for name, path in self.paths.items()}
         for target, source in sources.items():
@@ -51,12 +51,12 @@ class Case:
 
 
 def packaged(name: str) -> str:
-    """The text of a template."""
+    """Return the text of a template."""
     return (files(__package__) / "files" / name).read_text(encoding="utf-8")
 
 
 def _filled(text: str, here: Path, paths: Mapping[str, str]) -> str:
-    """`@path:X@` becomes X below the configuration's folder, `@actor@` what the user named."""
+    """Replace `@path:X@` by X below the configuration's folder and `@actor@` by the user's actor."""
 
     def value(place: re.Match[str]) -> str:
         return _scalar(str(here / place["path"]) if place["path"] else paths[place["name"]])
@@ -69,7 +69,7 @@ def _filled(text: str, here: Path, paths: Mapping[str, str]) -> str:
 
 
 def _scalar(path: str) -> str:
-    """A path as YAML, within braces too; `${` would be a reference."""
+    """Return a path as a YAML scalar that is also valid within braces; `${` (a reference) is escaped."""
     return path if _PLAIN.fullmatch(path) else json.dumps(path.replace("${", r"\${"), ensure_ascii=False)
 
 

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_out(path: Path | None) -> None:
-    """Before anything is planned: matplotlib would write another file, or another format."""
+    """Check the output before planning: matplotlib would write another file name or format."""
     from oppo_megatron.errors import ConfigError
 
     if path is not None and path.suffix != ".png":
@@ -93,7 +93,7 @@ def _check_out(path: Path | None) -> None:
 
 
 def _transport(name: str | None, config: TrainConfig) -> Transport:
-    """The one named, or that of the run; without torch nobody knows what `runtime.device: auto` finds."""
+    """Return the transport that is named, or the run's.  Without torch, the device of `runtime.device: auto` is unknown."""
     from oppo_megatron.layout.placements import role_placements
     from oppo_megatron.schedule.checking.transport import TRANSPORTS as BY_NAME
     from oppo_megatron.schedule.checking.transport import transport_of
@@ -106,7 +106,7 @@ def _transport(name: str | None, config: TrainConfig) -> Transport:
 
 
 def _planned_by(transport: Transport, args: argparse.Namespace) -> Transport:
-    """By the transport's rules, as a run plans; an order that the user names is drawn as it is, with what is wrong with it."""
+    """Plan by the transport's rules, as a run does; an order named by the user is drawn unchanged, with its violations."""
     from oppo_megatron.schedule.checking.transport import GLOO
 
     named = args.generator is not None or args.source is not None
@@ -152,14 +152,14 @@ def _facts(
 
 
 def _forks(shown: Preview) -> list[str]:
-    """What the round's prefills leave out, because responses to a prompt fork one cache of it."""
+    """Return a note on prompt tokens that prefills skip because responses to one prompt fork its cache."""
     forks = {role: [fork for own in replicas for fork in own] for role, replicas in shown.round.forks.items()}
     told = (f"{role} {len(own)} ({sum(fork.tokens for fork in own)} tokens)" for role, own in forks.items())
     return [f"forks, instead of prefills: {', '.join(told)}"] if forks else []
 
 
 def _filtered(shown: Preview, config: TrainConfig) -> list[str]:
-    """What a filter of groups would do to the round, which is drawn without it."""
+    """Return a note on group filters, which the drawn round does not apply."""
     from oppo_megatron.train.verdicts import verdict_clock
 
     clock, ended, steps = verdict_clock(config), shown.clock, shown.round.steps

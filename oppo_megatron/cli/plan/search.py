@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def progress(doing: str) -> Iterator[list[str]]:
-    """Print what is being done to the standard error, each few seconds; the yielded list's only item may be replaced."""
+    """Print the current activity to stderr every few seconds; the caller may replace the yielded list's only item."""
     now, ended = [doing], threading.Event()
 
     def tell() -> None:
@@ -111,7 +111,7 @@ def _nothing_fits(task: Task, shortage: Shortage | None) -> str:
 
 
 def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
-    """Compare the configuration with the ranks and layouts that it has itself to the best plan."""
+    """Compare the best plan with the configuration's own ranks and layouts."""
     from oppo_megatron.cli.plan.task import given_settings
     from oppo_megatron.cli.run import load_settings
     from oppo_megatron.config.run import TrainSettings
@@ -219,7 +219,7 @@ def _table(title: str, names: Sequence[str], texts: Sequence[str]) -> Table:
 
 
 def _short(layout: str) -> str:
-    """A layout without sizes of 1: `tp 4 dp 2`."""
+    """Return a layout without its sizes of 1: `tp 4 dp 2`."""
     parts = [part for part in layout.replace(" with ", " x ").split(" x ") if not part.endswith(" 1")]
     return " ".join(parts) or "1"
 

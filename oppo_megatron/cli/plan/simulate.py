@@ -1,4 +1,4 @@
-"""`oppo plan simulate`: play the steps of a run in virtual time, without models."""
+"""`oppo plan simulate`: simulate the steps of a run in virtual time, without models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Variant(NamedTuple):
 
 
 class Simulated(NamedTuple):
-    """A run that was played: its row in the table, metrics lines, trace, and what its seconds rest on."""
+    """A simulated run: its row in the table, metrics lines, trace, and the source of its times."""
 
     config: TrainConfig
     row: dict[str, Any]
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.costs is not None and args.cluster is not None:
         raise ConfigError("--costs and --cluster both give the seconds of the actions; give one of them")
     chosen = variants(args.modes, args.sweep)
-    configs = [_configured(args, variant) for variant in chosen]  # all are checked before the first is played
+    configs = [_configured(args, variant) for variant in chosen]  # all are checked before the first is simulated
     costs = [_costs(args, config) for config in configs]
     folders = [args.out if len(chosen) == 1 else args.out / each.folder for each in chosen] if args.out else []
     for folder in folders:
@@ -127,7 +127,7 @@ def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
 
 
 def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
-    """The configuration of a run, checked.  Raises ConfigError."""
+    """Return the checked configuration of a variant.  Raises ConfigError."""
     from oppo_megatron.cli.plan.task import check_lengths
     from oppo_megatron.cli.run import load_train
     from oppo_megatron.config.modes import switched
@@ -184,7 +184,7 @@ def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, 
 
 
 def _row(name: str, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over the steps."""
+    """Return means over the steps."""
     from statistics import fmean
 
     keys = set(COLUMNS.values()) - {"run", "deferrals", "tokens_per_s", "speedup"}

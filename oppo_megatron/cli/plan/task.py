@@ -27,7 +27,7 @@ def load_task(args: argparse.Namespace) -> Task:
     check_lengths(config)
 
     def check(planned: TrainConfig) -> list[str]:
-        """Without tokenizers and weights: no plan changes them, and they take seconds to read."""
+        """Check without tokenizers and weights: no plan depends on them, and they take seconds to read."""
         return [*check_train(planned, inputs=False, models=False), *layout_problems(planned)]
 
     lengths, tokens = even_lengths(config), prompt_tokens(args, config)
@@ -35,7 +35,7 @@ def load_task(args: argparse.Namespace) -> Task:
 
 
 def given_settings(args: argparse.Namespace, cluster: Cluster) -> list[str]:
-    """Overrides of the command line, those that --trace or --lognormal means, and the default dtype of the cluster."""
+    """Return the overrides of the command line and of --trace or --lognormal, and the cluster's default dtype."""
     from oppo_megatron.config.load import read_tree
 
     given = [*args.overrides, *forced_lengths(args)]
@@ -46,7 +46,7 @@ def given_settings(args: argparse.Namespace, cluster: Cluster) -> list[str]:
 
 
 def forced_limits(config: TrainConfig) -> Callable[[int], int] | None:
-    """Tokens of each response, as a run would force them; None if all have full length."""
+    """Return the length limit of each response as a run forces it; None if all have the maximum length."""
     from oppo_megatron.config.forced_limits import ForcedLimits
     from oppo_megatron.data.length_trace import forced_quantile
 
@@ -55,7 +55,7 @@ def forced_limits(config: TrainConfig) -> Callable[[int], int] | None:
 
 
 def check_lengths(config: TrainConfig) -> None:
-    """Raise ConfigError if most responses would be cut."""
+    """Raise ConfigError if most responses would be truncated."""
     from oppo_megatron.errors import ConfigError
 
     most, forced = config.rollout.max_response_tokens, config.debug.lengths

@@ -22,7 +22,7 @@ OPTIONS = {
     *(f"{prefix}{field.name}" for prefix in ("", "scorer_") for field in fields(PartOptions)),
     *(field.name for field in fields(JobOptions) if field.name != "overrides"), "out",
 }  # fmt: skip
-"""The options with which the command can be written again; overrides are added as they are."""
+"""Options to repeat in the command line; overrides are added unchanged."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Raises ConfigError where the script would overwrite what it is made from, or cluster.env can be no file."""
+    """Raise ConfigError if the script would overwrite its sources, or cluster.env cannot be a file."""
     if args.cluster_env is not None and args.cluster_env.is_dir():
         raise ConfigError(
             f"--cluster-env is {args.cluster_env}, a folder; name a file, as in --cluster-env cluster.env"
@@ -107,7 +107,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """The command that writes the same script again."""
+    """Return the command that writes the same script again."""
     words = ["oppo", "launch", "slurm", str(args.config), *args.overrides]
     for name, value in vars(args).items():
         if name in OPTIONS and value not in (None, False):

@@ -1,4 +1,4 @@
-"""The Slurm resources that a configuration requests: nodes, tasks, GPUs, and why it may not fit.  Starts and writes nothing."""
+"""The Slurm resources of a configuration: nodes, tasks, GPUs, and the reasons if it does not fit.  Starts and writes nothing."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from oppo_megatron.layout.placements import RolePlacement
 
 GPUS_PER_NODE = 8
-LONGEST_SIGNAL_S = 65535  # what sbatch takes behind the @ of --signal
+LONGEST_SIGNAL_S = 65535  # the largest time that sbatch accepts after the @ of --signal
 _TIME = re.compile(
     r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+))?(?::(?P<ds>\d+))?|(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)"
 )
 _PLAIN = re.compile(r"[^\s'\"\\`$]+")
-"""What may stand in an #SBATCH line without quotes."""
+"""Text that may appear in an #SBATCH line without quotes."""
 
 
 @dataclass(frozen=True)
 class PartOptions:
-    """What the user says of one kind of node."""
+    """User options for one kind of node."""
 
     gpus_per_node: int | None = None
     ranks_per_node: int | None = None
@@ -36,7 +36,7 @@ class PartOptions:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What the user says of the job.  Paths are absolute."""
+    """User options for the job.  Paths are absolute."""
 
     config_path: str
     working_directory: str
@@ -57,7 +57,7 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class Part:
-    """A component of the job: nodes that are alike.  `gpus_per_node` is 0 where the run computes on processors."""
+    """A component of the job: nodes of one kind.  `gpus_per_node` is 0 if the run computes on CPUs."""
 
     name: str
     num_ranks: int
@@ -73,7 +73,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Job:
-    """All that is asked for.  `parts` is one, or the actor's nodes and the scorers'."""
+    """The requested resources.  `parts` has one component, or one each for the actor and the scorers."""
 
     options: JobOptions
     name: str
@@ -82,7 +82,7 @@ class Job:
     notes: tuple[str, ...]
 
     def describe(self) -> list[str]:
-        """Lines for the user: what the script will ask for."""
+        """Return the lines that show the script's request to the user."""
         options = self.options
         where = f"in {options.container_image}" if options.container_image else "without a container"
         if options.cluster_env and not options.container_image:
@@ -111,7 +111,7 @@ class Job:
 
 
 def plan_job(config: TrainConfig, options: JobOptions) -> Job:
-    """Raises ConfigError, with all problems, where configuration and nodes do not fit."""
+    """Return the job.  Raises ConfigError, with all problems, if configuration and nodes do not fit."""
     from oppo_megatron.layout.placements import role_placements, training_placements
 
     problems = [*_option_problems(options), *_time_problems(config, options)]
@@ -134,7 +134,7 @@ def plan_job(config: TrainConfig, options: JobOptions) -> Job:
 
 
 def time_limit_s(text: str) -> int | None:
-    """Seconds of a limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.  None where it is none."""
+    """Return the seconds of a Slurm time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None if it is not one."""
     match = _TIME.fullmatch(text)
     if match is None:
         return None
@@ -195,7 +195,7 @@ def _time_problems(config: TrainConfig, options: JobOptions) -> Iterator[str]:
 
 
 def _split(config: TrainConfig, options: JobOptions, problems: list[str]) -> list[tuple[str, int, PartOptions]]:
-    """Name, number of ranks and options of each component; what does not fit goes into `problems`."""
+    """Return name, number of ranks and options of each component; errors are added to `problems`."""
     from oppo_megatron.layout.layouts import format_ranks
     from oppo_megatron.layout.placements import role_placements, world_size
 
@@ -222,7 +222,7 @@ def _split(config: TrainConfig, options: JobOptions, problems: list[str]) -> lis
 
 
 def _part(name: str, num_ranks: int, wanted: PartOptions, device: str) -> Part | str:
-    """The component, or its fault in words."""
+    """Return the component, or the problem as text."""
     of = f" of the {name}" if name else ""
     prefix = "scorer-" if name == "scorers" else ""
     gpus = 0 if device == "cpu" else (wanted.gpus_per_node or GPUS_PER_NODE)
@@ -267,7 +267,7 @@ def _notes(
 
 
 def _nodes(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
-    """Each node's part and number."""
+    """Return the component and the number of each node."""
     node = 0
     for part in parts:
         for _ in range(part.num_nodes):

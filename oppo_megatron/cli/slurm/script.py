@@ -14,12 +14,12 @@ TEMPLATE = "job.sbatch.j2"
 
 
 def packaged(name: str) -> str:
-    """The text of a file of launch/slurm."""
+    """Return the text of a file of launch/slurm."""
     return (files(__package__) / "files" / name).read_text(encoding="utf-8")
 
 
 def write_script(job: Job, command: str) -> str:
-    """The whole script; `command` is the command line that wrote it."""
+    """Return the whole script; `command` is the command line that wrote it."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(  # noqa: S701  (a shell's script: values are quoted by shlex, or checked by `plan_job`)

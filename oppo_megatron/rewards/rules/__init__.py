@@ -1,5 +1,5 @@
-"""The rules of kind verifier beside those of numbers: choices, formats, lengths, mathematics, code.
+"""Verifier rules other than numbers: choices, formats, lengths, mathematics, code.
 
-A rule that can tell early has `settled(prefix)`: the score of every response that begins with this text, or None while
+A rule that can score early has `settled(prefix)`: the score of every response that begins with this text, or None while
 continuations differ.
 """

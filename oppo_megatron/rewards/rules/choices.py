@@ -60,7 +60,7 @@ def verify(response: str, expected: Any) -> float:
 
 
 def settled(prefix: str) -> float | None:
-    """0.0 once the closed marks behind the thoughts state two letters, or one states none: no more text takes that back."""
+    """Return 0.0 once the closed marks after the thoughts state two letters, or one states none: more text cannot change it."""
     found = {letter for text in closed_marks(prefix) for letter in _marked(text)}
     return 0.0 if len(found) > 1 or None in found else None
 
@@ -98,7 +98,7 @@ def _stated(text: str) -> list[str]:
 
 
 def _in_line(text: str) -> list[str]:
-    """The letter that a line begins with, and those in brackets behind it."""
+    """Return the letter that a line begins with, and the letters in brackets after it."""
     text = bare(text.lstrip("✅ "))
     found = _LINE.fullmatch(text)
     if not found:

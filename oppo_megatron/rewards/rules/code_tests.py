@@ -1,7 +1,7 @@
 """Rule `code`: the last block of Python in a response passes the row's tests, each in a process of its own.
 
 `grade` runs in the process of an `IsolatedFunction` and starts `code_runner` for each response, under limits of time and
-memory and, where the kernel lets it, without sockets.  This is no sandbox: docs/rewards.md says what it does not keep out.
+memory and, if the kernel supports it, without sockets.  This is not a sandbox: docs/rewards.md lists its limits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TESTS = "tests"
 """The one field that `grade` reads: `Tests`, as `read_tests` gives them."""
 
 Tests = list[dict[str, str]]
-"""Each `{"code": ...}`, run behind the program, or `{"stdin": ..., "stdout": ...}`."""
+"""Each `{"code": ...}`, run after the program, or `{"stdin": ..., "stdout": ...}`."""
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 RUNNER = Path(__file__).with_name("code_runner.py")
@@ -117,7 +117,7 @@ def grade(
 
 
 def about_network() -> str:
-    """Whether programs are kept from the network on this host."""
+    """Return a sentence that says whether programs are kept from the network on this host."""
     probe = subprocess.run(  # noqa: S603  (this package's own file, and no shell)
         [sys.executable, "-I", RUNNER], input=b'{"tests": []}', stdout=subprocess.PIPE, check=True
     )
@@ -168,7 +168,7 @@ def _running(job: Mapping[str, Any], wall_s: float) -> Iterator[Iterator[dict[st
 
 
 def _verdicts(descriptor: int, deadline: float) -> Iterator[dict[str, Any]]:
-    """What the runner says after its first line."""
+    """Return the runner's output after its first line."""
     poll, data, first = select.poll(), b"", True
     poll.register(descriptor, select.POLLIN)
     while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):

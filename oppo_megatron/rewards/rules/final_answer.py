@@ -78,7 +78,7 @@ def texts(response: str, forms: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def shown(response: str) -> str:
-    """The text behind the thoughts, if there is any, else all of it; full-width characters as ASCII."""
+    """Return the text after the thoughts, if there are any, else all of it; full-width characters as ASCII."""
     response = response.translate(_ASCII)
     while end_token := _END_TOKEN.search(response := response.rstrip(), max(0, len(response) - 48)):
         response = response[: end_token.start()]
@@ -144,7 +144,7 @@ def _within(text: str, left: str, right: str) -> str | None:
 
 
 def _marks(text: str) -> list[tuple[str, int, int]]:
-    """The content of each closed mark, and where the mark begins and ends, in their order."""
+    """Return the content, start and end of each closed mark, in order."""
     found, start = list[tuple[str, int, int]](), 0
     while (box := _BOX.search(text, start)) is not None:
         end = closing(text, box.end())
@@ -160,7 +160,7 @@ def _marks(text: str) -> list[tuple[str, int, int]]:
 
 def _marked(text: str) -> list[str]:
     marks = [content for content, _, _ in _marks(text)]
-    unclosed = _OPEN_TAG.search(text)  # where the run stops at the closing tag, the text does not have it
+    unclosed = _OPEN_TAG.search(text)  # if the run stops at the closing tag, the text lacks it
     if unclosed and not _BOX.search(unclosed[1]):
         marks.append(unclosed[1])
     return marks

@@ -1,6 +1,6 @@
 """Rule `format`: 1.0 if a regular expression matches the response, else 0.0.
 
-The engine is `regex`, which ends a match that takes too long, and can tell whether a text may yet become a match.
+The engine is `regex`, which ends a match that takes too long, and supports partial matches.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def literals(pattern: str) -> list[str]:
 
 
 class FormatRule:
-    """`pattern` on a whole response (`whole`), or on any stretch of it.  Raises ValueError if it is no regular expression.
+    """`pattern` on a whole response (`whole`), or on any stretch of it.  Raises ValueError for an invalid pattern.
 
-    `can_settle`: whether `settled` ever says more than None.
+    `can_settle`: True if `settled` can return more than None.
     """
 
     def __init__(self, pattern: str, *, whole: bool):
         self._pattern, self._whole = compile_pattern(pattern), whole
-        # A match of the whole begins and ends where the text does, whatever `^` and `$` around the pattern say.
+        # A whole match covers the text from its beginning to its end, whatever `^` and `$` around the pattern say.
         plain = pattern.removeprefix("^").removesuffix("$") if whole else pattern
         self.can_settle = bool(_PLAIN.fullmatch(plain))
 

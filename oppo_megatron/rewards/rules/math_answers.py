@@ -21,7 +21,7 @@ ENTRY_POINT = f"{__name__}:grade"
 ANSWER = "answer"
 """The one field that `grade` reads."""
 PROBE = "\\boxed{12345.5}"
-"""A response with which an expected answer is tried that only the library can compare."""
+"""Response that an expected answer is tried against if only the library can compare it."""
 
 _ASSIGNED = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _AND = re.compile(r"\s*,?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*")
@@ -138,7 +138,7 @@ def found_answer(response: str) -> str | None:
 
 
 def equal(expected: str, given: str) -> bool:
-    """Mathematically equal; of two equations, of which only one names a variable, the last sides are compared."""
+    """True if mathematically equal.  Compares the last sides of two equations if only one of them names a variable."""
     (letter, expected), (label, given) = labelled(_tidy(expected)), labelled(_tidy(given))
     if letter and (label or re.fullmatch("[A-J]", given)) or label and re.fullmatch("[A-J]", expected):
         return (letter or expected) == (label or given)
@@ -182,7 +182,7 @@ def _expected(text: str) -> str:
 
 
 def _cut(text: str) -> str:
-    """An answer without the reasons and sentences behind it."""
+    """Return an answer without the reasons and sentences after it."""
     text = _BECAUSE.sub("", text.replace("**", ""))
     formulas = _FORMULAS.match(text.lstrip(" :*_"))
     return _elements(formulas[0]) + formulas.string[formulas.end() :] if formulas else text
@@ -304,7 +304,7 @@ def _equal_by_library(expected: str, given: str) -> bool:
     other, told = (
         {word.lower() for each in _TEXT.findall(text) for word in OTHER_WORDS.findall(each)} for text in texts
     )
-    if other != told:  # the library leaves out what stands as text
+    if other != told:  # the library leaves out plain text
         return False
     gold, answer = (_parsed(text) for text in texts)
     if not gold or not answer:
@@ -325,7 +325,7 @@ def _equal_by_library(expected: str, given: str) -> bool:
 def _parsed(latex: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
-    # The process is under a limit of its own; what the library would use instead is a signal, and tells of it at each call.
+    # The process has its own time limit; the library's limit is a signal, and it logs that at each call.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     return list(parse(f"${latex}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
 
@@ -337,7 +337,7 @@ def _latex(text: str) -> str:
 
 
 def _places(values: list[Any]) -> int:
-    """Decimal places that the library compares: six behind the first digit of the smallest number."""
+    """Return the decimal places that the library compares: six after the first digit of the smallest number."""
     smallest = 1.0
     for value in values:
         try:

@@ -138,7 +138,7 @@ def _is_unit(behind: str, *, joined: bool) -> bool:
 
 
 def same_number(expected: Number, given: Number) -> bool:
-    """Equal as written.  A percentage equals its value, and where that is 1 or more, its figure, too."""
+    """True if equal as written.  A percentage equals its value and, if that is 1 or more, also its figure."""
     if expected.unit and given.unit and expected.unit != given.unit and not (expected.percent or given.percent):
         return False
     if expected.percent == given.percent:

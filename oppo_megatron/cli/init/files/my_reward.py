@@ -2,9 +2,9 @@
 
 
 def score(prompt: str, response: str, fields: dict) -> float:
-    """1 where the response contains the row's `answer`, else 0, as `oppo init` wrote it; write your own.
+    """Return 1 if the response contains the row's `answer`, else 0.  This is an example; replace it by your own rule.
 
-    Give a finite number for a finished response.  `fields` holds the row's other columns.  To raise ends the run.
+    Return a finite number for a finished response.  `fields` holds the row's other columns.  An exception ends the run.
     """
     if "answer" not in fields:
         raise KeyError(
