@@ -55,7 +55,8 @@ class ChunkRows:
     """Rows in columns; iterated, or asked for one, they are `ChunkRow`s.
 
     `table` [FIELDS, n]; `body` [3, T] has tokens, log-probs and sampling log-probs (their float64 bits), and each row begins
-    at `starts` [n].  Both are immutable. """
+    at `starts` [n].  Both are immutable.
+    """
 
     seq_ids: Ints
     offsets: Ints

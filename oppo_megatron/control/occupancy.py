@@ -81,7 +81,8 @@ def group_length_gap(trained: Sequence[Rollout], group_size: int) -> float | Non
     groups.
 
     A group has finished with its last response: for that share of its time the places of its other responses are empty or
-    reused. `trained` holds whole groups, side by side. """
+    reused. `trained` holds whole groups, side by side.
+    """
     if group_size == 1:
         return None
     lengths_GN = columns_of(trained).response_tokens.reshape(-1, group_size)

@@ -53,7 +53,8 @@ class Grader:
         """Return the numbers of the `rows` (their columns by number) that cannot be scored, with the reason.
 
         Raises DataError if none can be scored, and ConfigError if the reward model does not read `longest` tokens (a prompt
-        and its response). """
+        and its response).
+        """
         if self._rewards.needs_model and longest > self._config.max_tokens:
             raise ConfigError(
                 f"prompts and responses have up to {longest} tokens, but the reward model reads {self._config.max_tokens}; lower "

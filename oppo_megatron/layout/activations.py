@@ -4,7 +4,8 @@ Every formula is held to what the modules take on fake CUDA tensors (`tests/rehe
 take other amounts, of the same order.
 
 Legend of sizes, numbers of a token: `hidden`; `shard`, the hidden size or with sequence parallelism a tensor rank's part of
-it; `query`, `key`, `ffn`, those of a tensor rank. """
+it; `query`, `key`, `ffn`, those of a tensor rank.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +147,8 @@ class Model:
         hidden states.
 
         For each row: the hidden state, logits and their gradient, as computed, and float32 blocks of these; with a scalar
-        head, the hidden state and its gradient in float32. """
+        head, the hidden state and its gradient in float32.
+        """
         if self.scalar:
             rounded = 0 if self.width == FP32 else self.width
             return float(rows * self.hidden * (2 * FP32 + rounded))

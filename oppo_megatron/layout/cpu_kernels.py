@@ -19,15 +19,14 @@ def prefill_sizes(tokens: int) -> int:
 
 
 def kernel_bytes(layer_sizes: int, head_sizes: int) -> int:
-    """Bytes of the kernels of a layer's four products for `layer_sizes` row counts, and of the output layer for `head_sizes`.
-    """
+    """Bytes of a layer's four product kernels for `layer_sizes` row counts, and of the output layer's for `head_sizes`."""
     return min(4 * layer_sizes + head_sizes, MOST_KERNELS) * KERNEL_BYTES
 
 
 def training_kernel_bytes(tokens: int) -> int:
     """Bytes of the kernels of an update in bfloat16 on a CPU, in micro-batches of up to `tokens` tokens.
 
-    A layer's four products and the output layer's, each with those of its two gradients, for every number of rows.
+    A layer's four products and the output layer's, each with its two gradients, for every number of rows.
     """
     sizes = -(-tokens // WHOLE_MULTIPLE)
     return min(3 * 5 * sizes, MOST_KERNELS) * WHOLE_KERNEL_BYTES

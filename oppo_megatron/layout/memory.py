@@ -31,7 +31,8 @@ class Memory:
     `copy`: weights held a second time, because training has a layout of its own.  `packed`: weights held once more in the
     order in which a CPU's products read them (`runtime.decode_path: packed`).  `kernels`: what the CPU library prepares for
     them. `buffers`: rotary tables, and the gather buffer of sequence parallelism.  `activations`: the peak of one forward and
-    backward pass, or of one cached call. """
+    backward pass, or of one cached call.
+    """
 
     weights: float = 0
     copy: float = 0

@@ -84,7 +84,8 @@ def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
 
 def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
     """Return the training placements of the actor and, if there is one, the critic: the same ranks, possibly in another
-    layout. """
+    layout.
+    """
     pool = pools(config)
     return {
         name: training_placement(_placement(role, pool["actor" if name == "actor" else "scorer"]), role)

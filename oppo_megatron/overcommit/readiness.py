@@ -14,7 +14,8 @@ class Readiness:
 
     The decode engine calls `finish` for the sequences that end at a decode step and then reads `ready`.  Stopping at that
     step instead of at the end of the chunk makes the batch, and the state of all other rollouts, independent of the chunk
-    size. """
+    size.
+    """
 
     def __init__(
         self,
@@ -90,7 +91,8 @@ def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: i
     """The groups that the next batch of `target` groups will have, whatever is decoded from here on.
 
     The oldest, finished or not; then the first finishers of each S_k up to r_k; then of all, but for places that some S_k
-    needs for groups that have not finished.  If a batch is ready, these are the batch. """
+    needs for groups that have not finished.  If a batch is ready, these are the batch.
+    """
     finishers = np.flatnonzero(finished_G)
     chosen_G, reserved = ages_G >= most, 0
     if chosen_G.sum() > target:  # settings that were changed within a run may have left more than fit; the first admitted

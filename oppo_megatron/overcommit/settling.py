@@ -8,7 +8,8 @@ The groups of an audit are decoded to their ends all the same.  Their settled re
 cut, and checked when their rewards are evaluated: both have to agree.
 
 If groups are filtered, the known rewards of a response that is still decoded are *foreseen*: a group whose rewards are all
-known by then, and equal, is dropped at once (`filter.py`). """
+known by then, and equal, is dropped at once (`filter.py`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Prefix:
     """The rewards of a response as far as its prefix determines them.
 
     `parts`: the value of each part for every continuation, NaN if it may vary.  `num_tokens`: length of the shortest prefix
-    that settles all parts; 0 if none does. """
+    that settles all parts; 0 if none does.
+    """
 
     parts: tuple[float, ...]
     num_tokens: int = 0
