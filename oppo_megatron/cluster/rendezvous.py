@@ -272,7 +272,7 @@ class LocalMeeting:
         return cls(run_id, loopback_store(0, AGENT_TIMEOUT))
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of torch's LaunchConfig, with which its agent opens no port to other hosts."""
+        """Arguments of torch's LaunchConfig that keep its agent from opening a port to other hosts."""
         rendezvous_handler_registry.register(BACKEND, _handler)
         return {"run_id": self.run_id, "rdzv_backend": BACKEND, "rdzv_configs": {"store": self.store}}
 

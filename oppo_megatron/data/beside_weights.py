@@ -1,4 +1,4 @@
-"""Files next to weights with which transformers reads the policy as it was trained: tokenizer, special ids, ends."""
+"""Files next to weights, so that transformers reads the policy as it was trained: tokenizer, special ids, ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_beside(
     scored: bool,
     source: Path | None = None,
 ) -> str | None:
-    """Write the tokenizer and, for a policy, `generation_config.json`: that of `source`, if it has one, with `ids`.
+    """Write the tokenizer and, for a policy, `generation_config.json`: the file of `source`, if it has one, with `ids`.
 
     `family` is the `model_type` of the weights.  Returns a warning if transformers will tokenize differently, else None.
     """

@@ -79,7 +79,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """Messages as text; with `generation_prompt`, up to where the assistant speaks.
+        """Return messages as text; with `generation_prompt`, up to the start of the assistant's turn.
 
         `variables`: further ones for this conversation.  Raises ConfigError if there is no template, or it runs into a limit,
         DataError if the template refuses the messages.

@@ -327,7 +327,7 @@ def align(prompt: Value, answers: Sequence[Value]) -> tuple[Value, list[Value]]:
 
 
 def _continuing(turns: list[Message], answer: Value) -> list[Message]:
-    """Return the answer's messages after those of the prompt; a system message is the prompt's own.  Raises DataError."""
+    """Return the answer's messages after the prompt's messages; a system message is the prompt's own.  Raises DataError."""
     messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     for start in (turns, [turn for turn in turns if turn["role"] != "system"]):
         if len(messages) > len(start) and _same(messages[: len(start)], start):

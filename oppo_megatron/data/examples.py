@@ -81,7 +81,7 @@ def read_pairs(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) 
 
 
 def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[tuple[Example, bool]]:
-    """Prompts with one completion each, and whether it is wanted: by the label, or from pairs, each of which gives two."""
+    """Return prompts with one completion each, and its label (True: wanted); a pair gives two of them."""
     rows = read_rows(config, problems, ["prompt", "completion"])
     column = find_column("label", config.columns, rows)
     if column is None and find_column("chosen", config.columns, rows) is not None:

@@ -181,7 +181,7 @@ def load_unequal_pairs(
 def load_marked(
     config: DataConfig, tokenizer: Tokenizer, *, max_tokens: int, long_rows: LongRows, quarantine: Quarantine
 ) -> list[Marked]:
-    """Rows for KTO: completions with a label, or pairs, each of which gives two rows, the chosen answer wanted.
+    """Rows for KTO: completions with a label, or pairs.  A pair gives two rows, with the chosen answer wanted.
 
     Raises DataError as `load_completions`, and if no column holds labels or all rows are of one kind.
     """

@@ -131,7 +131,7 @@ def whole_sequences(index: list[int], sequences: Sequence[Sequence[int]], device
 
 
 def split_rows(values_T: Tensor, lengths: Sequence[int], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Split values per response token of a whole batch into those of each micro-batch, in the order of its rows."""
+    """Split values per response token of a whole batch into values of each micro-batch, in the order of its rows."""
     pieces = values_T.split(list(lengths))
     return [torch.cat([pieces[i] for i in batch.index]) for batch in batches]
 

@@ -80,7 +80,7 @@ class Board:
         self._found: list[Note] | None = None
 
     def exchange(self, mine: Note | None, within_s: float) -> list[Note] | None:
-        """Write a note and read those of `ranks`; None if the store does not answer in time."""
+        """Write a note and read the notes of `ranks`; None if the store does not answer in time."""
         if self._call is not None and self._call.is_alive():
             self._call.join(within_s)
             return None

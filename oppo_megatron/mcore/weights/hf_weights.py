@@ -190,7 +190,7 @@ def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
 def matching_params(
     model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
 ) -> dict[str, torch.nn.Parameter]:
-    """The parameters that `parts` fill, after a check that they exist; `whole`: and that there are no others."""
+    """Return the parameters that `parts` fill, after a check that they exist; `whole`: the check excludes others, too."""
     filled = {part.param for part in parts}
     params = {name: param for name, param in model.named_parameters() if whole or name in filled}
     expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}

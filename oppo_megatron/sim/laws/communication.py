@@ -2,8 +2,8 @@
 
     t = alpha + factor x payload / bandwidth        factor: all-reduce 2 (n - 1) / n, its halves (n - 1) / n, messages 1
 
-Groups over several nodes are rings: their bus bandwidth is the smaller of that of a node's links and of the NICs that they
-have, and less for payloads that are small for so many nodes (aliyun/SimAI, astra-sim/system/calbusbw and
+Groups over several nodes are rings: their bus bandwidth is the smaller one of a node's links and of the NICs that they
+have, and less for payloads that are small for that number of nodes (aliyun/SimAI, astra-sim/system/calbusbw and
 inputs/ratio/nic_ratio.csv).
 """
 
@@ -115,7 +115,7 @@ class Moves:
             self._parts.append((sources[apart], targets[apart], num_bytes, times))
 
     def seconds(self) -> float:
-        """Until the fullest rank and the fullest node are done: bytes over bandwidth, and a latency a piece of 64 MiB."""
+        """Return the seconds of the fullest rank or node: bytes over bandwidth, and a latency per piece of 64 MiB."""
         if not self._parts:
             return 0.0
         cluster = self.cluster

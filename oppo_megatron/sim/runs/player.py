@@ -40,7 +40,7 @@ FEW = 16
 
 
 def planned_rank(site: Site) -> int | None:
-    """Return the rank whose component's micro-batches a planner needs; None: those of all ranks."""
+    """Return the rank whose component's micro-batches a planner needs; None: of all ranks."""
     return None if len(site.ranks) <= FEW else site.source
 
 
@@ -246,7 +246,7 @@ class Player:
         return np.where(largest.any(axis=0), drain, 0.0)
 
     def _decoded(self, done: Recorded[PlayedRound], busy: Floats, drain: Floats) -> tuple[Floats, Floats | None]:
-        """Seconds of the decoding replicas, [R], including their scoring (`busy`, `drain`), or without, and those of scoring."""
+        """Seconds of the decoding replicas, [R], with or without their scoring (`busy`, `drain`), and seconds of scoring."""
         placement, parts = self.planner.site.placements["actor"], done.planned.parts
         assert done.grown is not None
         replica_of, counts = self.planner.actor.homes(done.grown.columns), self._counts(done)

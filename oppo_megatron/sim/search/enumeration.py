@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def key(self) -> object:
-        """Identifies plans of one kind, of which the fastest is kept: the actor's block and layouts."""
+        """Key of plans of one kind (the actor's block and layouts); the fastest of each kind is kept."""
         actor = self.options[0]
         return self.blocks[0], actor.serving, actor.training and actor.training[:3]
 

@@ -1,4 +1,4 @@
-"""The content of `plan.json`: plans, and the constants and assumptions behind their seconds."""
+"""The content of `plan.json`: plans, and the constants and assumptions of their seconds."""
 
 from __future__ import annotations
 
