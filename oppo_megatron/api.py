@@ -80,7 +80,7 @@ def train(source: Source, overrides: Sequence[str] = (), *, kind: str = "train",
 def generate(directory: str | Path, prompts: Sequence[str], **options: Any) -> list[dict[str, Any]]:
     """Let a trained policy answer `prompts`; return one dict per response, in their order.
 
-    `options` are those of `oppo generate` with underscores: `max_tokens=64, temperature=1.0, samples=4`.
+    `options` are the options of `oppo generate` with underscores: `max_tokens=64, temperature=1.0, samples=4`.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "responses.jsonl"
@@ -91,7 +91,7 @@ def generate(directory: str | Path, prompts: Sequence[str], **options: Any) -> l
 def evaluate(directories: Sequence[str | Path], data: str | Path, **options: Any) -> dict[str, Any]:
     """Judge policies on held-out prompts; return the figures of `oppo eval --json`.
 
-    `options` are those of `oppo eval` with underscores: `verifier="arithmetic"`, `function=["rewards.py:score"]`.
+    `options` are the options of `oppo eval` with underscores: `verifier="arithmetic"`, `function=["rewards.py:score"]`.
     """
     with tempfile.TemporaryDirectory() as folder:
         _run("eval", ["--data", data, *directories], {"out": Path(folder), **options})

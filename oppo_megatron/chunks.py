@@ -1,4 +1,4 @@
-"""What a round of decoding has produced: rows of new tokens, one a sequence, kept in columns.
+"""The output of a decoding round: rows of new tokens, one per sequence, stored in columns.
 
 Every rank records every row of a run, and reads the tokens of few.  So a chunk is a table of numbers with a row for each
 sequence, and its tokens lie in one array, as they came.
@@ -24,7 +24,8 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 FinishReason = Literal["eos", "stop", "length", "settled"]
-"""Why a response ended: with an id that ends responses, with a text that does, at its limit, or because its reward is settled."""
+"""Why a response ended: with an id that ends responses, with a text that does, at its limit, or because its reward is
+settled."""
 
 REASONS: tuple[FinishReason | None, ...] = (None, "eos", "length", "stop")
 """In columns a reason is its number here."""
@@ -53,8 +54,8 @@ class ChunkRow:
 class ChunkRows:
     """Rows in columns; iterated, or asked for one, they are `ChunkRow`s.
 
-    `table` [FIELDS, n]; `body` [3, T] has tokens, log-probs and sampling log-probs (their float64 bits), of which those of
-    each row begin at `starts` [n].  Neither is changed any more.
+    `table` [FIELDS, n]; `body` [3, T] has tokens, log-probs and sampling log-probs (their float64 bits), and each row begins
+    at `starts` [n].  Both are immutable.
     """
 
     seq_ids: Ints
@@ -63,7 +64,7 @@ class ChunkRows:
     """Tokens of each."""
     versions: Ints
     finish_clocks: Ints
-    """GOES_ON where a response has not ended."""
+    """GOES_ON for a response that has not ended."""
     reasons: Ints
     """Numbers in REASONS."""
 
@@ -73,7 +74,8 @@ class ChunkRows:
 
     @classmethod
     def of(cls, rows: ChunkRows | Iterable[ChunkRow]) -> ChunkRows:
-        """Rows in columns are themselves.  Raises StreamError for a row whose tokens do not come with a log-prob of each kind."""
+        """Rows in columns are themselves.  Raises StreamError for a row whose tokens do not come with a log-prob of each
+        kind."""
         if isinstance(rows, ChunkRows):
             return rows
         rows = list(rows)
@@ -96,7 +98,7 @@ class ChunkRows:
 
     @classmethod
     def joined(cls, parts: Sequence[ChunkRows]) -> ChunkRows:
-        """The rows of one part behind those of another."""
+        """Concatenate the rows of the parts."""
         if len(parts) == 1:
             return parts[0]
         sizes = np.array([part.body.shape[1] for part in parts], dtype=np.int64)
@@ -134,18 +136,18 @@ class ChunkRows:
         return repr(list(self))
 
     def at(self, positions: Ints | Sequence[int]) -> ChunkRows:
-        """Those at `positions`, in this order; their tokens stay where they are."""
+        """Return the rows at `positions`, in this order; their tokens are not copied."""
         positions = np.asarray(positions, dtype=np.int64)
         return ChunkRows(self.table[:, positions], self.starts[positions], self.body)
 
     def cut(self, keep: int) -> ChunkRows:
-        """At most the first `keep` tokens of each; a response that is cut goes on."""
+        """At most the first `keep` tokens of each; a response that is cut has not ended."""
         table, longer = self.table.copy(), self.counts > keep
         table[2, longer], table[4, longer], table[5, longer] = keep, GOES_ON, 0
         return ChunkRows(table, self.starts, self.body)
 
     def packed(self) -> ChunkRows:
-        """The same rows, with nothing in the body but their tokens, one behind the other."""
+        """The same rows, with only their tokens in the body, in order."""
         ends = np.cumsum(self.counts)
         starts = ends - self.counts
         if (starts == self.starts).all() and self.num_tokens == self.body.shape[1]:
@@ -154,7 +156,7 @@ class ChunkRows:
         return ChunkRows(self.table, starts, self.body[:, places])
 
     def place(self, seq_id: int) -> int | None:
-        """Where the row of a sequence stands."""
+        """Index of a sequence's row, or None."""
         if not len(self):
             return None
         at = min(int(np.searchsorted(self.seq_ids, seq_id, sorter=self._by_id)), len(self) - 1)
@@ -172,9 +174,9 @@ class ChunkRows:
 
 @dataclass(init=False)
 class Chunk:
-    """What one round of decoding produced.  `clock` is the logical clock after the round.
+    """The output of one decoding round.  `clock` is the logical clock after the round.
 
-    `halt`: the run was told to stop; every rank does after this chunk.
+    `halt`: the run was asked to stop; every rank stops after this chunk.
     """
 
     index: int

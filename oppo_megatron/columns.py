@@ -43,11 +43,11 @@ class Columns(NamedTuple):
 
     @property
     def num_tokens(self) -> Ints:
-        """Of the whole sequences, prompts included."""
+        """Tokens of the whole sequences, prompts included."""
         return self.prompt_tokens + self.response_tokens
 
     def at(self, rows: Ints | Bools | slice) -> Columns:
-        """Those at `rows`."""
+        """Return the columns at `rows`."""
         if not isinstance(rows, slice) and rows.dtype == np.bool_:
             rows = np.flatnonzero(rows)  # once, not for each column
         return Columns(self.seq_ids[rows], self.prompt_tokens[rows], self.response_tokens[rows], self.finished[rows])
@@ -65,7 +65,7 @@ class Held(list[Rollout]):
         self._view = view
 
     def columns(self) -> Columns:
-        """As the rollouts are now, also where they have grown since the list was made."""
+        """The rollouts' current columns, including tokens added after the list was made."""
         found = self._view()
         return Columns.of(self) if found is None else found
 
@@ -106,16 +106,16 @@ class Table:
 
     @property
     def columns(self) -> Columns:
-        """Of all rows; they change with the table."""
+        """Columns of all rows; they change with the table."""
         return self._room.at(slice(self._size))
 
     @property
     def finish_clocks(self) -> Ints:
-        """Meaningless where a rollout has not finished."""
+        """Meaningless for a rollout that has not finished."""
         return self._finish[: self._size]
 
     def view(self, rows: Ints | slice) -> Callable[[], Columns | None]:
-        """What gives the columns at `rows` as they are when it is called; None once rows were dropped."""
+        """Return a function that gives the current columns at `rows`; it returns None once rows were dropped."""
         since = self.num_dropped
 
         def columns() -> Columns | None:

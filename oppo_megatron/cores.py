@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 CONNECTIONS, MOST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 32
-"""The variable for a CUDA device's hardware queues, and the most that it may say; CUDA itself takes 8.  torch has as many streams
-of a device, which it gives out in turn."""
+"""The variable for a CUDA device's hardware queues, and the most that it may say; CUDA itself takes 8.  torch has as many
+streams of a device, which it gives out in turn."""
 GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -36,7 +36,9 @@ def asked_threads(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def has_cuda(devices: Path = Path("/dev")) -> bool:
-    """Whether torch would find a CUDA device, told without loading it: by its build, the driver's files and what is visible."""
+    """True if torch would find a CUDA device.  Does not load torch: checks its build, the driver's files and the visible
+    devices.
+    """
     spec = find_spec("torch")
     if spec is None or spec.origin is None or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
@@ -46,7 +48,7 @@ def has_cuda(devices: Path = Path("/dev")) -> bool:
 
 
 def processor() -> tuple[str, str]:
-    """Vendor and model name as the kernel gives them, each empty where it gives none."""
+    """Vendor and model name as the kernel reports them; empty if unknown."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
@@ -92,8 +94,8 @@ def _control_groups(controller: str, membership: Path, groups: Path) -> Iterator
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collection.  A plan of thousands of sequences is tens of thousands of small records, none of them garbage,
-    for which the collector would look through all that a run holds, several times."""
+    """Without garbage collection.  A plan of thousands of sequences is tens of thousands of small records, none of them
+    garbage, for which the collector would look through all that a run holds, several times."""
     enabled = gc.isenabled()
     gc.disable()
     try:

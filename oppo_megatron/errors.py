@@ -10,7 +10,7 @@ import errno
 from collections.abc import Sequence
 
 EXIT_REQUEUE = 75
-"""Exit code of a run that was told to stop, and is to be started again (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a run that was asked to stop and should be started again (EX_TEMPFAIL of sysexits.h)."""
 
 EXIT_INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended before there was anything to save, or a second time."""
@@ -18,10 +18,11 @@ EXIT_INTERRUPTED = 130
 INTERRUPTED = (
     "interrupted: the run saves what it has trained, and ends soon; Ctrl-C once more ends it at once, unsaved"
 )
-"""What a run says at the first Ctrl-C."""
+"""The message at the first Ctrl-C."""
 
 EXIT_AGAIN = 76
-"""Exit code of ranks that a guard wants restarted from the last checkpoint: our own launcher does so, others see EXIT_REQUEUE."""
+"""Exit code of ranks that a guard wants restarted from the last checkpoint: our own launcher does so, others see
+EXIT_REQUEUE."""
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a write that finds no place."""
@@ -32,7 +33,7 @@ class OppoError(Exception):
 
 
 class ConfigError(OppoError, ValueError):
-    """What a user has given is wrong: settings, arguments, files or packages that they name.
+    """The user's input is wrong: settings, arguments, or files or packages that they name.
 
     `problems` holds each as one sentence; the message shows all of them.
     """

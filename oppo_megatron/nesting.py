@@ -1,7 +1,7 @@
 """JSON, YAML and Jinja templates are parsed only after their nesting has been counted, without recursion.
 
 Their parsers call themselves once per level, or more often.  How deep they get depends on the caller and on the version of
-Python, and where the stack ends anything may fail.  JSON and YAML are refused by a DataError, which is a ValueError, too.
+Python, and a stack overflow may fail anywhere.  JSON and YAML are refused by a DataError, which is a ValueError, too.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def read_yaml(text: str | bytes) -> Any:
 
 
 def check_yaml(text: str | bytes) -> set[str]:
-    """Return the values that hold a reference `${`.  Raises DataError for a text that is nested deeper, or stands for more,
-    than a configuration needs, with its aliases written out; YAMLError for one that is not YAML."""
+    """Return the values that hold a reference `${`.  Raises DataError for a text that is nested deeper, or with its aliases
+    expanded is larger, than a configuration needs; YAMLError for one that is not YAML."""
     import yaml
 
     known: dict[str, tuple[int, int]] = {}  # by anchor: levels and nodes below it

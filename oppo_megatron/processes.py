@@ -114,7 +114,7 @@ def started(
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """What would leave the block by an exception of a signal's handler waits for its end.
+    """Delay exceptions of signal handlers to the end of the block.
 
     For imports of libraries with halves in C++: some swallow an exception that comes with their import, and some
     end the process.
@@ -139,7 +139,7 @@ class _Held:
             signal.signal(number, lambda number, frame: self._came.append(number))
 
     def deliver(self) -> None:
-        """Give the handlers back, and tell them what has come; a second call does nothing."""
+        """Restore the handlers and deliver the signals that came; a second call does nothing."""
         for number, handler in list(self._handlers.items()):
             signal.signal(number, handler)
             del self._handlers[number]

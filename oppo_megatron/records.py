@@ -14,8 +14,8 @@ from typing import Any
 from oppo_megatron.chunks import ChunkRow, ChunkRows, FinishReason
 
 TIE = 2.0**-20
-"""Scores of a group that differ by no more than this share of the largest are equal: eight roundings of float32.  A reward model
-that reads the same response in another micro-batch, or on another processor, gives scores that far apart."""
+"""Scores of a group that differ by no more than this share of the largest are equal: eight roundings of float32.  A reward
+model that reads the same response in another micro-batch, or on another processor, gives scores that far apart."""
 
 
 def field_at(fields: Mapping[str, Any], name: str) -> Any:
@@ -29,7 +29,7 @@ def field_at(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def field_names(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every name that `field_at` takes, but those of objects that hold others."""
+    """Yield every name that `field_at` takes, except names of objects that hold others."""
     for name, value in fields.items():
         if isinstance(value, Mapping) and value:
             yield from (f"{name}.{below}" for below in field_names(value))
@@ -85,7 +85,7 @@ class Members:
         return [group * self.size + place for group in groups for place in range(self.size)]
 
     def to_train(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """Those that are trained, in their order."""
+        """Return the rollouts that are trained, in their order."""
         return [rollout for rollout in rollouts if not self.is_greedy(rollout.seq_id)] if self.greedy else rollouts
 
 
@@ -193,7 +193,7 @@ class Rollout:
 
     @property
     def newest_version(self) -> int:
-        """The largest of `versions`, of which there must be one."""
+        """The largest of `versions`, which must not be empty."""
         versions = list(self._versions or ())
         return max(versions + [int(rows.versions[place]) for rows, place in self._pending() if rows.counts[place]])
 
@@ -212,9 +212,9 @@ class Rollout:
         self.finish_clock, self.finish_reason = clock, "settled"
 
     def follow(self, recorded: Sequence[ChunkRows]) -> None:
-        """What is added to `recorded` from now on counts as appended, where it has a row of this sequence.
+        """Count rows of this sequence that are added to `recorded` from now on as appended.
 
-        Whether the response has ended with it is for the caller to set.
+        The caller sets whether the response has ended with them.
         """
         if self._position < len(self._recorded):
             self._joined()
@@ -227,7 +227,7 @@ class Rollout:
         self._recorded, self._position = recorded, max(0, self._position - dropped)
 
     def _pending(self) -> list[tuple[ChunkRows, int]]:
-        """What is recorded and not in the lists yet: rows, and the place of its own among them."""
+        """Recorded rows that are not in the lists yet, each with its own index among them."""
         if self._position == len(self._recorded):
             return []
         found = [(rows, rows.place(self.seq_id)) for rows in self._recorded[self._position :]]
@@ -260,11 +260,11 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class StepSignals:
-    """What a step has shown, the same number on every rank: what delta is controlled by.
+    """Signals of a step that control delta, the same on every rank.
 
     `reward_mean` is of the batch's scores, as they are trained on.  `tail_waste` is the share of the decode batch that ran
     empty: 1 - tokens / (decode steps x the most sequences that ran at once).  `ess` is the effective sample size that the
-    actor last measured, as a share of its tokens (of the step before; 1 in the first step, where nothing is stale).
+    actor last measured, as a share of its tokens (from the previous step; 1 in the first step, when nothing is stale).
     `length_gap` is the share by which the batch's responses are shorter than all that were submitted (below 0: longer).
     """
 
@@ -276,7 +276,7 @@ class StepSignals:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a controller decided after a step: the new value, why (with the figures), and whether it has changed."""
+    """A controller's decision after a step: the new value, the reason (with figures), and whether the value has changed."""
 
     value: int
     reason: str

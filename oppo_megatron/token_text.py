@@ -18,7 +18,7 @@ class Completing:
         self._known: dict[int, bool] = {}
 
     def __contains__(self, token: int) -> bool:
-        """Whether a string's last character can be this token's; a token's text alone may lack the space that it begins with."""
+        """True if a string's last character can come from this token; a token's text alone may lack its leading space."""
         if token not in self._known:
             text = self._decode([token])
             self._known[token] = (
@@ -32,7 +32,7 @@ class StepEnds:
 
     The separator may lie within a token, end in the midst of one, or span several.  One with nothing but white space since
     the step before ends none, so that a blank line is the same as one token and as two.  A token ends one step at most.  What
-    is left at the end of the response is a step too, and ends with the last token: EOS, or where the response was cut.  A
+    is left at the end of the response is a step too, and ends with the last token: EOS, or the last one before the cut.  A
     response has one step at least.
 
     This is a function of the response's token ids.  A process reward model's labels are put at these tokens when it is
@@ -48,7 +48,7 @@ class StepEnds:
         """The last token of each step, by its place in the response, ascending."""
         assert len(response), "a response has one token at least"
         ends: list[int] = []
-        rest = ""  # what the token of the last end has behind its separator
+        rest = ""  # the text after the separator in the token of the last end
         for place, token in enumerate(response):
             if token not in self._completing:
                 continue
@@ -67,7 +67,7 @@ class StepEnds:
         """The text between the last end and `stop`, `rest` before it."""
         if not ends:
             return self._decode(response[:stop])
-        # Decoded behind the token of the last end: alone, its first token may lack the space that it begins with.
+        # Decoded after the token of the last end: alone, its first token may lack its leading space.
         begin = ends[-1]
         seen = len(self._decode(response[begin : begin + 1]))
         return rest + self._decode(response[begin:stop])[seen:]

@@ -1,1 +1,1 @@
-"""The ranks of a run: where they are, how they meet, and whether they live."""
+"""The ranks of a run: hosts, rendezvous, liveness."""

@@ -29,7 +29,7 @@ from oppo_megatron.processes import end_with_parent
 StartMethod = Literal["forkserver", "spawn"]
 PRELOADED = ["oppo_megatron.cluster.fork_server", "oppo_megatron.train.entry"]
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/dxg"), Path("/dev/kfd"))
-"""There where a GPU may be: NVIDIA's driver, Windows' for its Linux, AMD's."""
+"""Paths that exist if there may be a GPU: of NVIDIA's driver, of WSL's, of AMD's."""
 LONGEST_FOLDER = 108 - len("/pymp-12345678/listener-12345678") - 1
 """Bytes of the name of a folder in which `multiprocessing` can make a socket's name of at most 108 bytes, the last one 0."""
 FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
@@ -54,7 +54,7 @@ def begin_fork_server() -> None:
     It ignores SIGINT and the ranks' signals; `hear_signals` restores the latter in the ranks.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
-    resource_tracker.ensure_running()  # it would let signals through again where it is started later
+    resource_tracker.ensure_running()  # it would unblock signals if it were started later
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {*FOR_RANKS, signal.SIGINT})
     try:
         forkserver.ensure_running()

@@ -27,13 +27,13 @@ class DecodeLaw:
     tokens_seconds: float = 0.0
 
     def add(self, steps: int, tokens: int, seconds: float) -> None:
-        """A round that has been measured; less than a nanosecond is no measurement, and counts as 0."""
+        """Add a measured round; less than a nanosecond is not a measurement and counts as 0."""
         seconds = seconds if seconds >= NANOSECOND else 0.0
         products = (steps * steps, steps * tokens, tokens * tokens, steps * seconds, tokens * seconds)
         self.add_sums(*products)
 
     def add_sums(self, *sums: float) -> None:
-        """Those of other rounds, in the order of the fields."""
+        """Add the sums of other rounds, in the order of the fields."""
         for name, value in zip(self.__slots__, sums, strict=True):
             setattr(self, name, getattr(self, name) + value)
 
@@ -41,7 +41,9 @@ class DecodeLaw:
         return [getattr(self, name) for name in self.__slots__]
 
     def seconds(self, steps: int, tokens: int) -> float:
-        """What decoding takes by the law, above 0; before any round, and where both are always alike, tokens alone count."""
+        """Decoding time predicted by the fit, above 0; proportional to tokens before any round and if steps and tokens never
+        vary.
+        """
         determinant = self.steps_steps * self.tokens_tokens - self.steps_tokens**2
         if determinant > 1e-9 * self.steps_steps * self.tokens_tokens:
             a = (self.steps_seconds * self.tokens_tokens - self.tokens_seconds * self.steps_tokens) / determinant
@@ -56,9 +58,9 @@ class DecodeLaw:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step cost up to its scores: `seconds`, for so many decode steps and tokens; `rounds` are those it measured.
+    """Cost of a step up to its scores: `seconds`, for the given decode steps and tokens; `rounds` are the measured rounds.
 
-    What of the actor's update is made before the scores are there is left out.
+    Work on the actor's update that precedes the scores is left out.
     """
 
     seconds: float
@@ -69,7 +71,7 @@ class StepCost:
 
 @dataclass(slots=True)
 class Trials:
-    """What the steps spent on one candidate cost."""
+    """Cost of the steps spent on one candidate."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -82,7 +84,7 @@ class Trials:
 
 @dataclass(slots=True)
 class Search:
-    """One search under way.  Candidates take turns, so that a drift of response lengths meets all of them alike."""
+    """One search under way.  Candidates take turns, so that a drift of response lengths affects all of them equally."""
 
     candidates: list[int]
     num_steps: int
@@ -118,7 +120,7 @@ def first_settled_step(config: ChunkConfig, longest: int) -> int:
 
 
 class ChunkTuner:
-    """Sets the chunk size (decode steps a round) from measured steps; it reads no clock of its own.
+    """Sets the chunk size (decode steps per round) from measured steps; it reads no clock of its own.
 
     ::
 
@@ -150,7 +152,7 @@ class ChunkTuner:
         return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, in plain JSON types.
+        """Return the state that a resumed run needs, in plain JSON types.
 
         A search under way is not kept: it starts again after the first step of the resumed run, which warms up again.
         """

@@ -348,7 +348,7 @@ class MeasuredDelta(DeltaController):
             self._ceiling = replace(self._ceiling, level=None)
 
     def _mean(self, signal: str) -> float:
-        """Exact mean: that of equal steps is their value, so that rounding cannot break law 5."""
+        """Exact mean: for equal steps it is their value, so rounding cannot break law 5."""
         return float(mean(getattr(step, signal) for step in self._steps))
 
     def _memory(self) -> dict[str, Any]:

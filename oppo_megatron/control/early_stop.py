@@ -18,7 +18,7 @@ class Best(NamedTuple):
 class EarlyStop:
     """Takes a value after each evaluation; `due` once `patience` of them in a row were no better than the best.
 
-    A value that is no number is not better.
+    NaN is not better.
     """
 
     def __init__(self, config: EarlyStopConfig):
@@ -29,7 +29,7 @@ class EarlyStop:
 
     @property
     def due(self) -> bool:
-        """Whether the run is to end."""
+        """True if the run is to end."""
         return self.worse >= self.config.patience
 
     def observe(self, step: int, value: float) -> bool:

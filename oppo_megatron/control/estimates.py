@@ -41,8 +41,9 @@ def _of(means: Sequence[float]) -> Estimate:
 
 
 def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
-    """Of rows of `width` numbers what can be added up over ranks: their count, their sums, and the sums of their products with
-    the first number and with themselves."""
+    """Sums over rows of `width` numbers that can be added over ranks: the row count, the sums, and the sums of the products
+    with the first number and with themselves.
+    """
     sums, by_weight, squares = [0.0] * width, [0.0] * width, [0.0] * width
     for row in table:
         for column, value in enumerate(row):
@@ -53,10 +54,10 @@ def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
 
 
 def ratios(moments: Sequence[float], width: int) -> list[tuple[float, float | None]]:
-    """Of each number behind the first: its mean a unit of the first (what a row weighs), and that mean's standard error.
+    """For each number after the first: its mean per unit of the first (the row's weight), and the mean's standard error.
 
     Rows are the sampled units.  The ratio estimator's error, of sums v and weights w over n rows with m = sum v / sum w, is
-    sqrt(n / (n - 1) * sum (v - m w)^2) / sum w; None of a single row.
+    sqrt(n / (n - 1) * sum (v - m w)^2) / sum w; None for a single row.
     """
     n, parts = moments[0], [moments[1 + k * width : 1 + (k + 1) * width] for k in range(3)]
     sums, by_weight, squares = parts

@@ -1,4 +1,4 @@
-"""Guards of a step's numbers: the same figures on every rank, hence the same decision.  Pure.
+"""Guards of a step's numbers: the figures are the same on every rank, and so is the decision.  Pure.
 
 A non-finite figure takes precedence over all limits, `stop` over `rollback`, and `rollback` over `skip`.
 """
@@ -16,7 +16,7 @@ FIGURES = (
     "batch", "kl_mean", "actor_loss", "grad_norm", "ratio_max", "ess", "logprob_gap", "logprob_gap_judged",
     "critic_loss", "critic_grad_norm",
 )  # fmt: skip
-"""What may break a rule.  `batch` stands for all that the update is given."""
+"""The figures that may break a rule.  `batch` means all inputs of the update."""
 ACTIONS: tuple[Action, ...] = ("skip", "stop", "rollback")
 GRAVEST_FIRST: tuple[Action, ...] = ("stop", "rollback", "skip")
 CODE_SIZE = 5
@@ -36,7 +36,7 @@ REMEDIES = {
 class Breach:
     """A rule that a figure breaks.
 
-    `limit` is None where the figure is not finite; `detail`, if any, is then the whole message.
+    `limit` is None if the figure is not finite; `detail`, if any, is then the whole message.
     """
 
     rule: str
@@ -80,7 +80,7 @@ NO_BREACH = [0.0] * CODE_SIZE
 
 
 def decode(code: Sequence[float]) -> Breach | None:
-    """What `Breach.encode` gave; None for `NO_BREACH`."""
+    """Decode the result of `Breach.encode`; None for `NO_BREACH`."""
     action, rule, figure, value, limit = code
     if not action:
         return None
@@ -103,17 +103,17 @@ class Rules:
 
     @property
     def undo_updates(self) -> bool:
-        """Whether an update that has been made may have to be taken back."""
+        """True if a completed update may have to be undone."""
         return "skip" in self._in_update
 
     @property
     def agree_on_updates(self) -> bool:
-        """Whether all ranks have to know what one of them finds wrong with its update."""
+        """True if all ranks have to know what one of them finds wrong with its update."""
         return self.undo_updates or "rollback" in self._in_update
 
     @property
     def _in_update(self) -> set[Action]:
-        """What follows from the rules that an update can break."""
+        """Actions of the rules that an update can break."""
         return {action for rule, action in self.config.in_force(self.gap_limit).items() if rule != "kl_mean"}
 
     def check(self, figures: Mapping[str, float]) -> Breach | None:
@@ -129,5 +129,5 @@ class Rules:
         return gravest(found)
 
     def non_finite(self, figure: str, value: float, detail: str = "") -> Breach:
-        """The breach of a figure that is no finite number."""
+        """Return the breach of a figure that is not finite."""
         return Breach("non_finite", figure, value, None, self.config.non_finite, detail)

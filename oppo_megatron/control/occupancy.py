@@ -1,4 +1,4 @@
-"""Signals for controlling delta, from facts that every rank records alike: chunks and responses, never seconds."""
+"""Signals for controlling delta, from facts that are the same on every rank: chunks and responses, never seconds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from oppo_megatron.records import Rollout
 
 
 class Occupancy:
-    """How full the decode batch was in the rollout phase of a step, told from its chunks.
+    """How full the decode batch was in the rollout phase of a step, computed from its chunks.
 
-    A sequence gets one token in each decode step in which it runs, so a row of n tokens ran in the n steps up to its finish
-    clock, or up to the chunk's clock where it goes on.  What was carried, admitted late or cut off needs no care.
+    A sequence gets one token per decode step while it runs, so a row of n tokens ran in the n steps up to its finish
+    clock, or up to the chunk's clock if it has not ended.  What was carried, admitted late or cut off needs no care.
     """
 
     def __init__(self, clock: int):
@@ -39,7 +39,7 @@ class Occupancy:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Occupancy:
-        """The phase goes on."""
+        """Continue a phase from its saved state."""
         occupancy = cls(state["clock"])
         occupancy._num_steps, occupancy._num_tokens = state["steps"], state["tokens"]
         occupancy._width = state["width"]
@@ -52,12 +52,12 @@ class Occupancy:
 
     @property
     def tail_waste(self) -> float:
-        """1 - tokens / (decode steps x the most sequences that ran at once); 0 where nothing was decoded."""
+        """1 - tokens / (decode steps x the most sequences that ran at once); 0 if nothing was decoded."""
         return 1 - self._num_tokens / (self._num_steps * self._width) if self._num_tokens else 0.0
 
 
 def _most_running(counts: Ints, ends: Ints) -> int:
-    """Of rows that ran in `counts` steps up to the clocks `ends`."""
+    """Largest number of rows that ran at once, if each ran in `counts` steps up to its clock in `ends`."""
     if not len(counts):
         return 0
     starts = ends - counts
@@ -77,10 +77,11 @@ def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
 
 
 def group_length_gap(trained: Sequence[Rollout], group_size: int) -> float | None:
-    """Share by which the responses to a prompt are shorter than the longest of them, the mean over groups; None without groups.
+    """Share by which the responses to a prompt are shorter than the longest of them, the mean over groups; None without
+    groups.
 
-    A group has finished with its last response: for so much of its time its others' places are empty, or another's.
-    `trained` holds whole groups, side by side.
+    A group has finished with its last response: for that share of its time the places of its other responses are empty or
+    reused.  `trained` holds whole groups, side by side.
     """
     if group_size == 1:
         return None

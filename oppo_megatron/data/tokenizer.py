@@ -25,7 +25,7 @@ TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")
 JSON_PATTERNS = ("*config.json", "*token*.json", "*vocab*.json", "*template*.json")
 """TOKENIZER_PATTERNS: every tokenizer directory of transformers has such a file.  JSON_PATTERNS: the files it reads."""
 UNKNOWN_ID_TEXT = "\ufffd"
-# What makes decode(encode(text)) == text for any text; and the special tokens.
+# The options for decode(encode(text)) == text for any text, and the special tokens.
 LOSSLESS: dict[str, Any] = {
     "byte_fallback": True,
     "split_digits": True,

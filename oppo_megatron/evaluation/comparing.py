@@ -53,7 +53,7 @@ def as_json(policies: Sequence[Judged], metrics: Sequence[str], settings: Mappin
 
 
 def as_table(policies: Sequence[Judged], metrics: Sequence[str]) -> str:
-    """A row a metric, a column a policy; beside each but the first its paired difference from the first."""
+    """One row per metric, one column per policy; next to each but the first, its paired difference from the first."""
     first, rest = policies[0], policies[1:]
     head = ["", first.name]
     for policy in rest:

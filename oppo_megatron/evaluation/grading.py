@@ -16,7 +16,7 @@ from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import Item, ScoreItem
 
 SUM = "reward"
-"""The weighted sum, where it is asked for and has more than one part."""
+"""The weighted sum, if it is requested and has more than one part."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Grader:
     def check(self, rows: Mapping[int, Mapping[str, Any]], longest: int, tell: Callable[[str], None]) -> dict[int, str]:
         """Return the numbers of the `rows` (their columns by number) that cannot be scored, with the reason.
 
-        Raises DataError if that is so of all, and ConfigError if the reward model does not read `longest` tokens, those of a
-        prompt and its response.
+        Raises DataError if none can be scored, and ConfigError if the reward model does not read `longest` tokens (a prompt
+        and its response).
         """
         if self._rewards.needs_model and longest > self._config.max_tokens:
             raise ConfigError(
@@ -75,7 +75,7 @@ class Grader:
 
     @contextmanager
     def opened(self) -> Iterator[Grade]:
-        """With the reward model on this process, where there is one.  Raises ConfigError or CheckpointError."""
+        """Open the reward model, if there is one, on this process.  Raises ConfigError or CheckpointError."""
         with ExitStack() as stack:
             stack.callback(self._rewards.close)
             if not self._rewards.needs_model:

@@ -52,7 +52,7 @@ class BareLoop:
 
     @torch.inference_mode()
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
-        """Seconds of the `num_new` decode steps behind the prefill, and their tokens [B, N]."""
+        """Return the seconds of the `num_new` decode steps after the prefill, and their tokens [B, N]."""
         batch, length = prompts_BP.shape
         shape = 2, batch, self.groups, length + num_new + 1, self.dim
         cache = [torch.empty(shape, dtype=self.embed_VH.dtype) for _ in self.layers]

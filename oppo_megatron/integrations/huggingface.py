@@ -45,14 +45,14 @@ class Conversion:
 
 
 Beside = Callable[[str, Sequence[Path]], tuple[Sequence[Path], Mapping[str, Any]]]
-"""Of a model's family, and the files of tokenizer and generation beside it: those to lie beside the new weights, and ids for
+"""Maps a model's family and its tokenizer and generation files to the files to write next to the new weights, and the ids for
 their `config.json`."""
 
 
 def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None) -> int:
-    """Write `src`, of Hugging Face or Megatron, anew at `dst`; returns the number of tensors.
+    """Convert `src`, of Hugging Face or Megatron, to `dst`; returns the number of tensors.
 
-    `beside`: what goes with the weights; None: the files of tokenizer and generation settings that lie beside `src`.
+    `beside`: what goes with the weights; None: the tokenizer and generation settings next to `src`.
 
     Raises CheckpointError if `src` cannot be read as what `dst` is to be, or `dst` is not empty; ConfigError for what cannot
     be asked for together.
@@ -78,7 +78,7 @@ def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None
 
 
 def _open_source(src: Path, what: Conversion) -> tuple[ModelShape, TensorSource]:
-    """The tensors that are to be written: those of `src`, a fresh head or merged adapters included."""
+    """Return the tensors to write: the tensors of `src`, including a fresh head or merged adapters."""
     fresh = what.fresh_head_seed is not None
     if fresh and what.head == "lm":
         raise ConfigError(
@@ -99,7 +99,7 @@ def _convert_to_megatron(
     shape: ModelShape, source: TensorSource, files: Sequence[Path], dst: Path, what: Conversion, dtype: torch.dtype
 ) -> int:
     nemo = what.to == "nemo"
-    # NeMo names the tokenizer by its place: DST, whose files lie beside the weights.
+    # NeMo names the tokenizer by its path: DST, which has the tokenizer files next to the weights.
     texts = {CONFIG_NAME: yaml.safe_dump(nemo_config(shape, what.head, str(dst)), sort_keys=False)} if nemo else {}
     texts["config.json"] = json.dumps(hf_config(shape, what.head, dtype), indent=2) + "\n"
 
@@ -110,9 +110,9 @@ def _convert_to_megatron(
 
 
 def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[str, float]:
-    """What was compared, and its largest absolute difference on random tokens, computed by transformers in float32.
+    """Return what was compared, and its largest absolute difference on random tokens (transformers, float32).
 
-    Logits (or scores); the last hidden states where SRC has no head to compare with.
+    Compares logits (or scores), or the last hidden states if SRC has no head to compare with.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -133,9 +133,9 @@ def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[
 
 
 def compare_weights(src: Path, dst: Path, what: Conversion) -> tuple[int, float]:
-    """How many tensors of `dst` were read back, and their largest absolute difference from those of `src`.
+    """Return the number of tensors read back from `dst`, and their largest absolute difference from `src`.
 
-    Of any format; adapters of `what` are merged into those of `src`, and of a fresh head both have the same.
+    Accepts any format.  Merges the adapters of `what` into `src`; a fresh head is the same on both sides.
     """
     shape, source = _open_source(src, what)
     _, written = open_weights(ModelConfig(checkpoint=dst), what.head)

@@ -1,10 +1,10 @@
-"""What a rank holds while it computes, counted as the modules of `mcore` make it on a GPU.  Pure.
+"""Activation memory of a rank, counted from what the modules of `mcore` allocate on a GPU.  Pure.
 
 Every formula is held to what the modules take on fake CUDA tensors (`tests/rehearsal/test_memory_plan.py`).  A CPU's kernels
 take other amounts, of the same order.
 
-Legend of sizes, numbers of a token: `hidden`; `shard`, the hidden size or with sequence parallelism a tensor rank's part of it;
-`query`, `key`, `ffn`, those of a tensor rank.
+Legend of sizes, in elements per token: `hidden`; `shard`, the hidden size or with sequence parallelism a tensor rank's part of
+it; `query`, `key`, `ffn`, the sizes on one tensor rank.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from oppo_megatron.layout.memory import FP32, Shape
 from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, num_kv_heads
 
 MASK_NUMBERS = 2**25
-"""The most numbers of a mask of attention, where a call on a GPU needs some (`mcore/kv/call_parts.py`)."""
+"""Upper bound on the elements of an attention mask, for calls on a GPU that need one (`mcore/kv/call_parts.py`)."""
 BLOCK_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
-"""The most logits that log-probs are made of at once (`mcore/layers/vocab_parallel.py`): on a GPU enough that kernels are few, on
-a CPU what its cache holds."""
+"""The most logits that log-probs are made of at once (`mcore/layers/vocab_parallel.py`): on a GPU enough that kernels are
+few, on a CPU what its cache holds."""
 DRAWN_BLOCK = 64
-"""Tokens drawn from come in blocks of so many (`engine/sampler.py`)."""
+"""Sampled tokens are processed in blocks of this size (`engine/sampler.py`)."""
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
     """Tokens of one packed micro-batch, and of all rows that a replica has in an optimizer step: both upper bounds.
 
-    `answered`: those of them whose outputs are made, which are of responses (None: any may be one).
+    `answered`: the tokens whose outputs are computed, which belong to responses (None: possibly all).
     """
 
     micro_batch_tokens: int
@@ -39,12 +39,12 @@ class TrainingBatch:
 
     @property
     def tokens(self) -> int:
-        """Of the largest micro-batch."""
+        """Tokens of the largest micro-batch."""
         return min(self.micro_batch_tokens, self.replica_tokens)
 
     @property
     def rows(self) -> int:
-        """Of these, those whose outputs are made."""
+        """The tokens whose outputs are computed."""
         return self.tokens if self.answered is None else min(self.tokens, self.answered)
 
 
@@ -106,11 +106,11 @@ class Model:
         return not self.on_cpu and self.dtype == "float32" and self.repeat > 1
 
     def kept_of_layer(self, train: TrainingLayoutConfig) -> tuple[float, float]:
-        """Numbers of one token in one layer: all that a backward pass needs, and those kept until then.
+        """Elements per token in one layer: all that a backward pass needs, and the ones kept until then.
 
-        What both norms take and give; the rotated queries and keys, the values, the attention's output as computed and as
-        joined; gate, up and their product.  Norms of queries and keys keep the product with the values that they are a view
-        of.  Of frozen weights only those products keep their inputs that have adapters.
+        Inputs and outputs of both norms; the rotated queries and keys, the values, the attention's output as computed and as
+        joined; gate, up and their product.  Norms of queries and keys keep the product that the values are a view of.  With
+        frozen weights, only products with adapters keep their inputs.
         """
         shard, targets = self.shard(train), set(_ALL) if self.lora is None else set(self.lora.projections)
         attention = shard * bool(targets & _ATTENTION) + self.query * ("o_proj" in targets)
@@ -129,10 +129,10 @@ class Model:
         return self.hidden / (self.tp if train.sequence_parallel else 1)
 
     def backward_of_layer(self, train: TrainingLayoutConfig, tokens: int) -> float:
-        """Bytes that the backward pass through a feed-forward holds beside what was kept, at the most.
+        """Peak bytes of the backward pass through a feed-forward, in addition to the kept activations.
 
-        The gradient of the layer's output and, in turn: those of the product and of its weights; of gate and up; of the
-        input and of gate's and up's weights, when what these needed is gone.
+        The gradient of the layer's output and, in turn, the gradients of the product and its weights; of gate and up; of the
+        input and the weights of gate and up, after the tensors that these needed are freed.
         """
         shard, gathered = self.shard(train), self.hidden if train.sequence_parallel else 0
         weights = 0.0 if self.lora is not None else self.hidden * self.ffn
@@ -143,10 +143,11 @@ class Model:
         return max(down, gates, up) * self.width
 
     def loss(self, rows: int) -> float:
-        """Bytes that the last stage holds beside what layers keep, from the final norm to the gradient of the hidden states.
+        """Bytes that the last stage holds, without the layers' kept activations, from the final norm to the gradient of the
+        hidden states.
 
-        Of each row the hidden state, logits and their gradient, as computed, and float32 blocks of these; or with a scalar
-        head the hidden state and its gradient in float32.
+        For each row: the hidden state, logits and their gradient, as computed, and float32 blocks of these; with a scalar
+        head, the hidden state and its gradient in float32.
         """
         if self.scalar:
             rounded = 0 if self.width == FP32 else self.width
@@ -191,7 +192,8 @@ def _kept_of_token(model: Model, sizes: Sizes, train: TrainingLayoutConfig) -> f
 def training_activations(
     model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch
 ) -> float:
-    """Bytes that an update holds at once, at the most: what is kept, and the loss, or a layer whose backward pass is under way.
+    """Bytes that an update holds at once, at the most: what is kept, and the loss, or a layer whose backward pass is under
+    way.
 
     With `recompute: full` that layer has been computed again.  At the end of a micro-batch's backward pass nothing is left of
     it but the gradient of the embeddings, on the first stage where these are trained, and its own way in and out.
@@ -229,7 +231,7 @@ class Call:
 def cached_activations(model: Model, call: Call) -> float:
     """Bytes that a decode step or a prefill micro-batch holds at most.
 
-    Of each token the stage's input and the hidden state, and in turn: queries, keys and values and their rotation in float32;
+    For each token: the stage's input and the hidden state, and in turn queries, keys and values and their rotation in float32;
     attention, with its mask; the feed-forward.  Then the rows' hidden states and logits, in float32 and as computed.
     """
     return max(_in_layers(model, call), _of_logits(model, call))
@@ -254,10 +256,10 @@ def _in_layers(model: Model, call: Call) -> float:
 
 
 def _beside_attention(model: Model, call: Call) -> tuple[float, float, float]:
-    """What is kept from layer to layer and what is made in each, in bytes, where tokens go on; and of a new token, the keys and
-    values that are repeated for each query head.
+    """Bytes kept from layer to layer and bytes made in each, for continuing tokens; and for a new token, the keys and values
+    that are repeated for each query head.
 
-    Where masks are made of so many tokens as their bound allows, the others may be new.
+    When masks are made of as many tokens as their bound allows, the others may be new.
     """
     repeated = 2 * model.query * model.width if model.repeats_keys else 0.0
     if call.draws:
@@ -269,10 +271,10 @@ def _beside_attention(model: Model, call: Call) -> tuple[float, float, float]:
 
 
 def _mask(model: Model, call: Call) -> tuple[float, float]:
-    """Of tokens that go on: what is kept from layer to layer, and what is made in each or in the first.
+    """For continuing tokens: bytes kept from layer to layer, and bytes made in each or in the first.
 
-    On a CPU each sequence has a mask for all heads.  On a GPU one for each query head of a group, made of one for all and of
-    bits; all are kept where they are small together, as those of some tokens beside new ones may be.
+    On a CPU each sequence has a mask for all heads.  On a GPU each query head of a group has one, made from a common mask and
+    from bits; all are kept if they are small together, as masks of a few tokens among new ones may be.
     """
     if model.on_cpu:
         return float(call.tokens * call.context * model.width), 0.0
@@ -282,7 +284,8 @@ def _mask(model: Model, call: Call) -> tuple[float, float]:
 
 
 def _of_logits(model: Model, call: Call) -> float:
-    """Beside the stage's input and the rows' hidden states, which are let go before log-probs are made, or tokens drawn."""
+    """In addition to the stage's input and the rows' hidden states, which are let go before log-probs are made, or tokens
+    drawn."""
     rounded = 0 if model.width == FP32 else model.width
     logits, hidden = call.rows * model.vocab, (call.tokens + call.rows) * model.hidden * model.width
     if model.scalar:

@@ -33,7 +33,7 @@ MODES: tuple[PlacementMode, ...] = ("single", "disaggregated", "colocated")
 
 @dataclass(frozen=True)
 class Machine:
-    """What ranks can be placed on: `units` CUDA devices, or processor cores."""
+    """The hardware to place ranks on: `units` CUDA devices, or processor cores."""
 
     device: Literal["cpu", "cuda"]
     units: int
@@ -51,7 +51,7 @@ class Candidate:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Candidate:
-        """What a `placement.json` chose."""
+        """Build a candidate from the contents of a `placement.json`."""
         return cls(PlacementConfig.model_validate(record["chosen"]["placement"]))
 
     @property
@@ -73,7 +73,7 @@ class Candidate:
         return placement.actor.num_ranks + placement.scorer.num_ranks
 
     def yaml_tree(self) -> dict[str, Any]:
-        """What a configuration says to have this placement."""
+        """Return the configuration keys that set this placement."""
         placement = self.placement
         parts = {"actor": placement.actor, "scorer": placement.scorer} if placement.mode != "single" else {}
         layouts = {key: part.model_dump() for key, part in parts.items() if part is not None}
@@ -99,7 +99,7 @@ class Options:
 
 
 def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
-    """The placements of a checked configuration with `placement.mode: auto`.  Raises ConfigError where there is none."""
+    """The placements of a checked configuration with `placement.mode: auto`.  Raises ConfigError if there are none."""
     finder = _Finder(settings, machine, most_ranks(settings, machine))
     found = [option for mode in MODES for option in finder.options(mode)]
     candidates = tuple(option for option in found if isinstance(option, Candidate))
@@ -163,7 +163,9 @@ class _Finder:
         return list(dict.fromkeys(splits))
 
     def _fitting(self, name: str, placements: list[PlacementConfig]) -> Iterator[Candidate | LeftOut]:
-        """Those of least and of largest tensor parallelism that pass the checks, else why the first does not."""
+        """Yield the placements of least and of largest tensor parallelism that pass the checks, or the reason why the first
+        fails.
+        """
         problems = [check_layouts(self.settings.with_placement(placement), self.shapes) for placement in placements]
         fitting = [placement for placement, found in zip(placements, problems, strict=True) if not found]
         if not fitting:
@@ -173,7 +175,7 @@ class _Finder:
 
 
 def _layouts(num_ranks: int) -> list[ParallelConfig]:
-    """Tensor ranks and replicas over exactly so many ranks, least tensor parallelism first."""
+    """Yield layouts over exactly `num_ranks` ranks, smallest tensor parallelism first."""
     return [ParallelConfig(tp=tp, dp=num_ranks // tp) for tp in divisors(num_ranks)]
 
 

@@ -63,12 +63,12 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
 
 
 def serving_problems(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
-    """Every problem of a layout in which a role decodes or scores."""
+    """Return every problem of the layout that a role decodes or scores with."""
     return [*_check_serving(config, name, placement, shape), *_check_kv_budget(config, name, placement, shape)]
 
 
 def check_auto_placement(settings: TrainSettings) -> list[str]:
-    """What leaves `placement.mode: auto` nothing to choose: ranks and layouts that are written down."""
+    """Return the settings that conflict with `placement.mode: auto`: explicit ranks and layouts."""
     placement = settings.placement
     written = {} if placement.actor.num_ranks == 1 else {"placement.actor": str(Sizes.of(placement.actor))}
     if placement.scorer is not None:
@@ -85,7 +85,7 @@ def check_auto_placement(settings: TrainSettings) -> list[str]:
 
 
 def _own_layouts(name: str, role: RoleConfig) -> dict[str, str]:
-    """What a role says of its own ranks and layouts, by key."""
+    """Return a role's explicit ranks and layouts, by key."""
     said: dict[str, object] = {f"{name}.ranks": role.ranks}
     layouts = {f"{name}.parallel": role.parallel}
     if isinstance(role, ActorConfig):
@@ -114,7 +114,7 @@ def check_supervised_layout(config: SupervisedConfig, shape: Shape, name: str = 
 
 
 def _check_scorers(config: TrainConfig) -> list[str]:
-    """Ranks for scorers only where there are some."""
+    """Check that ranks for scorers are set only if the run has scorers."""
     placement, roles = config.placement, set(named_roles(config))
     if placement.reference == "actor" and "reference" not in roles:
         return ["placement.reference is actor, but ppo.kl.mode is none, and there is no reference; remove it"]
@@ -157,7 +157,7 @@ def _enormous(key: str, layout: ParallelConfig) -> str:
 
 
 def _check_ranks(config: TrainConfig, name: str, role: RoleConfig) -> list[str]:
-    """The text of `<role>.ranks`: only where there is a choice, counting up (as process groups do), no rank twice."""
+    """Check `<role>.ranks`: set only if there is a choice, ascending (as in process groups), without duplicates."""
     if role.ranks is None:
         return []
     key = f"{name}.ranks"
@@ -183,13 +183,13 @@ def _check_ranks(config: TrainConfig, name: str, role: RoleConfig) -> list[str]:
 
 
 def _without_ranks(config: TrainConfig, roles: Mapping[str, object]) -> TrainConfig:
-    """The configuration as if `roles` named no ranks, so that what else is wrong with them can be told."""
+    """Return the configuration without the ranks of `roles`, so that their other problems can be reported."""
     changed = {name: role.model_copy(update={"ranks": None}) for name, role in _sections(config) if name in roles}
     return config.model_copy(update=changed)
 
 
 def _check_pools(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
-    """What `placement` itself says."""
+    """Check the section `placement` itself."""
     placement = config.placement
     pools = [("placement.actor", placement.actor), ("placement.scorer", placement.scorer)]
     if placement.mode == "single":
@@ -245,7 +245,7 @@ def _names_sizes(train: TrainingLayoutConfig) -> bool:
 
 
 def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
-    """The layout in which a role decodes or scores."""
+    """Check the layout that a role decodes or scores with."""
     sequences = most_sequences(config)
     asked = _Asked(name, Sizes.of(placement), len(placement.ranks), _limits(config, name, shape))
     problems = _divisions(asked, shape)
@@ -267,7 +267,7 @@ def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, sha
 def training_problems(
     config: TrainConfig, name: str, placement: RolePlacement, serving: RolePlacement, shape: Shape | None
 ) -> list[str]:
-    """The layout in which a role that serves in `serving` is updated, and the schedule of its update."""
+    """Check the training layout of a role that serves in `serving`, and the schedule of its update."""
     role = config.trained[name]
     train, parts = role.train, minibatch_parts(config)
     limits = _training_limits(config, role, shape)
@@ -345,7 +345,7 @@ def _divisions(asked: _Asked, shape: Shape | None) -> list[str]:
 
 
 def _limits(config: TrainConfig, name: str, shape: Shape | None) -> Limits | None:
-    """The limits of serving, and those of training where that takes its sizes from here."""
+    """Return the limits of serving, with the training limits if training takes its sizes from here."""
     if shape is None:
         return None
     role, sequences, min_tp = named_roles(config)[name], most_sequences(config), 1

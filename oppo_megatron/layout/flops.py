@@ -65,11 +65,11 @@ def training_flops(shape: Shape, tokens: int, pairs: int, rows: int, *, scalar: 
 
 
 def causal_pairs(past: int, new: int) -> int:
-    """Pairs of `new` tokens behind `past` cached ones: the first attends to past + 1 positions, the last to past + new."""
+    """Pairs of `new` tokens after `past` cached ones: the first attends to past + 1 positions, the last to past + new."""
     return new * past + new * (new + 1) // 2
 
 
 def weight_bytes(shape: Shape, dtype: str, *, scalar: bool) -> int:
-    """Bytes of all matrices that a forward reads: layers and head.  Of the embedding it reads single rows."""
+    """Bytes of all matrices that a forward pass reads: layers and head; only single rows of the embedding are read."""
     layers = int(shape["num_hidden_layers"]) * sum(linear.size for linear in layer_linears(shape))
     return DTYPE_BYTES[dtype] * (layers + head_linear(shape, scalar=scalar).size)

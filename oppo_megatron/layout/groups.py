@@ -1,6 +1,6 @@
-"""The process groups of a model's ranks, as lists of ranks: what `mcore/groups.py` makes them from, and counts them by.
+"""The process groups of a model's ranks, as lists of ranks; `mcore/groups.py` creates and counts them from these.
 
-Roles share a group where its ranks and its part in the model are the same.  Only tensor groups are each role's own: roles that
+Roles share a group if its ranks and its part in the model are the same.  Only tensor groups are each role's own: roles that
 decode and prefill side by side would wait for each other's collectives in one.  A rank alone is one group, whatever it is for.
 """
 
@@ -13,14 +13,14 @@ ALONE = "self"
 
 
 class GroupName(NamedTuple):
-    """What tells a group from others: groups of the same label and ranks are one."""
+    """Identity of a group: groups of the same label and ranks are one."""
 
     label: str
     ranks: tuple[int, ...]
 
 
 def group_name(label: str, ranks: Sequence[int]) -> GroupName:
-    """Of a group of these ranks."""
+    """Return the name of the group of these ranks."""
     return GroupName(label if len(ranks) > 1 else ALONE, tuple(ranks))
 
 

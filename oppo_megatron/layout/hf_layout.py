@@ -21,11 +21,11 @@ SCALAR_HEAD = "score.weight"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One Hugging Face tensor, and where a rank keeps its share of it.
+    """One Hugging Face tensor, and the parameter rows that hold a rank's share of it.
 
     The tensor is cut evenly along `cut` over the tensor-parallel ranks (None: each keeps all of it).  A rank's share,
     read along its first dimension, fills the ranges `rows` of the first dimension of the parameter `param`, in order.
-    Of a vocabulary that the ranks do not divide the last rank's share is smaller: the rows behind it stay zero.
+    If the ranks do not divide the vocabulary, the last rank's share is smaller and the remaining rows stay zero.
     """
 
     hf_name: str
@@ -114,7 +114,7 @@ def _part(hf_name: str, hf_shape: tuple[int, ...], cut: int | None, param: str, 
 
 
 def _vocab_part(shape: ModelShape, hf_name: str, param: str, tp_size: int) -> Part:
-    """A row a token."""
+    """One row per token."""
     return Part(hf_name, (shape.vocab_size, shape.hidden_size), 0, param, (slice(0, shape.vocab_rows(tp_size)),))
 
 

@@ -41,10 +41,10 @@ from oppo_megatron.layout.role_memory import (
 
 @dataclass(frozen=True)
 class Holding:
-    """One role's share on one rank.  `role` is `actor.train` where training has weights of its own.
+    """One role's share on one rank.  `role` is `actor.train` if training has weights of its own.
 
     `layers` (from 0) are a range for each virtual stage; `batches` are sizes in words, by their heading.  `phases`: bytes of
-    activations in an update, in reading and in decoding, of which `memory` has the largest.
+    activations in an update, in reading and in decoding; `memory` has the largest.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Holding:
 
 
 def planned_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
-    """Bytes that a run is to take of each rank's memory beside interpreter and libraries, in the order of ranks."""
+    """Bytes that a run is expected to take of each rank's memory, without interpreter and libraries, in the order of ranks."""
     return [memory.total for memory in rank_memory(holdings_of(config, on_cpu=on_cpu)).values()]
 
 
@@ -68,7 +68,7 @@ def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> l
 
 
 def holdings_of(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
-    """What every rank of a run holds."""
+    """Return the holdings of every rank of a run."""
     return (
         supervised_holdings(config, on_cpu=on_cpu)
         if isinstance(config, SupervisedConfig)
@@ -77,7 +77,7 @@ def holdings_of(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list
 
 
 def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
-    """Bytes of a run's final weights, and of one checkpoint where it makes any; not of adapters, which are small beside these."""
+    """Bytes of a run's final weights, and of one checkpoint if it writes any.  Adapters are left out: they are small."""
     saves = config.checkpoint
     checkpoints = bool(saves.saves_end or saves.every_steps or saves.every_minutes)
     weights = state = 0.0
@@ -99,7 +99,7 @@ def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
 
 
 def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
-    """What all roles of each rank take together, by rank."""
+    """Sum the memory of all roles of each rank, by rank."""
     ranks = groupby(holdings, key=lambda holding: holding.rank)
     return {rank: Memory.of_rank([each.memory for each in held]) for rank, held in ranks}
 
@@ -192,7 +192,7 @@ def _both(served: Holding, trained: Holding, *, one_model: bool) -> Holding:
 
 
 def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int) -> dict[str, str]:
-    """`sequences` are the most that a replica has, `slots` those of them that its cache holds at once."""
+    """`sequences` is the maximum per replica, `slots` the number that its cache holds at once."""
     batch, tokens = config.rollout.batch_size, config.runtime.micro_batch_tokens
     decode, prefill = _cut(config, slots)
     return {

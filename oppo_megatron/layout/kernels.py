@@ -100,7 +100,7 @@ def find_available(cuda: bool, fault_of: Callable[..., str | None] = import_faul
 
 
 def layer_problem(available: Available, *, adapters: bool) -> str | None:
-    """Why layers cannot be transformer-engine's; None where they can."""
+    """Return why the layers cannot be transformer-engine's; None if they can."""
     if not available.cuda:
         return ON_CUDA_ONLY
     if available.transformer_engine is None:
@@ -109,14 +109,14 @@ def layer_problem(available: Available, *, adapters: bool) -> str | None:
 
 
 def layer_kind(wanted: Layers, available: Available, *, adapters: bool) -> LayerKind:
-    """The layers of a model.  `auto`: transformer-engine's where they can be."""
+    """Return the layer kind of a model.  `auto` selects transformer-engine's if they are available."""
     if wanted == "auto":
         return "torch" if layer_problem(available, adapters=adapters) else "transformer_engine"
     return wanted
 
 
 def layers_refused(wanted: Layers, available: Available, *, adapters: bool) -> str | None:
-    """Why layers that are asked for by name cannot be had, and what to set; None where they can."""
+    """Return why explicitly requested layers are unavailable, and what to set; None if they are available."""
     problem = layer_problem(available, adapters=adapters)
     if wanted != "transformer_engine" or problem is None:
         return None

@@ -25,7 +25,7 @@ class HasSizes(Protocol):
 
 
 class Sizes(NamedTuple):
-    """Tensor-, pipeline- and data-parallel size; virtual stages a rank where the update is interleaved."""
+    """Tensor-, pipeline- and data-parallel size; virtual stages per rank if the update is interleaved."""
 
     tp: int = 1
     pp: int = 1
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds the layouts of one model.
+    """Bounds on the layouts of one model.
 
     `width`: what tp must divide (the greatest common divisor of attention heads, key/value heads and feed-forward size);
     `layers`: what pp * vpp must divide; `sequences`: how many there are for the replicas to share, at least one each;
@@ -72,7 +72,9 @@ class Limits:
 
 
 def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False) -> Iterator[Sizes]:
-    """Every layout over exactly `num_ranks` ranks within the limits; those of several virtual stages if `interleaved`."""
+    """Yield every layout over exactly `num_ranks` ranks within the limits; with `interleaved`, the ones of several virtual
+    stages.
+    """
     for tp in divisors(num_ranks):
         for pp in divisors(num_ranks // tp):
             one = Sizes(tp, pp, num_ranks // tp // pp)
@@ -81,9 +83,9 @@ def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False) -> 
 
 
 def nearest_layouts(asked: Sizes, num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]) -> list[Sizes]:
-    """The layouts over `num_ranks` ranks for which `also` holds too, those nearest to `asked` first.
+    """Return the layouts over `num_ranks` ranks that satisfy `also`, nearest to `asked` first.
 
-    Distance is the product of the factors by which the sizes differ; of equal distance, the one of smaller tp, then pp.
+    Distance is the product of the factors by which the sizes differ; ties are broken by smaller tp, then smaller pp.
     """
     return sorted(
         filter(also, layouts_of(num_ranks, limits, interleaved=asked.vpp > 1)), key=lambda s: (_distance(s, asked), s)
@@ -108,7 +110,7 @@ def nearest_counts(num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]
 def suggestion(
     asked: Sizes, num_ranks: int, limits: Limits | None, also: Callable[[Sizes], bool] = lambda sizes: True
 ) -> str:
-    """The end of an error message: what fits in place of `asked`.  Empty where the model is not known."""
+    """Return the end of an error message that suggests layouts in place of `asked`; empty if the model is not known."""
     if limits is None:
         return ""
     fitting = nearest_layouts(asked, num_ranks, limits, also)[:SHOWN]
@@ -122,13 +124,13 @@ def suggestion(
 
 
 def vocab_rows(vocab_size: int, tp: int, multiple: int = 1) -> int:
-    """Rows of the embedding on each of `tp` tensor ranks, where those of all ranks are also to be one of `multiple`s."""
+    """Rows of the embedding on each of `tp` tensor ranks, if their total must also be divisible by `multiple`."""
     step = lcm(tp, multiple)
     return -(-vocab_size // step) * step // tp
 
 
 def fills_shards(vocab_size: int, tp: int, multiple: int = 1) -> bool:
-    """Whether the last of `tp` tensor ranks has a token, too."""
+    """True if the last of `tp` tensor ranks also has a token."""
     return vocab_size > (tp - 1) * vocab_rows(vocab_size, tp, multiple)
 
 

@@ -10,7 +10,7 @@ from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Part
 from oppo_megatron.layout.model_shape import ModelShape
 
 PEFT = "base_model.model."
-"""What peft puts before the names of the model that it wraps."""
+"""The prefix that peft adds to the parameter names of the wrapped model."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """A model's share of a rank's memory, counted from its `config.json` and layout.  Pure; nothing is loaded.
 
 Parameters, their packed copies, gradients, optimizer state, KV cache and buffers are exact; activations (`activations.py`) are
-those of the largest micro-batches that the settings allow, and a CPU's kernels an estimate (`kernel_bytes`).  Not counted:
-interpreter and libraries, a device's context, the buffers of NCCL's communicators, the host copy with which a guard undoes an
-update, the allocator's own loss.
+counted for the largest micro-batches that the settings allow, and a CPU's kernels an estimate (`kernel_bytes`).  Not counted:
+interpreter and libraries, a device's context, the buffers of NCCL's communicators, the host copy that a guard restores to undo
+an update, the allocator's own loss.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Memory:
     """Bytes on one rank by kind.
 
     `copy`: weights held a second time, because training has a layout of its own.  `packed`: weights held once more in the
-    order in which a CPU's products read them (`runtime.decode_path: packed`), `kernels`: what its library prepares for
-    them.  `buffers`: rotary tables, and what gathers activations for sequence parallelism.  `activations`: the most that one
-    forward and backward pass, or one cached call, holds while it runs.
+    order in which a CPU's products read them (`runtime.decode_path: packed`).  `kernels`: what the CPU library prepares for
+    them.  `buffers`: rotary tables, and the gather buffer of sequence parallelism.  `activations`: the peak of one forward and
+    backward pass, or of one cached call.
     """
 
     weights: float = 0
@@ -55,9 +55,9 @@ class Memory:
 
     @classmethod
     def of_rank(cls, roles: Sequence[Memory]) -> Memory:
-        """What the roles of a rank take together.
+        """Combine the memory of a rank's roles.
 
-        They compute in turn, so of activations only the largest counts; and of kernels, which models of one shape share.
+        Roles compute in turn, so only the largest activations count, and the largest kernels, which models of one shape share.
         """
         kinds = [vars(memory) for memory in roles]
         sums = {kind: sum(memory[kind] for memory in kinds) for kind in kinds[0]}
@@ -119,14 +119,14 @@ def _layer_parameters(shape: Shape, tp: int) -> int:
 
 
 def training_state(num_parameters: int, dtype: str, dp: int, train: TrainingLayoutConfig) -> Memory:
-    """Main gradients in float32; Adam's two moments and, beside bfloat16 weights, float32 ones (over dp where sharded)."""
+    """Main gradients in float32; Adam's two moments and, with bfloat16 weights, float32 copies (over dp if sharded)."""
     held = 2 * FP32 + (FP32 if dtype == "bfloat16" else 0)
     shards = dp if train.distributed_optimizer else 1
     return Memory(gradients=num_parameters * FP32, optimizer=num_parameters * held / shards)
 
 
 def slot_tokens(context: int, kv_layout: KVLayout) -> int:
-    """Positions that a cache has for a sequence of at most `context` tokens: whole blocks where it is paged."""
+    """Cache positions of a sequence of at most `context` tokens: whole blocks if the cache is paged."""
     return -(-context // BLOCK_TOKENS) * BLOCK_TOKENS if kv_layout == "paged" else context
 
 
@@ -151,7 +151,8 @@ def table_bytes(shape: Shape, context: int) -> int:
 
 
 def gather_bytes(shape: Shape, dtype: str, train: TrainingLayoutConfig, tp: int, tokens: int) -> int:
-    """megatron-core's buffer for a micro-batch's activations of all tensor ranks, which it keeps (not beside frozen weights)."""
+    """Bytes of megatron-core's persistent buffer for the gathered activations of a micro-batch (not used with frozen weights).
+    """
     return tokens * int(shape["hidden_size"]) * DTYPE_BYTES[dtype] if train.sequence_parallel and tp > 1 else 0
 
 

@@ -16,8 +16,8 @@ from oppo_megatron.layout.shape import FAMILIES, check_model, head_dim, max_posi
 class ModelShape:
     """Sizes and switches of one decoder.  `hf` is the mapping that it was read from, kept for writing it back.
 
-    `windows`: of each layer the tokens that a token attends to, itself included (None: all before it).
-    `vocab_multiple`: in whose multiples embedding and output layer have rows, beside those of the tensor ranks.
+    `windows`: the number of tokens that a token attends to in each layer, itself included (None: all before it).
+    `vocab_multiple`: the rows of embedding and output layer are padded to a multiple of it and of tp.
     """
 
     family: str

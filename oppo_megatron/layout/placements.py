@@ -18,7 +18,7 @@ Layout = tuple[int, int, int]
 
 
 class RankCoordinates(NamedTuple):
-    """What one rank holds of a role: replica `replica`, pipeline stage `stage`, tensor shard `shard`."""
+    """A rank's coordinates in a role: replica `replica`, pipeline stage `stage`, tensor shard `shard`."""
 
     replica: int
     stage: int
@@ -51,7 +51,7 @@ class RolePlacement:
         return tuple(rank for stage in range(self.pp) for rank in self.stage_ranks(replica, stage))
 
     def coords(self, rank: int) -> RankCoordinates | None:
-        """What `rank` holds of the role, or None."""
+        """Return the coordinates of `rank` in the role, or None."""
         index = self._indices.get(rank)
         if index is None:
             return None
@@ -65,12 +65,12 @@ class RolePlacement:
 
     @cached_property
     def _indices(self) -> Mapping[int, int]:
-        """Where each rank stands in `ranks`; made once, because every action of a schedule asks for coordinates."""
+        """Index of each rank in `ranks`; cached because every action of a schedule asks for coordinates."""
         return {rank: index for index, rank in enumerate(self.ranks)}
 
 
 def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
-    """Where each role decodes or scores.  Actor first, then reference, critic, and the reward model where there is one."""
+    """Return the serving placement of each role: actor, reference, critic, and the reward model if there is one."""
     pool, generate = pools(config), config.actor.generate
     actor = _placement(config.actor, pool["actor"])
     if generate is not None:
@@ -83,7 +83,9 @@ def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
 
 
 def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
-    """Where actor and critic, if there is one, are updated: the same ranks, possibly in another layout."""
+    """Return the training placements of the actor and, if there is one, the critic: the same ranks, possibly in another
+    layout.
+    """
     pool = pools(config)
     return {
         name: training_placement(_placement(role, pool["actor" if name == "actor" else "scorer"]), role)
@@ -98,7 +100,7 @@ def training_placement(placement: RolePlacement, role: TrainedRoleConfig) -> Rol
 
 
 def has_own_training_weights(serving: RolePlacement, training: RolePlacement, vpp: int) -> bool:
-    """Whether a trained role holds its weights twice: virtual stages give a rank other layers than serving does."""
+    """True if a trained role holds its weights twice, because virtual stages give a rank other layers than serving does."""
     return serving != training or vpp > 1
 
 
@@ -124,7 +126,7 @@ def world_size(config: TrainConfig | SupervisedConfig) -> int:
 def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:
     """Ranks, tp, pp and dp of every model that a run computes with, by name, in plain JSON types.
 
-    Where it is another, a rank may hold another share of a model, and compute with other peers.
+    If it differs, a rank may hold another share of a model, and compute with other peers.
     """
     if isinstance(config, SupervisedConfig):
         found = {"model": _over(tuple(range(config.parallel.num_ranks)), config.parallel)}
@@ -135,21 +137,20 @@ def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:
 
 
 def shares_weights(config: TrainConfig) -> bool:
-    """Whether the reference is computed over the weights beside which the actor's adapters stand: where both are on the same
-    ranks."""
+    """True if the reference uses the actor's base weights, without its adapters: both are on the same ranks."""
     placements = role_placements(config)
     own = config.actor.lora is not None and config.reference is None
     return own and placements.get("reference") == placements["actor"]
 
 
 def decodes_and_scores(placements: Mapping[str, RolePlacement]) -> bool:
-    """Whether any rank holds both the actor and a scorer."""
+    """True if any rank holds both the actor and a scorer."""
     actor = set(placements["actor"].ranks)
     return any(actor & set(placement.ranks) for name, placement in placements.items() if name != "actor")
 
 
 def named_roles(config: TrainConfig) -> Mapping[str, RoleConfig]:
-    """The roles' sections by name; a null reference, where there is one, is the actor as it begins, in the scorers' place."""
+    """The roles' sections by name; a null reference, if there is one, is the initial actor in a scorer's place."""
     reference = None if config.ppo.kl.mode == "none" else config.reference or _start_of(config.actor)
     others = {"reference": reference, "critic": config.critic, "reward": config.reward}
     return {"actor": config.actor} | {name: role for name, role in others.items() if role is not None}
@@ -176,7 +177,7 @@ def _start_of(actor: ActorConfig) -> RoleConfig:
 
 
 MODEL_FIELDS = ("checkpoint", "init", "init_seed", "fresh_head", "dtype")
-"""What a role's model is made from."""
+"""The fields that define a role's model."""
 
 
 def _expand(text: str) -> Iterator[int]:

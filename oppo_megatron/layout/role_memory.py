@@ -35,13 +35,13 @@ SCALAR_ROLES = ("critic", "reward")
 
 @dataclass(frozen=True)
 class RoleModel:
-    """What the arithmetic needs to know of a role's model."""
+    """The properties of a role's model that the memory arithmetic uses."""
 
     shape: Shape
     dtype: str
     scalar: bool
     lora: LoraConfig | None = None
-    shared: bool = False  # the reference, over the weights beside the actor's adapters
+    shared: bool = False  # the reference, computed over the actor's base weights
 
     @classmethod
     def of(cls, model: ModelConfig, *, scalar: bool, shared: bool = False) -> RoleModel:
@@ -102,9 +102,9 @@ class RoleModel:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of a role's ranks by pipeline stage: as it decodes or scores, as it is updated, and where both are one layout.
+    """Memory of a role's ranks by pipeline stage: serving, training, and both if they have one layout.
 
-    `trained` and `both` are empty for a role that is not trained; `both` where the layouts differ.
+    `trained` and `both` are empty for a role that is not trained; `both` if the layouts differ.
     """
 
     served: tuple[Memory, ...]
@@ -121,7 +121,7 @@ def stage_memory(
     *,
     on_cpu: bool,
 ) -> StageMemory:
-    """What `role_holdings` counts, once a stage.  `train` stands for the role's own."""
+    """Count `role_holdings` once per stage.  `train` replaces the role's own training layout."""
     model = laid_out(config, name, serving, training or serving)
     served = served_stages(config, name, serving, model, on_cpu=on_cpu)
     if training is None or train is None:
@@ -157,12 +157,12 @@ def laid_out(config: TrainConfig, name: str, serving: RolePlacement, training: R
 
 
 def is_one_model(train: TrainingLayoutConfig) -> bool:
-    """Whether the same modules serve and train."""
+    """True if the same modules serve and train."""
     return not train.sequence_parallel and train.recompute == "none"
 
 
 def sequences_and_slots(config: TrainConfig, name: str, placement: RolePlacement, model: RoleModel) -> tuple[int, int]:
-    """Sequences that a replica has at most, and those of them that its cache holds at once."""
+    """Return the maximum number of sequences of a replica, and the number that its cache holds at once."""
     sequences = share_of_sequences(config, name, placement.dp)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     slots = kv_slots(model.shape, placement, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
@@ -197,7 +197,7 @@ def served_memory(
 
 
 def training_rows(config: TrainConfig, placement: RolePlacement) -> int:
-    """Of a minibatch, on a replica."""
+    """Rows of a minibatch on a replica."""
     return ceil(minibatch_rows(config) / placement.dp)
 
 
@@ -223,8 +223,9 @@ def trained_memory(
 
 
 def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: bool) -> dict[str, Call]:
-    """The largest cached calls, by phase; `logits`: on the last stage, where the actor makes them as it decodes, scorers as
-    they read."""
+    """Return the largest cached calls by phase.  `logits`: on the last stage, the actor makes them in decoding, scorers in
+    reading.
+    """
     longest, rollout = max_context(config), config.rollout
     gathered = slots * slot_tokens(longest, config.runtime.kv_layout) if config.runtime.kv_layout == "paged" else 0
     if name != "actor":

@@ -18,7 +18,7 @@ ROPE_KINDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
-"""The numbers that each kind of RoPE must have beside `rope_theta`."""
+"""The numbers that each kind of RoPE must have in addition to `rope_theta`."""
 OPTIONAL_ROPE = ("factor", "original_max_position_embeddings")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOST_POSITIONS = 2**62  # so that a factor beyond reason stays a number
@@ -35,9 +35,9 @@ def check_shape(
     max_context: int,
     tokenizer_vocab_size: int | None,
 ) -> list[str]:
-    """Problems of model `name` in `layout`: its own, and those of its contexts and vocabulary.
+    """Problems of model `name` in `layout`: its own, and problems of its contexts and vocabulary.
 
-    `max_context` in tokens; `tokenizer_vocab_size` None where it is not known.
+    `max_context` in tokens; `tokenizer_vocab_size` is None if it is not known.
     """
     sizes = Sizes.of(layout)
     own = check_use(name, hf_config, max_context, tokenizer_vocab_size)
@@ -96,7 +96,7 @@ def model_limits(hf_config: Mapping[str, Any], sequences: int | None = None, min
 
 
 def check_model(name: str, hf_config: Mapping[str, Any]) -> list[str]:
-    """What of a `config.json` itself is wrong, or is not computed here; nothing of layouts."""
+    """Return the errors and unsupported settings of a `config.json` itself, without regard to layouts."""
     family = hf_config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         return [f"{name}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5 is qwen2)"]
@@ -106,7 +106,7 @@ def check_model(name: str, hf_config: Mapping[str, Any]) -> list[str]:
 
 
 def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_head: bool) -> list[str]:
-    """A language model where one is needed; a scalar head, or leave to make a fresh one, where `scalar`."""
+    """Check the head: a language model's, or if `scalar`, a scalar head or `fresh_head`."""
     architectures = hf_config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifier = architecture.endswith("ForSequenceClassification")
@@ -150,7 +150,7 @@ def head_dim(hf_config: Mapping[str, Any]) -> int:
 
 
 def num_kv_heads(hf_config: Mapping[str, Any]) -> int:
-    """Key/value heads (all heads, where the config names none; 8, where one of Mistral does not speak of them)."""
+    """Number of key/value heads: by default all heads, and 8 for Mistral."""
     default = 8 if hf_config["model_type"] == "mistral" else None
     return int(hf_config.get("num_key_value_heads", default) or hf_config["num_attention_heads"])
 
@@ -214,7 +214,7 @@ def _check_numbers(name: str, hf_config: Mapping[str, Any]) -> list[str]:
 
 
 def _check_windows(name: str, hf_config: Mapping[str, Any]) -> list[str]:
-    """Of a model whose attention has a sliding window, or may have one."""
+    """Check a model whose attention has, or may have, a sliding window."""
     family = hf_config["model_type"]
     if family == "llama":
         return []

@@ -10,7 +10,7 @@ _remarks = [".*Apex", ".*Transformer Engine", "full scope is deprecated", "If yo
 _remarks.append(r"The \.grad attribute of a Tensor that is not a leaf")
 for _message in _remarks:
     warnings.filterwarnings("ignore", message=_message, category=UserWarning)
-# What megatron-core calls of torch is to be replaced in a later torch.
+# megatron-core calls torch functions that a later torch will replace.
 for _message in ("`load_state_dict` is deprecated", "Please use DTensor instead", r"`torch\.distributed\.\w+` is deprecated"):
     warnings.filterwarnings("ignore", message=_message, category=FutureWarning)
 del _message, _remarks

@@ -69,7 +69,7 @@ class CapturedSteps:
         try:
             graph = self._graphs[key] = self._capture(step)
         except RuntimeError as error:
-            # What ends the capture then says so; the operation at fault is in the error before it.
+            # The end of the capture then raises, too; the error before it names the operation at fault.
             if is_out_of_memory(error) or "captur" not in str(error):
                 raise
             self._refused = True

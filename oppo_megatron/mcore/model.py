@@ -87,7 +87,7 @@ class RoleModel(GPTModel):
         self.vocab = VocabShards(groups.collection.tp, shape.vocab_rows(groups.tp), shape.vocab_size)
         self.stage, self.num_stages = stage, num_stages
         self.max_length = max_length
-        self.adapters: LoraConfig | None = None  # set where it is given some
+        self.adapters: LoraConfig | None = None  # set when adapters are given
         self._path: DecodePath = "module"
         self.fused: FusedStage | None = None  # what has been made of the weights for cached calls
         self._fused_head: Callable[[Tensor], Tensor] | None = None
@@ -290,7 +290,7 @@ def transformer_config(
         apply_rope_fusion=False,
         variable_seq_lengths=layout is None or layout.vpp == 1,  # packed micro-batches differ in length
         batch_p2p_sync=False,  # for torch before 1.12: the host would wait for the device in every message between stages
-        moe_token_dispatcher_type="alltoall",  # noqa: S106  (no secret: megatron asks for it beside variable lengths)
+        moe_token_dispatcher_type="alltoall",  # noqa: S106  (no secret: megatron requires it for variable lengths)
         calculate_per_token_loss=True,  # losses are shares of a minibatch's: they add up, over replicas too
         **({} if layout is None else _training_options(layout, groups)),
     )

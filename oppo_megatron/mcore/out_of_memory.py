@@ -36,7 +36,7 @@ def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
 
 
 def too_many_tokens(work: str, lengths: Sequence[int], answers: int = 1) -> tuple[str, str]:
-    """Work and remedy for a micro-batch of sequences of `lengths` tokens, of which `answers` (2: a pair) stay together."""
+    """Work and remedy for a micro-batch of sequences of `lengths` tokens; `answers` of them (2: a pair) stay together."""
     tokens = sum(lengths)
     if len(lengths) <= answers:
         remedy = "lower the maximum lengths of prompts and responses"

@@ -42,7 +42,7 @@ _COMPILE = torch.compile
 
 
 def import_megatron() -> None:
-    """Import `megatron.core`; where it has been imported, nothing changes."""
+    """Import `megatron.core`, unless it has been imported."""
     with mock.patch.object(torch, "compile", compiled_when_called), _absent(UNUSED):
         for library, package in ((TE, "transformer_engine"), (APEX, "apex")):
             if "megatron.core" not in sys.modules and not usable(library):

@@ -39,7 +39,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 def adapter_problems(name: str, lora: LoraConfig) -> list[str]:
-    """What keeps the adapters of `lora.adapter` from being those that `lora`, the section `name`, describes, a sentence each."""
+    """Return why the adapters in `lora.adapter` do not match `lora` (the section `name`), one sentence per mismatch."""
     if lora.adapter is None:
         return []
     try:
@@ -74,7 +74,8 @@ def _uncomputed(where: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def lora_of(directory: Path) -> LoraConfig:
-    """The settings of a peft directory's adapters.  Raises CheckpointError for one that is not of LoRA, or not computed here."""
+    """The settings of a peft directory's adapters.  Raises CheckpointError for one that is not of LoRA, or not computed
+    here."""
     found = read_adapter_config(directory)
     try:
         lora = LoraConfig(
@@ -91,7 +92,7 @@ def lora_of(directory: Path) -> LoraConfig:
 
 
 def refuse_adapters(directory: Path) -> None:
-    """Raises CheckpointError for a peft directory, which is no model, where a model is needed."""
+    """Raise CheckpointError for a peft directory, which is not a full model."""
     if (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
         raise CheckpointError(
             f"`{directory}` holds adapters, which are no model: name their base as the checkpoint and this as `lora.adapter`, or "

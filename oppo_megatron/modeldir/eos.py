@@ -13,9 +13,9 @@ FIELD = "eos_token_id"
 
 
 def model_eos_ids(directory: Path) -> tuple[int, ...]:
-    """The `eos_token_id` of `generation_config.json`, or where that has none of `config.json`: a number or a list.
+    """The `eos_token_id` of `generation_config.json`, or if it has none, of `config.json`: a number or a list.
 
-    None of both: no ids.  Raises CheckpointError for a file or an entry that is neither.
+    Without either there are no ids.  Raises CheckpointError for a file or an entry that is neither.
     """
     for name in (GENERATION_CONFIG, MODEL_CONFIG):
         path = directory / name
@@ -25,7 +25,7 @@ def model_eos_ids(directory: Path) -> tuple[int, ...]:
 
 
 def distinct(ids: Iterable[int]) -> tuple[int, ...]:
-    """Each once, in the order in which they come."""
+    """Return each id once, in order of first appearance."""
     return tuple(dict.fromkeys(ids))
 
 

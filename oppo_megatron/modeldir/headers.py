@@ -31,7 +31,7 @@ class Stored(NamedTuple):
 
 
 def read_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """The `config.json` mapping of a role.  Raises CheckpointError with one sentence where there is none."""
+    """Return the `config.json` mapping of a role.  Raises CheckpointError if there is none."""
     if isinstance(model.init, dict):
         return model.init
     if model.init is not None:
@@ -51,7 +51,9 @@ def read_hf_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_weights(name: str, directory: Path) -> list[str]:
-    """Problems of the files in a checkpoint: absent, truncated, not safetensors.  Of Megatron's, those of its folder."""
+    """Return the problems of a checkpoint's files: absent, truncated, not safetensors.  For Megatron's, only its folder's
+    files.
+    """
     try:
         if find_megatron(directory) is not None:
             return []
@@ -145,14 +147,14 @@ def same_content(one: Stored, other: Stored) -> bool:
 
 
 def is_inside(file: object) -> bool:
-    """Whether an index's entry is the name of a file below its own folder."""
+    """True if an index's entry is the name of a file below its own folder."""
     return (
         isinstance(file, str) and file.isprintable() and not Path(file).is_absolute() and ".." not in Path(file).parts
     )
 
 
 def check_file(file: Path) -> None:
-    """Raises CheckpointError where the file's header is not whole, or its tensors do not fill the file as it says.
+    """Raises CheckpointError if the file's header is incomplete, or its tensors do not fill the file as declared.
 
     Reads no further than the header, and needs no torch.
     """
@@ -171,9 +173,9 @@ def check_file(file: Path) -> None:
 
 
 def tokenizer_vocab_size(path: Path) -> int | None:
-    """Largest token id + 1 that the tokenizer at `path` gives; None where only the tokenizer itself could tell.
+    """Largest token id + 1 that the tokenizer at `path` gives; None if only the tokenizer itself knows it.
 
-    Raises CheckpointError where the tokenizer's files cannot be read.
+    Raises CheckpointError if the tokenizer's files cannot be read.
     """
     if path.is_file():
         return _sentencepiece_size(path)

@@ -28,7 +28,7 @@ SHAPE = "config.json"
 
 @dataclass(frozen=True)
 class MegatronFolder:
-    """`weights`: what holds index and tensors.  `prefix`: of the model's keys; None where the keys must tell."""
+    """`weights`: the folder of index and tensors.  `prefix`: prefix of the model's keys; None if it follows from the keys."""
 
     weights: Path
     shape: Path
@@ -36,9 +36,9 @@ class MegatronFolder:
 
 
 def find_megatron(directory: Path, shape: Path | None = None) -> MegatronFolder | None:
-    """What of Megatron's `directory` names; None for any other folder.  Raises CheckpointError for one that is not readable.
+    """Return the Megatron checkpoint that `directory` names; None for any other folder.  Raises CheckpointError if unreadable.
 
-    `shape`: a `config.json` to use instead of the one that is looked for.
+    `shape`: a `config.json` to use instead of searching for one.
     """
     if any(directory.glob("*.safetensors")):
         return None
@@ -53,7 +53,7 @@ def find_megatron(directory: Path, shape: Path | None = None) -> MegatronFolder 
 
 
 def is_index(directory: Path) -> bool:
-    """Whether a `dist_checkpointing` checkpoint lies in this very folder."""
+    """True if a `dist_checkpointing` checkpoint lies in this very folder."""
     return (directory / BACKENDS).is_file() or (directory / TORCH_INDEX).is_file()
 
 

@@ -1,6 +1,6 @@
 """Checks that the run's tokenizer is the one of each role's model.  Reads files, no model; without torch.
 
-Two tokenizers are the same if each id stands for the same piece, and sample texts become the same ids.  One may have added
+Two tokenizers are the same if each id maps to the same piece, and sample texts become the same ids.  One may have added
 tokens that the other lacks, or has under a reserved name; one may be a fast tokenizer and the other its sentencepiece model.
 """
 
@@ -31,7 +31,9 @@ SAMPLE = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`added`: ids of tokens beside the trained pieces.  `eos`: all that end a response; empty or None where nothing says."""
+    """`added`: ids of tokens in addition to the trained pieces.  `eos`: all ids that end a response; empty or None if
+    unspecified.
+    """
 
     pieces: Mapping[int, str]
     added: frozenset[int]
@@ -149,7 +151,7 @@ def _special(path: Path, name: str) -> str | None:
 
 
 def _read(path: Path, file: Path) -> Vocabulary:
-    """Raises CheckpointError where the file is not what its name says."""
+    """Read a vocabulary file.  Raises CheckpointError if the content does not match the file's name."""
     if file.name not in (FAST, SLOW):
         return _sentencepiece(path, file)
     pieces, added = _fast_pieces(file) if file.name == FAST else _slow_pieces(path, file)

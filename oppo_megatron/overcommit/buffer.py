@@ -1,4 +1,4 @@
-"""The rollout buffer: holds growing rollouts, and selects those of a step's batch.
+"""The rollout buffer: holds growing rollouts and selects the ones of a step's batch.
 
 Legend: a *group* is the n responses to one prompt (n is 1 in plain PPO, and a group a rollout); a batch has B groups, delta is
 the number of groups decoded beyond it, *clock* the logical clock (decode steps since the run began).  Nothing here depends on
@@ -15,8 +15,8 @@ Life of a group::
               deferred          deferred                  deferred (a surplus finisher)
 
 Every `take_batch` defers what it leaves: `deferrals` + 1, all tokens kept.  No group is trained with more than η deferrals
-(`max_staleness`): the batch waits for those that may not be deferred again, and for as many of the next oldest as must not
-fall due with them (`staleness.py`).
+(`max_staleness`): the batch waits for the groups that may not be deferred again, and for as many of the next oldest as must
+not fall due with them (`staleness.py`).
 
 Invariants (held by the unit tests):
 
@@ -63,8 +63,8 @@ class RolloutBuffer:
         group_size: int = 1,
         filtered: bool = False,
     ):
-        """`batch_size` counts rollouts, of whole groups; `delta` counts groups, `max_staleness` batches (η).  `filtered`: groups
-        wait for verdicts."""
+        """`batch_size` counts rollouts, of whole groups; `delta` counts groups, `max_staleness` batches (η).  `filtered`:
+        groups wait for verdicts."""
         assert batch_size >= 1 and delta >= 0 and max_staleness >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size
         self.group_size = group_size

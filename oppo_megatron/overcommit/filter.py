@@ -1,10 +1,10 @@
 """The filter of groups (dynamic sampling, arXiv 2503.14476): a group whose responses are all equally good is not trained.
 
-A group leaves the buffer untrained, and backfill gives its place away.  Which groups make a batch then depends on rewards, and
-these come when they come.  So verdicts have a clock of their own, the decode steps: with p the steps from one admission to the
-next, what ended at step c is judged at step p * (ceil(c / p) + lag), not before and not later.  There the ranks wait for what
-is due and share it, and only there is a batch complete.  Hence batches depend on tokens, rewards, p and lag, and on nothing
-else: not on seconds, chunk sizes or placements.
+A group leaves the buffer untrained, and backfill gives its place away.  Which groups make a batch then depends on rewards,
+and rewards arrive at unpredictable times, so verdicts have a clock of their own, the decode steps: with p the steps from one
+admission to the next, what ended at step c is judged at step p * (ceil(c / p) + lag), not before and not later.  There the
+ranks wait for what is due and share it, and only there is a batch complete.  So batches depend on tokens, rewards, p and
+lag, and on nothing else: not on seconds, chunk sizes or placements.
 
 Life of a group::
 
@@ -13,7 +13,7 @@ Life of a group::
                                         `------------------> dropped  (they are all the same)
 
 A group is known to be kept as soon as two members differ, but is trained with its last one.  One whose scores are all known to
-be equal, those of members that are still decoded as well (`settling.py`), is dropped before it has ended.
+be equal, including the scores of members still being decoded (`settling.py`), is dropped before it has ended.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import TIE, Rollout
 
 Scores = Sequence[float]
-"""Of one response, by the parts that a verdict is made from."""
+"""Scores of one response, by the parts that a verdict uses."""
 
 Judge = Callable[[Sequence[Rollout]], Sequence[Scores]]
-"""Waits for the scores of responses that have ended; alike on every rank."""
+"""Waits for the scores of finished responses; returns the same on every rank."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class GroupFilter:
         self._judged: set[int] = set()  # groups, by number, that have their verdict and are still held
 
     def begin_step(self) -> None:
-        """A step's groups are counted anew."""
+        """Reset the counts of the step."""
         self.counts = Counts()
 
     def settle(self, judge: Judge) -> list[Rollout]:
-        """Between two rounds, and where a step begins: bring what is due into force.  Returns what is dropped.
+        """Apply the verdicts that are due, between two rounds and at the start of a step.  Returns the dropped rollouts.
 
-        Where nothing is left to decode, the clock goes on by itself until a batch is complete or prompts may enter.  Raises
-        SamplingError where the step has judged `max_groups` groups and has no batch.
+        If nothing is left to decode, the clock advances until a batch is complete or prompts may enter.  Raises SamplingError
+        if the step has judged `max_groups` groups and has no batch.
         """
         scheduler, buffer = self.scheduler, self.scheduler.buffer
         dropped: list[Rollout] = []
@@ -124,7 +124,7 @@ class GroupFilter:
         return sum(self._differ(group) for group in self._groups().values() if not self._decided(group))
 
     def state_dict(self) -> dict[str, Any]:
-        """In plain JSON types; a score that is no finite number is null."""
+        """Return the state in plain JSON types; a non-finite score is null."""
         scores = [[i, [x if math.isfinite(x) else None for x in parts]] for i, parts in self.scores.items()]
         return {
             "labels": list(self.rule.labels),
@@ -135,7 +135,7 @@ class GroupFilter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from `state`, whose rollouts the buffer holds; what was judged by other parts is judged anew."""
+        """Continue from `state`, whose rollouts the buffer holds; scores from other parts are judged again."""
         if state is None:
             return
         self.counts = Counts(state["kept"], state["dropped"])
@@ -182,7 +182,7 @@ class GroupFilter:
         return all(rollout.seq_id in self.scores for rollout in group)
 
     def _known(self, group: Sequence[Rollout]) -> bool:
-        """Whether the scores of all are in force, or foreseen."""
+        """True if the scores of all members are in force or foreseen."""
         return all(rollout.seq_id in self.scores or rollout.seq_id in self.foreseen for rollout in group)
 
     def _differ(self, group: Sequence[Rollout]) -> bool:

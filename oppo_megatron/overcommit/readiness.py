@@ -13,7 +13,8 @@ class Readiness:
     """The groups that a batch still waits for.
 
     The decode engine calls `finish` for the sequences that end at a decode step and then reads `ready`.  Stopping at that
-    step instead of at the end of the chunk makes the batch, and the state of all other rollouts, independent of the chunk size.
+    step instead of at the end of the chunk makes the batch, and the state of all other rollouts, independent of the chunk
+    size.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
 def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: int, target: int) -> Ints:
     """The groups that the next batch of `target` groups will have, whatever is decoded from here on.
 
-    The oldest, finished or not; then the first finishers of each S_k up to r_k; then of all, but for places that some S_k needs
-    for groups that have not finished.  Where a batch is ready, these are the batch.
+    The oldest, finished or not; then the first finishers of each S_k up to r_k; then of all, but for places that some S_k
+    needs for groups that have not finished.  If a batch is ready, these are the batch.
     """
     finishers = np.flatnonzero(finished_G)
     chosen_G, reserved = ages_G >= most, 0
@@ -108,12 +109,13 @@ def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: i
 
 
 def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
-    """The `number` of the groups that finished first, ties in their order.  Nothing is sorted where there are no more."""
+    """Return the `number` groups that finished first, ties in their order.  Nothing is sorted if there are no more than that.
+    """
     if len(groups) <= max(0, number):
         return groups
     return groups[np.argsort(clocks_G[groups], kind="stable")][: max(0, number)]
 
 
 def needed_batch(ages: Ints, most: int) -> int:
-    """The least B with which groups of these ages can all be trained in time: |S_k| <= (k + 1) B for each k."""
+    """The smallest B that lets groups of these ages all be trained in time: |S_k| <= (k + 1) B for each k."""
     return max((-(-int((ages >= most - k).sum()) // (k + 1)) for k in range(most + 1)), default=0)

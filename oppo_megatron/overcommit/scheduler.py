@@ -30,7 +30,7 @@ from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 
 
 class DeltaController(Protocol):
-    """What sets delta from what a step has shown; `oppo_megatron.control.delta_controllers` has the rules."""
+    """Sets delta from the signals of a step; `oppo_megatron.control.delta_controllers` has the rules."""
 
     @property
     def value(self) -> int: ...
@@ -77,7 +77,7 @@ class OvercommitScheduler:
 
     @property
     def position(self) -> int:
-        """The position in the stream of prompts behind the last one admitted."""
+        """The position in the stream of prompts after the last one admitted."""
         return self._position
 
     @property
@@ -109,7 +109,7 @@ class OvercommitScheduler:
 
     @property
     def admits(self) -> bool:
-        """Whether prompts would enter now."""
+        """True if prompts would enter now."""
         return self._next_prompt is not None and self._room >= self.buffer.group_size
 
     def pass_by(self) -> None:
@@ -145,7 +145,7 @@ class OvercommitScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
-        """Continue from `state`.  The prompts must be those of the run, from `position` on."""
+        """Continue from `state`.  The prompts must be the run's, from `position` on."""
         self._num_consumed, self._position = state["num_consumed"], state["position"]
         self._due = state["due"]
         if self._every is not None:  # where backfill was off before, the clock has passed what was due
@@ -158,7 +158,7 @@ class OvercommitScheduler:
 
     @property
     def _backfills(self) -> bool:
-        """Whether prompts may still enter within this step."""
+        """True if prompts may still enter within this step."""
         if self.buffer.filtered:
             return True  # if not prompts, then verdicts
         return self._every is not None and self._next_prompt is not None and not self.buffer.full
@@ -170,7 +170,7 @@ class OvercommitScheduler:
         return room if self._to_train is None else max(0, min(room, self._to_train - len(self.buffer)))
 
     def _next_admission(self) -> int:
-        """Of a step that begins now; verdicts come into force at multiples of the period."""
+        """The clock of the next admission for a step that starts now; verdicts take effect at multiples of the period."""
         clock, every = self.buffer.clock, self._every or 0
         return every * (clock // every + 1) if self.buffer.filtered else clock + every
 

@@ -1,14 +1,14 @@
-"""Responses that end early: once nothing that follows changes their rewards, they are decoded no further.
+"""Responses that end early: decoding stops once no continuation can change their rewards.
 
 Rewards are asked on a clock of their own, the decode steps: between two rounds, at every multiple of a period.  A response
 whose prefix is settled ends there, with the token that settled it; what was decoded beyond is thrown away.  So what is
 trained depends on tokens, rewards and the period, and on nothing else: not on seconds, chunk sizes or placements.
 
-The groups of an audit go on to their ends all the same.  What they were settled as is noted, as it is of those that were cut,
-for who evaluates their rewards: it has to be what they come to.
+The groups of an audit are decoded to their ends all the same.  Their settled rewards are recorded, as for responses that were
+cut, and checked when their rewards are evaluated: both have to agree.
 
-Where groups are filtered, what is known of a response that is still decoded is *foreseen*: a group whose rewards are all known
-by then, and equal, is dropped at once (`filter.py`).
+If groups are filtered, the known rewards of a response that is still decoded are *foreseen*: a group whose rewards are all
+known by then, and equal, is dropped at once (`filter.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from oppo_megatron.records import Rollout
 
 @dataclass(frozen=True)
 class Prefix:
-    """What rewards say of a response so far.
+    """The rewards of a response as far as its prefix determines them.
 
-    `parts`: what each part gives for every continuation, NaN where they differ.  `num_tokens`: of the shortest prefix that
-    settles all parts; 0 where none does.
+    `parts`: the value of each part for every continuation, NaN if it may vary.  `num_tokens`: length of the shortest prefix
+    that settles all parts; 0 if none does.
     """
 
     parts: tuple[float, ...]
@@ -52,14 +52,14 @@ class Clock:
 
 @dataclass
 class Audited:
-    """Responses of the run that were settled, and went on to their ends; tokens that they had beyond."""
+    """Responses of the run that were settled but decoded to their ends, and the tokens after the settling one."""
 
     rows: int = 0
     tokens: int = 0
 
 
 class Settler:
-    """What is settled of the responses that the buffer holds, alike on every rank.  `labels`: the parts of the reward."""
+    """Settled rewards of the responses in the buffer, the same on every rank.  `labels`: the parts of the reward."""
 
     def __init__(self, buffer: RolloutBuffer, clock: Clock, labels: Sequence[str]):
         self.buffer, self.clock, self.labels = buffer, clock, tuple(labels)
@@ -68,12 +68,12 @@ class Settler:
         self.num_cut = 0
 
     def begin_step(self) -> None:
-        """A step's responses are counted anew."""
+        """Reset the counts of the step."""
         self.num_cut = 0
 
     @property
     def due(self) -> bool:
-        """Whether rewards are asked now, between two rounds."""
+        """True if rewards are to be asked now, between two rounds."""
         return self.buffer.clock % self.clock.period == 0
 
     def asked(self) -> list[Rollout]:
@@ -81,7 +81,7 @@ class Settler:
         return [r for r in self.buffer.active if r.num_response_tokens and r.seq_id not in self.notes]
 
     def take(self, asked: Sequence[Rollout], prefixes: Sequence[Prefix]) -> list[Rollout]:
-        """What rewards say of those that were asked for comes into force.  Returns the responses that end with it."""
+        """Apply the rewards of the asked responses.  Returns the responses that end with it."""
         found = {r.seq_id: prefix for r, prefix in zip(asked, prefixes, strict=True) if prefix.num_tokens}
         self.notes |= found
         cut = {seq_id: prefix.num_tokens for seq_id, prefix in found.items() if not self._is_audited(seq_id)}
@@ -89,7 +89,7 @@ class Settler:
         return self.buffer.cut(cut) if cut else []
 
     def foreseen(self, asked: Sequence[Rollout], prefixes: Sequence[Prefix]) -> dict[int, Prefix]:
-        """What is known of those that go on, of no audit's groups."""
+        """Return the known rewards of responses that continue and are not in an audit's groups."""
         pairs = zip(asked, prefixes, strict=True)
         return {r.seq_id: p for r, p in pairs if not r.finished and not self._is_audited(r.seq_id)}
 
@@ -102,7 +102,7 @@ class Settler:
                 self.audited.tokens += len(rollout.tokens) - note.num_tokens
 
     def figures(self) -> dict[str, float | None]:
-        """Of the step, for its line in the metrics; `settled_tokens` goes by what audited responses had beyond, so far."""
+        """Metrics of the step; `settled_tokens` is estimated from the extra tokens of audited responses so far."""
         rows, tokens = self.audited.rows, self.audited.tokens
         saved = self.num_cut * tokens / rows if rows else None
         return {
@@ -131,6 +131,6 @@ class Settler:
 
 
 def known(prefix: Prefix, labels: Sequence[str], of: Sequence[str]) -> list[float] | None:
-    """The parts `of` a prefix, in their order, where all of them are settled; `labels` are those of `prefix.parts`."""
+    """Return the parts `of` a prefix, in their order, or None unless all are settled; `labels` name `prefix.parts`."""
     values = [prefix.parts[labels.index(label)] for label in of]
     return None if any(map(math.isnan, values)) else values

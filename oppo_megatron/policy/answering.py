@@ -106,7 +106,7 @@ def _grow(
     speaks: bool,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> list[int]:
-    """Decode one response, shown while it grows where this rank `speaks`, and left where it is `interrupted`."""
+    """Decode one response, printed as it grows if this rank `speaks`; stop early once `interrupted`."""
     shown, tokens = GrowingText(decode, sys.stdout), list[int]()
     for (rollout,) in decoder.rounds([prompt]):
         tokens, left = rollout.tokens, interrupted()
@@ -120,7 +120,7 @@ def _grow(
 
 
 def _fill(request: Request, to: OutputFile, policy: LoadedPolicy, world: World) -> None:
-    """What has ended is written at once, by rank 0."""
+    """Decode the requests; rank 0 writes each response as soon as it ends."""
     decode = policy.tokenizer.decode
     file = ResponseFile(to, request.prompts, request.samples, decode)
     left, meter = file.left, Meter(len(file), len(request.prompts))
@@ -170,7 +170,7 @@ class _Turns:
         return told[0]
 
     def answer(self, messages: Messages) -> str:
-        """Shown while it grows.  Raises DataError where no room is left."""
+        """Answer, printing tokens as they come.  Raises DataError if the context leaves no room for an answer."""
         tokenizer, drawing = self._policy.tokenizer, self._request.drawing
         text = tokenizer.chat.render(messages)
         tokens = tuple(encode_prompt(tokenizer, text))
@@ -181,7 +181,7 @@ class _Turns:
         return self.decode(prompt)
 
     def decode(self, prompt: Prompt) -> str:
-        """Every rank; Ctrl-C ends the answer where this rank is alone."""
+        """Called on every rank; Ctrl-C ends the answer if this rank is the only one."""
         decode, alone = self._policy.tokenizer.decode, self._world.size == 1
         with until_interrupted() if alone else nullcontext(lambda: False) as interrupted:
             return decode(_grow(self._decoder, prompt, decode, self._world.rank == 0, interrupted))

@@ -56,7 +56,7 @@ def partial_path(path: Path) -> Path:
 
 
 def require_output(to: OutputFile) -> bool:
-    """Whether anything is left to do.  Raises ConfigError if an existing file would be lost, or has other settings."""
+    """True if anything is left to do.  Raises ConfigError if an existing file would be lost, or has other settings."""
     partial = partial_path(to.path)
     if to.path.exists():
         if to.resume:
@@ -97,7 +97,8 @@ def _require_same(partial: Path, settings: Mapping[str, Any]) -> None:
 
 
 class ResponseFile:
-    """A JSONL file of responses, in the order of prompts once all are there; until then what has ended lies beside it."""
+    """A JSONL file of responses, in the order of prompts once all are there; until then finished responses are in a file next
+    to it."""
 
     def __init__(self, to: OutputFile, prompts: Sequence[Prompt], samples: int, decode: Decode):
         """Raises DataError if the file answers other prompts."""

@@ -13,7 +13,7 @@ from oppo_megatron.records import Prompt
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn (temperature 0: greedy) and where responses end, beside the ids that end the policy's responses."""
+    """How tokens are drawn (temperature 0: greedy), and ids that end responses in addition to the policy's own."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -26,7 +26,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Terminal:
-    """Responses go to the standard output: as they grow where there is one, else as they end; `as_json`: a line of JSON each."""
+    """Write responses to the standard output: as they grow on a terminal, else as they end; `as_json`: one JSON line each."""
 
     as_json: bool = False
 
@@ -42,7 +42,8 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns are read from `source` (None: the standard input) and answered; it begins with `system`, where there is one."""
+    """Turns are read from `source` (None: the standard input) and answered; the conversation begins with `system`, if
+    given."""
 
     system: str | None = None
     source: str | None = None
@@ -69,7 +70,7 @@ class Request:
 
 
 def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any]:
-    """What responses are a function of, beside the prompts, in plain JSON types."""
+    """The settings that, with the prompts, determine the responses, in plain JSON types."""
     return {
         "policy": str(policy.model.checkpoint or policy.directory),
         "dtype": policy.model.dtype,

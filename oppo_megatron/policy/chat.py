@@ -22,7 +22,7 @@ HELP = f"{RESET} begins anew, Ctrl-C ends an answer, Ctrl-D ends the chat"
 def converse(system: str | None, read: Callable[[], str | None], answer: Callable[[Messages], str]) -> None:
     """Ask and answer until `read` gives None; `answer` shows what it returns.
 
-    A turn that leaves no room for an answer (DataError) is told of and forgotten.
+    A turn that leaves no room for an answer (DataError) is reported and dropped.
     """
     messages = opening(system)
     while (line := read()) is not None:
@@ -71,7 +71,7 @@ def _line(stream: TextIO) -> str | None:
 
 @contextmanager
 def until_interrupted() -> Iterator[Callable[[], bool]]:
-    """In the block Ctrl-C is counted, not raised; the result tells whether there was one.  For a process's main thread only."""
+    """Count Ctrl-C in the block instead of raising; the yielded function returns True if there was one.  Main thread only."""
     heard = False
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

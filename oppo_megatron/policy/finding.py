@@ -37,7 +37,7 @@ RunConfig = TrainSettings | SupervisedConfig
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user says of a policy beside its directory; None: what the directory says."""
+    """The user's choices for a policy besides its directory; None: use the directory's own."""
 
     tokenizer: Path | None = None
     chat_template: str | None = None
@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Policy:
-    """`told`: a line that says what was taken.  `run`: the settings of the run that it comes from, where there is one.
+    """`told`: a line that describes the choice.  `run`: the settings of the run that it comes from, if there is one.
 
     `adapters`: of a checkpoint with adapters alone, its `models/` and their name in it; `model`: their base.
     """
@@ -71,7 +71,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Where the weights are, before anything is read of them."""
+    """The location of the weights, before anything is read from them."""
 
     model: TrainedRoleConfig
     told: str
@@ -80,7 +80,8 @@ class _Weights:
 
 
 def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
-    """Raises CheckpointError or ConfigError, with what to name instead, for what holds no policy; reads no tensor."""
+    """Find the policy of a directory; reads no tensor.  Raises CheckpointError or ConfigError, with a remedy, if it has none.
+    """
     if not directory.exists():
         raise CheckpointError(missing_path("the policy", directory))
     if not directory.is_dir():
@@ -107,7 +108,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
 
 
 def read_run(directory: Path) -> RunConfig:
-    """The settings that a run wrote down.  Raises ConfigError for those of another command or version."""
+    """Read the settings that a run recorded.  Raises ConfigError if another command or version wrote them."""
     tree = read_tree(directory / RUN_CONFIG)
     sections: dict[str, type[RunConfig]] = {"actor": TrainSettings, "dpo": DPOConfig, "kto": KTOConfig}
     kind = next((kind for name, kind in sections.items() if name in tree), SFTConfig)
@@ -121,7 +122,8 @@ def read_run(directory: Path) -> RunConfig:
 
 
 def run_of(directory: Path) -> RunConfig | None:
-    """The settings of the run that a directory lies in; None where it is of no run.  Raises ConfigError as `read_run`."""
+    """Return the settings of the run that a directory lies in; None if it is not in a run.  Raises ConfigError as
+    `read_run`."""
     above = _run_above(directory)
     return None if above is None else read_run(above)
 
@@ -183,7 +185,7 @@ def _of_directory(directory: Path, run: RunConfig | None, choice: Choice) -> _We
 
 
 def _no_policy(directory: Path) -> str:
-    """What to name in place of a folder that is none of what holds a policy."""
+    """Return what to name in place of a folder that holds no policy."""
     inner = sorted(
         path.name for path in directory.iterdir() if any((path / name).is_file() for name in (RUN_CONFIG, SHAPE))
     )
@@ -214,7 +216,7 @@ def _of_adapters(directory: Path, run: RunConfig | None, choice: Choice) -> _Wei
 
 
 def _model(directory: Path, own: TrainedRoleConfig | None, choice: Choice) -> TrainedRoleConfig:
-    """The weights of a directory, in the type of the run, or in which they are stored."""
+    """The weights of a directory, in the dtype of the run, or in the stored dtype."""
     dtype: Dtype = "float32"
     if own is not None:
         dtype = own.dtype
@@ -230,7 +232,7 @@ def _role_of(run: RunConfig) -> TrainedRoleConfig:
 
 
 def _tokenizer(found: _Weights, run: RunConfig | None, choice: Choice) -> TokenizerConfig:
-    """As it was chosen; else what lies with the weights, else the run's, else that of the model that adapters stand beside."""
+    """The chosen tokenizer; else the one stored with the weights, else the run's, else the one of the adapters' base model."""
     template = choice.chat_template or (None if run is None else run.tokenizer.chat_template)
     path = choice.tokenizer
     if path is None and found.own is not None and _has_tokenizer(found.own):

@@ -31,7 +31,7 @@ class Wording:
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt; `row` counts those of the file, or of the command line; `fields` are the row's other columns."""
+    """A prompt; `row` is its number in the file or on the command line; `fields` are the row's other columns."""
 
     row: int
     text: str
@@ -48,7 +48,7 @@ def opening(system: str | None) -> list[dict[str, str]]:
 
 
 def prompts_of_texts(texts: Iterable[str], wording: Wording, tokenizer: Tokenizer) -> list[Asked]:
-    """Raises ConfigError where there is no chat template."""
+    """Render the texts as prompts.  Raises ConfigError if there is no chat template."""
     return [Asked(row, _worded(text, wording, tokenizer), {}) for row, text in enumerate(texts)]
 
 
@@ -94,7 +94,7 @@ def prompts_of_file(
 
 
 def within(asked: Sequence[Asked], most_tokens: int | None, tokenizer: Tokenizer) -> list[Asked]:
-    """Those of at most `most_tokens`, where it is given.  Raises DataError where none is."""
+    """Keep the prompts of at most `most_tokens` tokens, if it is given.  Raises DataError if none is left."""
     if most_tokens is None:
         return list(asked)
     lengths = [len(encode_prompt(tokenizer, each.text)) for each in asked]

@@ -24,7 +24,7 @@ from oppo_megatron.schedule.rounds import Site
 
 @dataclass(frozen=True)
 class PolicyPlacement:
-    """Where policies are loaded, one after the other or several: all ranks of the world, in one layout."""
+    """Placement of loaded policies, one after another or several at once: all ranks of the world, in one layout."""
 
     world: World
     groups: RoleGroups

@@ -174,7 +174,7 @@ def colour(action: Action) -> str:
 
 
 def _kind(action: Action) -> str:
-    """Return its name in the legend; a score has that of its role's prefill."""
+    """Return its name in the legend; a score has the name of its role's prefill."""
     return f"prefill {action.role}" if action.op in (Op.PREFILL, Op.SCORE) else action.op.value
 
 

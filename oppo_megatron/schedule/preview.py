@@ -93,7 +93,7 @@ def _rounds(
 
 
 def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tuple[float, float]:
-    """What no schedule of the round can undercut: seconds of the actor's part alone, and those that the busiest rank works."""
+    """Return lower bounds on the round: seconds of the actor's part alone, and the busiest rank's seconds of work."""
     alone = replace(round_, prefill={role: work for role, work in round_.prefill.items() if role == "actor"})
     schedule = add_communication(GENERATORS["sequential"](alone, site, costs), alone, site)
     return simulate(schedule, alone, site, costs).makespan_s, max(map(timeline.busy_s, timeline.spans), default=0.0)

@@ -49,7 +49,7 @@ class Gate(Generic[Asked, Found]):
         self._bodies, self._waiting = Bodies(limits), 0
 
     async def answer(self, request: Request) -> tuple[Asked, Found]:
-        """What was asked, and what the scorer has found.  Raises Refusal."""
+        """Return the request and the scorer's result.  Raises Refusal."""
         self._authorise(request)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "the body must be application/json")

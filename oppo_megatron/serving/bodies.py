@@ -33,7 +33,7 @@ class RequestLimits:
 
 LIMITS = RequestLimits()
 TURNS = 3
-"""Of the loop, from the arrival of a body's rest to the end of its reading."""
+"""Turns of the event loop between the arrival of the rest of a body and the end of its reading."""
 
 
 class Refusal(Exception):
@@ -53,11 +53,11 @@ class _Body:
 
 
 class Bodies:
-    """Those of a service that are on their way."""
+    """The request bodies that a service is receiving."""
 
     def __init__(self, limits: RequestLimits):
         self._limits = limits
-        self._coming: dict[_Body, None] = {}  # in the order in which they began to
+        self._coming: dict[_Body, None] = {}  # in the order of their start
         self._num_bytes = 0
 
     async def read(self, request: Request) -> bytes:
@@ -102,7 +102,7 @@ class Bodies:
                 loop.call_later(0, self._refuse_unread, oldest, TURNS)
 
     def _refuse_unread(self, body: _Body, turns: int) -> None:
-        """Unless the rest of it has come meanwhile: where the loop is slow, it may be here and unread."""
+        """Refuse a body unless its rest has come meanwhile: if the loop is slow, it may have arrived unread."""
         if turns:
             asyncio.get_running_loop().call_later(0, self._refuse_unread, body, turns - 1)
         elif body in self._coming:

@@ -1,10 +1,10 @@
-"""Connections before a request is known: how long they may take to send one, and how many may be at it.
+"""Connections before a request is known: limits on the time to send one, and on the number of such connections.
 
 A connection *waits* while no request of it is under way: it has sent nothing, or a part of its headers, or it is kept alive.
-Whoever is behind it is not known then, for the token is in the headers.  So nobody is refused for the number of those that
-wait: one makes room for the next, first among those of the same peer, and of these the one that has waited for longest.  An
-honest client, whose headers come at once, is never the one.  Connections that have been answered, and are kept alive, make room
-for their like alone, so that neither kind can push out the other.
+The client is not known then, because the token is in the headers.  So no connection is refused because of the number of waiting
+ones: one is closed for the next, first among those of the same peer, and there the one that has waited longest.  An honest
+client, whose headers come at once, is never closed.  Kept-alive connections are closed only for other kept-alive ones, so that
+neither kind can push out the other.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _Queue: TypeAlias = "dict[GuardedProtocol, float]"  # since when, by the loop's 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Of one server: connections that wait for their first request, in all and of a peer, and seconds that one may wait; as many
-    may wait for a further one.
+    """Limits of one server: connections that wait for their first request, in all and per peer, and the seconds of a wait.
 
-    Neither may what is answered lie unread for longer.  Nobody has to make room before it has had `young_s` seconds, unless
-    there are more than `open` connections, which must be within the number of files that a process may open.
+    The same numbers apply to connections that wait for a further request, and the seconds also to an answer that is not read.
+    No connection is closed within its first `young_s` seconds, unless there are more than `open` connections; `open` must be
+    within the number of files that a process may open.
     """
 
     waiting: int = 256
@@ -50,7 +50,7 @@ AT_ONCE, QUEUED = 32, 2048
 
 
 class WaitingRoom:
-    """Connections of a server that wait, by peer, in the order in which they began to."""
+    """The waiting connections of a server, by peer, in the order in which they began to wait."""
 
     def __init__(self, limits: ConnectionLimits):
         self.limits = limits
@@ -69,7 +69,7 @@ class WaitingRoom:
             pass
 
     def _cut_first(self, own: _Queue, now_s: float) -> bool:
-        """Whether one of this peer was to make room."""
+        """True if a connection of this peer was closed to make room."""
         first, since_s = next(iter(own.items()))
         if now_s - since_s < self.limits.young_s and len(first.connections) <= self.limits.open:
             return False
@@ -181,7 +181,7 @@ class GuardedProtocol(H11Protocol):
         self.transport.abort()
 
     def _look(self) -> None:
-        """Whether the connection waits now; so does one that is being closed, until the peer has taken the answer."""
+        """Update whether the connection waits; one that is being closed waits until the peer has taken the answer."""
         if self._rest_bytes is not None:
             return
         if self.cycle is not None and not self.cycle.response_complete:
@@ -202,7 +202,7 @@ class GuardedProtocol(H11Protocol):
             self._room.leave(self)
 
     def _late(self) -> None:
-        """Close; with a reason where a part of the headers is there and the peer takes answers."""
+        """Close; with a reason if part of the headers has come and the peer takes answers."""
         self._end_wait()
         begun = self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]
         if begun and not self.transport.is_closing() and not self.transport.get_write_buffer_size():
@@ -214,7 +214,7 @@ class GuardedProtocol(H11Protocol):
 
 
 def network_of(address: str) -> str:
-    """The peer that is behind an address: of IPv6 its network of 64 bits, whose addresses one host may have all."""
+    """Return the peer of an address; for IPv6 its 64-bit network, because one host may have all of its addresses."""
     found = ipaddress.ip_address(address)
     if isinstance(found, ipaddress.IPv4Address):
         return address

@@ -69,7 +69,7 @@ class ModelScorer:
         return join_rows(outputs, [1] * len(items), batches).tolist()
 
     def _tokens(self, item: Item) -> list[int]:
-        """The ids that were sent; else those of prompt and response, and the end of a whole response."""
+        """Return the ids that were sent; else the ids of prompt and response, and the end of a whole response."""
         tokens = item.tokens
         if tokens is None:
             tokens = [*encode_prompt(self.tokenizer, item.prompt + item.response), self.tokenizer.eos_id]

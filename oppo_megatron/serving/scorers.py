@@ -42,7 +42,7 @@ def try_parts(config: ServeConfig, environment: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def open_scorer(config: ServeConfig, environment: Mapping[str, str]) -> Iterator[Scorer]:
-    """Raises ConfigError or CheckpointError, before anything is served, for what cannot be loaded."""
+    """Raises ConfigError or CheckpointError, before anything is served, if a model cannot be loaded."""
     with ExitStack() as stack:
         rewards = build_rewards(config, environment)
         stack.callback(rewards.close)

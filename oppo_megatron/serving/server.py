@@ -1,4 +1,4 @@
-"""The process of a service: a socket, uvicorn on it, until it is told to stop."""
+"""The process of a service: a socket, uvicorn on it, until it is asked to stop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from oppo_megatron.serving.stream_scorer import open_stream_scorer
 def serve(
     config: ServeConfig, environment: Mapping[str, str], say: Callable[[str], None]
 ) -> None:
-    """Serve until interrupted; `say` is told the address once requests are taken.
+    """Serve until interrupted; calls `say` with the address once requests are taken.
 
     Raises ConfigError for a token that is missing or an address that cannot be had, before a model is loaded.
     """
@@ -59,7 +59,7 @@ def _scorer_app(config: ServeConfig, token: SecretStr | None) -> Iterator[FastAP
 
 
 def bound_socket(host: str, port: int, *, guarded: bool) -> socket.socket:
-    """A bound socket that takes no connection yet; on the loopback, where no token guards the service."""
+    """Return a bound socket that does not listen yet; only loopback addresses if no token guards the service."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -68,7 +68,7 @@ def bound_socket(host: str, port: int, *, guarded: bool) -> socket.socket:
         found.close()
         raise ConfigError(f"host {host!r}, port {port} cannot be listened on ({error}); name others") from error
     address = found.getsockname()[0]
-    if not guarded and not is_loopback(address):  # of a name, the hosts file or a name server says where it leads
+    if not guarded and not is_loopback(address):  # a name is resolved by the hosts file or a name server
         found.close()
         raise ConfigError(f"host {host!r} is {address} here, which others can reach, but token_env is not set; set it")
     return found

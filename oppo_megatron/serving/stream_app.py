@@ -20,7 +20,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Piece(BaseModel):
-    """What a sequence has grown by."""
+    """The tokens that a sequence has grown by."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

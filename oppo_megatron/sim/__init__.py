@@ -1,1 +1,1 @@
-"""What a run costs on a cluster that is described, not present: devices and links, laws of seconds, events in virtual time."""
+"""Simulate the cost of a run on a described cluster: devices and links, laws of seconds, events in virtual time."""

@@ -1,4 +1,4 @@
-"""Finds the rank that stands still, from notes that the ranks' watchdogs write to a store.
+"""Find the rank that has stalled, from notes that the ranks' watchdogs write to a store.
 
 Every rank regularly writes a note: its activity, whether it waits for others, and how often it has moved.  A run has stalled
 if one of these has lasted for the deadline:
@@ -189,7 +189,7 @@ class Watch:
         return [rank for rank in self.live if rank in self.notes and self.notes[rank].alarm]
 
     def stalled(self, own: int | None = None) -> bool:
-        """True if the run stands still.  `own` is the observer's rank, which judges itself if it cannot read the others."""
+        """True if the run has stalled.  `own` is the observer's rank, which judges itself if it cannot read the others."""
         limit, live = self._limit_s, self.live
         if own is not None and self.alone_s >= limit:
             return self.still_s(own) >= limit

@@ -2,7 +2,7 @@
 
 a rank was killed or failed        the ranks still there GRACE_S later are killed: they may hang, or be stopped
 asked to stop, and not saved       the ranks end by themselves; ranks that cannot are killed
-the run stands still               the ranks' watchdogs report it and end them; if none of them can, all are killed
+the run has stalled                the ranks' watchdogs report it and end them; if none of them can, all are killed
 """
 
 from __future__ import annotations

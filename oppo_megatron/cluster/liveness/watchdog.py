@@ -1,4 +1,4 @@
-"""A rank's watchdog: ends the rank if the run stands still.
+"""A rank's watchdog: ends the rank if the run has stalled.
 
 A thread writes the rank's note to the store where the ranks have met, several times within `stall_deadline_s`.  Rank 0 (the
 judge) reads all notes, the other ranks read only the judge's, so the store's load grows linearly with the ranks and no step
@@ -183,7 +183,7 @@ def watched(
     environment: Mapping[str, str] = os.environ,
     end: Callable[[int, str, str], None] = end_stalled,
 ) -> Iterator[None]:
-    """End this process, by `end` (rank, command, message), if the run stands still in the block for `deadline_s`; 0: never."""
+    """End this process, by `end` (rank, command, message), if the run stalls for `deadline_s` in the block; 0: never."""
     if not deadline_s:
         yield
         return

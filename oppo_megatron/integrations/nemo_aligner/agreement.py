@@ -1,4 +1,4 @@
-"""What all ranks must know of one: its error, so that none waits for one that has left until its group's timeout ends it."""
+"""Share one rank's error with all ranks, so that none waits for a rank that has left until the group's timeout."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Known = TypeVar("Known")
 
 
 def as_first(known: Known) -> Known:
-    """What the first rank knows, on all of them.  A collective call of all ranks."""
+    """Return the first rank's value on all ranks.  A collective call of all ranks."""
     told = [known]
     dist.broadcast_object_list(told, src=0)
     return told[0]
 
 
 def raise_together(error: Exception | None, kind: type[OppoError]) -> None:
-    """Where any rank has an `error`, all raise: that one, or a `kind` that tells whose it is.  A collective call of all ranks."""
+    """Raise on all ranks if any rank has an `error`: its own, or a `kind` that names the rank.  A collective call."""
     failed = torch.tensor([error is not None], dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if not failed.item():

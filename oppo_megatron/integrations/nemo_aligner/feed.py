@@ -9,24 +9,24 @@ from oppo_megatron.rewards.streaming import ScorerStream
 
 
 class Feed:
-    """Offers rows to `stream`, where this rank has one, and takes their scores.
+    """Offers rows to `stream`, if this rank has one, and takes their scores.
 
-    An error waits here until scores are taken, where all ranks learn of it (`StreamedRewards`): a rank that raised it in the
+    An error is kept until scores are taken, when all ranks learn of it (`StreamedRewards`): a rank that raised it in the
     middle of a generation would leave the others of its model waiting there.
 
-    What counts is how a row was offered last: one that has ended while it was drawn, and is something else in the end, because
+    Only the last offer of a row counts: a row that ended while it was drawn, but differs in the end because
     the model's own `infer` has chosen or cut it, gets another name.
     """
 
     def __init__(self, stream: ScorerStream | None):
         self._stream = stream
         self._failure: Exception | None = None
-        self._names: dict[int, int] = {}  # of rows in the stream, where they are not the rows' own
+        self._names: dict[int, int] = {}  # names of rows in the stream, if they differ from the rows' own
         self._others = count(-1, -1)
 
     @property
     def is_open(self) -> bool:
-        """Whether rows that are offered here are scored."""
+        """True if rows that are offered here are scored."""
         return self._stream is not None and self._failure is None
 
     def offer(self, key: int, tokens: Sequence[int], final: bool) -> None:
@@ -60,6 +60,6 @@ class Feed:
         return self._names.get(key, key)
 
     def give_failure(self) -> Exception | None:
-        """What has gone wrong, once."""
+        """Return the error, once."""
         failure, self._failure = self._failure, None
         return failure

@@ -51,7 +51,7 @@ class Wave:
     awaited: frozenset[int]
 
     def enough(self, running: Sequence[int]) -> bool:
-        """Whether the wave may end while these rows (by place) still run."""
+        """True if the wave may end while these rows (by place) still run."""
         return len(running) <= self.may_be_left and not self.awaited.intersection(running)
 
 
@@ -81,7 +81,7 @@ class Pool:
         self.rows += [Row(key, list(prompt)) for key, prompt in zip(keys, prompts, strict=True)]
 
     def restore(self, rows: Sequence[Row], next_key: int) -> None:
-        """What a checkpoint has kept."""
+        """Restore the rows of a checkpoint."""
         self.rows, self.next_key = list(rows), next_key
 
     def flush(self) -> list[Row]:
@@ -108,7 +108,7 @@ class Pool:
         return Wave(rows, max(0, self._spare * started // self._total - left), awaited)
 
     def decoded(self, wave: Wave, ends: Sequence[int]) -> None:
-        """The wave is over; `ends` are the positions at which its rows ended, by which those that have are ordered."""
+        """Record the end of a wave; `ends`: the positions at which its rows ended.  Finished rows are ordered by them."""
         self._decoded += wave.rows
         done = [i for i, row in enumerate(wave.rows) if row.finished]
         self._ready += [wave.rows[i] for i in sorted(done, key=lambda i: (ends[i], wave.rows[i].key))]

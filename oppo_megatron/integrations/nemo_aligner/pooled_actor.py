@@ -27,7 +27,7 @@ KEY = "oppo_row"
 
 @dataclass
 class Effort:
-    """What the waves of a step took: calls' positions x rows, tokens drawn, seconds."""
+    """Cost of a step's waves: calls' positions x rows, tokens drawn, seconds."""
 
     places: int = 0
     positions: int = 0
@@ -89,7 +89,7 @@ class PooledActor:
         return rollout
 
     def _shown(self, keys: Sequence[int], batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """In which the feed is offered what the model's own `infer` draws, where it generates position by position."""
+        """Within it, the feed is offered what the model's own `infer` draws, if it generates position by position."""
         if self._feed is None or not self._feed.is_open:
             return nullcontext()
         prompts = batch["length"].tolist()
@@ -166,8 +166,8 @@ class PooledActor:
     ) -> Callable[[Tensor, Tensor], None]:
         """Offers the feed, once in a chunk, what rows have by then: (tokens so far [b, S], ends [b]).
 
-        A row that has ended asks for its score.  Of one that has not, no more is offered than its `limits` tokens: what NeMo
-        draws behind them, while others run, is part of it only if it ends there.  The last token waits, so that the last piece
+        A row that has ended asks for its score.  A running row is offered up to its `limits` tokens only: what NeMo
+        draws after them, while others run, is part of it only if it ends there.  The last token waits, so that the last piece
         is never empty.
         """
         feed, due = self._feed, min(contexts) + self.chunk
@@ -207,9 +207,9 @@ def fill(
     dataset: Any,
     collate_fn: Callable[[list[Any]], Mapping[str, Tensor]],
 ) -> PoolBatches:
-    """Draw `draw` prompts for the pool.  Raises DataError where the sampler has not that many.
+    """Draw `draw` prompts for the pool.  Raises DataError if the sampler has fewer.
 
-    The sampler begins behind the trained rows, so the pool's rows are skipped: drawn = consumed + pool.
+    The sampler begins after the trained rows, so the pool's rows are skipped: drawn = consumed + pool.
     """
     first = next(sampler_iter, None)
     if first is None:

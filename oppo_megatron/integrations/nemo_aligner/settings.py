@@ -1,4 +1,4 @@
-"""What of NeMo-Aligner's settings the block `oppo:` goes with."""
+"""Check NeMo-Aligner's settings for compatibility with the block `oppo:`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shared(batch_iterator_cls: Any) -> list[str]:
 
 
 def bypassed(model: Any) -> str | None:
-    """What to know of a model whose own `infer` does not generate in steps that defer; None for NeMo-Aligner's `infer`."""
+    """Return a note on a model whose own `infer` is not used in steps that defer; None for NeMo-Aligner's `infer`."""
     if getattr(model.infer, "__func__", None) is MegatronGPTActorModel.infer:
         return None
     return (
@@ -59,7 +59,7 @@ def bypassed(model: Any) -> str | None:
 
 
 def folder_of(ckpt_callback: Any) -> str | None:
-    """Where a callback keeps checkpoints; None where it does not tell, or keeps none."""
+    """Return a callback's checkpoint folder; None if it is unknown, or the callback keeps no checkpoints."""
     dirpath = getattr(ckpt_callback, "dirpath", None)
     return os.fspath(dirpath) if isinstance(dirpath, str | os.PathLike) else None
 

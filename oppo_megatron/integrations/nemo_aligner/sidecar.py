@@ -1,9 +1,9 @@
-"""Deferred rows beside NeMo-Aligner's checkpoints: `<checkpoints>-oppo/step-<steps done>/`, a pair of files a replica.
+"""Deferred rows next to NeMo-Aligner's checkpoints: `<checkpoints>-oppo/step-<steps done>/`, two files per replica.
 
 NeMo-Aligner resumes from four integers in a checkpoint's file name, which cannot hold rows.  NeMo takes every folder among its
 checkpoints for one of them, so what is kept here has a folder of its own, next to theirs.
 
-    replica-00000.jsonl          a header, then a line a row: key, lengths, deferrals, versions
+    replica-00000.jsonl          a header, then one line per row: key, lengths, deferrals, versions
                                  the header names the checkpoints of the same step that were there before
     replica-00000.safetensors    the token ids of all rows, prompt and response, one after the other: int64
     manifest.json                size and SHA-256 of each file
@@ -30,10 +30,10 @@ from oppo_megatron.rundir.manifest import list_files, require_whole, seal, write
 
 FORMAT = 1
 STEP = re.compile(r"(?<![A-Za-z_])step=(\d+)")
-"""In the name of a checkpoint of NeMo-Aligner's, which is where it reads the step from, too."""
+"""The step in the name of a NeMo-Aligner checkpoint; NeMo-Aligner reads the step from it, too."""
 
 Agree = Callable[[Exception | None, type[OppoError]], None]
-"""Of all ranks: raises on each of them where any has an error."""
+"""Collective on all ranks: raises on each of them if any has an error."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Sidecar:
         return CheckpointStore(self.root)
 
     def write(self, step: int, kept: Kept) -> None:
-        """What has been carried at the end of `step` steps; whole or not there.  A collective call.  Raises CheckpointError."""
+        """Write the rows carried at the end of `step` steps, atomically.  A collective call.  Raises CheckpointError."""
         store, position = self._store, Position(step)
         self._together(self.leads, lambda: store.begin(position))
         self._together(self.writes, lambda: _write_files(store.aside(position) / self._name, kept))
@@ -115,14 +115,14 @@ class Sidecar:
     def prune(self, checkpoints: Path, step: int) -> None:
         """Remove what belongs to checkpoints that are no longer in their folder.  A collective call.  Raises CheckpointError.
 
-        That of `step` stays, whose checkpoint may still be on its way to the disk; all stay where no checkpoint tells its step.
+        Keeps `step`, whose checkpoint may still be being written; keeps all if no checkpoint's name has a step.
         """
         self._together(self.leads, lambda: self._prune(steps_of(checkpoints), step))
 
     def read(self, step: int, name: str | None = None) -> Kept | None:
-        """What `write` kept, of the checkpoint `name`; None where there is nothing of any step.  A collective call.
+        """Read what `write` kept for the checkpoint `name`; None if there is nothing for any step.  A collective call.
 
-        Raises CheckpointError for rows that are missing among others, are damaged, or are of another number of replicas, or of
+        Raises CheckpointError for rows that are missing among others, are damaged, or belong to another number of replicas or
         another checkpoint of the same step.
         """
         found: list[Kept | None] = []

@@ -148,7 +148,7 @@ class PPOTrainer(ppo.PPOTrainer):
         sidecar.prune(folder, self.step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """NeMo-Aligner's four numbers, and the rows beside the checkpoint, wherever it lies.  Raises CheckpointError."""
+        """Load NeMo-Aligner's four numbers, and the rows next to the checkpoint.  Raises CheckpointError."""
         super().load_state_dict(state_dict)
         self._consumed_after = self.consumed_samples
         folder = self._restored_from()
@@ -181,7 +181,7 @@ class PPOTrainer(ppo.PPOTrainer):
 
     def _begin_step(self) -> None:
         if self.consumed_samples < self._consumed_after:
-            # After the critic's warm-up the prompts come again from the start, those of the pool among them.
+            # After the critic's warm-up the prompts start over, including the prompts of the pool.
             given_up = self.pool.flush()
             if self._feed is not None:
                 self._feed.forget([row.key for row in given_up])
@@ -231,7 +231,7 @@ class PPOTrainer(ppo.PPOTrainer):
         return figures
 
     def _checkpoints(self) -> Path | None:
-        """The folder of this run's checkpoints; None where it has none (`create_checkpoint_callback: false`)."""
+        """The folder of this run's checkpoints; None if it has none (`create_checkpoint_callback: false`)."""
         dirpath = folder_of(self.ckpt_callback)
         return None if dirpath is None else Path(dirpath)
 
@@ -263,9 +263,9 @@ class PPOTrainer(ppo.PPOTrainer):
 
 
 def _require_delta(most: int, batch: int, model: Any) -> None:
-    """Raises ConfigError for a delta that is too large; tells of one of which not every replica can have a part.
+    """Raise ConfigError for a delta that is too large; warn if not every replica can have a share of it.
 
-    And of one for which the model's own `infer` is left out.
+    Also warn of a delta for which the model's own `infer` is not used.
     """
     if most > batch:
         raise ConfigError(
@@ -295,7 +295,7 @@ def _open_stream(settings: StreamConfig) -> ScorerStream | None:
 
 
 def _unfit(kept: Kept, rule: str | None, cannot: list[str]) -> CheckpointError | None:
-    """Why the run cannot go on with what was kept; `rule` of delta, None where there is none to go on."""
+    """Return why the run cannot continue with what was kept; `rule` of delta, None if there is none to continue."""
     before = kept.state["delta"]["rule"]
     if rule is not None and before != rule:
         return CheckpointError(

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 Watch = Callable[[Tensor, Tensor], bool]
-"""(tokens so far [b, S], position of each row's end [b], -1 where it runs) -> whether to stop here."""
+"""(tokens so far [b, S], end position of each row [b], -1 while it runs) -> True to stop here."""
 
 
 def plain(tree: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class WatchedStrategy:
         return getattr(self._strategy, name)
 
     def end_of_generation_condition(self, tokens: Tensor, prev: Tensor, eod_id: int, end_strings: list[str]) -> Tensor:
-        """As the strategy's; all true where the watch says so."""
+        """Return the strategy's condition; all true if the watch stops the decoding."""
         is_end_b: Tensor = self._strategy.end_of_generation_condition(tokens, prev, eod_id, end_strings)
         position = tokens.size(1) - 1
         first_end_b = (self._context_lengths_b <= position) & is_end_b & (self.ends_b < 0)
@@ -79,7 +79,7 @@ def watched(model: Any, inputs: tuple[Tensor, Tensor], watch: Watch) -> Iterator
 
 
 def _alike(given: Any, inputs: tuple[Tensor, Tensor]) -> bool:
-    """Whether `given` are these texts and lengths, on whatever device."""
+    """True if `given` equals these texts and lengths, on any device."""
     if not isinstance(given, tuple | list) or len(given) != len(inputs):
         return False
     pairs = zip(given, inputs, strict=True)

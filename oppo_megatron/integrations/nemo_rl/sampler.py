@@ -22,7 +22,7 @@ from typing import Any
 from oppo_megatron.errors import ConfigError
 
 POLL_S = 0.005
-"""Between two looks at the buffer, which tells nobody of a change."""
+"""Seconds between two looks at the buffer, which does not signal changes."""
 
 
 class OvercommitSampler:
@@ -46,12 +46,12 @@ class OvercommitSampler:
         self._batches = 0
 
     def set_dispatch_index(self, resume_from_step: int) -> None:
-        """The run goes on after so many steps."""
+        """Continue the run after this number of steps."""
         self._batches = resume_from_step
 
     async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
         """Wait until the next batch may begin; None, because no group is drawn for one step alone."""
-        # What was admitted last takes its places in the buffer when its tasks first run, which is no later than this wakes up.
+        # The last admitted groups enter the buffer when their tasks first run, no later than this wakes up.
         await asyncio.sleep(POLL_S)
         while self._buffer.ready_list.count(False) > self._delta or not self._is_current(trainer_version_fn()):
             await asyncio.sleep(POLL_S)
@@ -88,7 +88,7 @@ class OvercommitSampler:
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether groups are trained with the weights they were drawn with."""
+        """True if groups are trained with the weights they were drawn with."""
         return self._delta == 0
 
     def required_buffer_capacity(self, groups_per_step: int) -> int | None:
@@ -100,5 +100,5 @@ class OvercommitSampler:
         return groups_per_step * (1 + (self._delta > 0))
 
     def _is_current(self, version: int) -> bool:
-        """Whether all batches that have begun are trained; with delta, all but one."""
+        """True if all batches that have begun are trained; with delta, all but one."""
         return self._batches <= version + (self._delta > 0)

@@ -19,11 +19,13 @@ from torch import Tensor
 from oppo_megatron.cores import processor
 from oppo_megatron.layout.cpu_kernels import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 
-TYPICAL_ROWS = 16  # a hint for the layout; it serves 1 to `MOST_ROWS` rows alike
+TYPICAL_ROWS = 16  # a hint for the layout, which serves 1 to `MOST_ROWS` rows
 IN_PLACE_ROWS = 3
-"""Up to so many rows torch's float32 product reads the weights as they lie: on an Intel processor it takes three quarters of the
-packed one's time, which is ahead from four rows on (Xeon with AMX, 0.1 to 3 M weights).  On others (AMD EPYC), and in bfloat16,
-the packed one is ahead from the first row."""
+"""Up to this number of rows torch's float32 product reads the weights in their own layout.
+
+On an Intel processor that takes three quarters of the packed product's time, which is faster from four rows on (Xeon with AMX,
+0.1 to 3 M weights).  On others (AMD EPYC), and in bfloat16, the packed one is faster from the first row.
+"""
 
 
 @cache

@@ -18,7 +18,7 @@ from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepRows
 
 REACH = 256
-"""A decode step whose positions the host does not know attends to a multiple of so many."""
+"""A decode step whose positions the host does not know attends to a multiple of this number of positions."""
 
 
 class SequenceCache(ABC):

@@ -48,7 +48,7 @@ class PackedPlan:
     def __init__(self, lengths: Sequence[int], rope: tuple[Tensor, Tensor]):
         cos_LD, sin_LD = rope
         self.lengths = list(lengths)
-        self._through_window: WindowedAttention | None = None  # made where a window binds
+        self._through_window: WindowedAttention | None = None  # made when a window binds
         positions_T = torch.cat([torch.arange(n, device=cos_LD.device) for n in self.lengths])
         self.cos_T1D, self.sin_T1D = cos_LD[positions_T].unsqueeze(1), sin_LD[positions_T].unsqueeze(1)
 
@@ -57,7 +57,7 @@ class PackedPlan:
     ) -> Tensor:
         q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
         k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
-        v_TGD = v_TGD.contiguous()  # as a view it would keep the queries and keys beside it until the backward pass
+        v_TGD = v_TGD.contiguous()  # a view would keep the queries and keys until the backward pass
         outputs = []
 
         def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -81,7 +81,7 @@ class PackedPlan:
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     """torch's attention, causal if there is no mask."""
     grouped = q.shape[1] != k.shape[1]
-    # Of CUDA's fast kernels those for masks, or float32, know no groups.
+    # CUDA's fast kernels for masks, or float32, do not support groups.
     if grouped and q.device.type == "cuda" and (mask is not None or q.dtype == torch.float32):
         repeat = q.shape[1] // k.shape[1]
         # Not `repeat_interleave`, for which the host waits.

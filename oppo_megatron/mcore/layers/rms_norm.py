@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def fixed_norm(weight_H: Tensor, eps: float) -> Norm:
-    """The norm with a constant weight, without gradient: for cached calls of few rows, where each operation counts.
+    """The norm with a constant weight, without gradient: for cached calls of few rows, in which each operation counts.
 
     On a CPU it holds a copy of the weight.
     """

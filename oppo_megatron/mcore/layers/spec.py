@@ -83,7 +83,7 @@ class PlannedSelfAttention(SelfAttention):
     """Self attention whose middle part, between the projections, belongs to the call's `AttentionPlan`."""
 
     stage_layer = 0  # set by the model: index of this layer on its pipeline stage
-    window: int | None = None  # set by the model, where its sequences may be longer
+    window: int | None = None  # set by the model if its sequences may be longer
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: Any, **_: Any

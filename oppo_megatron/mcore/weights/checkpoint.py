@@ -69,7 +69,7 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
     tree: dict[str, Any] = {}
     for name, model in models.items():
         shards = _Shards(name, model, gather=True)
-        shards.prepare(0)  # where nothing has been updated yet; else it changes nothing
+        shards.prepare(0)  # needed if nothing has been updated yet; else it changes nothing
         tree |= shards.tree()
     sharded, common = save_preprocess(tree)
     renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=copied)
@@ -167,7 +167,7 @@ def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
-    """torch's writer that reports the system's error, which torch's archive writer hides behind its own."""
+    """torch's writer that reports the system's error, which torch's archive writer replaces with its own."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -188,7 +188,7 @@ class _Piece:
     start: int
     end: int
     state: dict[str, Any]
-    master: Tensor | None  # the float32 weight behind one of low precision
+    master: Tensor | None  # the float32 weight of a low-precision one
 
 
 class _Shards:

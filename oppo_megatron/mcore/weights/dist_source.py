@@ -150,7 +150,7 @@ class DistSource:
         for key, layer in saved_names(part.param):
             if key in self._saved:
                 if name in (LM_HEAD, SCALAR_HEAD) and (self._saved[key].size[0] == 1) != (name == SCALAR_HEAD):
-                    return None  # one key for both heads: its rows tell them apart
+                    return None  # one key for both heads: its rows distinguish them
                 return _Place(part, key, layer)
         return None
 

@@ -81,5 +81,5 @@ def _window(shape: ModelShape) -> dict[str, Any]:
 
 
 def _divisor(vocab_size: int) -> int:
-    """The largest power of two up to 128 by which NeMo may pad the vocabulary without adding a row."""
+    """Return the largest power of two up to 128 that divides the vocabulary, so that NeMo's padding adds no row."""
     return next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if vocab_size % size == 0)

@@ -35,7 +35,7 @@ from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.model import RoleModel
 
 ROUND_BYTES = 64 << 20
-"""What a round stages for each pair of ranks; a piece of a tensor that is larger is a round of its own."""
+"""Bytes that a round stages for each pair of ranks; a larger piece of a tensor is a round of its own."""
 
 
 @dataclass(frozen=True)

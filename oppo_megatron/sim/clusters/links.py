@@ -1,6 +1,6 @@
 """Links within a node and between nodes.
 
-Bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): payload times `wire_factor` over seconds.
+Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md): payload times `wire_factor` over seconds.
 """
 
 from __future__ import annotations

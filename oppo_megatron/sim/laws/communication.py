@@ -22,7 +22,7 @@ from oppo_megatron.sim.clusters.sources import Source, published
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 NIC_SHARE = 0.94
-"""Of the line rate of a NIC that a ring reaches with large payloads: 23.5 of 25 GB/s, 48.5 of 50 (SimAI)."""
+"""Share of a NIC's line rate that a ring reaches with large payloads: 23.5 of 25 GB/s, 48.5 of 50 (SimAI)."""
 RATIO_NODES = (2, 16, 128)
 RATIO_MIB = (16, 1024, 16384)
 RATIOS = ((0.32, 0.92, 0.96), (0.05, 0.76, 0.96), (0.009, 0.31, 0.92))
@@ -46,12 +46,12 @@ class Group:
 
 
 def all_reduce_s(cluster: Cluster, group: Group, payload: float) -> float:
-    """Seconds until every rank has the sum of `payload` bytes a rank."""
+    """Return the seconds of an all-reduce of `payload` bytes per rank."""
     return _ring_s(cluster, group, payload, 2 * (group.size - 1) / group.size)
 
 
 def scatter_s(cluster: Cluster, group: Group, payload: float) -> float:
-    """A reduce-scatter of `payload` bytes a rank, or an all-gather into as many."""
+    """Return the seconds of a reduce-scatter of `payload` bytes per rank, or of an all-gather into as many."""
     return _ring_s(cluster, group, payload, (group.size - 1) / group.size)
 
 
@@ -69,7 +69,7 @@ def nic_rate(network: Between, beside: int) -> float:
 
 
 def ring_efficiency(nodes: int, payload: float) -> float:
-    """Of a ring over `nodes` nodes.  Straight over the logarithms of both; below 16 MiB a ring takes as long as with 16."""
+    """Return the efficiency of a ring over `nodes` nodes, linear in both logarithms; below 16 MiB it takes as long as with 16."""
     mib = payload / MIB
     by_nodes = [float(np.interp(np.log(max(mib, 1e-9)), np.log(RATIO_MIB), row)) for row in RATIOS]
     at_size = float(np.interp(np.log(nodes), np.log(RATIO_NODES), by_nodes))
@@ -109,7 +109,7 @@ class Moves:
         self.add_all(np.array([source]), np.array([target]), num_bytes)
 
     def add_all(self, sources: Ints, targets: Ints, num_bytes: float, times: int = 1) -> None:
-        """From each source to the target at its place, `times` messages of so many bytes."""
+        """Add `times` messages of the given bytes from each source to the target at the same place."""
         apart = sources != targets
         if num_bytes > 0 and apart.any():
             self._parts.append((sources[apart], targets[apart], num_bytes, times))

@@ -5,7 +5,7 @@
     attention    pairs: 4 q operations each, over a P;          cached: keys and values read, over m W
     head         the larger of its operations over c P and its weights over m W
 
-P and W are the processor's operations and bytes a second; the other letters are its `Efficiencies`.  All sizes are those of
+P and W are the processor's operations and bytes per second; the other letters are its `Efficiencies`.  All sizes are those of
 one tensor rank, all values in two bytes.  `tokens` may be an array of numpy; then so is what comes back.
 """
 
@@ -94,11 +94,11 @@ class LayerLaw:
         return by.elementwise_fixed_s + num_bytes / (by.elementwise * self.gpu.bytes_per_s)
 
     def attention_s(self, sizes: LayerSizes, pairs: float) -> float:
-        """Of new tokens with each position that they attend to (`causal_pairs`)."""
+        """Return the seconds of attention of new tokens over `pairs` (token, position) pairs (`causal_pairs`)."""
         return 4 * sizes.queries * pairs / (self.gpu.efficiencies.attention * self.gpu.flops)
 
     def cached_attention_s(self, sizes: LayerSizes, positions: float) -> float:
-        """Of decoding: the keys and values of so many positions, of all sequences together, are read."""
+        """Return the seconds of attention while decoding; reads the keys and values of the given positions of all sequences."""
         return WIDTH * sizes.keys * positions / (self.gpu.efficiencies.memory * self.gpu.bytes_per_s)
 
     def head_s(self, shape: Shape, tp: int, rows: float) -> float:
@@ -108,5 +108,5 @@ class LayerLaw:
         return max(compute, WIDTH * size / (by.memory * self.gpu.bytes_per_s))
 
     def plain_s(self, num_bytes: float) -> float:
-        """Of passes over large tensors that compute next to nothing."""
+        """Return the seconds of memory-bound passes over large tensors."""
         return num_bytes / (self.gpu.efficiencies.plain * self.gpu.bytes_per_s)

@@ -1,4 +1,4 @@
-"""The pure half of the training loop without models: scheduler, buffer, books, controllers; what a round is, a subclass says.
+"""The pure half of the training loop without models: scheduler, buffer, books, controllers.  Subclasses define a round.
 
 Chunks are made up: every sequence grows by what its round allows, up to a length that is a function of its id.  There are no
 rewards, so a `filter` is not played, nor are responses that end early (`settle`): every group is trained.
@@ -56,7 +56,7 @@ class Growing:
 
 @dataclass(frozen=True)
 class Recorded(Generic[Planned]):
-    """A round of step `step`, once it is recorded; `chunk` is what came of it, None where it only scored.
+    """A recorded round of step `step`; `chunk`: its result, None if it only scored.
 
     `begun`: the logical clock at which it began.  `grown` is what it would have decoded, had the batch not been complete sooner.
     """
@@ -88,7 +88,7 @@ class StepEnd:
 
 
 class PureLoop(ABC, Generic[Planned]):
-    """What one rank of a run does beside its actions.
+    """The work of one rank of a run, apart from its actions.
 
     `responses(seq_id)`: the tokens with which a response ends.  The planner is the run's own, with empty books.
     """
@@ -120,10 +120,10 @@ class PureLoop(ABC, Generic[Planned]):
 
     @abstractmethod
     def _cost(self, end: StepEnd) -> StepCost:
-        """What a step took up to its scores."""
+        """Return the cost of a step up to its scores."""
 
     def _signals(self, step: int, signals: StepSignals) -> StepSignals:
-        """What delta's controller is shown; without models nothing is known of rewards and staleness."""
+        """Return the input of delta's controller; without models, rewards and staleness are unknown."""
         return signals
 
     def _part(self, name: str) -> AbstractContextManager[None]:
@@ -228,7 +228,7 @@ class PureLoop(ABC, Generic[Planned]):
             return self._plan(active, score, chunk, readable)
 
     def _decoded(self, planned: Planned, active: Sequence[Rollout]) -> Growing:
-        """What the models would decode on all ranks; not timed."""
+        """Return what the models would decode on all ranks; not timed."""
         grown = columns_of(active).at(self.planner.actor.runs(active))
         rows = self._lengths.rows(grown.seq_ids)
         left = self._lengths[LENGTH][rows] - grown.response_tokens
@@ -268,7 +268,7 @@ class PureLoop(ABC, Generic[Planned]):
 
 
 def made_up_prompts(tokens: Sequence[int] | int, count: int | None) -> Iterator[Prompt]:
-    """`count` prompts (None: without end) of so many tokens; of several lengths, one after the other and over again."""
+    """Yield `count` prompts (None: without end) with the given numbers of tokens, in turn."""
     sizes = [tokens] if isinstance(tokens, int) else list(tokens)
     texts = [(1,) * size for size in sizes]
     for seq_id in range(count) if count is not None else itertools.count():

@@ -1,4 +1,4 @@
-"""What the parts of a step take: the actions of its rounds, its updates, moves of weights, and what is fixed."""
+"""Seconds of the parts of a step: the actions of its rounds, its updates, moves of weights, and fixed costs."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class StepCosts:
     sources: tuple[str, ...] = ()
 
     def update_s(self, role: str, tokens: int) -> float:
-        """Of one role; 0 of one that is not trained."""
+        """Return the seconds of one role's update; 0 if it is not trained."""
         return self.updates[role](tokens) if role in self.updates else 0.0

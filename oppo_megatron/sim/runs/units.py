@@ -1,4 +1,4 @@
-"""Ranks that do the same at the same time are one unit: those of a stage of a replica, whatever their number of shards."""
+"""Ranks that do the same at the same time are one unit: all shards of a stage of a replica."""
 
 from __future__ import annotations
 

@@ -70,9 +70,9 @@ class VirtualStep:
 
 @dataclass
 class _Times:
-    """Of the step under way: when it began on the actor's output rank, and what its rounds took there and at the scorers.
+    """Times of the current step: its start on the actor's output rank, and the time of its rounds there and at the scorers.
 
-    `arrivals` and `work` are those of `scoring_delay`, since all ranks met for the scores of the step before.
+    `arrivals` and `work` are arguments of `scoring_delay`, since all ranks met for the scores of the step before.
     """
 
     begun: float
@@ -226,13 +226,13 @@ class VirtualRun(PureLoop[Any]):
         return StepCost(spent_s, end.occupancy.num_steps, times.tokens, times.law)
 
     def _critic_delay(self, times: _Times) -> float:
-        """Of the wait for scores, what the critic's update of the step before has held them up by."""
+        """Return the part of the wait for scores that the previous step's critic update has caused."""
         if self._last_update_s == 0 or self.plan.wait_for_critic or self._shares:
             return 0.0
         return min(times.wait_s, scoring_delay(self._last_update_s, times.work, times.arrivals))
 
     def _ahead_s(self, end: StepEnd) -> float:
-        """Of the actor's update, the part that needs no scores: a forward pass of its first micro-batch."""
+        """Return the seconds of the actor's update that need no scores: a forward pass of its first micro-batch."""
         if not (self.plan.forward_ahead and self.trains_actor(end.step)):
             return 0.0
         lines = self.costs.actions.prefill_of("actor")

@@ -17,7 +17,7 @@ Place = tuple[Block, Sizes]
 
 
 class _Pools(NamedTuple):
-    """What `placement` gives to roles without settings of their own."""
+    """Ranks that `placement` gives to roles without settings of their own."""
 
     mode: PlacementMode
     actor: Place

@@ -41,11 +41,11 @@ def layout_problems(config: TrainConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """What is planned for.
+    """The configuration and workload to plan for.
 
     `lengths`: response tokens of a batch; `limits`: of each response by its number, for playing (None: `lengths` in turn);
     `margin`: share of a rank's memory that stays free; `prompt`: tokens of every prompt (None: `usual_prompt_tokens`).
-    `check` returns the problems of a configuration; a plan with problems is not offered.  `known_work`: `steady`, if known.
+    `check` returns the problems of a configuration; a plan with problems is left out.  `known_work`: `steady`, if known.
     """
 
     config: TrainConfig
@@ -71,7 +71,7 @@ class Task:
 
     @cached_property
     def steady(self) -> Steady:
-        """What a step decodes and reads; it depends on neither layouts nor cluster nor micro-batches."""
+        """The work of a step (decoded and read tokens); it does not depend on layouts, cluster or micro-batches."""
         return self.known_work or steady_work(self.config, self.decoding, self.limit_of)
 
     @cached_property

@@ -78,7 +78,7 @@ def _plan(task: Task, each: Played) -> Record:
 
 
 def _reason(plans: Sequence[Played]) -> str:
-    """How much longer the next plan takes, and in which part most of that lies."""
+    """Say how much longer the next plan takes, and which part differs most."""
     best = plans[0]
     if len(plans) < 2:
         return f"a step takes {best.step_s:.3g} s"
