@@ -29,7 +29,7 @@ def measure_generate(
 ) -> dict[str, Any]:
     """Tokens/s of sampling at temperature 1 in a batch without a row that ends early, the prefill taken off.
 
-    A first call warms up; then the median of `repeats` calls of N + 1 tokens, less that of as many calls of one token.
+    A first call warms up; then the median of `repeats` calls of N + 1 tokens, less the median of as many calls of one token.
     """
     from transformers import AutoModelForCausalLM
 

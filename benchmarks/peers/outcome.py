@@ -146,7 +146,7 @@ def _trl_phases(line: Mapping[str, Any]) -> dict[str, Any]:
 def _our_phases(how: Ours, line: Mapping[str, Any]) -> dict[str, Any]:
     """A step of ours by TRL's phases: what the actor's rank does, and what it waits for.
 
-    Where one rank decodes and scores in the same rounds, `generate` holds both, and `score` is unknown.
+    If one rank decodes and scores in the same rounds, `generate` holds both, and `score` is unknown.
     """
     critic = (line["critic_update_s"] if how.shares_ranks else line.get("critic_exposed_s")) or 0.0
     step, train = line["step_s"], line["train_s"] + critic

@@ -56,7 +56,7 @@ def bench_overlap(
 
 
 def known_modes(config: TrainConfig) -> list[str]:
-    """Return the modes that differ: without a critic there is no update of it to hide."""
+    """Return the modes that differ: without a critic, there is no critic update to hide."""
     return [mode for mode, switch in MODES.items() if config.critic is not None or not switch["hide_critic"]]
 
 

@@ -51,7 +51,7 @@ def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
-    """Return the requested prompt length; default: as in the calibration run, else as usual for the configuration, in tokens.
+    """Return the requested prompt length; default: as in the calibration run, else half of the maximum, in tokens.
 
     Raises ConfigError.
     """

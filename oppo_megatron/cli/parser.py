@@ -49,7 +49,7 @@ def add_debug_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, **config: Any) -> None:
-    """Add CONFIG with `options` of argparse, and overrides."""
+    """Add CONFIG (`config`: its argparse options) and overrides."""
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml", **config)
     parser.add_argument(
         "overrides",

@@ -15,7 +15,7 @@ from oppo_megatron.records import Rollout
 class Occupancy:
     """How full the decode batch was in the rollout phase of a step, computed from its chunks.
 
-    A sequence gets one token in each decode step in which it runs, so a row of n tokens ran in the n steps up to its finish
+    A sequence gets one token per decode step while it runs, so a row of n tokens ran in the n steps up to its finish
     clock, or up to the chunk's clock if it has not ended.  What was carried, admitted late or cut off needs no care.
     """
 
@@ -81,7 +81,7 @@ def group_length_gap(trained: Sequence[Rollout], group_size: int) -> float | Non
     groups.
 
     A group has finished with its last response: for that share of its time the places of its other responses are empty or
-    reused. `trained` holds whole groups, side by side.
+    reused.  `trained` holds whole groups, side by side.
     """
     if group_size == 1:
         return None

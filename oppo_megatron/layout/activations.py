@@ -3,8 +3,8 @@
 Every formula is held to what the modules take on fake CUDA tensors (`tests/rehearsal/test_memory_plan.py`).  A CPU's kernels
 take other amounts, of the same order.
 
-Legend of sizes, numbers of a token: `hidden`; `shard`, the hidden size or with sequence parallelism a tensor rank's part of
-it; `query`, `key`, `ffn`, those of a tensor rank.
+Legend of sizes, in elements per token: `hidden`; `shard`, the hidden size or with sequence parallelism a tensor rank's part of
+it; `query`, `key`, `ffn`, the sizes on one tensor rank.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class Model:
     def backward_of_layer(self, train: TrainingLayoutConfig, tokens: int) -> float:
         """Peak bytes of the backward pass through a feed-forward, in addition to the kept activations.
 
-        The gradient of the layer's output and, in turn: those of the product and of its weights; of gate and up; of the
-        input and of gate's and up's weights, when what these needed is gone.
+        The gradient of the layer's output and, in turn, the gradients of the product and its weights; of gate and up; of the
+        input and the weights of gate and up, after the tensors that these needed are freed.
         """
         shard, gathered = self.shard(train), self.hidden if train.sequence_parallel else 0
         weights = 0.0 if self.lora is not None else self.hidden * self.ffn

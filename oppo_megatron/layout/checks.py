@@ -63,7 +63,7 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
 
 
 def serving_problems(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
-    """Return every problem of a layout in which a role decodes or scores."""
+    """Return every problem of the layout that a role decodes or scores with."""
     return [*_check_serving(config, name, placement, shape), *_check_kv_budget(config, name, placement, shape)]
 
 
@@ -245,7 +245,7 @@ def _names_sizes(train: TrainingLayoutConfig) -> bool:
 
 
 def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
-    """Check the layout in which a role decodes or scores."""
+    """Check the layout that a role decodes or scores with."""
     sequences = most_sequences(config)
     asked = _Asked(name, Sizes.of(placement), len(placement.ranks), _limits(config, name, shape))
     problems = _divisions(asked, shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FEW_ROWS, ROW_MULTIPLE, MOST_ROWS = 128, 32, 4096
-"""Packed products take up to `FEW_ROWS` as they come, more in multiples; beyond `MOST_ROWS` there is no packed product."""
+"""Packed products take up to `FEW_ROWS` rows unpadded, more in multiples; above `MOST_ROWS` products are not packed."""
 WHOLE_MULTIPLE = 64
 """Calls over whole sequences in bfloat16 on a CPU are padded to multiples of this number of rows, the output layer's included.
 """

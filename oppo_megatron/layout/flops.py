@@ -70,6 +70,6 @@ def causal_pairs(past: int, new: int) -> int:
 
 
 def weight_bytes(shape: Shape, dtype: str, *, scalar: bool) -> int:
-    """Bytes of all matrices that a forward pass reads: layers and head.  Of the embedding only single rows are read."""
+    """Bytes of all matrices that a forward pass reads: layers and head; only single rows of the embedding are read."""
     layers = int(shape["num_hidden_layers"]) * sum(linear.size for linear in layer_linears(shape))
     return DTYPE_BYTES[dtype] * (layers + head_linear(shape, scalar=scalar).size)

@@ -1,6 +1,6 @@
 """The process groups of a model's ranks, as lists of ranks; `mcore/groups.py` creates and counts them from these.
 
-Roles share a group where its ranks and its part in the model are the same.  Only tensor groups are each role's own: roles that
+Roles share a group if its ranks and its part in the model are the same.  Only tensor groups are each role's own: roles that
 decode and prefill side by side would wait for each other's collectives in one.  A rank alone is one group, whatever it is for.
 """
 

@@ -44,7 +44,7 @@ class Holding:
     """One role's share on one rank.  `role` is `actor.train` if training has weights of its own.
 
     `layers` (from 0) are a range for each virtual stage; `batches` are sizes in words, by their heading.  `phases`: bytes of
-    activations in an update, in reading and in decoding, of which `memory` has the largest.
+    activations in an update, in reading and in decoding; `memory` has the largest.
     """
 
     rank: int

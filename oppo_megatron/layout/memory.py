@@ -1,9 +1,9 @@
 """A model's share of a rank's memory, counted from its `config.json` and layout.  Pure; nothing is loaded.
 
 Parameters, their packed copies, gradients, optimizer state, KV cache and buffers are exact; activations (`activations.py`) are
-those of the largest micro-batches that the settings allow, and a CPU's kernels an estimate (`kernel_bytes`).  Not counted:
-interpreter and libraries, a device's context, the buffers of NCCL's communicators, the host copy with which a guard undoes an
-update, the allocator's own loss.
+counted for the largest micro-batches that the settings allow, and a CPU's kernels an estimate (`kernel_bytes`).  Not counted:
+interpreter and libraries, a device's context, the buffers of NCCL's communicators, the host copy that a guard restores to undo
+an update, the allocator's own loss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Memory:
 
     `copy`: weights held a second time, because training has a layout of its own.  `packed`: weights held once more in the
     order in which a CPU's products read them (`runtime.decode_path: packed`).  `kernels`: what the CPU library prepares for
-    them. `buffers`: rotary tables, and the gather buffer of sequence parallelism.  `activations`: the peak of one forward and
+    them.  `buffers`: rotary tables, and the gather buffer of sequence parallelism.  `activations`: the peak of one forward and
     backward pass, or of one cached call.
     """
 

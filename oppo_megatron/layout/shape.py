@@ -35,7 +35,7 @@ def check_shape(
     max_context: int,
     tokenizer_vocab_size: int | None,
 ) -> list[str]:
-    """Problems of model `name` in `layout`: its own, and those of its contexts and vocabulary.
+    """Problems of model `name` in `layout`: its own, and problems of its contexts and vocabulary.
 
     `max_context` in tokens; `tokenizer_vocab_size` is None if it is not known.
     """

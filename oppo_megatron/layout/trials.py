@@ -202,7 +202,7 @@ def _speed(trial: Trial) -> str:
 
 
 def _where(best: Trial, following: Trial) -> str:
-    """Name the phase of a step in which the fastest placement gains most."""
+    """Name the phase of a step that the fastest placement gains most from."""
     gains = {part: _a_step(following, part) - _a_step(best, part) for part in PARTS}
     part = max(gains, key=lambda name: gains[name])
     return f"most of it in {PARTS[part]}: {_a_step(best, part):.3g} s per step against {_a_step(following, part):.3g}"

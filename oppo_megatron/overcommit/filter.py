@@ -1,9 +1,9 @@
 """The filter of groups (dynamic sampling, arXiv 2503.14476): a group whose responses are all equally good is not trained.
 
 A group leaves the buffer untrained, and backfill gives its place away.  Which groups make a batch then depends on rewards,
-and rewards arrive at unpredictable times.  So verdicts have a clock of their own, the decode steps: with p the steps from one
+and rewards arrive at unpredictable times, so verdicts have a clock of their own, the decode steps: with p the steps from one
 admission to the next, what ended at step c is judged at step p * (ceil(c / p) + lag), not before and not later.  There the
-ranks wait for what is due and share it, and only there is a batch complete.  Hence batches depend on tokens, rewards, p and
+ranks wait for what is due and share it, and only there is a batch complete.  So batches depend on tokens, rewards, p and
 lag, and on nothing else: not on seconds, chunk sizes or placements.
 
 Life of a group::
@@ -13,7 +13,7 @@ Life of a group::
                                         `------------------> dropped  (they are all the same)
 
 A group is known to be kept as soon as two members differ, but is trained with its last one.  One whose scores are all known to
-be equal, those of members that are still decoded as well (`settling.py`), is dropped before it has ended.
+be equal, including the scores of members still being decoded (`settling.py`), is dropped before it has ended.
 """
 
 from __future__ import annotations

@@ -117,5 +117,5 @@ def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
 
 
 def needed_batch(ages: Ints, most: int) -> int:
-    """The smallest B with which groups of these ages can all be trained in time: |S_k| <= (k + 1) B for each k."""
+    """The smallest B that lets groups of these ages all be trained in time: |S_k| <= (k + 1) B for each k."""
     return max((-(-int((ages >= most - k).sum()) // (k + 1)) for k in range(most + 1)), default=0)

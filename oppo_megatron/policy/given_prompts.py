@@ -48,7 +48,7 @@ def opening(system: str | None) -> list[dict[str, str]]:
 
 
 def prompts_of_texts(texts: Iterable[str], wording: Wording, tokenizer: Tokenizer) -> list[Asked]:
-    """Raises ConfigError if there is no chat template."""
+    """Render the texts as prompts.  Raises ConfigError if there is no chat template."""
     return [Asked(row, _worded(text, wording, tokenizer), {}) for row, text in enumerate(texts)]
 
 

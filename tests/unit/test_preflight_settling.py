@@ -34,7 +34,7 @@ def test_rewards_are_asked_by_a_clock_of_the_configuration(settings: dict[str, A
     config = config_of(settings)
     assert check_train(config) == [] and settle_period(config) == longest_chunk(config) == 32
     assert describe_settle(config) == [
-        "settle certain: rewards are asked every 32 decode steps; one group of 16 goes on to its end and is checked"
+        "settle certain: rewards are asked every 32 decode steps; one group of 16 is decoded to its end and checked"
     ]
     backfilled = config_of(settings, **{"overlap": {"inter": True, "backfill": 64}})
     assert settle_period(backfilled) == 64
