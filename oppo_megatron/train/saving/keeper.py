@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class Pending:
     activity: Activity | None
 
 
-class CheckpointKeeper(Generic[RunT]):
+class CheckpointKeeper(ABC, Generic[RunT]):
     """One rank's part.  Calls are collective of the world except `due`, `measured` and `take_cost`.
 
     `standard` names the metric of the best checkpoint; None if there is no such metric.
@@ -123,9 +124,9 @@ class CheckpointKeeper(Generic[RunT]):
         self._measured: tuple[int, float] | None = None
 
     @cached_property
+    @abstractmethod
     def data(self) -> dict[str, Any]:
         """Everything that fixes the order of the data."""
-        raise NotImplementedError
 
     def caches(self, run: RunT, *, copied: bool) -> CacheContents | None:
         """Caches of sequences in flight, if the checkpoint has them."""
