@@ -16,7 +16,6 @@ README.md in this folder explains the columns.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,33 +23,27 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from benchmarks.common import numbers, run_script, whole_numbers
+from benchmarks.scaling import AXES, Args, Configs, scaling_configs, scaling_result, updated
 from oppo_megatron.bench.figures import Lines, figures, mean_of, speedups, steady
 from oppo_megatron.bench.overlap import COLUMNS as OVERLAP_COLUMNS
-from oppo_megatron.bench.overlap import compare, known_modes, placed
+from oppo_megatron.bench.overlap import compare, known_modes
 from oppo_megatron.bench.suite import Run, Runs, all_lines, require_same_work, work_figures, work_lines
 from oppo_megatron.cli.bench import add_resume_argument, add_run_arguments, chosen, load_base, names, new_suite
 from oppo_megatron.cli.lengths import counts
 from oppo_megatron.config.data import RewardPart
-from oppo_megatron.config.derived import longest_chunk, max_context
-from oppo_megatron.config.model import ParallelConfig, RoleConfig
+from oppo_megatron.config.derived import longest_chunk
+from oppo_megatron.config.model import RoleConfig
 from oppo_megatron.config.modes import MODES, switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import first_settled_step
 from oppo_megatron.control.delta_controllers import RULES
-from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError, ScheduleError
-from oppo_megatron.layout.memory import stage_parameters
-from oppo_megatron.layout.placements import named_roles, world_size
-from oppo_megatron.layout.shape import num_kv_heads
-from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import Span, read_trace
 from oppo_megatron.schedule.actions import Op, parse_action
 
-Args = argparse.Namespace
-Configs = dict[str, TrainConfig]
-ROLES = ("actor", "critic", "reward", "reference")
 ADAPTIVE = "adaptive"
 MOVING_RULES = tuple(rule for rule in RULES if rule != "fixed")
 REWARD_RULES = {"eq4", "algorithm1"}
@@ -61,8 +54,6 @@ WEAVES: dict[str, dict[str, Any]] = {
     "woven": {"intra": True, "schedule": "woven"},
 }
 WORKING = {Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE}
-SCALED_MODES = ("sequential", "full")
-AXES = ("ranks", "model", "limit", "batch")
 
 
 class Kind(NamedTuple):
@@ -71,11 +62,6 @@ class Kind(NamedTuple):
     columns: Mapping[str, str]
     configs: Callable[[Args], Configs]
     summarise: Callable[[Configs, Runs], tuple[dict[str, Any], list[str]]]
-
-
-def updated(config: TrainConfig, section: str, **changes: Any) -> TrainConfig:
-    """Return the configuration with some settings of a section replaced."""
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
 
 
 def require_scorers(config: TrainConfig, so: str) -> None:
@@ -345,143 +331,6 @@ def reward_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[st
     found = {reward: compare(of(reward, configs), of(reward, runs)) for reward in rewards}
     rows = [{"reward": reward, **row} for reward, each in found.items() for row in each["results"]]
     return {"results": rows, "rewards": found}, []
-
-
-# --- scaling
-
-
-def scaling_configs(args: Args) -> Configs:
-    config = load_base(args)
-    cores = usable_cores()
-    ranks = sorted(set(args.ranks or [2**power for power in range(cores.bit_length())]))
-    configs: Configs = {}
-    for axis in AXES if args.axis == "all" else [args.axis]:
-        for value, there in places(config, axis, ranks, sorted(set(args.factors))).items():
-            configs |= {f"{axis}/{value:g}/{mode}": switched(there, mode) for mode in SCALED_MODES}
-    return configs
-
-
-def places(config: TrainConfig, axis: str, ranks: Sequence[int], factors: Sequence[float]) -> dict[float, TrainConfig]:
-    """Return the configurations along an axis by their value: ranks as given, else factors of the configured value."""
-    if axis == "ranks":
-        return {float(number): with_ranks(config, number) for number in ranks}
-    if axis == "model":
-        return {factor: with_model(config, factor) for factor in factors}
-    if axis == "limit":
-        limit = config.rollout.max_response_tokens
-        return {float(n): with_limit(config, n) for n in sorted({max(1, round(limit * f)) for f in factors})}
-    unit, batch = config.ppo.minibatches * config.rollout.group_size, config.rollout.batch_size
-    sizes = sorted({unit * max(1, round(batch * factor / unit)) for factor in factors})
-    return {float(size): with_batch(config, size) for size in sizes}
-
-
-def with_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
-    """Return the same work on `ranks` ranks of one thread.
-
-    Disaggregated: one rank for the scorers and the others replicas of the actor (one rank: a single process); else replicas of
-    all roles.
-    """
-    alone = placed(config, "replicas", ranks)
-    if config.placement.mode != "disaggregated" or ranks == 1 or len(named_roles(config)) == 1:
-        return alone
-    pools = {"mode": "disaggregated", "actor": ParallelConfig(dp=ranks - 1), "scorer": ParallelConfig()}
-    return alone.model_copy(update={"placement": config.placement.model_copy(update=pools)})
-
-
-def with_model(config: TrainConfig, factor: float) -> TrainConfig:
-    """Return all roles `factor` times as wide and as deep.  Raises ConfigError for weights, which cannot be scaled."""
-    changes: dict[str, Any] = {}
-    for name in ROLES:
-        role = getattr(config, name)
-        if role is None or factor == 1:
-            continue
-        if role.init is None:
-            raise ConfigError(
-                f"{name}.checkpoint is given, but only a random initialisation can be scaled; give {name}.init instead, "
-                "or leave out the axis `model`"
-            )
-        changes[name] = role.model_copy(update={"init": scaled_shape(read_hf_config(role), factor)})
-    return config.model_copy(update=changes)
-
-
-def scaled_shape(shape: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Return a config.json `factor` times as wide and as deep, rounded; heads keep their size, hidden and FFN sizes follow."""
-    heads = shape["num_attention_heads"]
-    scaled_heads = max(1, round(heads * factor))
-    most = max(1, round(num_kv_heads(shape) * factor))
-    return {
-        **shape,
-        "num_attention_heads": scaled_heads,
-        "num_key_value_heads": max(n for n in range(1, most + 1) if scaled_heads % n == 0),
-        "hidden_size": shape["hidden_size"] * scaled_heads // heads,
-        "intermediate_size": max(1, round(shape["intermediate_size"] * scaled_heads / heads)),
-        "num_hidden_layers": max(1, round(shape["num_hidden_layers"] * factor)),
-    }
-
-
-def with_limit(config: TrainConfig, limit: int) -> TrainConfig:
-    """Return responses of at most `limit` tokens; log-normal lengths, micro-batches and random models' positions follow."""
-    before, forced = config.rollout.max_response_tokens, config.debug.lengths
-    if limit == before:
-        return config
-    changed = updated(config, "rollout", max_response_tokens=limit)
-    if forced is not None and forced.median is not None:
-        changed = updated(changed, "debug", forced_lengths=[forced.median * limit / before, forced.sigma])
-    context = max_context(changed)
-    changes: dict[str, Any] = {}
-    for name in ROLES:
-        role = getattr(config, name)
-        if role is not None and role.init is not None:
-            shape = dict(read_hf_config(role))
-            if (positions := shape.get("max_position_embeddings")) is not None:
-                shape["max_position_embeddings"] = max(positions, context)
-            changes[name] = role.model_copy(update={"init": shape})
-    tokens = max(config.runtime.micro_batch_tokens, context)
-    return updated(changed.model_copy(update=changes), "runtime", micro_batch_tokens=tokens)
-
-
-def with_batch(config: TrainConfig, size: int) -> TrainConfig:
-    """Return batches of `size` rollouts; delta, in groups, keeps its share of them."""
-    before, delta = config.rollout.batch_size, config.overlap.delta
-    most = size // config.rollout.group_size
-    scaled = {name: min(most, round(getattr(delta, name) * size / before)) for name in ("initial", "max")}
-    overlapped = updated(config, "overlap", delta=delta.model_copy(update=scaled))
-    return updated(overlapped, "rollout", batch_size=size)
-
-
-def scaling_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[str]]:
-    rows = [_scaling_row(place, configs, runs) for place in dict.fromkeys(name.rpartition("/")[0] for name in runs)]
-    for axis in AXES:
-        add_growth([row for row in rows if row["axis"] == axis])
-    unequal = [
-        f"{row['axis']} {row['value']:g}: {line}" for row in rows if not row["same_work"] for line in work_lines(row)
-    ]
-    work = {"same_work": not unequal, "decoded_tokens": work_figures(runs)["decoded_tokens"]}
-    return {"results": rows, **work}, unequal
-
-
-def _scaling_row(place: str, configs: Configs, runs: Runs) -> dict[str, Any]:
-    own = {mode: runs[f"{place}/{mode}"] for mode in SCALED_MODES}
-    found = {mode: figures(all_lines(turns)) for mode, turns in own.items()}
-    config, (axis, value) = configs[f"{place}/{SCALED_MODES[0]}"], place.split("/")
-    steps = sum(len(run.lines) for run in own["sequential"])
-    return {
-        "axis": axis, "value": float(value), "ranks": world_size(config),
-        "million_parameters": stage_parameters(read_hf_config(config.actor), 1, 1, 0, scalar=False) / 1e6,
-        "tokens_per_step": sum(found["sequential"]["tokens"]) / steps,
-        **{f"{mode}_{name}": each[name] for mode, each in found.items() for name in ("step_s", "total_s", "tokens_per_s")},
-        "speedup": found["sequential"]["total_s"] / found["full"]["total_s"], **work_figures(own),
-    }  # fmt: skip
-
-
-def add_growth(rows: Sequence[dict[str, Any]]) -> None:
-    """Add the power of the value (for models: of the parameters) by which a step's seconds grow from the row before."""
-    for before, after in zip(rows, rows[1:], strict=False):
-        key = "million_parameters" if after["axis"] == "model" else "value"
-        if after[key] != before[key]:
-            for mode in SCALED_MODES:
-                times = after[f"{mode}_step_s"] / before[f"{mode}_step_s"]
-                after[f"{mode}_growth"] = math.log(times) / math.log(after[key] / before[key])
 
 
 KINDS = {

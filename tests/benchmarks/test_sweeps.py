@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import sweeps
+from benchmarks import scaling, sweeps
 from benchmarks.common import numbers, whole_numbers
 from oppo_megatron.bench.suite import Run, Suite, bare
 from oppo_megatron.cli.launch import launch
@@ -133,17 +133,17 @@ def test_the_cost_of_a_delta() -> None:
 
 def test_ranks_divide_the_work() -> None:
     pair = with_critic()
-    assert [world_size(sweeps.with_ranks(pair, n)) for n in (1, 2, 4)] == [1, 2, 4]
-    placements = role_placements(sweeps.with_ranks(pair, 4))
+    assert [world_size(scaling.with_ranks(pair, n)) for n in (1, 2, 4)] == [1, 2, 4]
+    placements = role_placements(scaling.with_ranks(pair, 4))
     assert placements["actor"].layout == (1, 1, 3) and placements["critic"].ranks == (3,)
-    colocated = sweeps.with_ranks(with_critic(placement={"mode": "colocated"}), 4)
+    colocated = scaling.with_ranks(with_critic(placement={"mode": "colocated"}), 4)
     assert role_placements(colocated)["actor"] == role_placements(colocated)["critic"] and world_size(colocated) == 4
-    assert all(sweeps.with_ranks(pair, n).runtime.threads_per_rank == 1 for n in (1, 2))
+    assert all(scaling.with_ranks(pair, n).runtime.threads_per_rank == 1 for n in (1, 2))
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 0.75, 1.0, 1.5, 2.0])
 def test_scaled_models_are_models(factor: float) -> None:
-    changed = sweeps.with_model(with_critic(), factor)
+    changed = scaling.with_model(with_critic(), factor)
     for role in (changed.actor, changed.critic, changed.reward):
         assert role is not None
         shape = read_hf_config(role)
@@ -154,15 +154,15 @@ def test_scaled_models_are_models(factor: float) -> None:
         scaled = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
         assert all(shape[name] == SHAPE[name] * factor for name in scaled)
     with pytest.raises(ConfigError, match="critic.checkpoint is given"):
-        sweeps.with_model(with_critic(critic={"checkpoint": "c"}), 2.0)
+        scaling.with_model(with_critic(critic={"checkpoint": "c"}), 2.0)
 
 
 def test_limits_and_batches_take_what_depends_on_them_along() -> None:
-    longer = sweeps.with_limit(with_critic(runtime={"micro_batch_tokens": 128}), 256)
+    longer = scaling.with_limit(with_critic(runtime={"micro_batch_tokens": 128}), 256)
     assert longer.rollout.max_response_tokens == 256 and longer.debug.forced_lengths == [64.0, 1.0]
     assert longer.runtime.micro_batch_tokens == 320
     assert read_hf_config(longer.critic)["max_position_embeddings"] == 320
-    smaller = sweeps.with_batch(with_critic(overlap={"delta": {"initial": 4, "max": 8}}), 4)
+    smaller = scaling.with_batch(with_critic(overlap={"delta": {"initial": 4, "max": 8}}), 4)
     assert smaller.rollout.batch_size == 4
     assert (smaller.overlap.delta.initial, smaller.overlap.delta.max) == (1, 2)
     assert not list(smaller.overlap.rules(4))
@@ -173,7 +173,7 @@ def test_growth_is_the_power_of_what_grows() -> None:
         {"axis": "batch", "value": 8, "million_parameters": 1.0, "sequential_step_s": 1.0, "full_step_s": 1.0},
         {"axis": "batch", "value": 16, "million_parameters": 1.0, "sequential_step_s": 2.0, "full_step_s": 4.0},
     ]
-    sweeps.add_growth(rows)
+    scaling.add_growth(rows)
     assert rows[1]["sequential_growth"] == pytest.approx(1.0) and rows[1]["full_growth"] == pytest.approx(2.0)
     assert "full_growth" not in rows[0]
 
@@ -181,14 +181,14 @@ def test_growth_is_the_power_of_what_grows() -> None:
 @pytest.mark.parametrize("preset", ["dapo", "grpo"])
 def test_axes_have_whole_groups_and_no_ranks_without_a_role(preset: str) -> None:
     base = config(preset, placement={"mode": "disaggregated"})
-    batches = sweeps.places(base, "batch", [], [0.25, 1, 1.6])
+    batches = scaling.places(base, "batch", [], [0.25, 1, 1.6])
     assert list(batches) == [32, 64, 96], "multiples of 4 minibatches of groups of 8"
-    ranks = sweeps.places(base, "ranks", [1, 2, 3], [])
+    ranks = scaling.places(base, "ranks", [1, 2, 3], [])
     assert [world_size(each) for each in ranks.values()] == [1, 2, 3]
     assert {world_size(each) for each in batches.values()} == {world_size(base)}
     assert not any(faults(each) for each in (*batches.values(), *ranks.values()))
     assert role_placements(ranks[3])["actor"].dp == (3 if preset == "dapo" else 2)
-    assert list(sweeps.places(base, "limit", [], [0.5, 1.0])) == [8, 16]
+    assert list(scaling.places(base, "limit", [], [0.5, 1.0])) == [8, 16]
 
 
 def test_every_kind_of_reward_has_the_model_that_it_needs() -> None:

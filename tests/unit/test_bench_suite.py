@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sweeps import with_model
+from benchmarks.scaling import with_model
 from oppo_megatron.bench.suite import (
     BenchError,
     BenchStopped,
