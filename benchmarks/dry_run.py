@@ -30,7 +30,7 @@ from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines, at_stage
 from oppo_megatron.sim.runs.loop import PureLoop, Recorded, StepEnd, made_up_prompts
 
 DRIFT = 0.02
-"""The largest relative change of measured seconds from those of the cost model, drawn anew in each step."""
+"""The largest relative difference of measured seconds from the cost model, drawn in each step."""
 
 PARTS = ("scheduler and buffer", "planner and checker", "stream", "controllers")
 
@@ -173,7 +173,7 @@ class DryRun(PureLoop[PlannedRound]):
     def _decided(self, end: StepEnd, delta: Decision, chunk: Decision | None) -> None:
         with self.watch.part("controllers"):
             self.kl.observe(0.0)
-            if self.planner.generator == "woven":  # a run has new measured costs, and plans anew
+            if self.planner.generator == "woven":  # a run has new measured costs, and plans again
                 self.planner.learn(measured_costs(self.site, end.step))
 
     def _plan(
@@ -182,7 +182,7 @@ class DryRun(PureLoop[PlannedRound]):
         return self.planner.plan(self.num_rounds, active, score, chunk, self._order, readable)
 
     def _order(self, seq_ids: Sequence[int]) -> list[int]:
-        """Return open sequences in the order of opening, since there are no cache slots."""
+        """Return open sequences in the order of opening, because no cache gives them slots."""
         return list(seq_ids)
 
     def _body(self, counts: Ints) -> Ints:

@@ -3,8 +3,8 @@
     python -m benchmarks.groups --ranks 2 4 8 16 --alone 1024 16384 --runs 8 128 1024 4096 16384
 
 Ranks are processes of this machine.  Each makes `--groups` groups of all ranks, connects them as a run does and sums a number
-over each; then it calls `new_group` as often for groups that it does not belong to.  This is done twice: as in runs, in which two
-ranks connect in their first message, and by torch's default, by which all pairs connect when a group is made.  A group that
+over each; then it calls `new_group` as often for groups that it does not belong to.  This is done twice: as in runs (two ranks
+connect in their first message) and as torch does by default (all pairs connect when a group is made).  A group that
 connects later needs no peers: `--alone` makes one of that many ranks in a single process.  `CLIENTS` processes ask the store at
 once.
 """
@@ -44,20 +44,19 @@ MEASURED = {
     "connected in ms": "connected_ms", "first sum ms": "used_ms", "operations for others": "other_operations",
     "for others ms": "other_ms",
 }  # fmt: skip
-"""Of a group, on the rank that has most: once made; what connecting adds, files and operations; of a call of `new_group` for
-others."""
+"""Columns for one group, on the rank with the most: after making it, added by connecting it, and for a `new_group` of others."""
 ALONE = {
     "ranks": "ranks", "threads": "threads", "files": "files", "store operations": "operations", "made in ms": "made_ms",
     "MiB": "mib",
 }  # fmt: skip
-"""Of a group of all ranks, made by one of them."""
+"""Columns for a group of all ranks that a single process makes."""
 RECKONED = {
     "mode": "mode", "ranks": "ranks", "groups": "groups", "threads": "threads", "files": "files",
     "store operations": "operations", "of all ranks": "all_operations", "made: files": "made_files",
     "operations": "made_operations", "at once: files": "old_files", "operations ": "old_operations",
     "of all ranks ": "old_all_operations",
 }  # fmt: skip
-"""Of the rank that has most of each: when all groups are connected; when they are made; where all pairs connect at once."""
+"""Columns for the rank with the most: all groups connected, groups made only, and all pairs connected at once."""
 SERVED = {
     "mode": "mode", "ranks": "ranks", "operations a second": "rate", "at once: minutes": "old_minutes", "now": "minutes",
     "now, with NCCL": "nccl_minutes",
@@ -93,7 +92,7 @@ for operation in OPERATIONS:
 
 
 class Meter:
-    """What this process has more, for each of `groups`, than at the last look."""
+    """Threads, files and operations that this process gained since the last look, per group."""
 
     def __init__(self, store: CountingStore, groups: int, meet: Callable[[], object] = lambda: None):
         self.store, self.groups, self.meet = store, groups, meet
@@ -107,7 +106,7 @@ class Meter:
         return more | {"ms": took_ms / self.groups}
 
     def _held(self) -> dict[str, int]:
-        """While all wait: what another rank has connected is a file of this one, too, and none has gone on to connect more."""
+        """Count while all ranks wait, because a connection of another rank is a file of this one, too."""
         self.meet()
         time.sleep(SETTLE_S)
         tasks, files = (len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd"))

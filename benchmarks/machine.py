@@ -4,7 +4,7 @@
     python -m benchmarks.machine --gpu h100 --layers layers.csv --collectives collectives.csv --out machine
 
 With CONFIG: one core with the layers of the configuration's actor, the gain of further cores, and messages between ranks; then
-two short runs of the configuration on one rank, with one core and with all, for what the engine takes beyond kernels.  Writes
+two short runs of the configuration on one rank, with one core and with all, to find the engine's time beyond kernels.  Writes
 layers.csv, collectives.csv, measured.json and cluster.yaml for `oppo plan`.  Takes some minutes; other work on the machine spoils
 it.  Kernels count by the best of several tries, messages by the mean.
 

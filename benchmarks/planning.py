@@ -5,7 +5,7 @@
     python -m benchmarks.planning --simulate --ranks 4096    every rank plans a round for itself; all play it together
 
 Drives one rank's part of the loop's pure half (`dry_run.py`), for rank 0 and the last rank, and prints processor seconds per
-step.  The step of which they are a share is the shortest that the peaks of an H100 allow, so the share is an upper bound.
+step.  Their share refers to the shortest step that the peaks of an H100 allow, so it is an upper bound.
 --simulate plays all ranks' plans by the rules of NCCL and counts what they send (`simulation.py`); a fault is exit code 2.
 """
 

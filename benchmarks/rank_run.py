@@ -1,6 +1,6 @@
 """One rank's rounds without models: its own plan of each, and the sizes of its messages.
 
-Adds to the pure half of the loop (`dry_run.py`) what the caches of a rank decide: the slots of its replica's sequences, hence
+Adds to the pure half of the loop (`dry_run.py`) what the caches of a rank decide: the slots of its replica's sequences, so
 their order in micro-batches, and the decode micro-steps that are void because their sequences have ended.
 """
 

@@ -333,7 +333,7 @@ def _changes(point: Point) -> Iterator[tuple[str, Point, StepCosts | None, str]]
 
 
 def _without_host(point: Point) -> StepCosts:
-    """Return costs in which a captured decode step takes no time beyond its kernels."""
+    """Return costs without any time of a captured decode step beyond its kernels."""
     stages = point.layout.actor[1]
     host_s = MODELS[point.model]["num_hidden_layers"] // stages * cluster_of(point.ranks).engine.replay_s
     lines = [at_stage(point.costs.actions.decode, stage) for stage in range(stages)]

@@ -159,7 +159,7 @@ def _scaling_row(place: str, configs: Configs, runs: Runs) -> dict[str, Any]:
 
 
 def add_growth(rows: Sequence[dict[str, Any]]) -> None:
-    """Add the power of the value (for models: of the parameters) by which a step's seconds grow from the row before."""
+    """Add `growth`: a step's seconds grow from the row before as this power of the value (for models: of the parameters)."""
     for before, after in zip(rows, rows[1:], strict=False):
         key = "million_parameters" if after["axis"] == "model" else "value"
         if after[key] != before[key]:

@@ -1,4 +1,4 @@
-"""Measured points beside the laws, and constants fitted anew to them."""
+"""Compare measured points with the laws, and with constants fitted to these points."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class FittedLine:
-    """A line of one operation among so many ranks of a node."""
+    """The fitted line of one operation among `ranks` ranks of a node."""
 
     operation: str
     ranks: int
@@ -30,7 +30,7 @@ class FittedLine:
 
 
 def fit_lines(points: Sequence[CollectivePoint]) -> list[FittedLine]:
-    """A line for each operation and number of ranks within a node.  Raises DataError where a byte's cost is not to be seen."""
+    """Fit a line per operation and number of ranks in a node.  Raises DataError if the points do not show a byte's cost."""
     within = [point for point in points if _within(point)]
     return [
         FittedLine(*key, *fit_line([point for point in within if _key(point) == key]))
@@ -39,7 +39,7 @@ def fit_lines(points: Sequence[CollectivePoint]) -> list[FittedLine]:
 
 
 def compare_layers(gpu: Gpu, points: Sequence[LayerPoint], fit: Fit) -> Iterator[dict[str, Any]]:
-    """A row for each model and part: error by the laws of `gpu`, and by those of the fit."""
+    """Yield a row per model and part: the error of the laws of `gpu`, and of the fit."""
     law, fitted = LayerLaw(gpu), LayerLaw(replace(gpu, efficiencies=fit.efficiencies))
     for model in sorted({point.model for point in points}):
         of_model = [point for point in points if point.model == model]
@@ -68,7 +68,7 @@ def compare_collectives(
 
 
 def measured_tree(source: str, layers: Fit | None, lines: Sequence[FittedLine]) -> dict[str, Any]:
-    """What `measured` of cluster.yaml reads: to be written as JSON."""
+    """Return the tree that `measured` of cluster.yaml reads, to be written as JSON."""
     collective = {str(fit.ranks): _line_tree(fit.line) for fit in lines if fit.operation == "all_reduce"}
     sends = [_line_tree(fit.line) for fit in lines if fit.operation == "send_recv"]
     efficiencies = None

@@ -1,12 +1,12 @@
-"""What the engine takes beyond the laws, from steps of runs on one rank without overlaps.
+"""The engine's time beyond the laws, from steps of runs on one rank without overlaps.
 
 With l the host's time for a layer that is launched, r for one of a decode step, and factors d, e, u on the kernels of decoding,
 reading and training, a phase of such a step takes
 
     seconds = known + l x launches + r x layers of decode steps + (d or e or u) x kernels
 
-which is linear in the five.  Steps with one core and with several tell the host's time, which further cores do not shorten,
-from the kernels'.
+which is linear in the five.  Steps with one core and with several separate the host's time, which further cores do not
+shorten, from the kernels'.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EngineFit:
 
 
 def fit_engine(cluster: Cluster, steps: Sequence[Observed], source: Source) -> EngineFit:
-    """The five constants by least squares of relative errors, none below 0.  Raises DataError where there is no step."""
+    """The five constants by least squares of relative errors, none below 0.  Raises DataError without steps."""
     if not steps:
         raise DataError("no step was measured; let the runs make two or more, as the first of a run warms up")
     names = [(step, phase) for step, each in enumerate(steps) for phase in each.seconds]

@@ -33,7 +33,7 @@ class Fit:
 
 
 def fit_layers(gpu: Gpu, points: Sequence[LayerPoint]) -> Fit:
-    """`gpu` gives the peaks that the constants are relative to.  Raises DataError where there are too few points."""
+    """`gpu` gives the peaks that the constants are relative to.  Raises DataError if there are too few points."""
     if len(points) < LEAST_POINTS:
         raise DataError(
             f"{len(points)} measured layers are too few to fit 4 constants to; give at least {LEAST_POINTS}, of 1 to some "

@@ -3,7 +3,7 @@
     python -m benchmarks.paper --steps 100 --out runs/bench/paper
 
 Plays the settings of the paper in virtual time: the scheduler, buffer, controllers and planner of a run, with seconds from the
-cost laws.  What the paper does not state is assumed once (printed with reasons) and not changed to match.  Then computes whether
+cost laws.  Facts that the paper omits are assumed once (printed with reasons) and not changed to match.  Then computes whether
 the printed figures agree with each other.  Needs no GPU; takes a minute.
 """
 

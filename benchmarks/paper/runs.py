@@ -134,7 +134,7 @@ class Case:
         return Prices(self.config, self.cluster, Decoding(self.setting.lengths.prompt, [1])).fullest_gb()
 
     def reward_s(self, response_tokens: float) -> float:
-        """Return the seconds in which the reward model reads a batch."""
+        """Return the seconds that the reward model takes to read a batch."""
         line = self.costs.actions.prefill_at("reward", 0)
         tokens = self.setting.batch * self.setting.lengths.prompt + response_tokens
         return line.fixed_s * ceil(tokens / MICRO_BATCH_TOKENS) + line.per_token_s * tokens

@@ -47,7 +47,7 @@ Spans = Mapping[str, Span]
 
 
 def play(calls: Sequence[Call]) -> dict[str, Span]:
-    """The span of each call, in the order in which they start.  Raises ScheduleError where some can never start."""
+    """Return the span of each call, by start.  Raises ScheduleError if some call can never start."""
     _require_known(calls)
     waiting = {call.name: len(set(call.parents)) for call in calls}
     children: dict[str, list[int]] = {call.name: [] for call in calls}
@@ -80,7 +80,7 @@ def makespan_ns(spans: Spans) -> int:
 
 
 def check(calls: Sequence[Call], spans: Spans) -> None:
-    """Raises ScheduleError where a call begins before its parents end, or a device would run two calls at once."""
+    """Raise ScheduleError if a call begins before its parents end, or a device would run two calls at once."""
     for call in calls:
         for parent in call.parents:
             if spans[call.name].start_ns < spans[parent].end_ns:
@@ -130,7 +130,7 @@ def iterations(calls: Sequence[Call], carried: Iterable[Carried], count: int) ->
 def period_ns(calls: Sequence[Call], carried: Sequence[Carried]) -> int:
     """Nanoseconds that one more iteration takes, once they have become constant: three times the same in a row.
 
-    Raises ScheduleError where they have not after 64 iterations.
+    Raises ScheduleError if they have not after 64 iterations.
     """
     for count in (8, 16, 32, MOST_ITERATIONS):
         spans = play(iterations(calls, carried, count))

@@ -171,7 +171,7 @@ def cut_stages(shape: Shape, pp: int, *, scalar: bool) -> tuple[Stage, ...]:
 def least_largest(sizes: tuple[int, ...], parts: int) -> tuple[int, ...]:
     """Return the `parts` + 1 positions that cut `sizes` into contiguous, non-empty parts whose largest sum is least.
 
-    Of several ways, the one whose last parts begin earliest.
+    If there are several ways, return the one whose last parts begin earliest.
     """
     count, sums = len(sizes), [0, *accumulate(sizes)]
     least = [[0 if i == 0 else sums[-1] + 1 for i in range(count + 1)]]

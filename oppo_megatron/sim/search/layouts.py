@@ -67,8 +67,8 @@ class Option:
 def undominated(options: Iterable[Option], weigh: Callable[[Option], Option], most_bytes: int) -> list[Option]:
     """Return the options that fit a rank alone and that none beats or equals in serving, update with move, and all memory.
 
-    `weigh` adds the seconds of the move of weights, which take long to compute: only where the rest does not decide.  Of equal
-    options the first stays.
+    `weigh` adds the seconds of the move of weights, which take long to compute: only if the rest does not decide.  The first of
+    equal options stays.
     """
     fitting = [option for option in options if option.memory.sum(axis=0).max() <= most_bytes]
     pieces = lcm(*(option.memory.shape[1] for option in fitting))
