@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import run_script
 from benchmarks.peers import outcome
 from benchmarks.peers.hf_generate import measure_generate, require_cuda
 from benchmarks.peers.outcome import Ours
@@ -22,12 +22,11 @@ from benchmarks.peers.settings import ALGORITHMS, require_same_work
 from benchmarks.peers.work import build_work, export_models
 from oppo_megatron.bench.figures import Lines, describe_machine
 from oppo_megatron.bench.overlap import MODES, PLACEMENTS, placed, switched
-from oppo_megatron.bench.suite import BenchError, BenchStopped, Suite
+from oppo_megatron.bench.suite import BenchError, Suite
 from oppo_megatron.cli.bench import add_run_arguments, chosen, count, load_base, names, new_suite
-from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import usable_cores
-from oppo_megatron.errors import ConfigError, OppoError
+from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import decodes_and_scores, role_placements, world_size
 from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.processes import started
@@ -43,32 +42,18 @@ BUSY_SHARE = 0.25  # of the cores
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = with_config(_parser().parse_intermixed_args(arguments))
-    try:
-        with ending_by_signal():
-            if args.trl_only:
-                return trl_only(args)
-            return generate_only(args) if args.hf_generate else compare(args)
-    except BenchStopped as stop:
-        print(f"compare: {stop}", file=sys.stderr)
-        return 128 + signal.SIGTERM
-    except OppoError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"compare: {error.filename}: {error.strerror}; correct its rights, or name another path", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("compare: interrupted", file=sys.stderr)
-        return 130
+    return run_script("benchmarks.peers.compare", __doc__, add_arguments, measure, arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="compare.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def measure(args: argparse.Namespace) -> int:
+    """Run what the options ask for and return the exit code."""
+    args = with_config(args)
+    if args.trl_only:
+        return trl_only(args)
+    return generate_only(args) if args.hf_generate else compare(args)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, "trl", config="?")
     parser.add_argument(
         "--algorithm",
@@ -96,7 +81,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="only run TRL, on whatever torch it finds (`oppo bench gpu` makes this call)",
     )
-    return parser
 
 
 def with_config(args: argparse.Namespace) -> argparse.Namespace:

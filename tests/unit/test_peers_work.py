@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from copy import deepcopy
@@ -200,7 +201,9 @@ def test_a_run_without_a_critic_has_no_update_of_it(workspace: Workspace) -> Non
 
 def test_the_algorithm_names_the_configuration_where_none_is_given() -> None:
     def read(*arguments: str) -> tuple[str, list[str]]:
-        args = with_config(comparison._parser().parse_intermixed_args(list(arguments)))
+        parser = argparse.ArgumentParser()
+        comparison.add_arguments(parser)
+        args = with_config(parser.parse_intermixed_args(list(arguments)))
         return str(args.config), args.overrides
 
     assert read() == ("examples/benchmark/overlap.yaml", [])
