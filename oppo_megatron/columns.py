@@ -6,7 +6,6 @@ Legend: n rollouts; all arrays are [n], in the order of the rollouts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -69,26 +68,12 @@ class Held(list[Rollout]):
         found = self._view()
         return Columns.of(self) if found is None else found
 
-    def chosen(self, mask: Bools) -> Held:
-        """Those where `mask` [n] says so."""
-
-        def view() -> Columns | None:
-            found = self._view()
-            return None if found is None else found.at(mask)
-
-        return Held(compress(self, mask.tolist()), self.by_id, view)
-
 
 def columns_of(rollouts: Sequence[Rollout] | Columns) -> Columns:
     """`Columns` are themselves: who asks several times of the same rollouts has them made once."""
     if isinstance(rollouts, Columns):
         return rollouts
     return rollouts.columns() if isinstance(rollouts, Held) else Columns.of(rollouts)
-
-
-def chosen_of(rollouts: Sequence[Rollout], mask: Bools) -> Sequence[Rollout]:
-    """Those where `mask` [n] says so."""
-    return rollouts.chosen(mask) if isinstance(rollouts, Held) else list(compress(rollouts, mask.tolist()))
 
 
 class Table:

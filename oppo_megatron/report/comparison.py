@@ -55,17 +55,6 @@ def draw_utilization(runs: Mapping[str, Rows], out_png: str | os.PathLike[str]) 
     _save(title, "rank", label, [name for name, _ in ranks], bars, ends, out_png)
 
 
-def draw_deferrals(runs: Mapping[str, Mapping[str, int]], out_png: str | os.PathLike[str]) -> None:
-    """Draw for each run the shares of trained rollouts by the number of steps they were carried over (the paper's Table 2)."""
-    totals = {name: max(1, sum(counts.values())) for name, counts in runs.items()}
-    times = sorted({int(each) for counts in runs.values() for each in counts})
-    bars = [
-        Bars(str(each), [100 * counts.get(str(each), 0) / totals[name] for name, counts in runs.items()], run_colour(i))
-        for i, each in enumerate(times)
-    ]
-    _save("Steps carried over", "run", "percent of the trained rollouts", list(runs), bars, [], out_png)
-
-
 def draw_decode(rows: Rows, out_png: str | os.PathLike[str]) -> None:
     """Draw decoded tokens/s: a group of bars per batch size, a bar per peer."""
     batches, peers = (list(dict.fromkeys(row[key] for row in rows)) for key in ("batch", "peer"))
