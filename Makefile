@@ -9,7 +9,6 @@
 #   make hooks   installs the pre-commit hooks
 #   make docs    builds docs/ as a site into build/site; a link that leads nowhere is an error
 #   make test-wandb    the test of the tracker with the real wandb, installed into .wandb
-#   make test-nvrx     restarts by nvidia-resiliency-ext's real ft_launcher, installed into .nvrx
 #   make test-gpulibs  calls of transformer-engine, flash-attn and apex against their Python, put into .gpulibs; no GPU needed
 #   make test-aligner    creates .venv-aligner, tests the NeMo-Aligner plugin against the real package
 #   make test-oracles    creates .venv-oracles with TRL, verl and OpenRLHF, compares losses, advantages and whole steps with theirs
@@ -51,7 +50,7 @@ PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix 
 # Every process of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test gpu-pack test-slurm test-wandb test-nvrx test-gpulibs test-oracles bench-trl clean
+.PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test gpu-pack test-slurm test-wandb test-gpulibs test-oracles bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
@@ -105,10 +104,6 @@ test-wandb: $(INSTALLED_TEST)
 	PYTHONPATH=$(CURDIR)/.wandb $(BIN)/python -m pytest tests/unit/test_train_wandb.py
 
 # torch and the rest that it asks for are those of .venv.
-test-nvrx: $(INSTALLED_TEST)
-	test -d .nvrx || $(PIP) --quiet --no-deps --target .nvrx 'nvidia-resiliency-ext>=0.4.1,<0.5' defusedxml nvidia-ml-py pynvml
-	PYTHONPATH=$(CURDIR)/.nvrx $(PYTEST) tests/nvrx tests/unit/test_cli_ft_launcher.py
-
 # The Python of these libraries alone: flash-attn would otherwise look for a compiler, or for a wheel of its own on the network.
 test-gpulibs: $(INSTALLED_TEST)
 	test -d .gpulibs/transformer_engine || $(PIP) --quiet --no-deps --only-binary=:all: --target .gpulibs/transformer_engine '$(TE)'
@@ -124,7 +119,7 @@ bench-trl: $(INSTALLED) $(PEER_INSTALLED)
 	$(BIN)/python benchmarks/peers/compare.py --prompt-tokens 64 $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) $(ORACLES_VENV) .wandb .nvrx .gpulibs .whl .kit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) $(ORACLES_VENV) .wandb .gpulibs .whl .kit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -e .

@@ -45,11 +45,11 @@ class Result:
 
 
 def load_config(source: Source, overrides: Sequence[str] = (), *, kind: str = "train") -> TrainSettings | SupervisedConfig:
-    """Read and check a configuration as `oppo KIND` does (train, sft, rm, prm, dpo, kto).
+    """Read and check a configuration as `oppo KIND` does (train, sft, rm, dpo).
 
     `overrides` are `section.setting=value`.  Raises ConfigError with every problem found.
     """
-    from oppo_megatron.cli.run import load_settings
+    from oppo_megatron.cli.load import load_settings
 
     if not isinstance(source, Mapping):
         return load_settings(kind, Path(source), overrides)
@@ -100,10 +100,10 @@ def evaluate(directories: Sequence[str | Path], data: str | Path, **options: Any
 
 
 def plan(path: str | Path, cluster: str | Path, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
-    """Search the fastest placement and layouts of a configuration on a described cluster; return the record of `oppo plan`."""
+    """Search placements and layouts of a configuration on a described cluster; return the record of `oppo plan search`."""
     with tempfile.TemporaryDirectory() as folder:
-        given = {"cluster": Path(cluster), "overrides": list(overrides), "out": Path(folder), **options}
-        _run("plan", [path], given)
+        given = {"overrides": list(overrides), "out": Path(folder), **options}
+        _run("plan", ["search", path, "--cluster", cluster], given)
         record: dict[str, Any] = json.loads((Path(folder) / "plan.json").read_text(encoding="utf-8"))
         return record
 

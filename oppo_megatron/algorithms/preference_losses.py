@@ -24,7 +24,7 @@ from torch.nn.functional import logsigmoid
 
 from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.packed import count, right_share, total
-from oppo_megatron.config.preference_losses import DPOLossConfig, KTOLossConfig
+from oppo_megatron.config.preference_losses import DPOLossConfig
 
 FLOAT32 = token_noise("float32")
 
@@ -79,7 +79,7 @@ def row_columns(
     reference_S: Tensor,
     counts_S: Tensor,
     sign_S: Tensor,
-    rule: KTOLossConfig,
+    rule: DPOLossConfig,
     point: float,
     noise: float = FLOAT32,
 ) -> dict[str, Tensor]:

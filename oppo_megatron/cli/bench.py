@@ -240,7 +240,7 @@ def load_base(args: argparse.Namespace, inputs: str = "inputs") -> TrainConfig:
     refuse_given_ranks("oppo bench")
     refuse_figures(args.out / args.figures)
     from oppo_megatron.bench.suite import bare
-    from oppo_megatron.cli.run import load_train
+    from oppo_megatron.cli.load import load_train
     from oppo_megatron.data.random_prompts import write_random_prompts
 
     overrides = [*args.overrides, f"run_dir={args.out}", *forced_lengths(args)]

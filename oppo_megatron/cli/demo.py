@@ -230,7 +230,7 @@ def _make_tokenizer(directory: Path, data: Path) -> int:
 
 def _train(kind: str, file: Path, overrides: Sequence[str]) -> int:
     from oppo_megatron.cli.launch import launch
-    from oppo_megatron.cli.run import load_checked
+    from oppo_megatron.cli.load import load_checked
     from oppo_megatron.layout.placements import world_size
 
     config = load_checked(kind, file, overrides)

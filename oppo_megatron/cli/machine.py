@@ -11,7 +11,6 @@ from importlib import metadata
 import psutil
 from packaging.requirements import Requirement
 
-from oppo_megatron.cli.ft_launcher import DISTRIBUTION, LAUNCHER
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.layout.kernels import APEX, FLASH, TE, USED, find_available, import_fault, kernel_table
 from oppo_megatron.preflight.gpus import Gpu, Problem, TorchBuild, describe, problems, read_host
@@ -49,7 +48,6 @@ PACKAGES = (
     Package("math-verify", ("math_verify:parse", "math_verify:verify"), "rule `math`: install the extra `math`"),
     Package("fastapi", ("fastapi:FastAPI",), "`oppo serve`: install the extra `serve`"),
     Package("uvicorn", ("uvicorn:Server",), "`oppo serve`: install the extra `serve`"),
-    Package(DISTRIBUTION, (f"{LAUNCHER}:main",), "restarts by ft_launcher: torch's elastic agent is used"),
 )
 
 PRESENT = "present"

@@ -1,7 +1,7 @@
-"""The checks of `oppo train` and of supervised training before any rank starts, and of `oppo validate`: one function.
+"""The checks of this machine and of the run directory before any rank starts, shared by `oppo train` and `oppo validate`.
 
-`load_settings` checks the configuration's text, files and shapes; this file checks the machine.  It loads no torch, unless the
-run computes on CUDA devices.
+`load_settings` checks the configuration's text, files and shapes.  This file loads no torch, unless the run computes on CUDA
+devices.
 """
 
 from __future__ import annotations
@@ -10,13 +10,22 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
+from oppo_megatron.cli.launch import check_world_size, external_ranks
+from oppo_megatron.cli.measure import check_devices
+from oppo_megatron.config.load import plain_settings
+from oppo_megatron.config.paths import named_paths
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.cores import host_bytes
 from oppo_megatron.errors import ConfigError
-
-if TYPE_CHECKING:
-    from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.layout.holdings import lasting_memory, written_bytes
+from oppo_megatron.layout.kernels import import_fault
+from oppo_megatron.layout.memory import shortage
+from oppo_megatron.layout.placements import world_size
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.train.logs.trackers import check_trackers
 
 SERVICE_PACKAGES = {"fastapi": ("fastapi:FastAPI",), "uvicorn": ("uvicorn:Server",)}
 """Packages that a service needs, with the names used from each."""
@@ -27,14 +36,6 @@ REACH_S = 2.0
 
 def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfig | SupervisedConfig | None) -> None:
     """Raise ConfigError with all reasons why this machine cannot run it; `config` is None if the ranks are still to be chosen."""
-    from oppo_megatron.cli.launch import check_world_size
-    from oppo_megatron.cli.measure import check_devices
-    from oppo_megatron.cli.startable import require_startable
-    from oppo_megatron.layout.holdings import written_bytes
-    from oppo_megatron.layout.placements import world_size
-    from oppo_megatron.rundir.directory import RunDirectory
-    from oppo_megatron.train.logs.trackers import check_trackers
-
     problems: list[str] = []
 
     def collect(check: Callable[..., None], *given: object) -> None:
@@ -56,6 +57,59 @@ def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfi
         raise ConfigError(problems)
 
 
+def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
+    """Raise ConfigError if the run directory's content would be overwritten, or cannot be continued."""
+    run.require_own()
+    run.require_apart(named_paths(config))
+    if not config.checkpoint.resume:
+        run.require_unfinished()
+        run.require_no_checkpoints()
+        return
+    wanted, wrote = "actor" if isinstance(config, TrainSettings) else "model", run.settings().keys()
+    if wanted not in wrote and wrote & {"actor", "model"}:
+        theirs = "`oppo train`" if "actor" in wrote else "`oppo sft`, `rm` or `dpo`"
+        raise ConfigError(
+            f"run_dir: {run.path} holds a run of {theirs}, which another command cannot continue; choose another run_dir, or "
+            "give that command its own configuration"
+        )
+    if run.finished and not ended_here(config, run):  # a run that has ended here needs no start, and that is not an error
+        _require_more_steps(config, run)
+
+
+def _require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
+    """Raise ConfigError if the finished run in its directory cannot be continued by this configuration."""
+    steps, ended = config.steps, run.ended_after
+    if not run.has_checkpoints:
+        raise ConfigError(
+            f"run_dir: {run.path} holds a finished run without checkpoints (checkpoint.final was off), which cannot be given "
+            "more steps; choose another run_dir, or start from its weights"
+        )
+    if steps is not None and ended is not None and steps <= ended:
+        raise ConfigError(
+            f"steps is {steps}, and the run in {run.path} has ended after {ended}: there is nothing to train; set steps to more "
+            f"than {ended} to go on with it, or choose another run_dir"
+        )
+
+
+def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> bool:
+    """True if the run of this configuration has ended in its directory.
+
+    A program that restarts a run until it ends needs this: the stop request may have come at the moment of the end.
+    """
+    then, now = run.settings(), plain_settings(config)
+    if not (run.finished and then):
+        return False
+    unimportant = [("checkpoint", "resume")]
+    if config.tokenizer.date is None:  # the run kept the date of its first start
+        unimportant.append(("tokenizer", "date"))
+    for tree in (then, now):
+        for section, name in unimportant:
+            if not isinstance(tree.get(section, {}), dict):
+                return False
+            tree.get(section, {}).pop(name, None)
+    return bool(then == now)
+
+
 def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:
     """Return the overrides that put a run on one rank."""
 
@@ -74,8 +128,6 @@ def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:
 
 def require_service_packages() -> None:
     """Raise ConfigError if the packages that a service needs to listen cannot be imported."""
-    from oppo_megatron.layout.kernels import import_fault
-
     faults = [f"{name} {fault}" for name, used in SERVICE_PACKAGES.items() if (fault := import_fault(*used))]
     if faults:
         raise ConfigError(
@@ -100,6 +152,15 @@ def unreached_services(settings: TrainSettings) -> Iterator[str]:
             )
 
 
+def _memory_problems(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
+    """Yield a problem if the run's ranks on this host's CPUs certainly need more memory than it has.  Ranks of other
+    launchers and ranks on devices check this themselves."""
+    if _surely_on_cpu(config.runtime.device) and external_ranks(os.environ) is None:
+        held = lasting_memory(config, on_cpu=True)
+        if problem := shortage(held, host_bytes(), "all ranks", socket.gethostname()):
+            yield problem
+
+
 def _surely_on_cpu(device: str) -> bool:
     """True if the run certainly computes on CPUs; checked without torch, which finds no device if there is no driver."""
     if device == "auto":
@@ -108,17 +169,3 @@ def _surely_on_cpu(device: str) -> bool:
         except OSError:
             return True
     return device == "cpu"
-
-
-def _memory_problems(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
-    """Yield a problem if the run's ranks on this host's CPUs certainly need more memory than it has.  Ranks of other
-    launchers and ranks on devices check this themselves."""
-    from oppo_megatron.cli.launch import external_ranks
-    from oppo_megatron.cores import host_bytes
-    from oppo_megatron.layout.holdings import lasting_memory
-    from oppo_megatron.layout.memory import shortage
-
-    if _surely_on_cpu(config.runtime.device) and external_ranks(os.environ) is None:
-        held = lasting_memory(config, on_cpu=True)
-        if problem := shortage(held, host_bytes(), "all ranks", socket.gethostname()):
-            yield problem

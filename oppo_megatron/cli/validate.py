@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from oppo_megatron.cli.kinds import guess_kind
+from oppo_megatron.cli.load import guess_kind, load_service, load_settings, placed, unplaced
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.cli.rank_table import rank_table
 from oppo_megatron.cli.ready import require_ready, require_service_packages, unreached_services
-from oppo_megatron.cli.run import KINDS, load_settings, placed, unplaced
-from oppo_megatron.cli.serve import load_service
-
-if TYPE_CHECKING:
-    from oppo_megatron.config.run import SupervisedConfig, TrainSettings
+from oppo_megatron.clock import by_time
+from oppo_megatron.config.data import DataConfig
+from oppo_megatron.config.derived import describe_batch, describe_settle
+from oppo_megatron.config.describe import COMMANDS
+from oppo_megatron.config.model import PlacementConfig
+from oppo_megatron.config.run import SupervisedConfig, TrainSettings
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.supervised_rows import describe_seen, load_rows, num_duplicates, read_heldout
+from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.preflight.validate import Role, compare_with_roles, train_roles
+from oppo_megatron.serving.scorers import try_parts
+from oppo_megatron.train.inputs import describe_first, describe_inputs, describe_quarantine, read_inputs, try_answers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, nargs="?", help="default: none; then versions, devices and what this machine lacks are shown")
-    parser.add_argument(
-        "--kind", choices=(*KINDS, "serve"), help="the command it is for; default: by its keys"
-    )
+    parser.add_argument("--kind", choices=COMMANDS, help="the command it is for; default: by its keys")
     parser.add_argument(
         "--skip-data", action="store_true", help="leave the rows of the data unread, and rewards and tokens unasked for"
     )
@@ -37,44 +41,32 @@ def run(args: argparse.Namespace) -> int:
         return check_machine()
     kind = args.kind or guess_kind(args.config, args.overrides)
     if kind == "serve":
-        lines = service_lines(args.config, args.overrides, skip_data=args.skip_data)
+        lines = _service_lines(args.config, args.overrides, skip_data=args.skip_data)
     else:
-        lines = run_lines(kind, args.config, args.overrides, skip_data=args.skip_data)
+        lines = _run_lines(kind, args.config, args.overrides, skip_data=args.skip_data)
     for line in lines:
         print(line)
     print(f"OK: {args.config} is a valid configuration for `oppo {kind}`")
     return 0
 
 
-def run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
-    """Check the configuration of a run; return lines about its ranks and rows."""
+def _run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
+    """Check the configuration of a run; yield lines about its ranks, what its tokenizer was compared with, and its rows."""
     settings = load_settings(kind, path, overrides)
     config = placed(settings, measure=False)
     require_ready(settings, config)
     yield from unplaced(settings) if config is None else rank_table(config)
-    yield from tokenizer_lines(settings)
-    if not skip_data:
-        yield from data_lines(settings)
-
-
-def tokenizer_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
-    """Return the lines that name what the tokenizer was compared with; the checks found no difference."""
-    from oppo_megatron.config.model import PlacementConfig
-    from oppo_megatron.config.run import TrainSettings
-    from oppo_megatron.preflight.validate import Role, compare_with_roles, train_roles
-
     if isinstance(settings, TrainSettings):
         roles = list(train_roles(settings.settled() or settings.with_placement(PlacementConfig(mode="single"))))
     else:
         roles = [Role(name, model, scalar=settings.SCALAR) for name, model in settings.models.items()]
-    return compare_with_roles(settings.tokenizer, roles)[1]
+    yield from compare_with_roles(settings.tokenizer, roles)[1]
+    if not skip_data:
+        yield from _train_rows(settings) if isinstance(settings, TrainSettings) else _supervised_rows(settings)
 
 
-def service_lines(path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
-    """Check the configuration of a service; return lines about its address and scoring."""
-    from oppo_megatron.preflight.validate import Role, compare_with_roles
-    from oppo_megatron.serving.scorers import try_parts
-
+def _service_lines(path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
+    """Check the configuration of a service; yield lines about its address and scoring."""
     config = load_service(path, overrides)
     require_service_packages()
     yield f"listens on {config.host}, port {config.port}, {'with' if config.token_env else 'without'} a token"
@@ -84,56 +76,20 @@ def service_lines(path: Path, overrides: Sequence[str], *, skip_data: bool) -> I
         yield from try_parts(config, os.environ)
 
 
-def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
+def _train_rows(settings: TrainSettings) -> list[str]:
     """Read all rows as the run does; return lines about rows used and dropped.  Raises DataError or RewardError."""
-    from oppo_megatron.clock import by_time
-    from oppo_megatron.config.derived import describe_batch, describe_settle
-    from oppo_megatron.config.run import TrainSettings
-    from oppo_megatron.train.inputs import describe_first, describe_inputs, read_inputs, try_answers
-
-    if not isinstance(settings, TrainSettings):
-        return _supervised_lines(settings)
     inputs = read_inputs(settings, by_time())
     refused = try_answers(inputs, settings)
     about = [describe_batch(settings), *describe_settle(settings)]
     return [*about, *describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings)]
 
 
-def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:
-    """Return the function that reads the rows of a command's configuration."""
-    from oppo_megatron.config.preference import DPOConfig, KTOConfig
-    from oppo_megatron.config.run import ProcessRewardModelConfig, SFTConfig
-    from oppo_megatron.data.supervised_rows import (
-        load_completions,
-        load_marked,
-        load_pairs,
-        load_steps,
-        load_unequal_pairs,
-    )
-
-    if isinstance(settings, DPOConfig):
-        return load_unequal_pairs
-    if isinstance(settings, KTOConfig):
-        return load_marked
-    if isinstance(settings, ProcessRewardModelConfig):
-        return partial(load_steps, separator=settings.separator)
-    return load_completions if isinstance(settings, SFTConfig) else load_pairs
-
-
-def _supervised_lines(settings: SupervisedConfig) -> list[str]:
-    from oppo_megatron.clock import by_time
-    from oppo_megatron.config.data import DataConfig
-    from oppo_megatron.data.rows import Quarantine
-    from oppo_megatron.data.supervised_rows import describe_seen, num_duplicates, read_heldout
-    from oppo_megatron.data.tokenizer import load_tokenizer
-    from oppo_megatron.train.inputs import describe_first, describe_quarantine
-
-    quarantine, load = Quarantine(progress=by_time()), _row_loader(settings)
-    tokenizer = load_tokenizer(settings.tokenizer, settings.model.checkpoint)
+def _supervised_rows(settings: SupervisedConfig) -> list[str]:
+    """Call `_train_rows` for supervised training."""
+    quarantine, tokenizer = Quarantine(progress=by_time()), load_tokenizer(settings.tokenizer, settings.model.checkpoint)
 
     def read(data: DataConfig) -> list[Any]:
-        longest, policy = settings.max_tokens, data.long_rows
-        return load(data, tokenizer, max_tokens=longest, long_rows=policy, quarantine=quarantine)
+        return load_rows(settings, data, tokenizer, quarantine)
 
     every = read(settings.data)
     set_aside = len(quarantine)

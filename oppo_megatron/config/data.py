@@ -51,14 +51,14 @@ class ColumnsConfig(PromptColumnsConfig):
     """The columns of a row by their part, answers among them."""
 
     chosen: str | None = Field(
-        None, description="the better answer (`oppo rm`, `oppo dpo`, `oppo kto`); of dialogues, with the prompt before it"
+        None, description="the better answer (`oppo rm`, `oppo dpo`); of dialogues, with the prompt before it"
     )
     rejected: str | None = Field(None, description="the worse answer, as `chosen`")
-    completion: str | None = Field(None, description="the answer to learn or to judge (`oppo sft`, `oppo kto`)")
-    label: str | None = Field(None, description="whether the answer is wanted: true or false, 1 or 0 (`oppo kto`)")
-    completions: str | None = Field(None, description="the steps of the answer: a list of texts (`oppo prm`)")
+    completion: str | None = Field(None, description="the answer to learn or to judge (`oppo sft`, `oppo dpo`)")
+    label: str | None = Field(None, description="whether the answer is wanted: true or false, 1 or 0 (`oppo dpo`)")
+    completions: str | None = Field(None, description="the steps of the answer: a list of texts (`oppo rm`)")
     labels: str | None = Field(
-        None, description="for each step whether it is right: true or false, or a number from 0 to 1 (`oppo prm`)"
+        None, description="for each step whether it is right: true or false, or a number from 0 to 1 (`oppo rm`)"
     )
 
 

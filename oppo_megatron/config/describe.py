@@ -17,9 +17,8 @@ from pydantic.fields import FieldInfo
 
 from oppo_megatron.config.base import Choices, Section, Unit
 from oppo_megatron.config.explain import section_in
-from oppo_megatron.config.preference import DPOConfig, KTOConfig
+from oppo_megatron.config.preference import DPOConfig
 from oppo_megatron.config.run import (
-    ProcessRewardModelConfig,
     RewardModelConfig,
     SFTConfig,
     SupervisedConfig,
@@ -30,9 +29,7 @@ from oppo_megatron.config.serve import ServeConfig
 SUPERVISED: dict[str, type[SupervisedConfig]] = {
     "sft": SFTConfig,
     "rm": RewardModelConfig,
-    "prm": ProcessRewardModelConfig,
     "dpo": DPOConfig,
-    "kto": KTOConfig,
 }
 """The commands that train one model on rows."""
 

@@ -11,7 +11,8 @@ from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import DataConfig, PromptDataConfig, RewardPart, RowsConfig
 
 ACCURACY, RESPONSE_TOKENS, TRUNCATED = "accuracy", "response_tokens", "truncated"
-LOSS, MARGIN = "loss", "margin"
+LOSS = "loss"
+PREFERENCE_METRICS = (LOSS, ACCURACY, "margin")
 REWARD = "reward"
 """The mean reward of a step's batch; it names the best step if nothing is held out."""
 

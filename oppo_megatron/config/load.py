@@ -127,7 +127,7 @@ def _require_file(path: Path) -> None:
     if path.is_dir():
         found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))
         named = (
-            f"name a file in it, as {path / found[0]}" if found else "it holds no .yaml file; `oppo init` writes one"
+            f"name a file in it, as {path / found[0]}" if found else "it holds no .yaml file; `oppo config --init` writes one"
         )
         raise ConfigError(f"{path} is a folder, and a configuration is a file; {named}")
     if not path.is_file():

@@ -124,8 +124,8 @@ class OptimizerConfig(Section):
     lr: Annotated[float | None, Unit("")] = Field(
         None,
         gt=0,
-        description="largest learning rate; null: 1e-6 for an actor and the model of `oppo dpo` and `oppo kto`, 5e-6 for a "
-        "critic, 1e-5 for the model of `oppo sft`, `oppo rm` and `oppo prm`; ten times that if adapters (`lora`) are trained. "
+        description="largest learning rate; null: 1e-6 for an actor and the model of `oppo dpo`, 5e-6 for a "
+        "critic, 1e-5 for the model of `oppo sft` and `oppo rm`; ten times that if adapters (`lora`) are trained. "
         "`config.yaml` shows the result",
     )
     min_lr: Annotated[float, Unit("")] = Field(0.0, ge=0, description="learning rate at the end of the decay")

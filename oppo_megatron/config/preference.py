@@ -1,4 +1,4 @@
-"""Configurations of preference training: `oppo dpo` and `oppo kto`."""
+"""Configuration of preference training: `oppo dpo`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from oppo_megatron.config.evaluation import ACCURACY, LOSS, MARGIN
 from oppo_megatron.config.model import ModelConfig, UsualRate
-from oppo_megatron.config.preference_losses import DPOLossConfig, KTOLossConfig
+from oppo_megatron.config.preference_losses import DPOLossConfig
 from oppo_megatron.config.run import SupervisedConfig
 
 
-class PreferenceConfig(SupervisedConfig):
-    """Settings that `oppo dpo` and `oppo kto` share."""
+class DPOConfig(SupervisedConfig):
+    """`oppo dpo`: chosen / rejected pairs or, by the loss, completions that are wanted or unwanted."""
 
+    dpo: DPOLossConfig = DPOLossConfig()
     reference: ModelConfig | None = Field(
         None,
         description="the model that log-probs are compared with; null: the model's starting weights, `lora.adapter` included",
@@ -26,23 +26,14 @@ class PreferenceConfig(SupervisedConfig):
         "same; null: `reference.safetensors` in the run directory",
     )
 
-    METRICS = (LOSS, ACCURACY, MARGIN)
     MODELS: ClassVar[tuple[str, ...]] = ("model", "reference")
     USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-6, 1e-5)
+
+    @property
+    def of_pairs(self) -> bool:
+        return self.dpo.of_pairs
 
     @property
     def referred(self) -> ModelConfig:
         """The model that the reference is made from."""
         return self.model if self.reference is None else self.reference
-
-
-class DPOConfig(PreferenceConfig):
-    """`oppo dpo`: chosen / rejected pairs, without a reward model."""
-
-    dpo: DPOLossConfig = DPOLossConfig()
-
-
-class KTOConfig(PreferenceConfig):
-    """`oppo kto`: completions that are wanted or unwanted."""
-
-    kto: KTOLossConfig = KTOLossConfig()

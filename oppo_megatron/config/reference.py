@@ -12,8 +12,8 @@ from oppo_megatron.config.describe import COMMANDS, LISTED, Setting, about, sett
 INTRODUCTION = """\
 # Configuration
 
-All settings of `oppo train`, `oppo sft`, `oppo rm`, `oppo prm`, `oppo dpo`, `oppo kto` and `oppo serve`, and of the block
-`oppo:` for [the NeMo-Aligner plugin](nemo_aligner.md). The page is generated from the schema in `oppo_megatron/config/`.
+All settings of `oppo train`, `oppo sft`, `oppo rm`, `oppo dpo` and `oppo serve`, and of the block `oppo:` for
+[the NeMo-Aligner plugin](nemo_aligner.md). The page is generated from the schema in `oppo_megatron/config/`.
 
 A configuration is a YAML file. Settings on the command line, after the file's name, replace those of the file:
 
@@ -30,13 +30,12 @@ The column *unit* gives the unit of a number; 1 marks a pure number. A MiB is 2^
 """
 PAGES: dict[str, type[Section]] = {
     "`oppo train`": COMMANDS["train"],
-    "`oppo sft`, `oppo rm` and `oppo prm`": COMMANDS["prm"],
+    "`oppo sft` and `oppo rm`": COMMANDS["rm"],
     "`oppo dpo`": COMMANDS["dpo"],
-    "`oppo kto`": COMMANDS["kto"],
     "`oppo serve`": COMMANDS["serve"],
     "`trainer.ppo.oppo` of NeMo-Aligner": AlignerConfig,
 }
-"""The configurations with a table of their own; `oppo sft` and `oppo rm` have the settings of `oppo prm` but `separator`."""
+"""The configurations with a table of their own; `oppo sft` has the settings of `oppo rm` but `separator`."""
 
 
 def render_reference() -> str:

@@ -12,7 +12,6 @@ from typing_extensions import Self
 from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import (
-    STEP_SEPARATOR,
     DataConfig,
     PromptDataConfig,
     RewardPart,
@@ -23,7 +22,7 @@ from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.evaluation import (
     ACCURACY,
     LOSS,
-    MARGIN,
+    PREFERENCE_METRICS,
     REWARD,
     EarlyStopConfig,
     EvaluationConfig,
@@ -145,7 +144,6 @@ class RunConfig(Section):
         "limit",
     )
 
-    METRICS: ClassVar[tuple[str, ...]] = ()
     ALWAYS_MEASURED: ClassVar[str | None] = None
 
 
@@ -256,7 +254,7 @@ class TrainConfig(TrainSettings):
 
 
 class SupervisedConfig(RunConfig):
-    """Settings that `oppo sft`, `oppo rm`, `oppo prm`, `oppo dpo` and `oppo kto` share."""
+    """Settings that `oppo sft`, `oppo rm` and `oppo dpo` share."""
 
     epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
     batch_size: Annotated[int, Unit("rows")] = Field(
@@ -294,31 +292,47 @@ class SupervisedConfig(RunConfig):
     @property
     def measured(self) -> list[str]:
         """The held-out metrics that are measured during the run, in their order."""
-        return list(self.METRICS) if self.evaluation is not None and self.evaluation.every_steps else []
+        return list(self.metrics) if self.evaluation is not None and self.evaluation.every_steps else []
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The held-out metrics of this training."""
+        return PREFERENCE_METRICS
+
+    @property
+    def of_pairs(self) -> bool:
+        """True if a row has a chosen and a rejected completion."""
+        return True
 
 
 class SFTConfig(SupervisedConfig):
     """`oppo sft`: next-token loss on completions."""
 
-    METRICS = (LOSS, ACCURACY)
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return LOSS, ACCURACY
+
+    @property
+    def of_pairs(self) -> bool:
+        return False
 
 
 class RewardModelConfig(SupervisedConfig):
-    """`oppo rm`: Bradley-Terry loss on chosen / rejected pairs."""
+    """`oppo rm`: Bradley-Terry loss on chosen / rejected pairs; with `separator` binary cross-entropy on the labels of steps."""
 
-    METRICS = (LOSS, ACCURACY, MARGIN)
-    SCALAR = True
-
-
-class ProcessRewardModelConfig(SupervisedConfig):
-    """`oppo prm`: binary cross-entropy on the labels of steps."""
-
-    separator: str = Field(
-        STEP_SEPARATOR,
+    separator: str | None = Field(
+        None,
         min_length=1,
-        description="text between two steps (`oppo prm`); a step ends with the token that completes it, the last one with the "
-        "response",
+        description="text between two steps, which makes it a process reward model: rows have steps with labels; a step ends "
+        "with the token that completes it, the last one with the response; null: rows are pairs",
     )
 
-    METRICS = (LOSS, ACCURACY)
     SCALAR = True
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return PREFERENCE_METRICS if self.of_pairs else (LOSS, ACCURACY)
+
+    @property
+    def of_pairs(self) -> bool:
+        return self.separator is None

@@ -8,9 +8,9 @@ from oppo_megatron.config.algorithm_rules import algorithm_rules
 from oppo_megatron.config.derived import best_standard, rollback_rules, scorers
 from oppo_megatron.config.evaluation import Standard, part_labels
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
+from oppo_megatron.config.preference import DPOConfig
 from oppo_megatron.config.reward_rules import check_part, check_rewards, check_waits
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
 from oppo_megatron.config.settle_rules import settle_rules
 
 
@@ -58,6 +58,9 @@ def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
     for name, model in config.models.items():
         yield from model.rules(name)
     yield from _preferences(config)
+    columns = config.data.columns
+    if isinstance(config, RewardModelConfig) and config.of_pairs and (columns.completions or columns.labels):
+        yield "data.columns names steps or their labels, but separator is null; set it, as in separator='\\n', or name chosen"
     yield from config.data.rules("data", ("prompt", "completion"))
     yield from config.optimizer.rules("optimizer")
     yield from heldout_rules(config)
@@ -162,9 +165,11 @@ def _metric(key: str, text: str, config: TrainConfig | SupervisedConfig) -> Iter
 
 
 def _preferences(config: SupervisedConfig) -> Iterator[str]:
-    """Rules of `oppo dpo` and `oppo kto`; none of other commands."""
-    if isinstance(config, DPOConfig):
-        yield from config.dpo.rules()
+    """Rules of `oppo dpo`; none of other commands."""
+    if not isinstance(config, DPOConfig):
+        return
+    yield from config.dpo.rules()
+    if config.of_pairs:
         longest, tokens = 2 * config.max_tokens, config.runtime.micro_batch_tokens
         if tokens < longest:
             yield (
@@ -172,12 +177,10 @@ def _preferences(config: SupervisedConfig) -> Iterator[str]:
                 f"{config.max_tokens}) and must fit, for it cannot be divided; raise it to {longest}, or lower max_tokens to "
                 f"{tokens // 2}"
             )
-    if isinstance(config, KTOConfig) and config.kto.loss == "kto" and config.batch_size < 2:
+    if config.dpo.loss == "kto" and config.batch_size < 2:
         yield (
-            "batch_size is 1, but kto.loss kto compares a completion with those of other rows of its batch; raise it (32 is "
-            "usual), or choose kto.loss=apo_zero_unpaired"
+            "batch_size is 1, but dpo.loss kto compares a completion with those of other rows of its batch; raise it (32 is "
+            "usual), or choose dpo.loss=apo_zero_unpaired"
         )
-    if isinstance(config, PreferenceConfig) and (
-        config.model.fresh_head or (config.reference is not None and config.reference.fresh_head)
-    ):
+    if config.model.fresh_head or (config.reference is not None and config.reference.fresh_head):
         yield "fresh_head is true, but preference training has no scalar head; remove it"

@@ -87,6 +87,10 @@ def require_column(part: str, columns: PromptColumnsConfig, rows: Sequence[Row])
                 f"its only object has the rows in {wrapped!r}: write that list as the file, "
                 f"`jq .{wrapped} {rows[0].file} > rows.json`."
             )
+        elif part == "chosen" and find_column("completions", columns, rows):
+            there_are = "its rows have steps: for a process reward model set separator, as in separator='\\n' (`oppo rm`)"
+        elif part == "chosen" and find_column("label", columns, rows):
+            there_are = "its rows have a label: for completions that are wanted or unwanted set dpo.loss=kto (`oppo dpo`)"
         elif part in ("chosen", "rejected") and (pair := _two_answers(rows)):
             there_are = (
                 f"it has {pair[0]!r} and {pair[1]!r}, which look like two answers: if the same one is the better in every row, "

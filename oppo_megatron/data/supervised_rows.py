@@ -1,4 +1,4 @@
-"""Token rows for `oppo sft`, `rm`, `prm`, `dpo` and `kto`: reading, drawing the held-out ones, and the order of batches."""
+"""Token rows for `oppo sft`, `rm` and `dpo`: reading, drawing the held-out ones, and the order of batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.evaluation import HeldoutConfig
+from oppo_megatron.config.preference import DPOConfig
+from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig
 from oppo_megatron.data.examples import Example, is_unequal, read_completions, read_marked, read_pairs, read_steps
 from oppo_megatron.data.prompt_tokens import encode_answers, encode_prompt, end_of_prompt, require_stop_texts
 from oppo_megatron.data.prompts import epoch_order
@@ -135,6 +137,18 @@ def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
     if last is not None and not tokenizer.decode(tokens[last + 1 :]).strip():
         return tokens[: last + 1]
     return [*tokens, tokenizer.eos_id]
+
+
+def load_rows(config: SupervisedConfig, data: DataConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Any]:
+    """Return the rows of `data` for the configuration's training.  Raises DataError with every refused row at once."""
+    given: dict[str, Any] = {"max_tokens": config.max_tokens, "long_rows": data.long_rows, "quarantine": quarantine}
+    if isinstance(config, DPOConfig):
+        return load_unequal_pairs(data, tokenizer, **given) if config.of_pairs else load_marked(data, tokenizer, **given)
+    if not isinstance(config, RewardModelConfig):
+        return load_completions(data, tokenizer, **given)
+    if config.separator is None:
+        return load_pairs(data, tokenizer, **given)
+    return load_steps(data, tokenizer, separator=config.separator, **given)
 
 
 def load_completions(

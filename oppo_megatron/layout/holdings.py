@@ -9,8 +9,7 @@ from math import ceil
 
 from oppo_megatron.config.derived import longest_chunk, minibatch_rows
 from oppo_megatron.config.model import TrainedRoleConfig, TrainingLayoutConfig
-from oppo_megatron.config.preference import DPOConfig
-from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.layout.activations import TrainingBatch
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.memory import (
@@ -136,7 +135,7 @@ def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holdi
     layout = config.parallel
     placement = RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
     model = RoleModel.of(config.model, scalar=config.SCALAR)
-    sequences = 2 if isinstance(config, RewardModelConfig | DPOConfig) else 1  # a chosen and a rejected completion
+    sequences = 2 if config.of_pairs else 1  # a chosen and a rejected completion
     rows, tokens = ceil(config.batch_size / placement.dp), config.runtime.micro_batch_tokens
     batch = TrainingBatch(tokens, rows * sequences * config.max_tokens)
     shown = {"rows a batch": config.batch_size, "rows a replica": rows, "micro-batch tokens": tokens}

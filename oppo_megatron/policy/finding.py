@@ -15,7 +15,7 @@ from oppo_megatron.config.explain import first_problem
 from oppo_megatron.config.load import read_tree
 from oppo_megatron.config.model import Dtype, ModelConfig, ParallelConfig, TrainedRoleConfig
 from oppo_megatron.config.paths import missing_path
-from oppo_megatron.config.preference import DPOConfig, KTOConfig
+from oppo_megatron.config.preference import DPOConfig
 from oppo_megatron.config.run import SFTConfig, SupervisedConfig, TrainSettings
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
@@ -110,7 +110,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
 def read_run(directory: Path) -> RunConfig:
     """Read the settings that a run recorded.  Raises ConfigError if another command or version wrote them."""
     tree = read_tree(directory / RUN_CONFIG)
-    sections: dict[str, type[RunConfig]] = {"actor": TrainSettings, "dpo": DPOConfig, "kto": KTOConfig}
+    sections: dict[str, type[RunConfig]] = {"actor": TrainSettings, "dpo": DPOConfig}
     kind = next((kind for name, kind in sections.items() if name in tree), SFTConfig)
     try:
         return kind.model_validate(tree)

@@ -14,7 +14,7 @@ from oppo_megatron.config.derived import adapters, scorers
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.config.paths import check_exists, check_files, irregular_path
 from oppo_megatron.config.ppo import RolloutConfig
-from oppo_megatron.config.preference import PreferenceConfig
+from oppo_megatron.config.preference import DPOConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.config.run_rules import supervised_rules, train_rules
 from oppo_megatron.layout.kernels import find_available, layers_refused
@@ -49,7 +49,7 @@ def check_supervised(config: SupervisedConfig) -> list[str]:
         *check_run_dir(config),
         *supervised_rules(config),
         *(problem for name, model in config.models.items() for problem in _check_source_files(name, model)),
-        *(_check_reference_file(config) if isinstance(config, PreferenceConfig) else ()),
+        *(_check_reference_file(config) if isinstance(config, DPOConfig) else ()),
         *check_exists("tokenizer.path", config.tokenizer.path),
         *(problem for name, rows in data for problem in check_rows(name, rows)),
         *check_layers(config.runtime, adapters=bool(adapters(config))),
@@ -116,7 +116,7 @@ def check_layers(runtime: RuntimeConfig, *, adapters: bool) -> list[str]:
     return [] if problem is None else [problem]
 
 
-def _check_reference_file(config: PreferenceConfig) -> Iterator[str]:
+def _check_reference_file(config: DPOConfig) -> Iterator[str]:
     path = config.reference_logprobs
     if path is None or not path.exists():
         return

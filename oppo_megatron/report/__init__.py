@@ -1,1 +1,1 @@
-"""Reports on runs: the page of `oppo report` and the terminal view of `oppo watch`."""
+"""Reports on runs: the page of `oppo report` and its terminal view (--watch)."""

@@ -53,7 +53,7 @@ class RunRecord:
 
     @property
     def kind(self) -> str:
-        """`train`, or `supervised` for `oppo sft`, `rm`, `dpo` and `kto`."""
+        """`train`, or `supervised` for `oppo sft`, `rm` and `dpo`."""
         supervised = any("loss" in line for line in self.lines[:1]) if self.lines else "rollout" not in self.config
         return "supervised" if supervised else "train"
 

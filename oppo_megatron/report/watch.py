@@ -1,4 +1,4 @@
-"""`oppo watch`: the figures of a run in the terminal, until it has ended."""
+"""`oppo report --watch`: the figures of a run in the terminal, until it has ended."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Glance:
     quiet_s: float | None
 
 
-def watch(path: str | os.PathLike[str], interval_s: float, console: Console, *, once: bool = False) -> None:
+def watch(path: str | os.PathLike[str], interval_s: float, console: Console) -> None:
     """Show a run in the terminal, again every `interval_s` seconds, until it has finished.  Ctrl-C ends it.
 
-    On a terminal that is too low, blocks are left out from the end; the last view is printed whole.  With `once`, or if
+    On a terminal that is too low, blocks are left out from the end; the last view is printed whole.  If the interval is 0 or
     the console is not a terminal, the figures are shown once.  Raises DataError.
     """
     now = glance(path)
-    if not once and console.is_terminal:
+    if interval_s and console.is_terminal:
         with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 live.update(fitted(now, console), refresh=True)
@@ -89,7 +89,7 @@ def fitted(now: Glance, console: Console) -> RenderableType:
         free -= height
         shown.append(block)
     left_out = len(every) - len(shown)
-    return Group(*shown, *([Text(f"… {left_out} more: --once shows all", style="dim")] if left_out else []))
+    return Group(*shown, *([Text(f"… {left_out} more: --interval 0 shows all", style="dim")] if left_out else []))
 
 
 def glance(path: str | os.PathLike[str], now: float | None = None) -> Glance:

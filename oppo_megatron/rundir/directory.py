@@ -10,7 +10,7 @@ rejected/           batches that a guard rejected, for `python -m tools.replay`
 rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
 stacks/           stacks of each rank's threads when the run was stuck
 ended-step-<n>/   summary, weights and trace of a run that ended there and was then given more steps
-reference.safetensors  log-probs of the reference (`oppo dpo`, `oppo kto`); later attempts reuse them
+reference.safetensors  log-probs of the reference (`oppo dpo`); later attempts reuse them
 holder.json       the process that holds the directory; the lock is on the directory itself
 placement.json    measurements of `placement.mode: auto`, from the runs under placement/; later attempts reuse it
 """

@@ -1,4 +1,4 @@
-"""`oppo sft`, `rm`, `prm`, `dpo` and `kto`, from the configuration to the weights.
+"""`oppo sft`, `rm` and `dpo`, from the configuration to the weights.
 
 Every rank reads all rows, and a replica trains its share of each batch.  The model's output rank (first of the last
 pipeline stage) has the loss, so it alone owns the run directory; the weights in it are written by the model's first rank.
@@ -18,10 +18,10 @@ from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
-from oppo_megatron.config.run import ProcessRewardModelConfig, RewardModelConfig, SupervisedConfig
+from oppo_megatron.config.preference import DPOConfig
+from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import BEGINNING, read_heldout
+from oppo_megatron.data.supervised_rows import BEGINNING, load_rows, read_heldout
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.shape import check_shape
@@ -67,12 +67,10 @@ def run_supervised(config: SupervisedConfig) -> bool:
 def task_of(config: SupervisedConfig) -> Task[Any]:
     """Return the task of the configuration."""
     if isinstance(config, DPOConfig):
-        return PairPreferences(config)
-    if isinstance(config, KTOConfig):
-        return MarkedPreferences(config)
-    if isinstance(config, ProcessRewardModelConfig):
-        return ProcessRewardModelling()
-    return RewardModelling() if isinstance(config, RewardModelConfig) else FineTuning()
+        return PairPreferences(config) if config.of_pairs else MarkedPreferences(config)
+    if isinstance(config, RewardModelConfig):
+        return RewardModelling() if config.of_pairs else ProcessRewardModelling()
+    return FineTuning()
 
 
 def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, preemption: Preemption) -> bool:
@@ -142,7 +140,7 @@ def _build(
         return loaded
 
     with spans.span("load", role="model", step=0):
-        if isinstance(config, PreferenceConfig) and isinstance(task, Preferences):
+        if isinstance(config, DPOConfig) and isinstance(task, Preferences):
             note = report.note if report else lambda text: None
             reference = ReferencePass(config, task, world, groups.output_rank, note)
             saver.compare(reference.fingerprint, found)
@@ -170,13 +168,13 @@ def _load_rows(
     """Return the rows to train on, and the held-out rows."""
 
     def read(data: DataConfig) -> list[RowT]:
-        return task.load(config.model_copy(update={"data": data}), tokenizer, quarantine)
+        return load_rows(config, data, tokenizer, quarantine)
 
     evaluation = config.evaluation
     rows, held = read_heldout(evaluation, config.seed, read(config.data), read)
     if evaluation is None:
         return rows, None
-    return rows, Heldout(evaluation, config.early_stop, task, held, config.METRICS, world, point)
+    return rows, Heldout(evaluation, config.early_stop, task, held, config.metrics, world, point)
 
 
 def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer: Tokenizer) -> None:

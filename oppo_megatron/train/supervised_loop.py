@@ -13,9 +13,7 @@ from oppo_megatron.algorithms.supervised_losses import means
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
-from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Passed, batches
-from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss, TrainedModel
@@ -29,27 +27,26 @@ from oppo_megatron.train.memory_meter import MemoryMeter
 from oppo_megatron.train.saving.saver import SupervisedSaver
 
 RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
+RowT_contra = TypeVar("RowT_contra", bound=tuple[list[Any], ...], contravariant=True)
 
 
-class Task(Protocol[RowT]):
+class Task(Protocol[RowT_contra]):
     """The part of supervised training that depends on its kind."""
 
     title: str
     head: Head
 
-    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[RowT]: ...
-
-    def num_tokens(self, row: RowT) -> int:
+    def num_tokens(self, row: RowT_contra) -> int:
         """Tokens that the model reads of a row."""
         ...
 
-    def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]: ...
+    def micro_batches(self, rows: Sequence[RowT_contra], budget: int, device: torch.device) -> list[MicroBatch]: ...
 
-    def loss(self, rows: Sequence[RowT], vocab: VocabShards) -> Loss:
+    def loss(self, rows: Sequence[RowT_contra], vocab: VocabShards) -> Loss:
         """Mean loss of the batch `rows`; its statistics are sums with their `count`."""
         ...
 
-    def measure(self, rows: Sequence[RowT], vocab: VocabShards) -> Measure:
+    def measure(self, rows: Sequence[RowT_contra], vocab: VocabShards) -> Measure:
         """For each of `rows` its weight, and the sums of the held-out metrics over it."""
         ...
 

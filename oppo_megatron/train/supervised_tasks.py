@@ -17,10 +17,7 @@ from oppo_megatron.algorithms.supervised_losses import (
     step_loss,
     step_table,
 )
-from oppo_megatron.config.run import ProcessRewardModelConfig, SupervisedConfig
-from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import Completion, Pair, Steps, load_completions, load_pairs, load_steps
-from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.data.supervised_rows import Completion, Pair, Steps
 from oppo_megatron.mcore.batch import MicroBatch, pack_at, pack_responses, whole_sequences
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.layers.vocab_parallel import likeliest_share, token_logprobs
@@ -36,12 +33,6 @@ class FineTuning:
 
     title = "sft"
     head: Head = "lm"
-
-    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Completion]:
-        """Rows of prompt and completion.  Raises DataError."""
-        return load_completions(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
 
     def num_tokens(self, row: Completion) -> int:
         """The last token predicts nothing and is not read."""
@@ -80,12 +71,6 @@ class RewardModelling:
     title = "rm"
     head: Head = "scalar"
 
-    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
-        """Rows of prompt, chosen and rejected answer.  Raises DataError."""
-        return load_pairs(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
-
     def num_tokens(self, row: Pair) -> int:
         """The prompt is read twice, once with each answer."""
         return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)
@@ -120,18 +105,6 @@ class ProcessRewardModelling:
 
     title = "prm"
     head: Head = "scalar"
-
-    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Steps]:
-        """Rows of prompt, steps and labels.  Raises DataError, or ConfigError for a separator that no answer can have."""
-        assert isinstance(config, ProcessRewardModelConfig)
-        return load_steps(
-            config.data,
-            tokenizer,
-            separator=config.separator,
-            max_tokens=config.max_tokens,
-            long_rows=config.data.long_rows,
-            quarantine=quarantine,
-        )
 
     def num_tokens(self, row: Steps) -> int:
         """The whole row is read."""

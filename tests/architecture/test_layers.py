@@ -199,7 +199,7 @@ def shipped_configs() -> list[Path]:
 
 @pytest.mark.parametrize("path", shipped_configs(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_shipped_config_parses_and_is_short(path: Path) -> None:
-    from oppo_megatron.cli.validate import guess_kind
+    from oppo_megatron.cli.load import guess_kind
     from oppo_megatron.config.describe import SUPERVISED
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.run import TrainConfig

@@ -106,7 +106,7 @@ def checked_rooms() -> re.Pattern[str]:
 def tier(file: str, found: set[str]) -> str:
     if file.startswith("tests/gpu/") or "gpu" in found:
         return "gpu"
-    if file.startswith(("tests/slurm/", "tests/nvrx/", "tests/gpulibs/")):
+    if file.startswith(("tests/slurm/", "tests/gpulibs/")):
         return file.split("/")[1]
     if "long" in found:
         return "long"
@@ -150,7 +150,6 @@ SOME_LONG = "tests/e2e/test_layouts.py::test_layout_trains_as_one_process"
 LONG = "tests/e2e/test_tutorial.py::test_followed_to_the_letter"
 MODULE_SLOW = "tests/e2e/test_demo.py::test_figures"
 GPU = "tests/gpu/test_cuda.py::test_draws_never_leave_the_support"
-NVRX = "tests/nvrx/test_ft_launcher.py::test_a_run_that_it_stops_and_starts_again_ends_as_if_nothing_had_been"
 GPULIBS = "tests/gpulibs/test_gpu_libraries.py::test_attention_through_flash_attn_is_that_of_gathered_keys"
 SLURM = "tests/slurm/test_preemption.py::test_a_job_is_told_to_stop_requeued_and_finishes_as_if_nothing_had_been"
 
@@ -160,7 +159,7 @@ SLURM = "tests/slurm/test_preemption.py::test_a_job_is_told_to_stop_requeued_and
     [
         ([HERE], ["check"], (1, 1, 0), None),
         ([PLAIN, SOME_LONG, MODULE_SLOW], ["test"], (1, 1, 0), None),
-        ([HERE, LONG, GPU, SLURM, NVRX, GPULIBS], ["check", "long", "gpu", "slurm", "nvrx", "gpulibs"], (1, 1, 0), None),
+        ([HERE, LONG, GPU, SLURM, GPULIBS], ["check", "long", "gpu", "slurm", "gpulibs"], (1, 1, 0), None),
         ([], [], (1, 0, 1), None),
         ([HERE + "_not"], ["check"], (1, 1, 0), "there is no test"),
         (["tests/e2e/test_resume.py::CASES"], ["test"], (1, 1, 0), "there is no test"),

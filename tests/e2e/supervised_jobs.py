@@ -15,6 +15,9 @@ from oppo_megatron.train.preference.logprobs import reference_fingerprint
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.supervised import task_of, train_supervised
 
+COMMANDS = {"prm": "rm", "kto": "dpo"}
+"""The commands of kinds that a setting selects."""
+
 
 def train(kind: str, settings: dict[str, Any], stop_after: int | None = None) -> None:
     """Run `run_supervised` in the process group that the test's ranks already have."""
@@ -22,7 +25,7 @@ def train(kind: str, settings: dict[str, Any], stop_after: int | None = None) ->
     preemption = Preemption()
     if stop_after is not None:
         preemption = StopAfter(stop_after)
-    config = SUPERVISED[kind](**settings)
+    config = SUPERVISED[COMMANDS.get(kind, kind)](**settings)
     train_supervised(config, task_of(config), world, preemption)
 
 

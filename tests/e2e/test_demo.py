@@ -92,7 +92,7 @@ def test_the_examples_of_process_rewards_go_on_from_a_demo(demo: Path, tmp_path:
         shutil.copytree(demo / name, tmp_path / "runs" / "demo" / name)
     writer = [sys.executable, str(EXAMPLES / "write_steps.py"), "runs/demo/data/steps.jsonl", "200"]
     few = {
-        "prm": ["prm", str(EXAMPLES / "prm.yaml"), "steps=3", "epochs=1", "evaluation.every_steps=3"],
+        "prm": ["rm", str(EXAMPLES / "prm.yaml"), "steps=3", "epochs=1", "evaluation.every_steps=3"],
         "ppo_process": ["train", str(EXAMPLES / "ppo_process.yaml"), "steps=2", "rollout.batch_size=8", "evaluation=null"],
     }
     for command in (writer, *([*OPPO, *arguments] for arguments in few.values())):

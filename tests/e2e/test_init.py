@@ -1,4 +1,4 @@
-"""What `oppo init arithmetic` writes trains, by the commands that it prints."""
+"""What `oppo config --init arithmetic` writes trains, by the commands that it prints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_commands_that_it_prints_train(
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    assert main(["init", "arithmetic"]) == 0
+    assert main(["config", "--init", "arithmetic"]) == 0
     told = capsys.readouterr().out.splitlines()
     commands = [shlex.split(line)[1:] for line in told[told.index("next:") + 1 :]]
     assert [words[0] for words in commands] == ["tokenizer", "sft", "validate", "train", "train"]

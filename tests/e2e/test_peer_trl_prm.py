@@ -1,4 +1,4 @@
-"""The loss of `oppo prm` against TRL's PRMTrainer, where its environment has been made and the tokens of steps agree."""
+"""Process reward models' loss against TRL's PRMTrainer, where its environment has been made and the tokens of steps agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.peers.comparison import PEER_PYTHON
 from oppo_megatron.config.data import DataConfig, TokenizerConfig
-from oppo_megatron.config.run import ProcessRewardModelConfig
+from oppo_megatron.config.run import RewardModelConfig
 from oppo_megatron.data.arithmetic import Shape, write_steps
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import load_steps
@@ -62,11 +62,12 @@ def test_the_loss_is_that_of_two_logits_on_the_same_tokens(tmp_path: Path) -> No
         assert row.labels == [labels[end] for end in ends]
 
     settings = {
-        "run_dir": tmp_path / "run", "batch_size": len(rows), "max_tokens": 120, "tokenizer": {"path": tokenizer},
+        "run_dir": tmp_path / "run", "separator": "\n", "batch_size": len(rows), "max_tokens": 120,
+        "tokenizer": {"path": tokenizer},
         "data": data, "model": {"checkpoint": model}, "runtime": {"device": "cpu", "threads_per_rank": 1},
         "logging": {"console": "off"}, "checkpoint": {"final": "nothing"},
     }  # fmt: skip
-    run_supervised(ProcessRewardModelConfig.model_validate(settings))
+    run_supervised(RewardModelConfig.model_validate(settings))
     (line,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert line["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""`oppo dpo` and `oppo kto`: the steps of transformers and AdamW, layouts, what is reused, resumed, refused, and left."""
+"""`oppo dpo`, by DPO and by KTO: the steps of transformers and AdamW, layouts, what is reused, resumed, refused, and left."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def preferring(inputs: Path, kind: str, run_dir: Path, rule: Settings | None = N
         "steps": STEPS,
         "model": {"checkpoint": inputs / "qwen2"},
         "optimizer": RATE,
-        kind: {"beta": 0.3, **(rule or {})},
+        "dpo": {"loss": "sigmoid" if kind == "dpo" else kind, "beta": 0.3, **(rule or {})},
     }
     return settings(inputs, kind, run_dir, **usual | changes)
 

@@ -1,4 +1,4 @@
-"""`oppo sft`, `oppo rm` and `oppo prm`: parity with transformers and torch, layouts, what a run leaves, bad input."""
+"""`oppo sft` and `oppo rm`, of pairs and of steps: parity with transformers and torch, layouts, what a run leaves, bad input."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, Da
 from oppo_megatron.rundir.trace import read_trace
 from oppo_megatron.train.supervised import run_supervised
 from oppo_megatron.train.supervised_tasks import RewardModelling
+from tests.e2e.supervised_jobs import COMMANDS
 from tests.support.hf import SIZES, save_tiny
 from tests.support.ranks import run_ranks
 
@@ -64,13 +65,14 @@ def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings
         "optimizer": OPTIMIZER,
         "runtime": {"device": "cpu", "threads_per_rank": 1, "micro_batch_tokens": 300},
         "logging": {"console": "off"},
+        **({"separator": "\n"} if kind == "prm" else {}),
         **changes,
     }
 
 
 def run(kind: str, chosen: Settings) -> list[dict[str, Any]]:
     """Train in this process; the lines of metrics.jsonl."""
-    run_supervised(SUPERVISED[kind](**chosen))
+    run_supervised(SUPERVISED[COMMANDS.get(kind, kind)](**chosen))
     return metrics(chosen["run_dir"])
 
 

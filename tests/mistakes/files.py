@@ -28,7 +28,7 @@ YAML: tuple[Mistake, ...] = (
         spoils=[replace("train.yaml", "steps: 4", "steps: 4\nsteps: 6")], mends=[write("train.yaml", TRAIN)],
     ),
     Mistake(
-        "an empty file", ("train", "train.yaml"), ("train.yaml is empty", "oppo init"),
+        "an empty file", ("train", "train.yaml"), ("train.yaml is empty", "oppo config --init"),
         spoils=[write("train.yaml", "")], mends=[write("train.yaml", TRAIN)],
     ),
     Mistake(
@@ -162,8 +162,8 @@ DATA: tuple[Mistake, ...] = (
     Mistake("completions for DPO", ("dpo", "sft.yaml"), ("chosen",), PAIRS),
     Mistake("a pair with the same answer twice", ("dpo", "sft.yaml", "data.path=pairs.jsonl"), ("pairs.jsonl:1", "the same"),
             PAIRS),
-    Mistake("completions of KTO that nobody has judged", ("kto", "sft.yaml"), ("label", "data.columns.label"),
-            ("validate", *PAIRS[1:-1], "kto")),
+    Mistake("completions of KTO that nobody has judged", ("dpo", "sft.yaml", "dpo.loss=kto"), ("label", "data.columns.label"),
+            (*PAIRS, "dpo.loss=kto")),
     Mistake("pairs that no micro-batch holds", ("dpo", *PAIRS[1:-2], "runtime.micro_batch_tokens=64"), ("128", "a pair"),
             (*PAIRS[:-2], "runtime.micro_batch_tokens=128", *PAIRS[-2:])),
     Mistake("a beta of nothing", ("dpo", *PAIRS[1:-2], "dpo.beta=0"), ("dpo.beta", "greater than 0"),

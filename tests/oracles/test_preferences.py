@@ -1,4 +1,4 @@
-"""The losses of `oppo dpo` and `oppo kto` against TRL's: fifty random batches a case, loss and gradient of the logits."""
+"""The losses of `oppo dpo` against TRL's: fifty random batches a case, loss and gradient of the logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.preference_losses import mean_loss
-from oppo_megatron.config.preference import DPOConfig, KTOConfig
+from oppo_megatron.config.preference import DPOConfig
 from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferences, Preferences, answer_logprobs
@@ -105,7 +105,7 @@ def test_kto(loss: str) -> None:
     for _ in range(BATCHES):
         beta, wanted, unwanted = rng.choice([0.05, 0.1, 0.5]), 1.0, rng.choice([0.5, 1.0, 1.3])
         rule = {"loss": loss, "beta": beta, "wanted": wanted, "unwanted": unwanted}
-        task = MarkedPreferences(KTOConfig.model_validate(base() | {"kto": rule}))
+        task = MarkedPreferences(DPOConfig.model_validate(base() | {"dpo": rule}))
         rows = [Marked(answer(rng), answer(rng), [rng.randrange(2)]) for _ in range(rng.randint(2, 8))]
         answered = [(row.prompt, row.completion) for row in rows]
         logits, reference_B = logits_of(answered, generator), refer(task, answered, generator)

@@ -72,7 +72,7 @@ def lines(path: Path) -> list[Row]:
 def supervised(
     kind: str, inputs: Path, run_dir: Path, rows: str, clip: float, model: str = MODEL, **changes: Any
 ) -> list[Row]:
-    """Metrics of the finished run of `oppo dpo`, `kto` or `prm`, in micro-batches of a few rows."""
+    """Metrics of the finished run of `oppo dpo` or `rm`, in micro-batches of a few rows."""
     usual = {
         "batch_size": BATCH,
         "steps": STEPS,
@@ -144,7 +144,7 @@ def test_kto(inputs: Path, tmp_path: Path, loss: str, clip: float) -> None:
     """No two rows of a batch have one prompt, and a batch is one of TRL's micro-batches: so the mismatched rows are the same."""
     rule = {"loss": loss, "beta": BETA, "wanted": 1.0, "unwanted": 1.5}
     metrics = supervised(
-        "kto", inputs, tmp_path / "run", "marked.jsonl", clip, reference={"checkpoint": inputs / REFERENCE}, kto=rule
+        "kto", inputs, tmp_path / "run", "marked.jsonl", clip, reference={"checkpoint": inputs / REFERENCE}, dpo=rule
     )
     rows = lines(inputs / "marked.jsonl")
     assert len({row["prompt"] for row in rows}) == len(rows)

@@ -110,5 +110,5 @@ CASES = {
     ),
     "dpo": Case(1, {"dpo": {"loss": "sigmoid", "nll": 0.1}}, "dpo"),
     "sft, tp 2": Case(2, {"parallel": {"tp": 2}}, "sft"),
-    "kto, tp 2": Case(2, {"kto": {"loss": "kto"}, "parallel": {"tp": 2}}, "kto"),
+    "kto, tp 2": Case(2, {"dpo": {"loss": "kto"}, "parallel": {"tp": 2}}, "dpo"),
 }

@@ -71,7 +71,7 @@ def train(config: TrainConfig, world: World) -> None:
 
 
 def train_supervised(config: SupervisedConfig, world: World) -> None:
-    """A whole run of `oppo sft`, `rm`, `prm`, `dpo` or `kto`."""
+    """A whole run of `oppo sft`, `rm` or `dpo`."""
     preemption = Preemption(config.preempt_deadline_s)
     assert supervised.train_supervised(config, supervised.task_of(config), world, preemption)
 

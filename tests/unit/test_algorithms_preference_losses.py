@@ -22,8 +22,8 @@ from oppo_megatron.algorithms.preference_losses import (
     table_of,
 )
 from oppo_megatron.algorithms.supervised_losses import means
-from oppo_megatron.config.preference import DPOConfig
-from oppo_megatron.config.preference_losses import DPOLossConfig, KTOLossConfig
+from oppo_megatron.config.evaluation import PREFERENCE_METRICS
+from oppo_megatron.config.preference_losses import DPOLossConfig
 
 MARGINS = st.floats(-40, 40)
 BETAS = st.sampled_from([0.01, 0.1, 1.0])
@@ -108,7 +108,7 @@ def test_a_difference_that_rounding_could_make_has_no_side(dtype: str, noise: fl
         logp_S = reference_S + factor * noise * counts_S.sqrt() * signs_S
         pairs = pair_columns(logp_S, reference_S, counts_S, rule, token_noise(dtype))
         assert pairs["accuracy"].tolist()[: len(expected)] == expected
-        rows = row_columns(logp_S, reference_S, counts_S, signs_S, KTOLossConfig(), 0.0, token_noise(dtype))
+        rows = row_columns(logp_S, reference_S, counts_S, signs_S, DPOLossConfig(loss="kto"), 0.0, token_noise(dtype))
         assert rows["accuracy"].tolist() == [expected[0]] * 8
 
 
@@ -130,7 +130,7 @@ def test_the_second_term_is_the_chosen_answers_mean() -> None:
 
 @given(st.floats(-30, 30), st.floats(0, 20), st.booleans(), BETAS)
 def test_kto_against_its_equation(ratio: float, point: float, wanted: bool, beta: float) -> None:
-    logp_S, rule = double(ratio - 7.0, grad=True), KTOLossConfig(beta=beta, wanted=1.25, unwanted=0.75)
+    logp_S, rule = double(ratio - 7.0, grad=True), DPOLossConfig(loss="kto", beta=beta, wanted=1.25, unwanted=0.75)
     columns = row_columns(logp_S, double(-7.0), double(4.0), double(1.0 if wanted else -1.0), rule, point)
     x = beta * (ratio - point if wanted else point - ratio)
     weight = 1.25 if wanted else 0.75
@@ -161,7 +161,7 @@ def test_shares_of_micro_batches_add_up_with_their_statistics(cut: int) -> None:
         assert not value.requires_grad
         assert float(sum(part[name] for _, part in parts)) == pytest.approx(float(value), abs=1e-12)
     assert means({name: float(value) for name, value in stats.items()})["loss"] == pytest.approx(float(whole), rel=1e-6)
-    table = table_of(pair_columns(logp_S, reference_S, counts_S, rule), DPOConfig.METRICS)
+    table = table_of(pair_columns(logp_S, reference_S, counts_S, rule), PREFERENCE_METRICS)
     assert table.shape == (3, 4) and table[:, 0].tolist() == [1.0] * 3
     assert float(table[:, 1].mean()) == pytest.approx(float(whole), rel=1e-6)
 
@@ -183,9 +183,9 @@ def test_losses_stay_on_the_models_device_and_wait_for_no_value() -> None:
         others = [torch.empty(4, dtype=torch.float64, device=cuda) for _ in range(2)]
         for columns in (
             pair_columns(logp_S, others[0], others[1], DPOLossConfig(average=True, nll=0.1)),
-            row_columns(logp_S, *others, others[0], KTOLossConfig(), 0.5),
+            row_columns(logp_S, *others, others[0], DPOLossConfig(loss="kto"), 0.5),
         ):
             loss, stats = mean_loss(columns, 4)
-            table = table_of(columns, DPOConfig.METRICS)
+            table = table_of(columns, PREFERENCE_METRICS)
             assert {each.device.type for each in (loss, table, *stats.values())} == {"cuda"}
             assert loss.dtype == torch.float32 and table.dtype == torch.float64

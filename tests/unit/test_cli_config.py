@@ -43,7 +43,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "--explain", "runtime.timeout_s")
-    commands = "oppo train, oppo sft, oppo rm, oppo prm, oppo dpo, oppo kto, oppo serve"
+    commands = "oppo train, oppo sft, oppo rm, oppo dpo, oppo serve"
     assert out.splitlines()[0] == f"runtime.timeout_s  ({commands})"
     for line in ("value:   number, > 0", "unit:    s", "default: 1800.0", "time limit of a message or collective"):
         assert line in out

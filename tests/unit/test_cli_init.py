@@ -1,4 +1,4 @@
-"""`oppo init`: what it writes is valid but for the files that the user has yet to supply, and it overwrites nothing."""
+"""`oppo config --init`: what it writes is valid but for the files that the user has yet to supply, and it overwrites nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from oppo_megatron.cli.init.cases import CASES
+from oppo_megatron.cli.init import CASES
 from oppo_megatron.cli.main import main, parse_arguments
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.explain import dotted
@@ -39,14 +39,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["init", *arguments]) == 2
+    assert main(["config", "--init", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "Traceback" not in captured.err
     return captured.err
 
 
 def written(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    assert main(["init", *arguments]) == 0
+    assert main(["config", "--init", *arguments]) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -178,7 +178,10 @@ def test_what_is_named_stands_in_the_file(capsys: pytest.CaptureFixture[str]) ->
 def test_wrong_words_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean `gsm8k`?" in refused(capsys, "gsm")
     assert "choose one of gsm8k, grpo, dapo, reward-model" in refused(capsys, "zzzz")
-    assert "no case was given" in refused(capsys)
+    assert main(["config", "--list", "--force"]) == 2
+    assert "--force can only be given with --init" in capsys.readouterr().err
+    assert main(["config", "x.yaml", "--init", "gsm8k"]) == 2
+    assert "--init writes a new file; name it with --out" in capsys.readouterr().err
     assert "--reward: case `gsm8k` has no place for it; it takes --actor, --data, --heldout" in refused(
         capsys, "gsm8k", "--reward=r"
     )
@@ -198,7 +201,7 @@ def test_the_next_commands_can_be_given(case: str, out: str, capsys: pytest.Capt
 
 
 def test_the_list_shows_every_case(capsys: pytest.CaptureFixture[str]) -> None:
-    out = "\n".join(written(capsys, "--list"))
+    out = "\n".join(written(capsys))
     assert all(case.name in out and case.about in out for case in CASES.values())
 
 
@@ -209,7 +212,7 @@ def test_the_reward_function_is_one(folder: Path, capsys: pytest.CaptureFixture[
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     told = build_reward_functions([RewardPart(kind="python", entry_point=f"{module.__file__}:score")]).describe()
-    about = "1 where the response contains the row's `answer`, else 0, as `oppo init` wrote it; write your own."
+    about = "1 where the response contains the row's `answer`, else 0, as `oppo config --init` wrote it; write your own."
     assert len(told) == 1 and told[0].endswith(f": {about}")
     assert module.score("q", "it is 42", {"answer": 42}) == 1.0 and module.score("q", "no", {"answer": 42}) == 0.0
     with pytest.raises(KeyError, match="column `answer`, and this row has .*'solution'.*write in my_reward.py"):

@@ -285,4 +285,4 @@ def test_only_the_chosen_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cli.importlib, "import_module", lambda name: imported.append(name) or real(name))
     with pytest.raises(SystemExit):
         main(["sft", "--help"])
-    assert imported == ["oppo_megatron.cli.supervised"]
+    assert imported == ["oppo_megatron.cli.run"]

@@ -58,6 +58,9 @@ MISTAKES: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
         "rm", [{"chosen": [USER, REPLY], "rejected": [REPLY, USER]}], {}, "have no beginning in common"),
     "an empty answer": ("rm", [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant:"}], {},
                         "the rejected answer after the common dialogue is empty"),
+    "steps without a separator": (
+        "rm", [{"prompt": "a", "completions": ["b"], "labels": [1]}], {}, "no column for the chosen .*set separator, as in"),
+    "judged completions for pairs": ("rm", [{"prompt": "a", "completion": "b", "label": 1}], {}, "set dpo.loss=kto"),
     "no labels": ("prm", [{"prompt": "a", "completions": ["b"]}], {}, "no column for the labels .*it has: prompt, completions"),
     "a text as steps": ("prm", [{"prompt": "a", "completions": "b", "labels": [1]}], {}, "not a list with an item per step"),
     "a number as a step": ("prm", [{"prompt": "a", "completions": ["b", 3], "labels": [1, 0]}], {}, "step 2 .* but int"),

@@ -1,4 +1,4 @@
-"""Rows of `oppo dpo` and `oppo kto`: pairs that differ, completions with labels, pairs as two rows, and what is refused."""
+"""Rows of `oppo dpo`: pairs that differ, completions with labels, pairs as two rows, and what is refused."""
 
 from __future__ import annotations
 

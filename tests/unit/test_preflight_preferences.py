@@ -1,4 +1,4 @@
-"""Settings of `oppo dpo` and `oppo kto`: defaults, what is refused and by which words, the rows and memory of a plan."""
+"""Settings of `oppo dpo`: defaults, what is refused and by which words, the rows and memory of a plan."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from oppo_megatron.cli.kinds import guess_kind
+from oppo_megatron.cli.load import guess_kind
 from oppo_megatron.config.describe import SUPERVISED
-from oppo_megatron.config.preference import PreferenceConfig
+from oppo_megatron.config.preference import DPOConfig
 from oppo_megatron.layout.holdings import supervised_holdings
 from oppo_megatron.preflight.validate import supervised_problems
 from tests.support.hf import save_tiny
@@ -42,96 +42,84 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def config(kind: str, folder: Path, **changes: Any) -> PreferenceConfig:
-    found = SUPERVISED[kind].model_validate(settings(folder, **changes))
-    assert isinstance(found, PreferenceConfig)
-    return found
+def config(loss: str, folder: Path, **changes: Any) -> DPOConfig:
+    rule = {"loss": loss, **changes.pop("dpo", {})}
+    return DPOConfig.model_validate(settings(folder, dpo=rule, **changes))
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
-def test_defaults(kind: str, folder: Path) -> None:
-    chosen = config(kind, folder)
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_defaults(loss: str, folder: Path) -> None:
+    chosen = config(loss, folder)
     assert supervised_problems(chosen) == []
-    assert chosen.optimizer.lr == 1e-6 and getattr(chosen, kind).beta == 0.1
-    adapted = config(kind, folder, model={"checkpoint": folder / "model", "lora": {"rank": 2}})
+    assert chosen.optimizer.lr == 1e-6 and chosen.dpo.beta == 0.1
+    adapted = config(loss, folder, model={"checkpoint": folder / "model", "lora": {"rank": 2}})
     assert adapted.optimizer.lr == 1e-5
     half = config(
-        kind, folder, reference={"checkpoint": folder / "model"}, runtime={"dtype": "bfloat16", "device": "cpu"}
+        loss, folder, reference={"checkpoint": folder / "model"}, runtime={"dtype": "bfloat16", "device": "cpu"}
     )
     assert half.reference is not None and half.reference.dtype == "bfloat16" == half.model.dtype
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "words"),
+    ("loss", "change", "words"),
     [
-        (
-            "dpo",
-            {"runtime": {"device": "cpu", "micro_batch_tokens": 127}},
-            "is 127, but a pair may have 128 tokens (twice",
-        ),
-        (
-            "dpo",
-            {"dpo": {"loss": "robust"}},
-            "dpo.loss is robust, but dpo.label_smoothing is 0, with which it is sigmoid",
-        ),
-        ("dpo", {"dpo": {"loss": "ipo", "label_smoothing": 0.1}}, "is 0.1, but dpo.loss ipo has none; remove it"),
-        ("dpo", {"dpo": {"loss": "hinge", "label_smoothing": 0.1}}, "dpo.loss hinge has none"),
-        ("kto", {"batch_size": 1}, "batch_size is 1, but kto.loss kto compares a completion with those of other rows"),
-        (
-            "dpo",
-            {"reference": {"checkpoint": "FOLDER/other"}},
-            "its vocabulary has 321 entries, but must equal the model's 320",
-        ),
-        ("dpo", {"reference": {"checkpoint": "FOLDER/none"}}, "reference.checkpoint `FOLDER/none` does not exist"),
-        (
-            "dpo",
-            {"reference": {"checkpoint": "FOLDER/critic"}},
-            "reference: its checkpoint is a Qwen2ForSequenceClassification",
-        ),
+        ("sigmoid", {"runtime": {"device": "cpu", "micro_batch_tokens": 127}}, "is 127, but a pair may have 128 tokens (twice"),
+        ("robust", {}, "dpo.loss is robust, but dpo.label_smoothing is 0, with which it is sigmoid"),
+        ("ipo", {"dpo": {"label_smoothing": 0.1}}, "is 0.1, but dpo.loss ipo has none; remove it"),
+        ("hinge", {"dpo": {"label_smoothing": 0.1}}, "dpo.loss hinge has none"),
+        ("hinge", {"dpo": {"unwanted": 2}}, "dpo.unwanted is 2.0, but dpo.loss hinge is of pairs and does not read it"),
+        ("kto", {"dpo": {"average": True}}, "dpo.average is true, but dpo.loss kto is of single completions and does not"),
+        ("kto", {"batch_size": 1}, "batch_size is 1, but dpo.loss kto compares a completion with those of other rows"),
+        ("ipo", {"reference": {"checkpoint": "FOLDER/other"}}, "its vocabulary has 321 entries, but must equal the model's 320"),
+        ("ipo", {"reference": {"checkpoint": "FOLDER/none"}}, "reference.checkpoint `FOLDER/none` does not exist"),
+        ("ipo", {"reference": {"checkpoint": "FOLDER/critic"}}, "reference: its checkpoint is a Qwen2ForSequenceClassification"),
         ("kto", {"reference_logprobs": "FOLDER"}, "reference_logprobs is FOLDER, which is a folder; name a file in it"),
-        ("dpo", {"model": {"checkpoint": "FOLDER/model", "fresh_head": True}}, "fresh_head is true, but"),
-        ("dpo", {"evaluation": {"fraction": 0.5}, "early_stop": {"metric": "los"}}, "early_stop.metric is 'los'"),
+        ("ipo", {"model": {"checkpoint": "FOLDER/model", "fresh_head": True}}, "fresh_head is true, but"),
+        ("ipo", {"evaluation": {"fraction": 0.5}, "early_stop": {"metric": "los"}}, "early_stop.metric is 'los'"),
     ],
 )
-def test_what_is_refused(kind: str, change: dict[str, Any], words: str, folder: Path) -> None:
+def test_what_is_refused(loss: str, change: dict[str, Any], words: str, folder: Path) -> None:
     placed = json.loads(json.dumps(change).replace("FOLDER", str(folder)))
-    problems = supervised_problems(config(kind, folder, **placed))
+    problems = supervised_problems(config(loss, folder, **placed))
     assert len(problems) == 1 and words.replace("FOLDER", str(folder)) in problems[0]
 
 
 def test_kto_of_one_row_needs_no_others(folder: Path) -> None:
-    assert supervised_problems(config("kto", folder, batch_size=1, kto={"loss": "apo_zero_unpaired"})) == []
+    assert supervised_problems(config("apo_zero_unpaired", folder, batch_size=1)) == []
 
 
 @pytest.mark.parametrize(
-    ("kind", "rule"),
-    [
-        ("dpo", {"beta": 0}),
-        ("dpo", {"beta": -0.1}),
-        ("dpo", {"label_smoothing": 0.5}),
-        ("dpo", {"label_smoothing": -0.1}),
-        ("dpo", {"nll": -1}),
-        ("dpo", {"loss": "kto"}),
-        ("kto", {"beta": 0}),
-        ("kto", {"wanted": 0}),
-        ("kto", {"loss": "sigmoid"}),
-    ],
+    "rule", [{"beta": 0}, {"beta": -0.1}, {"label_smoothing": 0.5}, {"label_smoothing": -0.1}, {"nll": -1}, {"wanted": 0}]
 )
-def test_numbers_out_of_range(kind: str, rule: dict[str, Any], folder: Path) -> None:
-    with pytest.raises(ValidationError, match=rf"{kind}\.{next(iter(rule))}"):
-        config(kind, folder, **{kind: rule})
+def test_numbers_out_of_range(rule: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(ValidationError, match=rf"dpo\.{next(iter(rule))}"):
+        config("sigmoid", folder, dpo=rule)
 
 
 def test_a_pair_counts_twice_in_the_plan_of_memory(folder: Path) -> None:
     few = {"batch_size": 1, "runtime": {"device": "cpu", "micro_batch_tokens": 4096}}
-    (pair,), (row,) = (supervised_holdings(config(kind, folder, **few), on_cpu=False) for kind in ("dpo", "kto"))
+    (pair,), (row,) = (supervised_holdings(config(loss, folder, **few), on_cpu=False) for loss in ("sigmoid", "kto"))
     (sft,) = supervised_holdings(SUPERVISED["sft"].model_validate(settings(folder, **few)), on_cpu=False)
     assert row.memory == sft.memory
     assert pair.memory.activations == pytest.approx(2 * row.memory.activations, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
-def test_a_file_is_known_by_its_section(kind: str, folder: Path, tmp_path: Path) -> None:
-    tree = json.loads(json.dumps(settings(folder, **{kind: {"beta": 0.2}}), default=str))
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("dpo", {"dpo": {"beta": 0.2}}),
+        ("rm", {"separator": "x"}),
+        ("rm", {"data": {"path": "d", "columns": {"labels": "l"}}}),
+        ("rm", {"model": {"checkpoint": "m", "fresh_head": True}}),
+        ("sft", {}),
+    ],
+)
+def test_the_command_of_a_file_is_known_by_its_keys(kind: str, change: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    tree = json.loads(json.dumps(settings(folder, **change), default=str))
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(tree))
     assert guess_kind(tmp_path / "x.yaml") == kind
+
+
+def test_steps_need_a_separator(folder: Path) -> None:
+    rm = SUPERVISED["rm"].model_validate(settings(folder, data={"path": folder / "rows.jsonl", "columns": {"labels": "l"}}))
+    assert any("separator is null; set it" in problem for problem in supervised_problems(rm))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oppo_megatron.config.preference import DPOConfig, KTOConfig
+from oppo_megatron.config.preference import DPOConfig
 from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.train.preference.logprobs import (
     LogprobTable,
@@ -28,8 +28,8 @@ def pairs() -> PairPreferences:
     return PairPreferences(DPOConfig.model_validate(settings()))
 
 
-def marked(**changes: Any) -> MarkedPreferences:
-    return MarkedPreferences(KTOConfig.model_validate(settings() | changes))
+def marked(loss: str = "kto") -> MarkedPreferences:
+    return MarkedPreferences(DPOConfig.model_validate(settings() | {"dpo": {"loss": loss}}))
 
 
 def settings() -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_what_is_too_long_together_is_cut_and_where_there_is_nothing_to_meet_not
     long = [Marked([1] * 5, [2, 3], [1]), Marked([4], [5, 6, 7, 8, 9, 0, 1], [0])]
     assert [row.completion for row in marked().mismatched(long)] == [[5, 6, 7], [2, 3]]
     assert marked().mismatched(long[:1]) == () == marked().mismatched([long[0], long[0]])
-    assert marked(kto={"loss": "apo_zero_unpaired"}).mismatched(long) == ()
+    assert marked("apo_zero_unpaired").mismatched(long) == ()
 
 
 def test_keys_tell_prompt_from_answer() -> None:

@@ -1,4 +1,4 @@
-"""`oppo watch`: follow a run in the terminal while another process writes it."""
+"""`oppo report --watch`: follow a run in the terminal while another process writes it."""
 
 from __future__ import annotations
 
@@ -82,9 +82,11 @@ def test_the_newest_response_is_one_that_is_trained(tmp_path: Path) -> None:
 
 def test_without_a_terminal_it_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", finished=False)
-    assert main(["watch", str(run.path)]) == 0
+    assert main(["report", str(run.path), "--watch"]) == 0
     assert "step 4 of 4" in capsys.readouterr().out
-    assert main(["watch", str(run.path), "--interval", "0"]) == 2
+    assert main(["report", str(run.path), "--watch", "--interval", "0.01"]) == 2
+    assert main(["report", str(run.path), "--watch", "--no-png"]) == 2
+    assert main(["report", str(run.path), str(run.path), "--watch"]) == 2
 
 
 def test_hostile_responses_do_not_steer_the_terminal(tmp_path: Path) -> None:
@@ -115,4 +117,4 @@ def test_a_low_terminal_shows_what_fits(tmp_path: Path, width: int, height: int)
     assert len(console.render_lines(shown, pad=False)) <= height
     console.print(shown)
     text = console.file.getvalue()
-    assert "step 6 of 6" in text and ("more: --once shows all" in text or " newest response " in text)
+    assert "step 6 of 6" in text and ("more: --interval 0 shows all" in text or " newest response " in text)

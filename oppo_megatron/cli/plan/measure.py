@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from oppo_megatron.cli.load import load_settings
     from oppo_megatron.cli.measure import AUTO, measure_placements, refuse_given_ranks, this_machine
-    from oppo_megatron.cli.run import load_settings
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.layout.candidates import find_candidates
     from oppo_megatron.rundir.directory import RunDirectory

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from typing import cast
 
-    from oppo_megatron.cli.run import load_settings, placed, unplaced
+    from oppo_megatron.cli.load import load_settings, placed, unplaced
     from oppo_megatron.layout.placements import role_placements
     from oppo_megatron.schedule.checking.checker import check_timeline
     from oppo_megatron.schedule.checking.timeline import simulate

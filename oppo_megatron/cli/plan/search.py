@@ -112,8 +112,8 @@ def _nothing_fits(task: Task, shortage: Shortage | None) -> str:
 
 def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
     """Compare the best plan with the configuration's own ranks and layouts."""
+    from oppo_megatron.cli.load import load_settings
     from oppo_megatron.cli.plan.task import given_settings
-    from oppo_megatron.cli.run import load_settings
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.layout.placements import world_size

@@ -128,8 +128,8 @@ def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
 
 def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
     """Return the checked configuration of a variant.  Raises ConfigError."""
+    from oppo_megatron.cli.load import load_train
     from oppo_megatron.cli.plan.task import check_lengths
-    from oppo_megatron.cli.run import load_train
     from oppo_megatron.config.modes import switched
     from oppo_megatron.errors import ConfigError
 

@@ -67,8 +67,8 @@ def check_lengths(config: TrainConfig) -> None:
 
 
 def _without_layouts(args: argparse.Namespace, cluster: Cluster) -> TrainConfig:
+    from oppo_megatron.cli.load import load_settings
     from oppo_megatron.cli.measure import AUTO
-    from oppo_megatron.cli.run import load_settings
     from oppo_megatron.config.load import read_tree
     from oppo_megatron.config.model import PlacementConfig
     from oppo_megatron.config.run import TrainSettings

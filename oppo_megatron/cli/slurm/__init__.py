@@ -9,8 +9,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments, add_debug_argument
-from oppo_megatron.cli.run import load_train
 from oppo_megatron.cli.slurm.request import JobOptions, PartOptions, plan_job
 from oppo_megatron.cli.slurm.script import packaged, write_script
 from oppo_megatron.errors import ConfigError

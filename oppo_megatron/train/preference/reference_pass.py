@@ -20,7 +20,7 @@ from oppo_megatron.clock import ByTime
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.preference import PreferenceConfig
+from oppo_megatron.config.preference import DPOConfig
 from oppo_megatron.data.supervised_rows import Passed, batches
 from oppo_megatron.errors import DataError
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_responses
@@ -46,7 +46,7 @@ class ReferencePass(Generic[RowT]):
     """One rank's part; every rank of the world makes the calls.  `owner`: the rank that reads and writes the file."""
 
     def __init__(
-        self, config: PreferenceConfig, task: Preferences[RowT], world: World, owner: int, note: Callable[[str], None]
+        self, config: DPOConfig, task: Preferences[RowT], world: World, owner: int, note: Callable[[str], None]
     ):
         self.config, self.task, self.world, self.owner, self.note = config, task, world, owner, note
         self.path = config.reference_logprobs or RunDirectory(config.run_dir).reference

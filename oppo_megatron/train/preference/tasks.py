@@ -1,4 +1,4 @@
-"""Preferences on the supervised loop: pairs (`oppo dpo`), and completions that are wanted or unwanted (`oppo kto`).
+"""Preferences on the supervised loop: pairs (DPO), and completions that are wanted or unwanted (KTO).
 
 Legend: R answer tokens of a micro-batch, V vocabulary shard, S sequences; of pairs chosen, rejected, chosen, rejected, ...
 """
@@ -15,11 +15,9 @@ from torch import Tensor
 from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, sequence_sums, table_of
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
-from oppo_megatron.config.run import SupervisedConfig
-from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import Marked, Pair, load_marked, load_unequal_pairs
-from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.config.evaluation import PREFERENCE_METRICS
+from oppo_megatron.config.preference import DPOConfig
+from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_together
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
@@ -40,9 +38,6 @@ class Preferences(ABC, Generic[RowT]):
 
     def __init__(self) -> None:
         self.reference = LogprobTable()
-
-    @abstractmethod
-    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[RowT]: ...
 
     @abstractmethod
     def answers(self, row: RowT) -> Sequence[Answered]:
@@ -87,25 +82,19 @@ class Preferences(ABC, Generic[RowT]):
         """For each row: 1, and the held-out metrics."""
 
         def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
-            return table_of(self.columns(batch, answer_logprobs(batch, logits_RV, vocab)), PreferenceConfig.METRICS)
+            return table_of(self.columns(batch, answer_logprobs(batch, logits_RV, vocab)), PREFERENCE_METRICS)
 
         return table
 
 
 class PairPreferences(Preferences[Pair]):
-    """`oppo dpo`: the chosen answer is to gain on the rejected one, compared with the reference."""
+    """DPO: the chosen answer is to gain on the rejected one, compared with the reference."""
 
     title = "dpo"
 
     def __init__(self, config: DPOConfig):
         super().__init__()
         self.rule, self.noise = config.dpo, token_noise(config.model.dtype)
-
-    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
-        """Rows of prompt, chosen and rejected answer.  Raises DataError."""
-        return load_unequal_pairs(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
 
     def answers(self, row: Pair) -> Sequence[Answered]:
         return (row.prompt, row.chosen), (row.prompt, row.rejected)
@@ -115,23 +104,17 @@ class PairPreferences(Preferences[Pair]):
 
 
 class MarkedPreferences(Preferences[Marked]):
-    """`oppo kto`: wanted completions are to gain on the reference point, unwanted ones to lose.
+    """KTO: wanted completions are to gain on the reference point, unwanted ones to lose.
 
     `point` is z0 of the batch that is trained on, or measured; `ReferencePoint` sets it before.
     """
 
     title = "kto"
 
-    def __init__(self, config: KTOConfig):
+    def __init__(self, config: DPOConfig):
         super().__init__()
-        self.rule, self.max_tokens = config.kto, config.max_tokens
+        self.rule, self.max_tokens = config.dpo, config.max_tokens
         self.point, self.noise = 0.0, token_noise(config.model.dtype)
-
-    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Marked]:
-        """Rows of prompt and completion with a label, or pairs as two rows each.  Raises DataError."""
-        return load_marked(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
 
     def answers(self, row: Marked) -> Sequence[Answered]:
         return ((row.prompt, row.completion),)

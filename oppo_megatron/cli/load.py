@@ -1,0 +1,116 @@
+"""Load and check the configuration of a command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from oppo_megatron.cli.measure import describe_options, settle
+from oppo_megatron.config.describe import COMMANDS, SUPERVISED
+from oppo_megatron.config.load import load_config, read_tree
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.config.serve import ServeConfig
+from oppo_megatron.data.length_trace import trace_problems
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.preflight.validate import service_problems, supervised_problems, train_problems
+
+
+def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
+    """Return the command that most of the keys belong to; among equals, one whose required keys are given.
+
+    `sft` and `rm` differ in one key: it is `rm`, too, if the model starts from a fresh scalar head or rows have steps.
+    """
+    tree = read_tree(path, overrides)
+    keys = set(tree)
+    kind = max(COMMANDS, key=lambda kind: (len(keys & _fields(kind)), not _lacking(kind, keys)))
+    model, data = (section if isinstance(section := tree.get(name), Mapping) else {} for name in ("model", "data"))
+    columns = data.get("columns")
+    has_steps = isinstance(columns, Mapping) and bool({"completions", "labels"} & columns.keys())
+    return "rm" if kind == "sft" and (model.get("fresh_head") or has_steps) else kind
+
+
+def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for an empty file, and for one that lacks keys of `kind` but has all required keys of another command."""
+    read_tree(path)  # an error in the file itself is reported alone
+    try:
+        keys, other = set(read_tree(path, overrides)), guess_kind(path, overrides)
+    except ConfigError:
+        return  # an invalid override is reported with all other problems
+    if not keys:
+        raise ConfigError(
+            f"{path} is empty; write the settings of `oppo {kind}` into it, or begin with one that `oppo config --init` writes"
+        )
+    alike = {kind, other} <= SUPERVISED.keys()
+    if not alike and other != kind and _lacking(kind, keys) and not _lacking(other, keys):
+        raise ConfigError(
+            f"{path} is a configuration for `oppo {other}`, by its keys, and not for `oppo {kind}`; run `oppo {other} {path}`, "
+            "or name another file"
+        )
+
+
+def _fields(kind: str) -> set[str]:
+    return set(COMMANDS[kind].model_fields)
+
+
+def _lacking(kind: str, keys: set[str]) -> set[str]:
+    """Return the required keys that are not among `keys`."""
+    if kind == "serve":
+        return set() if keys & {"rewards", "reward"} else {"rewards"}
+    return {name for name, field in COMMANDS[kind].model_fields.items() if field.is_required()} - keys
+
+
+def load_settings(
+    kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True, models: bool = True
+) -> TrainSettings | SupervisedConfig:
+    """Return the checked configuration of a command that trains, not yet placed: `placement.mode` may be auto.
+
+    `inputs`, `models`: require training's tokenizer and rows, and its models, to exist.  Raises ConfigError with all
+    problems.
+    """
+
+    def problems(config: TrainSettings) -> list[str]:
+        traced = trace_problems(config.debug.lengths, config.rollout.max_response_tokens)
+        return [*train_problems(config, inputs=inputs, models=models), *traced]
+
+    require_kind(kind, path, overrides)
+    if kind == "train":
+        return load_config(TrainSettings, path, overrides, check=problems)
+    return load_config(SUPERVISED[kind], path, overrides, check=supervised_problems)
+
+
+def load_checked(
+    kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True
+) -> TrainConfig | SupervisedConfig:
+    """Call `load_settings` for commands that need the placement.  Raises ConfigError for mode auto, too."""
+    settings = load_settings(kind, path, overrides, inputs=inputs)
+    config = settings.settled() if isinstance(settings, TrainSettings) else settings
+    if config is None:
+        raise ConfigError(
+            f"{path}: placement.mode is auto, which `oppo train` settles before a run, but this command does not; measure "
+            "with `oppo plan measure CONFIG` and write the placement that it prints, or add placement.mode=single"
+        )
+    return config
+
+
+def load_train(path: Path, overrides: Sequence[str], *, inputs: bool = True) -> TrainConfig:
+    """Call `load_checked` for commands that support only PPO training."""
+    config = load_checked("train", path, overrides, inputs=inputs)
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+def load_service(path: Path, overrides: Sequence[str]) -> ServeConfig:
+    """Return the checked configuration of `oppo serve`.  Raises ConfigError with all problems."""
+    require_kind("serve", path, overrides)
+    return load_config(ServeConfig, path, overrides, check=service_problems)
+
+
+def placed(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> TrainConfig | SupervisedConfig | None:
+    """Return the configuration with its placement; None if it is unknown and `measure` is false."""
+    return settle(settings, measure=measure) if isinstance(settings, TrainSettings) else settings
+
+
+def unplaced(settings: TrainSettings | SupervisedConfig) -> list[str]:
+    """Return the lines to print if `placed` returned None: the planned measurements."""
+    assert isinstance(settings, TrainSettings), "the placement of others is written down"
+    return describe_options(settings)
