@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import sys
@@ -10,13 +11,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from oppo_megatron.bench import decode, overlap
+from oppo_megatron.bench.gpu import COLUMNS, SIZES, GpuBench, GpuWork, require_gpu
+from oppo_megatron.cli.launch import external_ranks, launch
 from oppo_megatron.cli.lengths import add_length_arguments, count, counts, forced_lengths, length_settings
+from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments, add_debug_argument
 from oppo_megatron.cli.signals import ending_by_signal
+from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.modes import MODES
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.cores import usable_cores
+from oppo_megatron.data.random_prompts import write_random_prompts
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.shape import check_shape
+from oppo_megatron.report.comparison import format_table
 
 if TYPE_CHECKING:
     from oppo_megatron.bench.suite import Suite
-    from oppo_megatron.config.run import TrainConfig
 
 OVERLAP = """Runs one configuration in every mode of the loop, with the same prompts and seed, and compares them.
 
@@ -79,12 +91,7 @@ def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _overlap(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench import overlap
     from oppo_megatron.bench.suite import work_lines
-    from oppo_megatron.config.modes import MODES
-    from oppo_megatron.cores import usable_cores
-    from oppo_megatron.errors import ConfigError
-    from oppo_megatron.report.comparison import format_table
 
     asked = chosen("--modes", args.modes, list(MODES))
     placements = chosen("--placements", args.placements, overlap.PLACEMENTS)
@@ -122,12 +129,6 @@ def _decode_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _decode(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench import decode
-    from oppo_megatron.config.model import ParallelConfig
-    from oppo_megatron.errors import ConfigError
-    from oppo_megatron.layout.shape import check_shape
-    from oppo_megatron.report.comparison import format_table
-
     possible = decode.available_peers()
     asked = args.peers or possible
     if unknown := [name for name in asked if name not in decode.PEERS]:
@@ -170,9 +171,6 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _gpu(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench.gpu import COLUMNS, SIZES, GpuBench, GpuWork, require_gpu
-    from oppo_megatron.report.comparison import format_table
-
     sizes = chosen("--sizes", args.sizes, list(SIZES))
     memory_bytes = require_gpu()
     work = GpuWork(
@@ -240,8 +238,6 @@ def load_base(args: argparse.Namespace, inputs: str = "inputs") -> TrainConfig:
     refuse_given_ranks("oppo bench")
     refuse_figures(args.out / args.figures)
     from oppo_megatron.bench.suite import bare
-    from oppo_megatron.cli.load import load_train
-    from oppo_megatron.data.random_prompts import write_random_prompts
 
     overrides = [*args.overrides, f"run_dir={args.out}", *forced_lengths(args)]
     if args.steps is not None:
@@ -254,9 +250,6 @@ def load_base(args: argparse.Namespace, inputs: str = "inputs") -> TrainConfig:
 
 
 def refuse_given_ranks(command: str) -> None:
-    from oppo_megatron.cli.launch import external_ranks
-    from oppo_megatron.errors import ConfigError
-
     ranks = external_ranks(os.environ)
     if ranks is not None:
         raise ConfigError(
@@ -266,8 +259,6 @@ def refuse_given_ranks(command: str) -> None:
 
 
 def refuse_figures(path: Path) -> None:
-    from oppo_megatron.errors import ConfigError
-
     if path.exists():
         raise ConfigError(
             f"{path} holds the figures of an earlier benchmark, which are not overwritten; name another folder with --out"
@@ -276,18 +267,13 @@ def refuse_figures(path: Path) -> None:
 
 def new_suite(args: argparse.Namespace) -> Suite:
     """Return a suite whose runs start on this machine, each in its own processes."""
-    import functools
-
     from oppo_megatron.bench.suite import Suite
-    from oppo_megatron.cli.launch import launch
 
     return Suite(args.out, args.repeats, functools.partial(launch, in_process=False), resume=args.resume)
 
 
 def chosen(option: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
     """Return `names`, or all known names if None or `all` is given.  Raises ConfigError for an unknown name."""
-    from oppo_megatron.errors import ConfigError
-
     asked = [name for name in names or ["all"] if name != "all"]
     if unknown := [name or "''" for name in asked if name not in known]:
         raise ConfigError(f"{option} names {', '.join(unknown)}; choose from {', '.join(known)}, or all")

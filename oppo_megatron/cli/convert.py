@@ -10,7 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.data.beside_weights import special_ids, write_beside
+from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.modeldir.eos import GENERATION_CONFIG, model_eos_ids
+from oppo_megatron.modeldir.megatron import find_megatron
 from oppo_megatron.nesting import read_json
+from oppo_megatron.policy.finding import CHECKPOINTS, RUN_CONFIG, TOKENIZER_FILES, WEIGHTS, run_of
 
 if TYPE_CHECKING:
     from oppo_megatron.integrations.huggingface import Conversion
@@ -77,9 +84,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises CheckpointError if SRC cannot be converted to the requested format, or DST is not empty."""
-    from oppo_megatron.errors import ConfigError
     from oppo_megatron.integrations.huggingface import Conversion, convert
-    from oppo_megatron.modeldir.megatron import find_megatron
 
     _refuse_run(args.src)
     head: Literal["lm", "scalar"] = "scalar" if args.target == "reward" else "lm"
@@ -100,9 +105,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_run(src: Path) -> None:
     """Raise ConfigError if SRC is a run, which has several weights; the message names them."""
-    from oppo_megatron.errors import ConfigError
-    from oppo_megatron.policy.finding import CHECKPOINTS, RUN_CONFIG, WEIGHTS
-
     if not (src / RUN_CONFIG).is_file() or (src / "config.json").is_file():
         return
     weights = src / WEIGHTS
@@ -119,11 +121,6 @@ def _beside(
     args: argparse.Namespace, folder: Path, family: str, found: Sequence[Path]
 ) -> tuple[Sequence[Path], Mapping[str, Any]]:
     """Return tokenizer and generation settings of SRC for DST: unchanged, or completed with their ids in `folder`."""
-    from oppo_megatron.config.data import TokenizerConfig
-    from oppo_megatron.data.beside_weights import special_ids, write_beside
-    from oppo_megatron.data.tokenizer import load_tokenizer
-    from oppo_megatron.modeldir.eos import GENERATION_CONFIG
-
     scored = args.target == "reward"
     path, template = (args.tokenizer, None) if args.tokenizer is not None else _tokenizer_of(args.src, args.adapter)
     whole = any(file.name == "tokenizer.json" for file in found)
@@ -143,8 +140,6 @@ def _beside(
 def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | None]:
     """Return the tokenizer next to the adapters (trained with it) or the weights; otherwise the tokenizer and chat template
     of the run that wrote the checkpoint."""
-    from oppo_megatron.policy.finding import TOKENIZER_FILES, run_of
-
     for directory in (adapter, src):
         if directory is not None and any((directory / name).is_file() for name in TOKENIZER_FILES):
             return directory, None
@@ -154,8 +149,6 @@ def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | N
 
 def _ends(src: Path) -> bool:
     """True if the directory names the token that ends a response, or its tokenizer has none."""
-    from oppo_megatron.modeldir.eos import model_eos_ids
-
     path = src / "tokenizer_config.json"
     named = read_json(path.read_bytes()).get("eos_token") if path.is_file() else None
     return bool(model_eos_ids(src)) or not named
@@ -163,8 +156,6 @@ def _ends(src: Path) -> bool:
 
 def _pads(src: Path) -> bool:
     """True if the directory names a padding token that does not end a response."""
-    from oppo_megatron.modeldir.eos import model_eos_ids
-
     path = src / "config.json"
     pad = read_json(path.read_bytes()).get("pad_token_id") if path.is_file() else None
     return pad is not None and pad not in model_eos_ids(src)

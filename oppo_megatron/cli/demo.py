@@ -7,10 +7,22 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from oppo_megatron.cli.stages import Stage
+from oppo_megatron.cli.demo_report import write_report
+from oppo_megatron.cli.launch import launch
+from oppo_megatron.cli.load import load_checked
+from oppo_megatron.cli.measure import cuda_devices
+from oppo_megatron.cli.stages import Stage
+from oppo_megatron.config.algorithm import PRESETS
+from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.cores import has_cuda
+from oppo_megatron.data.arithmetic import DatasetSizes, Shape, misreported_solution, write_dataset
+from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
+from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
+from oppo_megatron.layout.placements import world_size
+from oppo_megatron.rundir.directory import write_json
+from oppo_megatron.rundir.metrics_log import iter_json_lines
 
 OUT = Path("runs/demo")
 CONFIGS = Path("examples/arithmetic")
@@ -45,8 +57,6 @@ QUICK = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from oppo_megatron.config.algorithm import PRESETS
-
     parser.add_argument(
         "--algorithm", choices=PRESETS, default="ppo", metavar="NAME", help=f"{', '.join(PRESETS)}; default: ppo"
     )
@@ -63,8 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
-
     algorithm = args.algorithm
     out = beside(OUT, algorithm) if args.out is None else args.out
     stages = plan(out, find_configs(args.configs, algorithm), args.seed, args.quick, algorithm)
@@ -76,7 +84,6 @@ def run(args: argparse.Namespace) -> int:
                 raise KeyboardInterrupt
             if code:
                 return code
-        from oppo_megatron.cli.demo_report import write_report
 
         write_report(out, list(RUNS), time.monotonic() - started, algorithm)
     except KeyboardInterrupt:
@@ -95,8 +102,6 @@ def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:
 
     Raises ConfigError if there is none.
     """
-    from oppo_megatron.errors import ConfigError
-
     names = [f"{name}.yaml" for name in ("sft", *(["rm"] if algorithm == "ppo" else []), _file_of(algorithm))]
     places = [given] if given is not None else [CONFIGS, Path(__file__).parents[2] / CONFIGS]
     for place in places:
@@ -118,9 +123,6 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
     Preset ppo uses ppo.yaml, after a reward model.  The others have no critic and are rewarded by the verifier alone; they
     use grpo.yaml or their own file, after the warm start.
     """
-    from oppo_megatron.cli.measure import cuda_devices
-    from oppo_megatron.cores import has_cuda
-
     single = has_cuda() and cuda_devices() == 1
     data, tokenizer = _inputs(out, {**(QUICK_DATA if quick else DATA), "seed": seed})
 
@@ -153,8 +155,6 @@ def _preset(algorithm: str, single: bool) -> list[str]:
 
     Without a reference nothing scores: both processes hold the actor.
     """
-    from oppo_megatron.config.algorithm import PRESETS
-
     preset = [] if algorithm == "ppo" else [f"algorithm.preset={algorithm}"]
     if single:
         return [*preset, "placement.mode=single"]
@@ -174,8 +174,6 @@ def _inputs(out: Path, recipe: Mapping[str, Any]) -> tuple[Stage, Stage]:
 def _stage(
     name: str, title: str, out: Path, settings: Mapping[str, Any], make: Callable[[], int], after: Sequence[Stage]
 ) -> Stage:
-    from oppo_megatron.cli.stages import Stage
-
     return Stage(name, title, out / name, settings, make, after=after)
 
 
@@ -192,8 +190,6 @@ def _run_stage(stage: Stage, title: str, fresh: bool) -> int:
 
 
 def _make_data(directory: Path, recipe: Mapping[str, Any]) -> int:
-    from oppo_megatron.data.arithmetic import DatasetSizes, Shape, misreported_solution, write_dataset
-
     write_dataset(
         directory,
         recipe["seed"],
@@ -208,11 +204,6 @@ def _make_data(directory: Path, recipe: Mapping[str, Any]) -> int:
 
 def _make_tokenizer(directory: Path, data: Path) -> int:
     """Train the tokenizer and measure the token lengths of correct solutions."""
-    from oppo_megatron.config.data import TokenizerConfig
-    from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
-    from oppo_megatron.rundir.directory import write_json
-    from oppo_megatron.rundir.metrics_log import iter_json_lines
-
     path = directory / "tokenizer.model"
     pairs = list(iter_json_lines(data / "pairs.jsonl"))
     train_sentencepiece([row["prompt"] + row["chosen"] for row in pairs[:TOKENIZER_ROWS]], path, VOCAB_SIZE)
@@ -229,9 +220,5 @@ def _make_tokenizer(directory: Path, data: Path) -> int:
 
 
 def _train(kind: str, file: Path, overrides: Sequence[str]) -> int:
-    from oppo_megatron.cli.launch import launch
-    from oppo_megatron.cli.load import load_checked
-    from oppo_megatron.layout.placements import world_size
-
     config = load_checked(kind, file, overrides)
     return launch(kind, config, world_size(config))

@@ -7,22 +7,31 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from oppo_megatron.cli.generate import add_drawing_arguments, add_policy_arguments, choice_of
+from pydantic import ValidationError
+
+from oppo_megatron.cli.generate import ENTRY, add_drawing_arguments, add_policy_arguments, choice_of, make_request
+from oppo_megatron.cli.launch import external_ranks, launch
+from oppo_megatron.config.explain import explain
+from oppo_megatron.config.load import read_tree
+from oppo_megatron.config.paths import missing_path
+from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.config.serve import ServeConfig
+from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.evaluation.comparing import Judged, as_json, as_table
+from oppo_megatron.evaluation.grading import Answer, Grader
+from oppo_megatron.layout.shape import check_head, max_positions
+from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.nesting import read_json
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from oppo_megatron.config.serve import ServeConfig
-    from oppo_megatron.evaluation.comparing import Judged
-    from oppo_megatron.evaluation.grading import Answer, Grader
-    from oppo_megatron.policy.asked import Request
-
+from oppo_megatron.policy.asked import Request
+from oppo_megatron.policy.finding import ADAPTER_CONFIG, RUN_CONFIG, SHAPE, WEIGHTS, find_policy
+from oppo_megatron.preflight.settings import check_source
 
 SHOWN_ROWS = 20
 
@@ -65,9 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises an OppoError before decoding if the request cannot be judged."""
-    from oppo_megatron.evaluation.comparing import as_json, as_table
-    from oppo_megatron.evaluation.grading import Grader
-
     _require_consistent(args)
     grader = Grader(_judges(args), os.environ, summed=args.rewards is not None)
     _agree_on_prompts(args)
@@ -93,10 +99,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_consistent(args: argparse.Namespace) -> None:
-    from oppo_megatron.cli.launch import external_ranks
-    from oppo_megatron.config.paths import missing_path
-    from oppo_megatron.errors import ConfigError, DataError
-
     problems = []
     if external_ranks(os.environ) is not None:
         problems.append("oppo eval starts its ranks itself; call it without a launcher, with --tp, --pp and --dp")
@@ -115,13 +117,6 @@ def _require_consistent(args: argparse.Namespace) -> None:
 
 def _judges(args: argparse.Namespace) -> ServeConfig:
     """Return the parts of --rewards, then the parts of the other options."""
-    from pydantic import ValidationError
-
-    from oppo_megatron.config.explain import explain
-    from oppo_megatron.config.load import read_tree
-    from oppo_megatron.config.serve import ServeConfig
-    from oppo_megatron.errors import ConfigError
-
     tree = {} if args.rewards is None else read_tree(args.rewards)
     parts: list[Any] = list(tree.get("rewards") or [])
     if args.rewards is not None and not parts:
@@ -149,8 +144,6 @@ def _judges(args: argparse.Namespace) -> ServeConfig:
 
 def _reward_weights(directory: Path) -> Path:
     """Return the folder of the reward model; for a run's directory, the folder of its final weights."""
-    from oppo_megatron.policy.finding import ADAPTER_CONFIG, RUN_CONFIG, SHAPE, WEIGHTS
-
     weights = directory / WEIGHTS
     is_run = (directory / RUN_CONFIG).is_file() and not (directory / SHAPE).is_file()
     return weights if is_run and any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)) else directory
@@ -158,12 +151,6 @@ def _reward_weights(directory: Path) -> Path:
 
 def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
     """Add the length that the reward model reads; checks its files before a policy is loaded."""
-    from oppo_megatron.data.tokenizer import load_tokenizer
-    from oppo_megatron.errors import ConfigError
-    from oppo_megatron.layout.shape import check_head, max_positions
-    from oppo_megatron.modeldir.headers import read_hf_config
-    from oppo_megatron.preflight.settings import check_source
-
     if not any(part.kind == "model" for part in config.rewards):
         return config
     if config.reward is None or config.tokenizer is None:
@@ -182,10 +169,6 @@ def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
 
 def _agree_on_prompts(args: argparse.Namespace) -> None:
     """Give all policies the same prompt template and length: the values of their runs if these agree."""
-    from oppo_megatron.config.run import TrainSettings
-    from oppo_megatron.errors import ConfigError
-    from oppo_megatron.policy.finding import find_policy
-
     choice = choice_of(args)
     policies = [find_policy(directory, choice) for directory in args.directory]
     runs = [policy.run for policy in policies if policy.run is not None]
@@ -206,8 +189,6 @@ def _file(folder: Path, place: int) -> Path:
 
 def _request(args: argparse.Namespace, directory: Path, output: Path) -> Request:
     """Return the request of `oppo generate DIR --input DATA --output FILE`."""
-    from oppo_megatron.cli.generate import make_request
-
     asked = {"directory": directory, "prompt": None, "input": args.data, "chat": False, "output": output}
     request = make_request(argparse.Namespace(**{**vars(args), **asked, "resume": False, "json": False}))
     assert request is not None, "the file is new"
@@ -216,8 +197,6 @@ def _request(args: argparse.Namespace, directory: Path, output: Path) -> Request
 
 def _require_same_prompts(requests: Sequence[Request], directories: Sequence[Path]) -> None:
     """Raise DataError if two policies would get different prompts."""
-    from oppo_megatron.errors import DataError
-
     texts = [[prompt.text for prompt in request.prompts] for request in requests]
     for directory, other in zip(directories, texts, strict=True):
         if other != texts[0]:
@@ -244,16 +223,11 @@ def _tell(line: str) -> None:
 
 def _decode(request: Request) -> int:
     """Return the exit code; 0 if the responses are written."""
-    from oppo_megatron.cli.generate import ENTRY
-    from oppo_megatron.cli.launch import launch
-
     print(request.policy.told, file=sys.stderr, flush=True)
     return launch("eval", request, request.parallel.num_ranks, ENTRY)
 
 
 def _answers(path: Path) -> list[Answer]:
-    from oppo_megatron.evaluation.grading import Answer
-
     return [
         Answer(
             line["row"],
@@ -275,8 +249,6 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _judge(args: argparse.Namespace, grader: Grader, answers: Sequence[Sequence[Answer]]) -> list[Judged]:
-    from oppo_megatron.evaluation.comparing import Judged
-
     print(f"judging {sum(map(len, answers))} responses by {', '.join(grader.labels)}", file=sys.stderr, flush=True)
     names = [str(directory) for directory in args.directory]
     with grader.opened() as grade:
@@ -296,8 +268,6 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _write(args: argparse.Namespace, policies: Sequence[Judged], labels: Sequence[str]) -> None:
     """Write `eval.json`, and add the scores to each file of responses."""
-    from oppo_megatron.evaluation.comparing import as_json
-
     for place, policy in enumerate(policies):
         path = _file(args.out, place)
         scored = [{**line, "scores": grade} for line, grade in zip(_rows(path), policy.grades, strict=True)]

@@ -6,15 +6,26 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
-    from oppo_megatron.config.ppo import RolloutConfig
-    from oppo_megatron.data.tokenizer import Tokenizer
-    from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
-    from oppo_megatron.policy.finding import Choice, Policy
-    from oppo_megatron.policy.given_prompts import Asked, Wording
+import yaml
+
+from oppo_megatron.cli.launch import check_world_size, external_ranks, launch
+from oppo_megatron.cli.measure import check_devices
+from oppo_megatron.clock import by_time
+from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
+from oppo_megatron.config.paths import missing_path
+from oppo_megatron.config.ppo import RolloutConfig
+from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.data.prompt_tokens import encode_prompt, require_stop_texts
+from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.errors import CheckpointError, ConfigError, DataError
+from oppo_megatron.layout.shape import check_model, max_positions
+from oppo_megatron.nesting import read_yaml
+from oppo_megatron.policy.answers import first_date, require_output
+from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal, settings_of
+from oppo_megatron.policy.chat import parent_input
+from oppo_megatron.policy.finding import Choice, Policy, find_policy, policy_tokenizer, require_layout
+from oppo_megatron.policy.given_prompts import Asked, Wording, numbered, prompts_of_file, prompts_of_texts, within
 
 ENTRY = "oppo_megatron.policy.answering:run_rank"
 MAX_TOKENS, CHAT_LENGTH = 256, 4096
@@ -125,8 +136,6 @@ def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises an OppoError before ranks are started if the request is invalid."""
-    from oppo_megatron.cli.launch import check_world_size, external_ranks, launch
-
     request = make_request(args)
     if request is None:
         print(f"oppo generate: {args.output} is whole: nothing to do", file=sys.stderr)
@@ -140,12 +149,6 @@ def run(args: argparse.Namespace) -> int:
 
 def make_request(args: argparse.Namespace) -> Request | None:
     """Return the checked request for the ranks; None if the output is already complete."""
-    from oppo_megatron.data.prompt_tokens import encode_prompt, require_stop_texts
-    from oppo_megatron.policy.answers import require_output
-    from oppo_megatron.policy.asked import OutputFile, Request
-    from oppo_megatron.policy.finding import find_policy, policy_tokenizer, require_layout
-    from oppo_megatron.policy.given_prompts import numbered
-
     _require_consistent(args)
     policy = find_policy(args.directory, choice_of(args))
     tokenizer = policy_tokenizer(policy)
@@ -167,13 +170,6 @@ def make_request(args: argparse.Namespace) -> Request | None:
 
 def choice_of(args: argparse.Namespace) -> Choice:
     """Return the options that select the policy.  Raises ConfigError for a template argument that is not NAME=VALUE."""
-    import yaml
-
-    from oppo_megatron.errors import ConfigError
-    from oppo_megatron.nesting import read_yaml
-    from oppo_megatron.policy.answers import first_date
-    from oppo_megatron.policy.finding import Choice
-
     arguments, date = {}, getattr(args, "date", None)
     if getattr(args, "resume", False) and args.output is not None:
         date = first_date(args.output)
@@ -190,8 +186,6 @@ def choice_of(args: argparse.Namespace) -> Choice:
 
 def _require_consistent(args: argparse.Namespace) -> None:
     """Raise ConfigError with all options that exclude each other."""
-    from oppo_megatron.errors import ConfigError
-
     problems = []
     given = [
         name for name, value in (("--prompt", args.prompt), ("--input", args.input), ("--chat", args.chat)) if value
@@ -218,8 +212,6 @@ def _require_consistent(args: argparse.Namespace) -> None:
 
 def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
     """Raise ConfigError for options that would not change this policy's responses."""
-    from oppo_megatron.errors import ConfigError
-
     problems, vocab_size = [], int(policy.hf_config["vocab_size"])
     if args.base is not None and policy.adapters is None and policy.model.lora is None:
         problems.append(f"--base is {args.base}, but {args.directory} holds whole weights and no adapters; drop it")
@@ -268,8 +260,6 @@ def _inconsistent_texts(args: argparse.Namespace) -> list[str]:
 
 
 def _rollout(policy: Policy) -> RolloutConfig | None:
-    from oppo_megatron.config.run import TrainSettings
-
     return policy.run.rollout if isinstance(policy.run, TrainSettings) else None
 
 
@@ -278,8 +268,6 @@ def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Dra
 
     Requested stop ids are added to the run's ids, which an export of the policy also contains.
     """
-    from oppo_megatron.policy.asked import Drawing
-
     rollout = _rollout(policy)
     draws = args.samples > 1 or args.top_k is not None or args.top_p is not None
     temperature = args.temperature if args.temperature is not None else 1.0 if draws and not args.greedy else 0.0
@@ -298,10 +286,6 @@ def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Dra
 
 
 def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> Terminal | OutputFile | Conversation:
-    from oppo_megatron.cli.launch import external_ranks
-    from oppo_megatron.policy.asked import Conversation, OutputFile, Terminal, settings_of
-    from oppo_megatron.policy.chat import parent_input
-
     if args.chat:
         started_here = args.tp * args.pp * args.dp > 1 and external_ranks(os.environ) is None
         return Conversation(args.system, parent_input() if started_here else None)
@@ -311,8 +295,6 @@ def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> 
 
 
 def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
-    from oppo_megatron.policy.given_prompts import Wording
-
     template = args.template
     if template is None:
         template = "{prompt}" if policy.run is None else policy.run.data.prompt_template
@@ -321,11 +303,6 @@ def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
 
 def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Asked], str]:
     """Return the prompts (none for a conversation, which needs only a template), and a summary of the rows read and dropped."""
-    from oppo_megatron.clock import by_time
-    from oppo_megatron.config.paths import missing_path
-    from oppo_megatron.errors import DataError
-    from oppo_megatron.policy.given_prompts import prompts_of_file, prompts_of_texts, within
-
     if args.chat:
         prompts_of_texts(["?"], wording, tokenizer)
         return [], ""
@@ -344,9 +321,6 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
 
 def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tuple[int, int]:
     """Return the maximum tokens of prompt plus response, and of a response; by default limited by the model's context."""
-    from oppo_megatron.errors import CheckpointError
-    from oppo_megatron.layout.shape import check_model, max_positions
-
     if problems := check_model(str(args.directory), policy.hf_config):
         raise CheckpointError("\n".join(problems))
     most, rollout = max_positions(policy.hf_config), _rollout(policy)
@@ -359,9 +333,6 @@ def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tupl
 
 
 def _layout(args: argparse.Namespace) -> tuple[ParallelConfig, RuntimeConfig]:
-    from oppo_megatron.cli.measure import check_devices
-    from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
-
     check_devices(args.device, args.tp * args.pp * args.dp, "--tp 1 --pp 1 --dp 1", "--device cpu")
     runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb, threads_per_rank=args.threads or 0)
     return ParallelConfig(tp=args.tp, pp=args.pp, dp=args.dp), runtime

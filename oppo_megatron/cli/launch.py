@@ -21,6 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from oppo_megatron.cli.signals import SignalRelay, interrupts_from_here_alone
+from oppo_megatron.cluster.liveness.failures import FOLDER, Failure, ended_well, ended_within, read_failures
+from oppo_megatron.cluster.rank_processes import (
+    Surroundings,
+    await_fork_server,
+    begin_fork_server,
+    end_with_launcher,
+    start_method,
+)
 from oppo_megatron.errors import (
     EXIT_AGAIN,
     EXIT_INTERRUPTED,
@@ -36,8 +44,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
-    from oppo_megatron.cluster.liveness.failures import Failure
-    from oppo_megatron.cluster.rank_processes import Surroundings
     from oppo_megatron.cluster.rendezvous import LocalMeeting
 
 ENTRY = "oppo_megatron.train.entry:run_rank"
@@ -91,13 +97,6 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
 
 def _prepare(config: Any) -> Surroundings:
     """Import the modules that start ranks; with a fork server, also in the server process."""
-    from oppo_megatron.cluster.rank_processes import (
-        Surroundings,
-        await_fork_server,
-        begin_fork_server,
-        start_method,
-    )
-
     forks = start_method(config) == "forkserver"
     if forks:
         begin_fork_server()
@@ -232,7 +231,6 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundi
     from torch.distributed.launcher.api import elastic_launch
 
     from oppo_megatron.cluster.liveness.supervisor import Limits, Supervisor
-    from oppo_megatron.cluster.rank_processes import start_method
     from oppo_megatron.cluster.rendezvous import LocalMeeting
 
     # The agent logs a failed rank at length, and each rank that it ends; the messages of the ranks follow below.
@@ -289,9 +287,6 @@ def _local_rank(surroundings: Surroundings, entry: str, kind: str, config: Any, 
 
     `surroundings`: environment and output files of the process that starts it; unpickling applies them.
     """
-    from oppo_megatron.cluster.liveness.failures import FOLDER, Failure, ended_well
-    from oppo_megatron.cluster.rank_processes import end_with_launcher
-
     end_with_launcher()
     outlive_terminal()
     rank, folder = int(os.environ["RANK"]), Path(failures)
@@ -340,8 +335,6 @@ def _kind_of(error: Exception) -> Literal["input", "defect", "symptom"]:
 
 def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, str]) -> int:
     """Report the failure that came first: a stall, a signal, wrong input (as RankError), or the traceback of a defect."""
-    from oppo_megatron.cluster.liveness.failures import ended_within, read_failures
-
     within = ended_within(failures)
     written = sorted(read_failures(failures), key=lambda failure: failure.time_s)
     effects = {-signal.SIGTERM}

@@ -6,17 +6,18 @@ import argparse
 import json
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.debug import log_normal
+from oppo_megatron.config.derived import usual_prompt_tokens
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.data.length_trace import forced_quantile
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.sim.runs.sources import run_prompt_tokens
 
 
 def even_lengths(config: TrainConfig) -> list[int]:
     """Return lengths evenly spaced over the forced distribution, longest last; without one, the maximum length for all."""
-    from oppo_megatron.config.debug import log_normal
-    from oppo_megatron.data.length_trace import forced_quantile
-
     count, most = config.rollout.batch_size, config.rollout.max_response_tokens
     forced = config.debug.lengths
     if forced is None:
@@ -55,10 +56,6 @@ def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
 
     Raises ConfigError.
     """
-    from oppo_megatron.config.derived import usual_prompt_tokens
-    from oppo_megatron.errors import ConfigError
-    from oppo_megatron.sim.runs.sources import run_prompt_tokens
-
     longest, asked, run = config.data.max_prompt_tokens, args.prompt_tokens, getattr(args, "calibrate", None)
     if asked is not None and asked > longest:
         raise ConfigError(f"--prompt-tokens {asked}: prompts have 1 to data.max_prompt_tokens = {longest}")
@@ -68,8 +65,6 @@ def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
 
 def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
     """Return the settings under `debug` for --trace or --lognormal.  Raises ConfigError."""
-    from oppo_megatron.errors import ConfigError
-
     if args.trace_column is not None and args.trace is None:
         raise ConfigError(f"--trace-column {args.trace_column} names a column of no file; give --trace, too")
     if args.trace is not None:

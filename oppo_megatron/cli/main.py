@@ -1,6 +1,6 @@
-"""`oppo`: one table of commands; a command's module is imported only when the command is called.
+"""`oppo`: one table of commands; a command's module is imported only when the command is called, so that --help is fast.
 
-A command's module has two functions, and imports nothing heavy outside them:
+A command's module has two functions:
 
     add_arguments(parser: argparse.ArgumentParser) -> None     declares its arguments
     run(args: argparse.Namespace) -> int                       does the work, returns the exit code
@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from oppo_megatron import __version__
-from oppo_megatron.cli.interrupts import interrupts_behind_imports
+from oppo_megatron.cli.launch import is_among_peers, leave, quiet_torch
 from oppo_megatron.cli.parser import Parser, add_debug_argument
+from oppo_megatron.cli.signals import interrupts_behind_imports
 from oppo_megatron.errors import DISK_FULL, EXIT_INTERRUPTED, OppoError
 from oppo_megatron.processes import outlive_terminal
 
@@ -59,8 +60,6 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.  A rank that failed among its peers does not return."""
-    from oppo_megatron.cli.launch import is_among_peers, leave, quiet_torch
-
     outlive_terminal()
     quiet_torch()
     try:
@@ -86,26 +85,21 @@ def _serve(args: argparse.Namespace) -> int:
     except OppoError as error:
         if args.debug:
             traceback.print_exc()
-        print(f"oppo {args.command}{_rank_label()}: {error}", file=sys.stderr)
-        return EXIT_WRONG_INPUT
+        told = str(error)
     except OSError as error:
-        if args.debug or (error.filename is None and error.errno not in DISK_FULL):
+        is_full = error.errno in DISK_FULL
+        if args.debug or not (is_full or error.filename):
             raise
-        if error.errno in DISK_FULL:
-            where = f"{error.filename}: " if error.filename else ""
+        where = f"{error.filename}: " if error.filename else ""
+        told = f"{where}{error.strerror}; it must be readable, or writable; correct its rights, or name another path"
+        if is_full:
             told = f"{where}the disk has no place ({error.strerror}); free some, or write to another disk, then start again"
-            print(f"oppo {args.command}{_rank_label()}: {told}", file=sys.stderr)
-            return EXIT_WRONG_INPUT
-        print(
-            f"oppo {args.command}{_rank_label()}: {error.filename}: {error.strerror}; "
-            "it must be readable, or writable; correct its rights, or name another path (--debug shows where)",
-            file=sys.stderr,
-        )
-        return EXIT_WRONG_INPUT
     except KeyboardInterrupt as interrupt:
-        told = "; ".join(["interrupted", *map(str, interrupt.args)])
-        print(f"oppo {args.command}: {told}", file=sys.stderr)
+        print(f"oppo {args.command}: {'; '.join(['interrupted', *map(str, interrupt.args)])}", file=sys.stderr)
         return EXIT_INTERRUPTED
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")  # if another program started the ranks, each names itself
+    print(f"oppo {args.command}{f' [rank {rank}]' if rank else ''}: {told}", file=sys.stderr)
+    return EXIT_WRONG_INPUT
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -129,9 +123,3 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
             subparsers.choices[args.command].error(f"unrecognized arguments: {' '.join(left)}")
         args.overrides = [*args.overrides, *left]
     return args
-
-
-def _rank_label() -> str:
-    """Return the prefix of messages: if another program started the ranks, each one names itself."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
-    return f" [rank {rank}]" if rank else ""

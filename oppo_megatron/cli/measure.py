@@ -15,19 +15,32 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from oppo_megatron.cli.launch import external_ranks
 from oppo_megatron.cli.signals import ending_by_signal
+from oppo_megatron.config.load import dump_config
+from oppo_megatron.config.model import RuntimeConfig
+from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.cores import has_cuda, usable_cores
 from oppo_megatron.errors import ConfigError, PlacementError
+from oppo_megatron.layout.candidates import Candidate, Machine, Options, find_candidates
+from oppo_megatron.layout.trials import (
+    MEASURED_STEPS,
+    Run,
+    Trial,
+    choose,
+    fingerprint,
+    measure_all,
+    probe_config,
+    read_run,
+    to_record,
+)
 from oppo_megatron.nesting import read_json
 from oppo_megatron.processes import started
-
-if TYPE_CHECKING:
-    from oppo_megatron.config.model import RuntimeConfig
-    from oppo_megatron.config.run import TrainConfig, TrainSettings
-    from oppo_megatron.layout.candidates import Candidate, Machine, Options
-    from oppo_megatron.layout.trials import Run, Trial
+from oppo_megatron.rundir.directory import RunDirectory, write_json
+from oppo_megatron.rundir.metrics_log import read_metrics
+from oppo_megatron.train.inputs import read_inputs
 
 Tell = Callable[[str], None]
 START = (
@@ -49,10 +62,6 @@ def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
     None if a measurement is needed and `measure` is false.  Raises ConfigError if a launcher has started ranks or the run
     directory holds a finished run, PlacementError if no placement can run.
     """
-    from oppo_megatron.layout.candidates import Candidate, find_candidates
-    from oppo_megatron.layout.trials import fingerprint
-    from oppo_megatron.rundir.directory import RunDirectory
-
     if (config := settings.settled()) is not None:
         return config
     refuse_given_ranks("placement.mode is auto")
@@ -79,10 +88,6 @@ def measure_placements(
     Raises PlacementError, and the errors of reading rows and rewards.  `tell` gets the measuring plan, `tell_runs` the result
     of each run.
     """
-    from oppo_megatron.layout.trials import choose, fingerprint, measure_all, to_record
-    from oppo_megatron.rundir.directory import RunDirectory, write_json
-    from oppo_megatron.train.inputs import read_inputs
-
     # Errors that every run would raise (a bad row, a reward setting) are raised once, before the runs.
     read_inputs(settings).rewards.close()
     run = RunDirectory(settings.run_dir)
@@ -108,17 +113,12 @@ def measure_placements(
 @dataclass(frozen=True)
 class Prober:
     """Run placements, each in its own folder `<name>-<turn>/`, with configuration and log in the same parent folder."""
-
     settings: TrainSettings
     folder: Path
     tell: Tell
 
     def __call__(self, candidate: Candidate, turn: int) -> Run:
         """Raises PlacementError with the reason if the run fails."""
-        from oppo_megatron.config.load import dump_config
-        from oppo_megatron.layout.trials import probe_config, read_run
-        from oppo_megatron.rundir.directory import RunDirectory
-        from oppo_megatron.rundir.metrics_log import read_metrics
 
         name = f"{re.sub('[^a-z0-9]+', '-', candidate.name).strip('-')}-{turn}"
         file, log = self.folder / f"{name}.yaml", self.folder / f"{name}.log"
@@ -154,8 +154,6 @@ def failure(code: int, output: str) -> str:
 
 def this_machine(runtime: RuntimeConfig) -> Machine:
     """Return the CUDA devices that the run may use, else the cores."""
-    from oppo_megatron.layout.candidates import Machine
-
     if runtime.device != "cpu" and (devices := cuda_devices()):
         return Machine("cuda", devices)
     if runtime.device == "cuda":
@@ -173,8 +171,6 @@ def cuda_devices() -> int:
 def check_devices(device: str, ranks: int, alone: str, on_cpu: str = "runtime.device=cpu") -> None:
     """Raise ConfigError if this process would start more ranks than the host has CUDA devices, or `device` is cuda and there
     is none.  `alone`: overrides that put everything on one rank.  Other launchers may show each rank its own device."""
-    from oppo_megatron.cli.launch import external_ranks
-
     if device == "cpu" or (device == "auto" and not has_cuda()):
         return
     devices = cuda_devices()
@@ -191,8 +187,6 @@ def check_devices(device: str, ranks: int, alone: str, on_cpu: str = "runtime.de
 
 def refuse_given_ranks(what: str) -> None:
     """Raise ConfigError if torchrun or srun has started ranks, because their number is fixed."""
-    from oppo_megatron.cli.launch import external_ranks
-
     ranks = external_ranks(os.environ)
     if ranks is not None:
         raise ConfigError(
@@ -205,8 +199,6 @@ def refuse_given_ranks(what: str) -> None:
 def read_choice(path: Path, key: str) -> Candidate | None:
     """Return the choice of an earlier measurement of the same configuration; None if there is none.  Raises ConfigError if
     the file is not valid."""
-    from oppo_megatron.layout.candidates import Candidate
-
     if not path.exists():
         return None
     try:
@@ -218,8 +210,6 @@ def read_choice(path: Path, key: str) -> Candidate | None:
 
 def describe_work(settings: TrainSettings, options: Options) -> str:
     """Return a line with the placements to measure, and the ones that leave cores idle because of the configured threads."""
-    from oppo_megatron.layout.trials import MEASURED_STEPS
-
     names = ", ".join(candidate.name for candidate in options.candidates)
     work = f"measuring {names} on {options.machine}, {MEASURED_STEPS} steps each"
     threads, machine = settings.runtime.threads_per_rank, options.machine
@@ -235,9 +225,6 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
 def describe_options(settings: TrainSettings) -> list[str]:
     """Return the lines of `--dry-run`, `oppo validate` and `oppo plan schedule`: the placements to measure, and those left
     out."""
-    from oppo_megatron.layout.candidates import find_candidates
-    from oppo_megatron.layout.trials import MEASURED_STEPS
-
     options = find_candidates(settings, this_machine(settings.runtime))
     head = (
         f"placement.mode auto: `oppo train` would first measure these on {options.machine}, {MEASURED_STEPS} steps each, "

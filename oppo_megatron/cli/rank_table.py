@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
+from oppo_megatron.cli.measure import cuda_devices
+from oppo_megatron.config.model import RuntimeConfig
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.layout.holdings import Holding, rank_memory, supervised_holdings, train_holdings
 from oppo_megatron.layout.layouts import format_ranks
-
-if TYPE_CHECKING:
-    from oppo_megatron.config.model import RuntimeConfig
-    from oppo_megatron.config.run import SupervisedConfig, TrainConfig
-    from oppo_megatron.layout.holdings import Holding
-    from oppo_megatron.layout.memory import Memory
+from oppo_megatron.layout.memory import Memory
 
 Row = tuple[str, ...]
 MEMORY_HEADINGS: Row = (
@@ -29,9 +27,6 @@ MEBIBYTE = 2**20
 
 def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
     """Return the lines of the table: memory, then batch sizes, with a row per rank and one per role below it."""
-    from oppo_megatron.config.run import TrainConfig
-    from oppo_megatron.layout.holdings import supervised_holdings, train_holdings
-
     if isinstance(config, TrainConfig):
         holdings = train_holdings(config, on_cpu=_on_cpu(config.runtime))
     else:
@@ -49,14 +44,10 @@ def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
 
 def _on_cpu(runtime: RuntimeConfig) -> bool:
     """True if the run would compute on CPUs if it were started here."""
-    from oppo_megatron.cli.measure import cuda_devices
-
     return runtime.device == "cpu" or (runtime.device == "auto" and not cuda_devices())
 
 
 def _memory_rows(holdings: Sequence[Holding]) -> list[Row]:
-    from oppo_megatron.layout.holdings import rank_memory
-
     rows, totals = [], rank_memory(holdings)
     for rank, group in groupby(holdings, key=lambda holding: holding.rank):
         held = list(group)

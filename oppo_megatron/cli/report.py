@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
 from oppo_megatron.errors import ConfigError
 
 
@@ -44,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from oppo_megatron.report.watch import watch
 
     if args.interval and not 0.1 <= args.interval <= 3600:

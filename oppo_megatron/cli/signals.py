@@ -1,4 +1,4 @@
-"""Pass the signals of the starting process to its child processes."""
+"""Signals of the starting process: passed on to its ranks, turned into exits, or deferred during imports."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTED
 from oppo_megatron.processes import ONCE, hears
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+IMPORTING = "<frozen importlib._bootstrap>"
+AGAIN_S = 0.05
+MOST_S = 30.0
+"""An import that takes longer is interrupted anyway."""
 
 
 def child_pids() -> list[int]:
@@ -37,18 +41,11 @@ class SignalRelay:
 
     If a signal was sent to the whole process group, the ranks may get SIGUSR1 twice, with the same effect as once.  `code`:
     exit code of a run whose ranks were stopped and could not save: 75 (start it again), 130 after SIGINT, else 0.
-     `listeners` are the processes to signal, `everyone` the ones to end.
     """
 
-    def __init__(
-        self,
-        listeners: Callable[[], Sequence[int]] = child_pids,
-        everyone: Callable[[], Sequence[int]] = child_pids,
-        saves: bool = True,
-    ) -> None:
+    def __init__(self, saves: bool = True) -> None:
         self.code = 0
         self._saves = saves
-        self._listeners, self._everyone = listeners, everyone
         self._terms = 0
         self._told_at: float | None = None
 
@@ -62,16 +59,8 @@ class SignalRelay:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._hear) for number in PASSED_ON if hears(number)}
-        try:
+        with _handled({number: self._hear for number in PASSED_ON if hears(number)}):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def tell(self) -> None:
-        """Signal the current listeners."""
-        _send(self._listeners(), signal.SIGUSR1)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
@@ -81,9 +70,25 @@ class SignalRelay:
                 print(INTERRUPTED, file=sys.stderr, flush=True)
         self._terms += number not in ONCE
         if self._terms > 1 or not self._saves:
-            _send(self._everyone(), signal.SIGKILL)
+            _send(child_pids(), signal.SIGKILL)
             os._exit(128 + number)
-        self.tell()
+        _send(child_pids(), signal.SIGUSR1)
+
+
+def _send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+@contextmanager
+def _handled(handlers: dict[signal.Signals, Callable[[int, FrameType | None], object]]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -101,7 +106,7 @@ def interrupts_from_here_alone() -> Iterator[None]:
 @contextmanager
 def ending_by_signal() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into SystemExit with a shell's exit code, so that child processes are ended during cleanup.
-     Works only in a process's main thread."""
+    Works only in a process's main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -109,15 +114,66 @@ def ending_by_signal() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP) if hears(number)}
+    with _handled({number: end for number in (signal.SIGTERM, signal.SIGHUP) if hears(number)}):
+        yield
+
+
+@contextmanager
+def interrupts_behind_imports() -> Iterator[None]:
+    """Defer a SIGINT during an import: KeyboardInterrupt is raised after it.
+
+    Extension modules in C++ or Rust do not expect an exception from a signal handler during import: pydantic turns a
+    KeyboardInterrupt into a SchemaError, others drop it.  Applies only if SIGINT has Python's own handler, and only in a
+    process's main thread.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupts = _Interrupts()
+    before = signal.signal(signal.SIGINT, interrupts.hear)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, before)
+        waits = interrupts.taken_back()
+    if waits:
+        raise KeyboardInterrupt
 
 
-def _send(pids: Sequence[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+class _Interrupts:
+    """The handler of one process: it sends an interrupt again until no import is in progress."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._next = 0.0
+        self._again: threading.Timer | None = None
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return  # one is pending
+        self._first = now if self._first is None else self._first
+        if now - self._first > MOST_S or not _is_importing(frame):
+            self._first = None
+            raise KeyboardInterrupt
+        self._next = now + AGAIN_S
+        self._again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
+        self._again.daemon = True
+        self._again.start()
+
+    def taken_back(self) -> bool:
+        """Cancel a pending interrupt; return True if there was one.  One that is just being sent arrives within this call."""
+        if self._again is None or not self._again.is_alive():
+            return False
+        self._again.cancel()
+        self._again.join()
+        return True
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORTING:
+            return True
+        frame = frame.f_back
+    return False

@@ -6,6 +6,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from oppo_megatron.config.data import RowsConfig
+from oppo_megatron.data.columns import read_value
+from oppo_megatron.data.rows import Quarantine, RowProblems, read_rows
+from oppo_megatron.data.tokenizer import train_sentencepiece
+from oppo_megatron.errors import ConfigError, DataError
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", nargs="+", type=Path, metavar="DATA.jsonl")
@@ -15,9 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oppo_megatron.data.tokenizer import train_sentencepiece
-    from oppo_megatron.errors import ConfigError
-
     if args.out.suffix != ".model":
         raise ConfigError(f"--out is `{args.out}`, but a sentencepiece file must end in `.model`; rename it")
     if args.vocab_size < 1:
@@ -34,11 +37,6 @@ def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
 
     Raises DataError with file and line of each row that is not JSON or whose column holds no text.
     """
-    from oppo_megatron.config.data import RowsConfig
-    from oppo_megatron.data.columns import read_value
-    from oppo_megatron.data.rows import Quarantine, RowProblems, read_rows
-    from oppo_megatron.errors import DataError
-
     problems = RowProblems(Quarantine(), configured=False)
     texts: list[str] = []
     for row in read_rows(RowsConfig(path=list(paths)), problems):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.cli.load import guess_kind, load_service, load_settings, placed, unplaced
+from oppo_megatron.cli.machine import check_machine
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.cli.rank_table import rank_table
 from oppo_megatron.cli.ready import require_ready, require_service_packages, unreached_services
@@ -36,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.config is None:
-        from oppo_megatron.cli.machine import check_machine
 
         return check_machine()
     kind = args.kind or guess_kind(args.config, args.overrides)

@@ -68,7 +68,7 @@ def test_an_unknown_key_names_the_nearest(capsys: pytest.CaptureFixture[str]) ->
     assert "did you mean `overlap.delta.max`" in refused(capsys, "--explain", "overlap.delta.maxx")
     assert "`actor.optimizer.lr`" in refused(capsys, "--explain", "lr")
     assert "oppo config --list" in refused(capsys, "--explain", "qqqqqq")
-    assert "give CONFIG.yaml, --explain KEY or --list" in refused(capsys)
+    assert "give CONFIG.yaml, --explain KEY, --list or --init" in refused(capsys)
 
 
 def test_the_value_of_a_file_is_shown(config: str, capsys: pytest.CaptureFixture[str]) -> None:

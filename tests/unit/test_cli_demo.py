@@ -56,8 +56,8 @@ def test_the_stages_of_a_preset(algorithm: str, quick: bool, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("algorithm", PRESETS)
 def test_a_host_with_one_gpu_gets_one_rank(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oppo_megatron.cores.has_cuda", lambda: True)
-    monkeypatch.setattr("oppo_megatron.cli.measure.cuda_devices", lambda: 1)
+    monkeypatch.setattr("oppo_megatron.cli.demo.has_cuda", lambda: True)
+    monkeypatch.setattr("oppo_megatron.cli.demo.cuda_devices", lambda: 1)
     for stage in plan(tmp_path, ROOT / CONFIGS, 3, False, algorithm)[-2:]:
         config = trained(stage)
         assert world_size(config) == 1 and all("does not exist" in problem for problem in train_problems(config))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from oppo_megatron.cli.interrupts import interrupts_behind_imports
 from oppo_megatron.cli.main import Command, main
+from oppo_megatron.cli.signals import interrupts_behind_imports
 
 
 @pytest.fixture(autouse=True)

@@ -174,10 +174,10 @@ KINDS = {
 
 RANK = """
 import sys
-from oppo_megatron.cli import main, train
+from oppo_megatron.cli import main, run
 from oppo_megatron.cli.launch import launch
 
-train.run = lambda args: launch("abort", "c.yaml", 2, entry="entry_of_test:run")
+run.run = lambda args: launch("abort", "c.yaml", 2, entry="entry_of_test:run")
 sys.exit(main.main(["train", "c.yaml"]))
 """
 
@@ -342,14 +342,16 @@ def test_a_run_that_goes_back_is_started_again(
             raise launcher.RankKilled("rank 0 was ended by SIGKILL")
         return int(end)
 
-    monkeypatch.setattr(launcher, "launch", launched)
+    monkeypatch.setattr(run, "launch", launched)
     monkeypatch.setattr(run, "load_settings", lambda *_: config)
     monkeypatch.setattr(run, "placed", lambda *_, **__: config)
-    monkeypatch.setattr("oppo_megatron.cli.ready.require_ready", lambda *_: None)  # its files are not there
-    args = argparse.Namespace(config=None, overrides=[], dry_run=False, max_restarts=restarts)
+    monkeypatch.setattr(run, "require_ready", lambda *_: None)  # its files are not there
+    args = argparse.Namespace(
+        command="train", config=None, overrides=[], dry_run=False, resume=False, max_restarts=restarts
+    )
     if code is None:
         with pytest.raises(launcher.RankKilled):
-            run.run_kind("train", args)
+            run.run(args)
     else:
-        assert run.run_kind("train", args) == code
+        assert run.run(args) == code
     assert seen == resumed and not left

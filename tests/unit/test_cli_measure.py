@@ -99,7 +99,7 @@ def test_what_was_measured_is_used(config: Path, capsys: pytest.CaptureFixture[s
 def test_a_run_uses_what_was_measured(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_record(config)
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("oppo_megatron.cli.launch.launch", lambda *arguments, **_: calls.append(arguments) or 0)
+    monkeypatch.setattr("oppo_megatron.cli.run.launch", lambda *arguments, **_: calls.append(arguments) or 0)
     assert main(["train", str(config), "steps=5"]) == 0
     [(_, launched, world_size)] = calls
     assert (launched.placement.mode, launched.steps, world_size) == ("disaggregated", 5, 2)

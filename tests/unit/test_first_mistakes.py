@@ -297,7 +297,7 @@ def test_a_full_disk_anywhere_is_a_sentence(
     def full(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("oppo_megatron.cli.ready.require_ready", full)
+    monkeypatch.setattr("oppo_megatron.cli.run.require_ready", full)
     said = refused(capsys, "train", "train.yaml")
     assert "the disk has no place" in said and "free some" in said and len(said.splitlines()) == 1
 

@@ -102,7 +102,7 @@ def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
     """As `nohup` has it; SIGTERM is heard all the same."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with ending_by_signal(), SignalRelay(list, list).listening():
+        with ending_by_signal(), SignalRelay().listening():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not hears(signal.SIGHUP)
             assert callable(signal.getsignal(signal.SIGTERM))
     finally:
@@ -114,7 +114,7 @@ def test_a_closed_terminal_hangs_up_twice_and_is_written_to_in_vain(tmp_path: Pa
     script = (
         "import sys, time; from oppo_megatron.cli.signals import SignalRelay\n"
         "from oppo_megatron.processes import outlive_terminal\n"
-        "outlive_terminal(); relay = SignalRelay(list, list)\n"
+        "outlive_terminal(); relay = SignalRelay()\n"
         "with relay.listening():\n"
         "    print('ready', flush=True)\n"
         "    while relay.told_s() is None: time.sleep(0.01)\n"

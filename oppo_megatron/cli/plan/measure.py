@@ -7,7 +7,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
+from oppo_megatron.cli.load import load_settings
+from oppo_megatron.cli.measure import AUTO, measure_placements, refuse_given_ranks, this_machine
 from oppo_megatron.cli.parser import add_config_arguments
+from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.layout.candidates import find_candidates
+from oppo_megatron.report.comparison import format_table
+from oppo_megatron.rundir.directory import RunDirectory
 
 HELP = "measure the placements that are possible on this machine, and say which is fastest"
 COLUMNS = {
@@ -22,12 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oppo_megatron.cli.load import load_settings
-    from oppo_megatron.cli.measure import AUTO, measure_placements, refuse_given_ranks, this_machine
-    from oppo_megatron.config.run import TrainSettings
-    from oppo_megatron.layout.candidates import find_candidates
-    from oppo_megatron.rundir.directory import RunDirectory
-
     refuse_given_ranks("`oppo plan measure` starts ranks of its own")
     settings = load_settings("train", args.config, [*args.overrides, *AUTO])
     assert isinstance(settings, TrainSettings)
@@ -42,10 +44,6 @@ def run(args: argparse.Namespace) -> int:
 
 def report(record: Mapping[str, Any]) -> list[str]:
     """Return the table, the placements left out, the reason, and the chosen placement in YAML."""
-    import yaml
-
-    from oppo_megatron.report.comparison import format_table
-
     rows = [_row(record, candidate) for candidate in record["candidates"] if candidate.get("seconds_per_token")]
     failed = [(each["name"], each["failure"]) for each in record["candidates"] if each.get("failure")]
     left_out = [(each["name"], each["reason"]) for each in record["left_out"]]

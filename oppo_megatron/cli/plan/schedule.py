@@ -6,18 +6,26 @@ import argparse
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import cast
 
+from oppo_megatron.cli.load import load_settings, placed, unplaced
 from oppo_megatron.cli.parser import add_config_arguments
-
-if TYPE_CHECKING:
-    from oppo_megatron.config.run import TrainConfig
-    from oppo_megatron.schedule.actions import Schedule
-    from oppo_megatron.schedule.checking.checker import Fault
-    from oppo_megatron.schedule.checking.timeline import Timeline
-    from oppo_megatron.schedule.checking.transport import Transport
-    from oppo_megatron.schedule.preview import Preview
-    from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError, ScheduleError
+from oppo_megatron.layout.layouts import format_ranks
+from oppo_megatron.layout.placements import role_placements
+from oppo_megatron.schedule.actions import Schedule, parse_schedule
+from oppo_megatron.schedule.checking.checker import Fault, check_timeline
+from oppo_megatron.schedule.checking.timeline import Timeline, simulate
+from oppo_megatron.schedule.checking.transport import GLOO, Transport, transport_of
+from oppo_megatron.schedule.checking.transport import TRANSPORTS as BY_NAME
+from oppo_megatron.schedule.drawing import draw, render
+from oppo_megatron.schedule.links import most_streams
+from oppo_megatron.schedule.preview import Preview, least_s, preview
+from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.costs_file import read_costs
+from oppo_megatron.train.verdicts import verdict_clock
 
 HELP = "draw and check what every rank does in a round"
 EXIT_FAULT = 2
@@ -47,15 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from typing import cast
-
-    from oppo_megatron.cli.load import load_settings, placed, unplaced
-    from oppo_megatron.layout.placements import role_placements
-    from oppo_megatron.schedule.checking.checker import check_timeline
-    from oppo_megatron.schedule.checking.timeline import simulate
-    from oppo_megatron.schedule.preview import preview
-    from oppo_megatron.schedule.weaving.costs import Costs
-    from oppo_megatron.schedule.weaving.costs_file import read_costs
 
     _check_out(args.out)
     settings = load_settings("train", args.config, args.overrides, inputs=False, models=False)
@@ -86,20 +85,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_out(path: Path | None) -> None:
     """Check the output before planning: matplotlib would write another file name or format."""
-    from oppo_megatron.errors import ConfigError
-
     if path is not None and path.suffix != ".png":
         raise ConfigError(f"--out {path}: the grid is drawn as PNG; name a file that ends in .png")
 
 
 def _transport(name: str | None, config: TrainConfig) -> Transport:
     """Return the transport that is named, or the run's.  Without torch, the device of `runtime.device: auto` is unknown."""
-    from oppo_megatron.layout.placements import role_placements
-    from oppo_megatron.schedule.checking.transport import TRANSPORTS as BY_NAME
-    from oppo_megatron.schedule.checking.transport import transport_of
-    from oppo_megatron.schedule.links import most_streams
-    from oppo_megatron.schedule.rounds import Site
-
     if name:
         return BY_NAME[name]
     return transport_of(config.runtime.device, os.environ, most_streams(Site(role_placements(config))))
@@ -107,16 +98,11 @@ def _transport(name: str | None, config: TrainConfig) -> Transport:
 
 def _planned_by(transport: Transport, args: argparse.Namespace) -> Transport:
     """Plan by the transport's rules, as a run does; an order named by the user is drawn unchanged, with its violations."""
-    from oppo_megatron.schedule.checking.transport import GLOO
-
     named = args.generator is not None or args.source is not None
     return GLOO if named or not transport.made else transport
 
 
 def _read(path: Path) -> Schedule:
-    from oppo_megatron.errors import ScheduleError
-    from oppo_megatron.schedule.actions import parse_schedule
-
     try:
         return parse_schedule(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -126,8 +112,6 @@ def _read(path: Path) -> Schedule:
 
 
 def _title(shown: Preview, args: argparse.Namespace) -> str:
-    from oppo_megatron.layout.layouts import format_ranks
-
     origin = str(args.source) if args.source else shown.generator
     instead = f"; changed on ranks {format_ranks(shown.changed)} for held sends" if shown.changed else ""
     return f"round {args.round} of {shown.num_rounds} of the first step, {origin}{instead}"
@@ -160,8 +144,6 @@ def _forks(shown: Preview) -> list[str]:
 
 def _filtered(shown: Preview, config: TrainConfig) -> list[str]:
     """Return a note on group filters, which the drawn round does not apply."""
-    from oppo_megatron.train.verdicts import verdict_clock
-
     clock, ended, steps = verdict_clock(config), shown.clock, shown.round.steps
     if clock is None:
         return []
@@ -176,8 +158,6 @@ def _filtered(shown: Preview, config: TrainConfig) -> list[str]:
 
 
 def _least(shown: Preview, timeline: Timeline, costs: Costs) -> str:
-    from oppo_megatron.schedule.preview import least_s
-
     path_s, busy_s = least_s(shown.round, shown.site, timeline, costs)
     ratio = timeline.makespan_s / max(path_s, busy_s)
     return (
@@ -186,8 +166,6 @@ def _least(shown: Preview, timeline: Timeline, costs: Costs) -> str:
 
 
 def _draw(timeline: Timeline, faults: list[Fault], title: str, out: Path | None) -> None:
-    from oppo_megatron.schedule.drawing import draw, render
-
     print("\n" + render(timeline, shutil.get_terminal_size(WITHOUT_TERMINAL).columns, faults))
     if out is not None:
         draw(timeline, out, faults, title)

@@ -8,17 +8,26 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from oppo_megatron.cli.lengths import add_length_arguments, add_prompt_argument, count
+from oppo_megatron.cli.load import load_settings
 from oppo_megatron.cli.parser import add_config_arguments
+from oppo_megatron.cli.plan.task import given_settings, load_task
 from oppo_megatron.clock import TELL_S, format_duration
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from oppo_megatron.sim.search.planning import Shortage, Task
-    from oppo_megatron.sim.search.playing import Played
+from oppo_megatron.config.load import dump_config
+from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.placements import named_roles, world_size
+from oppo_megatron.rundir.directory import write_json
+from oppo_megatron.schedule.weaving.costs_file import costs_tree
+from oppo_megatron.sim.search.planning import MOST_NODES, Fullest, Shortage, Task, find_plans, find_shortage
+from oppo_megatron.sim.search.playing import Played, play_config, play_plans, task_costs
+from oppo_megatron.sim.search.record import to_record
 
 HELP = "search the fastest ranks and layouts on a cluster that a file describes"
 OUT = Path("runs/plan")
@@ -51,12 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oppo_megatron.cli.plan.task import load_task
-    from oppo_megatron.errors import ConfigError
-    from oppo_megatron.sim.search.planning import find_plans, find_shortage
-    from oppo_megatron.sim.search.playing import play_plans
-    from oppo_megatron.sim.search.record import to_record
-
     task = load_task(args)
     with progress(f"searching plans for {task.cluster.num_ranks} ranks") as doing:
         found, places = find_plans(task)
@@ -94,9 +97,6 @@ def progress(doing: str) -> Iterator[list[str]]:
 
 
 def _nothing_fits(task: Task, shortage: Shortage | None) -> str:
-    from oppo_megatron.layout.placements import named_roles
-    from oppo_megatron.sim.search.planning import MOST_NODES
-
     cluster = task.cluster
     where = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name} of {cluster.gpu.memory_bytes / 1e9:g} GB"
     if shortage is None:
@@ -112,14 +112,6 @@ def _nothing_fits(task: Task, shortage: Shortage | None) -> str:
 
 def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
     """Compare the best plan with the configuration's own ranks and layouts."""
-    from oppo_megatron.cli.load import load_settings
-    from oppo_megatron.cli.plan.task import given_settings
-    from oppo_megatron.config.run import TrainSettings
-    from oppo_megatron.errors import ConfigError
-    from oppo_megatron.layout.placements import world_size
-    from oppo_megatron.sim.search.planning import Fullest
-    from oppo_megatron.sim.search.playing import play_config
-
     try:
         settings = load_settings("train", args.config, given_settings(args, task.cluster), inputs=False)
     except ConfigError as error:
@@ -143,11 +135,6 @@ def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
 
 def _write(out: Path, task: Task, best: Played, record: Mapping[str, Any]) -> None:
     """Write plan.yaml, plan.json and costs.json of the first plan."""
-    from oppo_megatron.config.load import dump_config
-    from oppo_megatron.rundir.directory import write_json
-    from oppo_megatron.schedule.weaving.costs_file import costs_tree
-    from oppo_megatron.sim.search.playing import task_costs
-
     out.mkdir(parents=True, exist_ok=True)
     dump_config(best.config, out / "plan.yaml")
     write_json(out / "plan.json", record)
@@ -156,8 +143,6 @@ def _write(out: Path, task: Task, best: Played, record: Mapping[str, Any]) -> No
 
 
 def _print_record(record: Mapping[str, Any]) -> None:
-    from rich.console import Console
-
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDE)
@@ -209,9 +194,6 @@ def _roles(plan: Mapping[str, Any]) -> Table:
 
 
 def _table(title: str, names: Sequence[str], texts: Sequence[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE, title=title, title_justify="left")
     for name in names:
         table.add_column(name, justify="left" if name in texts else "right")

@@ -7,15 +7,25 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from oppo_megatron.cli.lengths import add_length_arguments, add_prompt_argument, forced_lengths, prompt_tokens
+from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments
-
-if TYPE_CHECKING:
-    from oppo_megatron.config.run import TrainConfig
-    from oppo_megatron.rundir.trace import Span
-    from oppo_megatron.sim.runs.step_costs import StepCosts
+from oppo_megatron.cli.plan.task import check_lengths, forced_limits
+from oppo_megatron.config.modes import MODES, switched
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.report.comparison import format_table
+from oppo_megatron.rundir.directory import RunDirectory, write_json
+from oppo_megatron.rundir.trace import Span
+from oppo_megatron.sim.clusters.reading import read_cluster
+from oppo_megatron.sim.pricing.prices import seen_by
+from oppo_megatron.sim.runs.lines import metrics_lines, write_run
+from oppo_megatron.sim.runs.sources import built_in_costs, cluster_costs, describe, file_costs, run_costs, run_signals
+from oppo_megatron.sim.runs.step_costs import StepCosts
+from oppo_megatron.sim.runs.virtual import VirtualRun
 
 HELP = "play the steps of a run in virtual time, without models"
 TRACED_STEPS = 3
@@ -29,7 +39,6 @@ COLUMNS = {
 
 class Variant(NamedTuple):
     """One run of a sweep: the configuration in `mode` (None: as it is), with `overrides`."""
-
     mode: str | None
     overrides: tuple[str, ...]
 
@@ -44,7 +53,6 @@ class Variant(NamedTuple):
 
 class Simulated(NamedTuple):
     """A simulated run: its row in the table, metrics lines, trace, and the source of its times."""
-
     config: TrainConfig
     row: dict[str, Any]
     lines: list[dict[str, Any]]
@@ -69,11 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oppo_megatron.errors import ConfigError
-    from oppo_megatron.report.comparison import format_table
-    from oppo_megatron.rundir.directory import RunDirectory, write_json
-    from oppo_megatron.sim.runs.lines import write_run
-
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps}: a run has at least 1 step; raise it")
     if args.costs is not None and args.cluster is not None:
@@ -101,9 +104,6 @@ def run(args: argparse.Namespace) -> int:
 
 def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
     """Return every mode of `modes` with every value of `sweeps` ("a.b=1,2").  Raises ConfigError."""
-    from oppo_megatron.config.modes import MODES
-    from oppo_megatron.errors import ConfigError
-
     names = [None] if modes is None else [name.strip() for name in modes.split(",")]
     unknown = [name for name in names if name is not None and name not in MODES]
     problems = [f"--modes {name}: not a mode; the modes are {', '.join(MODES)}" for name in unknown]
@@ -128,11 +128,6 @@ def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
 
 def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
     """Return the checked configuration of a variant.  Raises ConfigError."""
-    from oppo_megatron.cli.load import load_train
-    from oppo_megatron.cli.plan.task import check_lengths
-    from oppo_megatron.config.modes import switched
-    from oppo_megatron.errors import ConfigError
-
     config = load_train(args.config, [*args.overrides, *forced_lengths(args), *variant.overrides], inputs=False)
     prompt_tokens(args, config)
     if config.debug.lengths is None:
@@ -145,11 +140,6 @@ def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
 
 
 def _costs(args: argparse.Namespace, config: TrainConfig) -> StepCosts:
-    from oppo_megatron.cli.plan.task import forced_limits
-    from oppo_megatron.sim.clusters.reading import read_cluster
-    from oppo_megatron.sim.pricing.prices import seen_by
-    from oppo_megatron.sim.runs.sources import built_in_costs, cluster_costs, file_costs, run_costs
-
     tokens, limits = prompt_tokens(args, config), forced_limits(config)
     if args.cluster is not None:
         assert limits is not None, "lengths are forced"
@@ -161,11 +151,6 @@ def _costs(args: argparse.Namespace, config: TrainConfig) -> StepCosts:
 
 
 def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, costs: StepCosts) -> Simulated:
-    from oppo_megatron.cli.plan.task import forced_limits
-    from oppo_megatron.sim.runs.lines import metrics_lines
-    from oppo_megatron.sim.runs.sources import describe, run_signals
-    from oppo_megatron.sim.runs.virtual import VirtualRun
-
     endless, limits = config.steps is None or args.steps > config.steps, forced_limits(config)
     assert limits is not None, "lengths are forced"
     signals = None if args.calibrate is None else run_signals(args.calibrate)
@@ -185,8 +170,6 @@ def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, 
 
 def _row(name: str, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return means over the steps."""
-    from statistics import fmean
-
     keys = set(COLUMNS.values()) - {"run", "deferrals", "tokens_per_s", "speedup"}
     return {
         "run": name,

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from oppo_megatron.cli.lengths import even_lengths, forced_lengths, prompt_tokens
-
-if TYPE_CHECKING:
-    from oppo_megatron.config.run import TrainConfig
-    from oppo_megatron.sim.clusters.cluster import Cluster
-    from oppo_megatron.sim.search.planning import Task
+from oppo_megatron.cli.load import load_settings
+from oppo_megatron.cli.measure import AUTO
+from oppo_megatron.config.forced_limits import ForcedLimits
+from oppo_megatron.config.load import read_tree
+from oppo_megatron.config.model import PlacementConfig
+from oppo_megatron.config.run import TrainConfig, TrainSettings
+from oppo_megatron.data.length_trace import forced_quantile
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.preflight.settings import check_train
+from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.clusters.reading import read_cluster
+from oppo_megatron.sim.search.planning import Task, layout_problems
 
 ROLES = ("actor", "critic", "reference", "reward")
 
 
 def load_task(args: argparse.Namespace) -> Task:
     """Read the configuration and the cluster.  Raises ConfigError."""
-    from oppo_megatron.preflight.settings import check_train
-    from oppo_megatron.sim.clusters.reading import read_cluster
-    from oppo_megatron.sim.search.planning import Task, layout_problems
-
     cluster = read_cluster(args.cluster)
     config = _without_layouts(args, cluster)
     check_lengths(config)
@@ -36,8 +39,6 @@ def load_task(args: argparse.Namespace) -> Task:
 
 def given_settings(args: argparse.Namespace, cluster: Cluster) -> list[str]:
     """Return the overrides of the command line and of --trace or --lognormal, and the cluster's default dtype."""
-    from oppo_megatron.config.load import read_tree
-
     given = [*args.overrides, *forced_lengths(args)]
     runtime = read_tree(args.config, given).get("runtime")
     if not isinstance(runtime, Mapping) or runtime.get("dtype") is None:
@@ -47,17 +48,12 @@ def given_settings(args: argparse.Namespace, cluster: Cluster) -> list[str]:
 
 def forced_limits(config: TrainConfig) -> Callable[[int], int] | None:
     """Return the length limit of each response as a run forces it; None if all have the maximum length."""
-    from oppo_megatron.config.forced_limits import ForcedLimits
-    from oppo_megatron.data.length_trace import forced_quantile
-
     forced, most = config.debug.lengths, config.rollout.max_response_tokens
     return None if forced is None else ForcedLimits.of(forced, most, config.seed, forced_quantile(forced, most))
 
 
 def check_lengths(config: TrainConfig) -> None:
     """Raise ConfigError if most responses would be truncated."""
-    from oppo_megatron.errors import ConfigError
-
     most, forced = config.rollout.max_response_tokens, config.debug.lengths
     if forced is not None and forced.median is not None and forced.median > most:
         raise ConfigError(
@@ -67,12 +63,6 @@ def check_lengths(config: TrainConfig) -> None:
 
 
 def _without_layouts(args: argparse.Namespace, cluster: Cluster) -> TrainConfig:
-    from oppo_megatron.cli.load import load_settings
-    from oppo_megatron.cli.measure import AUTO
-    from oppo_megatron.config.load import read_tree
-    from oppo_megatron.config.model import PlacementConfig
-    from oppo_megatron.config.run import TrainSettings
-
     given: Sequence[str] = given_settings(args, cluster)
     overrides = [*given, *AUTO, *_unlaid(read_tree(args.config, given))]
     settings = load_settings("train", args.config, overrides, inputs=False)

@@ -7,13 +7,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-
-if TYPE_CHECKING:
-    from oppo_megatron.config.run import TrainConfig
-    from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.layout.layouts import format_ranks
+from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements, world_size
 
 GPUS_PER_NODE = 8
 LONGEST_SIGNAL_S = 65535  # the largest time that sbatch accepts after the @ of --signal
@@ -27,7 +25,6 @@ _PLAIN = re.compile(r"[^\s'\"\\`$]+")
 @dataclass(frozen=True)
 class PartOptions:
     """User options for one kind of node."""
-
     gpus_per_node: int | None = None
     ranks_per_node: int | None = None
     partition: str | None = None
@@ -37,7 +34,6 @@ class PartOptions:
 @dataclass(frozen=True)
 class JobOptions:
     """User options for the job.  Paths are absolute."""
-
     config_path: str
     working_directory: str
     overrides: tuple[str, ...] = ()
@@ -58,7 +54,6 @@ class JobOptions:
 @dataclass(frozen=True)
 class Part:
     """A component of the job: nodes of one kind.  `gpus_per_node` is 0 if the run computes on CPUs."""
-
     name: str
     num_ranks: int
     num_nodes: int
@@ -74,7 +69,6 @@ class Part:
 @dataclass(frozen=True)
 class Job:
     """The requested resources.  `parts` has one component, or one each for the actor and the scorers."""
-
     options: JobOptions
     name: str
     run_dir: str
@@ -112,8 +106,6 @@ class Job:
 
 def plan_job(config: TrainConfig, options: JobOptions) -> Job:
     """Return the job.  Raises ConfigError, with all problems, if configuration and nodes do not fit."""
-    from oppo_megatron.layout.placements import role_placements, training_placements
-
     problems = [*_option_problems(options), *_time_problems(config, options)]
     parts: list[Part] = []
     for name, num_ranks, wanted in _split(config, options, problems):
@@ -196,9 +188,6 @@ def _time_problems(config: TrainConfig, options: JobOptions) -> Iterator[str]:
 
 def _split(config: TrainConfig, options: JobOptions, problems: list[str]) -> list[tuple[str, int, PartOptions]]:
     """Return name, number of ranks and options of each component; errors are added to `problems`."""
-    from oppo_megatron.layout.layouts import format_ranks
-    from oppo_megatron.layout.placements import role_placements, world_size
-
     if not options.hetero:
         return [("", world_size(config), options.part)]
     placements = role_placements(config)

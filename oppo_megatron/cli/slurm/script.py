@@ -8,6 +8,8 @@ from __future__ import annotations
 import shlex
 from importlib.resources import files
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from oppo_megatron.cli.slurm.request import Job
 
 TEMPLATE = "job.sbatch.j2"
@@ -20,8 +22,6 @@ def packaged(name: str) -> str:
 
 def write_script(job: Job, command: str) -> str:
     """Return the whole script; `command` is the command line that wrote it."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     environment = Environment(  # noqa: S701  (a shell's script: values are quoted by shlex, or checked by `plan_job`)
         loader=PackageLoader(__package__, ""),
         undefined=StrictUndefined,
