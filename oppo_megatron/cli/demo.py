@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
+import json
+import shutil
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,6 @@ from oppo_megatron.cli.demo_report import write_report
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.cli.load import load_checked
 from oppo_megatron.cli.measure import cuda_devices
-from oppo_megatron.cli.stages import Stage
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.cores import has_cuda
@@ -21,9 +25,11 @@ from oppo_megatron.data.arithmetic import DatasetSizes, Shape, misreported_solut
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
 from oppo_megatron.layout.placements import world_size
+from oppo_megatron.nesting import read_json
 from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.rundir.metrics_log import iter_json_lines
 
+RECORD = "stage.json"
 OUT = Path("runs/demo")
 CONFIGS = Path("examples/arithmetic")
 OWN = ("ppo", "online_dpo")
@@ -56,6 +62,72 @@ QUICK = {
 """Changes of each configuration file under `--quick`.  Group filters are off: an untrained policy would leave them nothing."""
 
 
+@dataclass(frozen=True)
+class Stage:
+    """One part of the chain, whose finished content is reused.  `make` fills `directory` and returns an exit code, 0 when it is
+    done.  The content depends on `settings` (plain JSON) and on the stages in `after`.
+
+        missing --start--> started --finish--> finished
+           ^                  |                   |  settings changed, or an earlier stage was made again
+           +------------------+-------------------+
+
+    Only a finished stage of the same settings, made from the same inputs, is reused.
+    """
+
+    name: str
+    title: str
+    directory: Path
+    settings: Mapping[str, Any]
+    make: Callable[[], int]
+    after: Sequence[Stage] = ()
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """Return the content of the stage file; None if the directory is not a stage."""
+        path = self.directory / RECORD
+        if not path.is_file():
+            return None
+        try:
+            record = read_json(path.read_text(encoding="utf-8"))
+        except ValueError:
+            return {}
+        return record if isinstance(record, dict) else {}
+
+    @property
+    def finished(self) -> bool:
+        """True if the directory's content can be reused."""
+        record = self.record or {}
+        return bool(record.get("finished")) and {key: record.get(key) for key in ("settings", "after")} == self._key()
+
+    def run(self) -> int:
+        """Make the stage, from an empty directory, and return the exit code of `make`.
+
+        Raises ConfigError if the directory holds something else.
+        """
+        if self.directory.exists():
+            if self.record is None and any(self.directory.iterdir()):
+                raise ConfigError(
+                    f"{self.directory} has no {RECORD}, so this command did not write it and will not remove it; "
+                    "choose another --out, or move it away"
+                )
+            shutil.rmtree(self.directory)
+        self.directory.mkdir(parents=True)
+        # A new identity each time makes the stages after it anew.
+        record = {"stage": self.name, "identity": uuid.uuid4().hex, **self._key()}
+        write_json(self.directory / RECORD, {**record, "finished": False})
+        code = self.make()
+        if code == 0:
+            write_json(self.directory / RECORD, {**record, "finished": True})
+        return code
+
+    def _key(self) -> dict[str, Any]:
+        text = json.dumps(self.settings, sort_keys=True, default=str)
+        return {
+            "settings": hashlib.sha256(text.encode()).hexdigest()[:16],
+            "after": {stage.name: (stage.record or {}).get("identity") for stage in self.after},
+        }
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--algorithm", choices=PRESETS, default="ppo", metavar="NAME", help=f"{', '.join(PRESETS)}; default: ppo"
@@ -79,7 +151,13 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
         for number, stage in enumerate(stages, start=1):
-            code = _run_stage(stage, f"[{number}/{len(stages)}] {stage.title}", args.fresh)
+            title, began = f"[{number}/{len(stages)}] {stage.title}", time.monotonic()
+            if stage.finished and not args.fresh:
+                print(f"{title}: finished before, reused", flush=True)
+                continue
+            print(title, flush=True)
+            code = stage.run()
+            print(f"    {'not finished' if code else 'done'} after {time.monotonic() - began:.1f} s", flush=True)
             if code == EXIT_REQUEUE:  # stopped by a signal while training
                 raise KeyboardInterrupt
             if code:
@@ -124,7 +202,12 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
     use grpo.yaml or their own file, after the warm start.
     """
     single = has_cuda() and cuda_devices() == 1
-    data, tokenizer = _inputs(out, {**(QUICK_DATA if quick else DATA), "seed": seed})
+    recipe = {**(QUICK_DATA if quick else DATA), "seed": seed}
+    make_data = functools.partial(_make_data, out / "data", recipe)
+    data = Stage("data", "data: arithmetic problems with worked solutions", out / "data", recipe, make_data)
+    make_tokenizer = functools.partial(_make_tokenizer, out / "tokenizer", out / "data")
+    settings = {"vocab_size": VOCAB_SIZE, "rows": TOKENIZER_ROWS}
+    tokenizer = Stage("tokenizer", "tokenizer: sentencepiece", out / "tokenizer", settings, make_tokenizer, [data])
 
     def training(kind: str, name: str, title: str, places: Mapping[str, Path], after: Sequence[Stage]) -> Stage:
         file = configs / f"{_file_of(algorithm) if kind == 'train' else kind}.yaml"
@@ -135,7 +218,7 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
         make = functools.partial(_train, kind, file, [*changes, *(f"{key}={path}" for key, path in paths.items())])
         # Paths are left out, so that a demo that was moved as a whole is still finished.
         settings = {"config": file.read_text(encoding="utf-8"), "changes": changes}
-        return _stage(name, title, out, settings, make, [data, tokenizer, *after])
+        return Stage(name, title, out / name, settings, make, [data, tokenizer, *after])
 
     sft_weights, rm_weights = out / "sft" / "weights", out / "rm" / "weights"
     before = [training("sft", "sft", "sft: warm start of the actor", {"data.path": out / "data" / "sft.jsonl"}, [])]
@@ -160,33 +243,6 @@ def _preset(algorithm: str, single: bool) -> list[str]:
         return [*preset, "placement.mode=single"]
     alone = algorithm != "ppo" and PRESETS[algorithm].kl["mode"] == "none"
     return [*preset, *(["placement.actor.dp=2"] if alone else [])]
-
-
-def _inputs(out: Path, recipe: Mapping[str, Any]) -> tuple[Stage, Stage]:
-    """Data and tokenizer."""
-    make_data = functools.partial(_make_data, out / "data", recipe)
-    data = _stage("data", "data: arithmetic problems with worked solutions", out, recipe, make_data, [])
-    make_tokenizer = functools.partial(_make_tokenizer, out / "tokenizer", out / "data")
-    settings = {"vocab_size": VOCAB_SIZE, "rows": TOKENIZER_ROWS}
-    return data, _stage("tokenizer", "tokenizer: sentencepiece", out, settings, make_tokenizer, [data])
-
-
-def _stage(
-    name: str, title: str, out: Path, settings: Mapping[str, Any], make: Callable[[], int], after: Sequence[Stage]
-) -> Stage:
-    return Stage(name, title, out / name, settings, make, after=after)
-
-
-def _run_stage(stage: Stage, title: str, fresh: bool) -> int:
-    """Make the stage, or report that it is finished.  Returns the exit code."""
-    if stage.finished and not fresh:
-        print(f"{title}: finished before, reused", flush=True)
-        return 0
-    print(title, flush=True)
-    started = time.monotonic()
-    code = stage.run()
-    print(f"    {'not finished' if code else 'done'} after {time.monotonic() - started:.1f} s", flush=True)
-    return code
 
 
 def _make_data(directory: Path, recipe: Mapping[str, Any]) -> int:

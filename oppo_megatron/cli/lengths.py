@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from oppo_megatron.config.debug import log_normal
 from oppo_megatron.config.derived import usual_prompt_tokens
+from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.errors import ConfigError
@@ -24,6 +26,22 @@ def even_lengths(config: TrainConfig) -> list[int]:
         return [most] * count
     quantile = forced_quantile(forced, most) or log_normal(forced)
     return [max(1, min(most, round(quantile((i + 0.5) / count)))) for i in range(count)]
+
+
+def forced_limits(config: TrainConfig) -> Callable[[int], int] | None:
+    """Return the length limit of each response as a run forces it; None if all have the maximum length."""
+    forced, most = config.debug.lengths, config.rollout.max_response_tokens
+    return None if forced is None else ForcedLimits.of(forced, most, config.seed, forced_quantile(forced, most))
+
+
+def check_lengths(config: TrainConfig) -> None:
+    """Raise ConfigError if most responses would be truncated."""
+    most, forced = config.rollout.max_response_tokens, config.debug.lengths
+    if forced is not None and forced.median is not None and forced.median > most:
+        raise ConfigError(
+            f"half of the responses have more than {forced.median:g} tokens, but rollout.max_response_tokens is {most}, which "
+            "would cut them; raise it, or lower the median"
+        )
 
 
 def add_length_arguments(parser: argparse.ArgumentParser) -> None:

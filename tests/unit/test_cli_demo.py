@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from oppo_megatron.cli.demo import CONFIGS, OUT, RUNS, beside, find_configs, plan
+from oppo_megatron.cli.demo import CONFIGS, OUT, RUNS, Stage, beside, find_configs, plan
 from oppo_megatron.cli.demo_report import comparison, difference
-from oppo_megatron.cli.stages import Stage
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.cli.main import main
+from oppo_megatron.cli.slurm import packaged
 from oppo_megatron.cli.slurm.request import time_limit_s
-from oppo_megatron.cli.slurm.script import packaged
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """

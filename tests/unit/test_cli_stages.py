@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo_megatron.cli.stages import RECORD, Stage
+from oppo_megatron.cli.demo import RECORD, Stage
 from oppo_megatron.errors import ConfigError
 
 

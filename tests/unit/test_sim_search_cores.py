@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo_megatron.cli.lengths import even_lengths
-from oppo_megatron.cli.plan.task import forced_limits
+from oppo_megatron.cli.lengths import even_lengths, forced_limits
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.sim.clusters.cluster import threaded

@@ -14,18 +14,39 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from oppo_megatron.cli.lengths import add_length_arguments, add_prompt_argument, count
+from oppo_megatron.cli.lengths import (
+    add_length_arguments,
+    add_prompt_argument,
+    check_lengths,
+    count,
+    even_lengths,
+    forced_lengths,
+    forced_limits,
+    prompt_tokens,
+)
 from oppo_megatron.cli.load import load_settings
+from oppo_megatron.cli.measure import AUTO
 from oppo_megatron.cli.parser import add_config_arguments
-from oppo_megatron.cli.plan.task import given_settings, load_task
 from oppo_megatron.clock import TELL_S, format_duration
-from oppo_megatron.config.load import dump_config
-from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.config.load import dump_config, read_tree
+from oppo_megatron.config.model import PlacementConfig
+from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import named_roles, world_size
+from oppo_megatron.preflight.settings import check_train
 from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
-from oppo_megatron.sim.search.planning import MOST_NODES, Fullest, Shortage, Task, find_plans, find_shortage
+from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.clusters.reading import read_cluster
+from oppo_megatron.sim.search.planning import (
+    MOST_NODES,
+    Fullest,
+    Shortage,
+    Task,
+    find_plans,
+    find_shortage,
+    layout_problems,
+)
 from oppo_megatron.sim.search.playing import Played, play_config, play_plans, task_costs
 from oppo_megatron.sim.search.record import to_record
 
@@ -39,6 +60,7 @@ PARTS = {
     "exp. critic": "critic_exposed_s", "weights": "reallocate_s", "idle": "idle_s",
 }  # fmt: skip
 TEXTS = ("roles on ranks", "actor", "trained")
+ROLES = ("actor", "critic", "reference", "reward")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +96,46 @@ def run(args: argparse.Namespace) -> int:
     _print_record(record)
     _write(args.out, task, plans[0], record)
     return 0
+
+
+def load_task(args: argparse.Namespace) -> Task:
+    """Read the configuration, without its ranks and layouts, and the cluster.  Raises ConfigError."""
+    cluster = read_cluster(args.cluster)
+    given = given_settings(args, cluster)
+    overrides = [*given, *AUTO, *_unlaid(read_tree(args.config, given))]
+    settings = load_settings("train", args.config, overrides, inputs=False)
+    assert isinstance(settings, TrainSettings), "`train` was asked for"
+    config = settings.with_placement(PlacementConfig(mode="single"))
+    check_lengths(config)
+
+    def check(planned: TrainConfig) -> list[str]:
+        """Check without tokenizers and weights: no plan depends on them, and they take seconds to read."""
+        return [*check_train(planned, inputs=False, models=False), *layout_problems(planned)]
+
+    lengths, tokens = even_lengths(config), prompt_tokens(args, config)
+    return Task(config, cluster, lengths, args.margin, forced_limits(config), tokens, check)
+
+
+def given_settings(args: argparse.Namespace, cluster: Cluster) -> list[str]:
+    """Return the overrides of the command line and of --trace or --lognormal, and the cluster's default dtype."""
+    given = [*args.overrides, *forced_lengths(args)]
+    runtime = read_tree(args.config, given).get("runtime")
+    if not isinstance(runtime, Mapping) or runtime.get("dtype") is None:
+        given.append(f"runtime.dtype={'float32' if cluster.gpu.on_cpu else 'bfloat16'}")
+    return given
+
+
+def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield overrides that remove the roles' own ranks and layouts."""
+    for name in ROLES:
+        role = tree.get(name)
+        if not isinstance(role, Mapping):
+            continue
+        yield from (f"{name}.{key}=null" for key in ("ranks", "parallel", "generate") if role.get(key) is not None)
+        train = role.get("train")
+        if isinstance(train, Mapping):
+            yield from (f"{name}.train.{key}=null" for key in ("tp", "pp", "dp") if train.get(key) is not None)
+            yield from (f"{name}.train.vpp=1" for key in ("vpp",) if key in train)
 
 
 @contextmanager

@@ -10,10 +10,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from oppo_megatron.cli.lengths import add_length_arguments, add_prompt_argument, forced_lengths, prompt_tokens
+from oppo_megatron.cli.lengths import (
+    add_length_arguments,
+    add_prompt_argument,
+    check_lengths,
+    forced_lengths,
+    forced_limits,
+    prompt_tokens,
+)
 from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments
-from oppo_megatron.cli.plan.task import check_lengths, forced_limits
 from oppo_megatron.config.modes import MODES, switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError

@@ -6,23 +6,20 @@ import argparse
 import os
 import shlex
 import sys
-from dataclasses import fields
+from importlib.resources import files
 from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments, add_debug_argument
-from oppo_megatron.cli.slurm.request import JobOptions, PartOptions, plan_job
-from oppo_megatron.cli.slurm.script import packaged, write_script
+from oppo_megatron.cli.slurm.request import Job, plan_job
 from oppo_megatron.errors import ConfigError
 
 ABOUT = """Writes the sbatch script of `oppo train CONFIG.yaml --resume`: nodes and ranks follow from the configuration, all that
 is local to a cluster stands in cluster.env.  The script goes to stdout or --out; what it will ask for is told on stderr.
 docs/slurm.md says what happens when it runs."""
-OPTIONS = {
-    *(f"{prefix}{field.name}" for prefix in ("", "scorer_") for field in fields(PartOptions)),
-    *(field.name for field in fields(JobOptions) if field.name != "overrides"), "out",
-}  # fmt: skip
-"""Options to repeat in the command line; overrides are added unchanged."""
+TEMPLATE = "job.sbatch.j2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +75,8 @@ def _add_part_arguments(parser: argparse.ArgumentParser, prefix: str, whose: str
 
 def run(args: argparse.Namespace) -> int:
     _check_files(args)
-    job = plan_job(load_train(args.config, args.overrides), _options(args))
-    script = write_script(job, _command(args))
+    job = plan_job(load_train(args.config, args.overrides), args)
+    script = _script(job, _command(args))
     if args.cluster_env is not None and not args.cluster_env.exists():
         args.cluster_env.write_text(packaged("cluster.env"), encoding="utf-8")
         print(f"made {args.cluster_env} from the template: edit it before you submit", file=sys.stderr)
@@ -106,34 +103,37 @@ def _check_files(args: argparse.Namespace) -> None:
             raise ConfigError(f"--out is {args.out}, {what} itself; name another file, as in --out job.sbatch")
 
 
+def packaged(name: str) -> str:
+    """Return the text of a file of launch/slurm, to which `files/` leads; an installed package has them as files."""
+    return (files(__package__) / "files" / name).read_text(encoding="utf-8")
+
+
+def _script(job: Job, command: str) -> str:
+    """Return the sbatch script: the template with the job's values and job.sh put into it; `command` is what wrote it."""
+    environment = Environment(  # noqa: S701  (a shell's script: values are quoted by shlex, or checked by `plan_job`)
+        loader=PackageLoader(__package__, ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    options = job.options
+    return environment.get_template(TEMPLATE).render(
+        job=job,
+        options=options,
+        working_directory=os.getcwd(),
+        command=" ".join(command.splitlines()),
+        arguments=shlex.join([os.path.abspath(options.config), *options.overrides]),
+        cluster_env=None if options.cluster_env is None else os.path.abspath(options.cluster_env),
+        job_sh=packaged("job.sh").splitlines(),
+    )
+
+
 def _command(args: argparse.Namespace) -> str:
     """Return the command that writes the same script again."""
     words = ["oppo", "launch", "slurm", str(args.config), *args.overrides]
     for name, value in vars(args).items():
-        if name in OPTIONS and value not in (None, False):
+        if name not in ("command", "system", "config", "overrides", "debug", "run") and value not in (None, False):
             words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return shlex.join(words)
-
-
-def _options(args: argparse.Namespace) -> JobOptions:
-    def part(prefix: str) -> PartOptions:
-        names = ("gpus_per_node", "ranks_per_node", "partition", "constraint")
-        return PartOptions(*(getattr(args, prefix + name) for name in names))
-
-    return JobOptions(
-        config_path=os.path.abspath(args.config),
-        overrides=tuple(args.overrides),
-        working_directory=os.getcwd(),
-        part=part(""),
-        scorer=part("scorer_"),
-        hetero=args.hetero,
-        time=args.time,
-        signal_s=args.signal_s,
-        max_restarts=args.max_restarts,
-        account=args.account,
-        qos=args.qos,
-        job_name=args.job_name,
-        container_image=args.container_image,
-        container_mounts=args.container_mounts,
-        cluster_env=None if args.cluster_env is None else os.path.abspath(args.cluster_env),
-    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
@@ -22,33 +24,17 @@ _PLAIN = re.compile(r"[^\s'\"\\`$]+")
 """Text that may appear in an #SBATCH line without quotes."""
 
 
-@dataclass(frozen=True)
-class PartOptions:
+class PartOptions(NamedTuple):
     """User options for one kind of node."""
+
     gpus_per_node: int | None = None
     ranks_per_node: int | None = None
     partition: str | None = None
     constraint: str | None = None
 
-
-@dataclass(frozen=True)
-class JobOptions:
-    """User options for the job.  Paths are absolute."""
-    config_path: str
-    working_directory: str
-    overrides: tuple[str, ...] = ()
-    part: PartOptions = PartOptions()
-    scorer: PartOptions = PartOptions()
-    hetero: bool = False
-    time: str = "04:00:00"
-    signal_s: int = 600
-    max_restarts: int | None = None
-    account: str | None = None
-    qos: str | None = None
-    job_name: str | None = None
-    container_image: str | None = None
-    container_mounts: str | None = None
-    cluster_env: str | None = None
+    @classmethod
+    def of(cls, options: argparse.Namespace, prefix: str) -> PartOptions:
+        return cls(*(getattr(options, prefix + name) for name in cls._fields))
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,7 @@ class Part:
 @dataclass(frozen=True)
 class Job:
     """The requested resources.  `parts` has one component, or one each for the actor and the scorers."""
-    options: JobOptions
+    options: argparse.Namespace
     name: str
     run_dir: str
     parts: tuple[Part, ...]
@@ -104,7 +90,7 @@ class Job:
             first += part.num_ranks
 
 
-def plan_job(config: TrainConfig, options: JobOptions) -> Job:
+def plan_job(config: TrainConfig, options: argparse.Namespace) -> Job:
     """Return the job.  Raises ConfigError, with all problems, if configuration and nodes do not fit."""
     problems = [*_option_problems(options), *_time_problems(config, options)]
     parts: list[Part] = []
@@ -119,7 +105,7 @@ def plan_job(config: TrainConfig, options: JobOptions) -> Job:
     return Job(
         options=options,
         name=options.job_name or "oppo-" + re.sub(r"[^\w.-]", "-", config.run_dir.name or "run"),
-        run_dir=os.path.abspath(os.path.join(options.working_directory, config.run_dir)),
+        run_dir=os.path.abspath(config.run_dir),
         parts=tuple(parts),
         notes=tuple(_notes(config, parts, placements)),
     )
@@ -138,38 +124,32 @@ def time_limit_s(text: str) -> int | None:
     return sum(field * unit for field, unit in zip(fields, minutes_s, strict=True))
 
 
-def _option_problems(options: JobOptions) -> Iterator[str]:
-    for name in ("account", "qos", "job_name", "working_directory"):
-        yield from _quoting_problem(name, getattr(options, name))
-    for prefix, part in (("", options.part), ("scorer_", options.scorer)):
-        for name in ("partition", "constraint"):
-            yield from _quoting_problem(prefix + name, getattr(part, name))
-        for name in ("gpus_per_node", "ranks_per_node"):
-            value = getattr(part, name)
-            if value is not None and value < 1:
-                yield f"{_option(prefix + name)} is {value}; it must be 1 or more"
+def _option_problems(options: argparse.Namespace) -> Iterator[str]:
+    texts = ("account", "qos", "job_name", "partition", "constraint", "scorer_partition", "scorer_constraint")
+    for name, value in [("the working directory", os.getcwd()), *((_option(each), getattr(options, each)) for each in texts)]:
+        if value is not None and not _PLAIN.fullmatch(value):
+            yield f"{name} is {value!r}; an #SBATCH line takes no spaces, quotes, backslashes or $ here"
+    if "/" in (options.job_name or ""):
+        yield f"--job-name is {options.job_name!r}; logs are named after it, so it takes no /"
+    for name in (f"{prefix}{count}_per_node" for prefix in ("", "scorer_") for count in ("gpus", "ranks")):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            yield f"{_option(name)} is {value}; it must be 1 or more"
     if options.max_restarts is not None and options.max_restarts < 0:
         yield f"--max-restarts is {options.max_restarts}; it must be 0 or more"
     if options.container_image == "":
         yield "--container-image is empty; name an image, or leave it out: cluster.env's is taken, or none"
     elif options.container_mounts and not options.container_image:
         yield "--container-mounts is given without --container-image; name the image, or leave the mounts to cluster.env"
-    if options.scorer != PartOptions() and not options.hetero:
+    if PartOptions.of(options, "scorer_") != PartOptions() and not options.hetero:
         yield "--scorer-... describes nodes of a second kind; add --hetero, or leave it out"
 
 
-def _quoting_problem(name: str, value: str | None) -> Iterator[str]:
-    if name == "job_name" and "/" in (value or ""):
-        yield f"--job-name is {value!r}; logs are named after it, so it takes no /"
-    if value is not None and not _PLAIN.fullmatch(value):
-        yield f"{_option(name)} is {value!r}; an #SBATCH line takes no spaces, quotes, backslashes or $ here"
-
-
 def _option(name: str) -> str:
-    return "the working directory" if name == "working_directory" else "--" + name.replace("_", "-")
+    return "--" + name.replace("_", "-")
 
 
-def _time_problems(config: TrainConfig, options: JobOptions) -> Iterator[str]:
+def _time_problems(config: TrainConfig, options: argparse.Namespace) -> Iterator[str]:
     limit_s = time_limit_s(options.time)
     if limit_s is None:
         yield f"--time is {options.time!r}; Slurm reads minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as in 1-12:00:00"
@@ -186,10 +166,11 @@ def _time_problems(config: TrainConfig, options: JobOptions) -> Iterator[str]:
         )
 
 
-def _split(config: TrainConfig, options: JobOptions, problems: list[str]) -> list[tuple[str, int, PartOptions]]:
+def _split(config: TrainConfig, options: argparse.Namespace, problems: list[str]) -> list[tuple[str, int, PartOptions]]:
     """Return name, number of ranks and options of each component; errors are added to `problems`."""
+    own, theirs = PartOptions.of(options, ""), PartOptions.of(options, "scorer_")
     if not options.hetero:
-        return [("", world_size(config), options.part)]
+        return [("", world_size(config), own)]
     placements = role_placements(config)
     actor = sorted(placements["actor"].ranks)
     shared = [name for name, placement in placements.items() if name != "actor" and set(placement.ranks) & set(actor)]
@@ -200,7 +181,6 @@ def _split(config: TrainConfig, options: JobOptions, problems: list[str]) -> lis
             "use placement.mode=disaggregated with the actor on ranks 0 and up, or leave out --hetero"
         )
         return []
-    own, theirs = options.part, options.scorer
     scorer = PartOptions(
         theirs.gpus_per_node or own.gpus_per_node,
         theirs.ranks_per_node or (None if theirs.gpus_per_node else own.ranks_per_node),
