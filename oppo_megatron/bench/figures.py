@@ -63,9 +63,7 @@ def share(lines: Lines, part: str, whole: str) -> float | None:
 
 def speedups(row: Mapping[str, Any], base: Mapping[str, Any] | None, name: str) -> dict[str, float | None]:
     """Return how many times as long `base` takes, by the median step and by the total; None without a base."""
-    return {
-        f"{name}_{seconds}": None if base is None else base[seconds] / row[seconds] for seconds in ("step_s", "total_s")
-    }
+    return {f"{name}_{seconds}": None if base is None else base[seconds] / row[seconds] for seconds in ("step_s", "total_s")}
 
 
 def describe_machine() -> dict[str, Any]:

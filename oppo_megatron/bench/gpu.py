@@ -55,11 +55,7 @@ def _qwen(hidden: int, layers: int, heads: int, ffn: int) -> Shape:
     }
 
 
-SIZES: dict[str, Shape] = {
-    "0.5B": _qwen(896, 24, 14, 4864),
-    "1.5B": _qwen(1536, 28, 12, 8960),
-    "3B": _qwen(2048, 36, 16, 11008),
-}
+SIZES: dict[str, Shape] = {"0.5B": _qwen(896, 24, 14, 4864), "1.5B": _qwen(1536, 28, 12, 8960), "3B": _qwen(2048, 36, 16, 11008)}
 """Shapes of Qwen2.5."""
 
 COLUMNS = {
@@ -229,10 +225,7 @@ class GpuBench:
                 "critic": {**scalar, "init_seed": 2, "optimizer": {"lr": 1e-6}},
                 "reward": {**scalar, "init_seed": 3},
                 "rewards": [{"kind": "model"}],
-                "rollout": {
-                    "batch_size": work.batch,
-                    "max_response_tokens": work.response_tokens,
-                },
+                "rollout": {"batch_size": work.batch, "max_response_tokens": work.response_tokens},
                 "debug": {"forced_lengths": [work.median, work.sigma], "wait_for": wait_for},
                 # Random weights in low precision have a large gap.
                 "guards": {"logprob_gap": {"limit": None}},
@@ -265,9 +258,7 @@ class GpuBench:
         self.rows += new
         for row in new:
             found = {name: row[key] for name, key in COLUMNS.items() if row.get(key) is not None}
-            self.say(
-                "    " + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
-            )
+            self.say("    " + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()))
         set_side_by_side(self.rows)
         self._figures()
 
@@ -307,9 +298,7 @@ def trl_rows(shape: Shape, work: GpuWork, memory_bytes: float | None) -> int:
 
 def set_side_by_side(rows: Sequence[dict[str, Any]]) -> None:
     """Add to each PPO run its tokens/s relative to this project's sequential run and to TRL's."""
-    rates = {
-        (row["size"], row["variant"]): row["tokens_per_s"] for row in rows if row["part"] == "ppo" and "steps" in row
-    }
+    rates = {(row["size"], row["variant"]): row["tokens_per_s"] for row in rows if row["part"] == "ppo" and "steps" in row}
     for row in rows:
         if row["part"] == "ppo" and "steps" in row:
             for peer, name in (("sequential", "times_sequential"), ("TRL", "times_trl")):

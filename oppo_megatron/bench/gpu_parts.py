@@ -115,9 +115,7 @@ class Bench:
         target = torch.empty_like(source)
         return 2 * source.numel() / min(self.seconds(lambda: target.copy_(source)) for _ in range(10))
 
-    def against_limit(
-        self, row: dict[str, Any], responses: Sequence[tuple[int, int]], bandwidth: float
-    ) -> dict[str, Any]:
+    def against_limit(self, row: dict[str, Any], responses: Sequence[tuple[int, int]], bandwidth: float) -> dict[str, Any]:
         """Add the rate that reading memory alone allows; `responses` are (context before, tokens decoded), begun together.
 
         A decode step reads all weights once, and the keys and values of the running sequences.
@@ -148,9 +146,7 @@ def measure_decode(bench: Bench) -> None:
     bench.write({"variant": "transformers generate", **_transformers(bench, bandwidth)})
 
 
-def new_rounds(
-    bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, stopping: Stopping
-) -> RoundRunner:
+def new_rounds(bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, stopping: Stopping) -> RoundRunner:
     runtime = RuntimeConfig(decode_sync_steps=sync_steps)
     return decoder(
         model,
@@ -176,9 +172,7 @@ def decode_round(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, s
     rounds.recorded(rollouts)
 
 
-def _steady(
-    bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, bandwidth: float
-) -> dict[str, Any]:
+def _steady(bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, bandwidth: float) -> dict[str, Any]:
     """Measure steps without a finished sequence, after steps that warm up and capture graphs."""
     rounds = new_rounds(bench, model, sync_steps, layout, Stopping((), bench.work.response_tokens))
     assert rounds.decode is not None

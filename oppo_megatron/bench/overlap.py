@@ -30,9 +30,7 @@ COLUMNS = {
     "x seq ": "speedup_total_s", "x best ": "best_total_s",
 }  # fmt: skip
 
-RANK_COLUMNS = {"placement": "placement", "mode": "mode", "rank": "rank"} | {
-    f"{kind} %": kind for kind in (*KINDS, "idle")
-}
+RANK_COLUMNS = {"placement": "placement", "mode": "mode", "rank": "rank"} | {f"{kind} %": kind for kind in (*KINDS, "idle")}
 
 
 def bench_overlap(
@@ -40,9 +38,7 @@ def bench_overlap(
 ) -> dict[str, Any]:
     """Run every mode in every placement on `cores` cores.  Writes overlap.json, overlap.png and utilization.png."""
     configs = {
-        f"{placement}/{mode}": switched(placed(config, placement, cores), mode)
-        for placement in placements
-        for mode in modes
+        f"{placement}/{mode}": switched(placed(config, placement, cores), mode) for placement in placements for mode in modes
     }
     if config.filter is not None:
         suite.say("--- every mode runs without the filter: all groups are trained, so that all runs do the same work")
@@ -65,11 +61,7 @@ def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
     if placement == "pair":
         return config
     single = placement == "single"
-    here = {
-        "mode": "single" if single else "colocated",
-        "actor": ParallelConfig(dp=1 if single else cores),
-        "scorer": None,
-    }
+    here = {"mode": "single" if single else "colocated", "actor": ParallelConfig(dp=1 if single else cores), "scorer": None}
     changes: dict[str, Any] = {
         "placement": config.placement.model_copy(update=here),
         "runtime": config.runtime.model_copy(update={"threads_per_rank": cores if single else 1}),
@@ -93,13 +85,9 @@ def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
     rows = []
     for name, turns in runs.items():
         placement, mode = name.split("/")
-        rows.append(
-            {"placement": placement, "mode": mode, "ranks": world_size(configs[name]), **figures(all_lines(turns))}
-        )
+        rows.append({"placement": placement, "mode": mode, "ranks": world_size(configs[name]), **figures(all_lines(turns))})
     plain = {row["placement"]: row for row in rows if row["mode"] == "sequential"}
-    best = {
-        seconds: min(plain.values(), key=lambda row: row[seconds], default=None) for seconds in ("step_s", "total_s")
-    }
+    best = {seconds: min(plain.values(), key=lambda row: row[seconds], default=None) for seconds in ("step_s", "total_s")}
     for row in rows:
         row |= speedups(row, plain.get(row["placement"]), "speedup")
         for seconds, base in best.items():

@@ -98,9 +98,7 @@ class Suite:
         return path
 
     def _turns(self, name: str, config: TrainConfig) -> list[TrainConfig]:
-        return [
-            config.model_copy(update={"run_dir": self.out / f"{name}-{turn}"}) for turn in range(1, self.repeats + 1)
-        ]
+        return [config.model_copy(update={"run_dir": self.out / f"{name}-{turn}"}) for turn in range(1, self.repeats + 1)]
 
     def _run(self, name: str, config: TrainConfig) -> Run:
         run = RunDirectory(config.run_dir)

@@ -51,13 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for name, summary, about, add, measure in (
         ("overlap", "plain PPO and every overlap, in one placement or several", OVERLAP, _overlap_arguments, _overlap),
-        (
-            "decode",
-            "decode tokens/s of this engine, transformers and megatron-core",
-            DECODE,
-            _decode_arguments,
-            _decode,
-        ),
+        ("decode", "decode tokens/s of this engine, transformers and megatron-core", DECODE, _decode_arguments, _decode),
         ("gpu", "decoding, overlap and PPO steps on one GPU, unattended", GPU, _gpu_arguments, _gpu),
     ):
         raw = argparse.RawDescriptionHelpFormatter
@@ -85,9 +79,7 @@ def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--placements", type=names, default=["pair"], metavar="A,B", help="pair, single, replicas, or all; default pair"
     )
-    parser.add_argument(
-        "--cores", type=count, metavar="N", help="cores of single and replicas; default: all that may be used"
-    )
+    parser.add_argument("--cores", type=count, metavar="N", help="cores of single and replicas; default: all that may be used")
 
 
 def _overlap(args: argparse.Namespace) -> int:
@@ -158,14 +150,9 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=count, default=2048, metavar="N", help="response tokens; default %(default)s")
     parser.add_argument("--seconds", type=count, default=450, metavar="N", help="time for all; default %(default)s")
     script = Path("benchmarks/peers/compare.py")
+    parser.add_argument("--trl", type=Path, default=script, metavar="FILE", help="the script that runs TRL; default %(default)s")
     parser.add_argument(
-        "--trl", type=Path, default=script, metavar="FILE", help="the script that runs TRL; default %(default)s"
-    )
-    parser.add_argument(
-        "--peer-python",
-        type=Path,
-        metavar="FILE",
-        help=f"the Python that has TRL; default {PEER_PYTHON}, else this one",
+        "--peer-python", type=Path, metavar="FILE", help=f"the Python that has TRL; default {PEER_PYTHON}, else this one"
     )
     _add_out(parser, "gpu")
 
@@ -188,11 +175,7 @@ def _gpu(args: argparse.Namespace) -> int:
 
 
 def add_run_arguments(
-    parser: argparse.ArgumentParser,
-    kind: str,
-    *,
-    config: Literal["?"] | None = None,
-    prompts: Sequence[int] | None = None,
+    parser: argparse.ArgumentParser, kind: str, *, config: Literal["?"] | None = None, prompts: Sequence[int] | None = None
 ) -> None:
     """Add what all benchmarks of whole runs take: CONFIG (optional if `config` is `?`), overrides, lengths, repeats, folder.
 
@@ -200,9 +183,7 @@ def add_run_arguments(
     """
     add_config_arguments(parser, nargs=config)
     parser.add_argument("--steps", type=count, metavar="N", help="PPO steps per run; default: the configuration's")
-    parser.add_argument(
-        "--repeats", type=count, default=1, metavar="N", help="runs of each, in turn (A B C A B C); default 1"
-    )
+    parser.add_argument("--repeats", type=count, default=1, metavar="N", help="runs of each, in turn (A B C A B C); default 1")
     _add_out(parser, kind)
     several = "" if prompts is None else f", each length in its own runs; default {','.join(map(str, prompts))}"
     parser.add_argument(

@@ -23,9 +23,7 @@ WIDTH = 110
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, nargs="?", help="print it resolved, or show its value of KEY")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--explain", metavar="KEY", help="meaning, values, unit and default of a key, as in overlap.delta"
-    )
+    what.add_argument("--explain", metavar="KEY", help="meaning, values, unit and default of a key, as in overlap.delta")
     what.add_argument("--list", action="store_true", help="every key, with its default and unit")
     what.add_argument(
         "--init", nargs="?", const="", metavar="CASE", help="write a configuration to start from; without CASE, list the cases"

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "src", type=Path, metavar="SRC", help="Hugging Face directory, or Megatron torch_dist checkpoint"
-    )
+    parser.add_argument("src", type=Path, metavar="SRC", help="Hugging Face directory, or Megatron torch_dist checkpoint")
     parser.add_argument("dst", type=Path, metavar="DST", help="directory to write; must be empty or not exist")
     parser.add_argument(
         "--to",
@@ -63,10 +61,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         help="what DST is: *ForCausalLM, or *ForSequenceClassification with one label (default: %(default)s)",
     )
     parser.add_argument(
-        "--fresh-head-seed",
-        type=_seed,
-        metavar="N",
-        help="--as reward: give a causal LM a new scalar head drawn from N",
+        "--fresh-head-seed", type=_seed, metavar="N", help="--as reward: give a causal LM a new scalar head drawn from N"
     )
     parser.add_argument(
         "--max-shard-mb",
@@ -91,9 +86,7 @@ def run(args: argparse.Namespace) -> int:
     megatron = args.src.is_dir() and find_megatron(args.src, args.config) is not None
     if args.config is not None and args.src.exists() and not megatron:
         raise ConfigError(f"--config says the shape of a Megatron checkpoint, which {args.src} is not; drop it")
-    what = Conversion(
-        head, args.to, args.dtype, args.fresh_head_seed, args.max_shard_mb << 20, args.config, args.adapter
-    )
+    what = Conversion(head, args.to, args.dtype, args.fresh_head_seed, args.max_shard_mb << 20, args.config, args.adapter)
     with tempfile.TemporaryDirectory() as folder:
         num_tensors = convert(args.src, args.dst, what, partial(_beside, args, Path(folder)))
     print(f"wrote {args.dst}: {num_tensors} tensors as {args.target}")
@@ -108,11 +101,7 @@ def _refuse_run(src: Path) -> None:
     if not (src / RUN_CONFIG).is_file() or (src / "config.json").is_file():
         return
     weights = src / WEIGHTS
-    found = (
-        [weights]
-        if (weights / "config.json").is_file()
-        else sorted(path.parent for path in weights.glob("*/config.json"))
-    )
+    found = [weights] if (weights / "config.json").is_file() else sorted(path.parent for path in weights.glob("*/config.json"))
     named = " or ".join(map(str, found)) or f"models of one of its checkpoints (in {src / CHECKPOINTS})"
     raise ConfigError(f"{src} is a run, which is no weights itself; name {named}")
 

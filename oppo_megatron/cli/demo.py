@@ -129,9 +129,7 @@ class Stage:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--algorithm", choices=PRESETS, default="ppo", metavar="NAME", help=f"{', '.join(PRESETS)}; default: ppo"
-    )
+    parser.add_argument("--algorithm", choices=PRESETS, default="ppo", metavar="NAME", help=f"{', '.join(PRESETS)}; default: ppo")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {OUT}, with --algorithm {OUT}-NAME")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the data and of all training; default: 1")
     parser.add_argument("--quick", action="store_true", help="a tiny version: everything runs, little is learned")

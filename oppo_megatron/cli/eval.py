@@ -39,9 +39,7 @@ SHOWN_ROWS = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser, several=True)
     asked = parser.add_argument_group("held-out prompts")
-    asked.add_argument(
-        "--data", type=Path, required=True, metavar="FILE", help="rows with a prompt, as `oppo train` reads them"
-    )
+    asked.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows with a prompt, as `oppo train` reads them")
     asked.add_argument("--max-prompts", type=int, metavar="N", help="the first N prompts (default: all)")
     asked.add_argument("--max-prompt-tokens", type=int, metavar="N", help="leave out prompts of more tokens")
     asked.add_argument("--column", metavar="NAME", help="column of the prompt, where it is not a known name")
@@ -57,9 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     judges.add_argument("--verifier", choices=rules, help="a rule that compares with --answer")
     judges.add_argument("--answer", default="answer", metavar="NAME", help="--verifier: column (default: %(default)s)")
     judges.add_argument("--reward-model", type=Path, metavar="DIR", help="a reward model, with its tokenizer")
-    judges.add_argument(
-        "--function", action="append", metavar="PKG.MOD:FN", help="a function (prompt, response, fields)"
-    )
+    judges.add_argument("--function", action="append", metavar="PKG.MOD:FN", help="a function (prompt, response, fields)")
     judges.add_argument("--url", action="append", metavar="URL", help="a reward service")
     judges.add_argument(
         "--rewards",
@@ -154,9 +150,7 @@ def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
     if not any(part.kind == "model" for part in config.rewards):
         return config
     if config.reward is None or config.tokenizer is None:
-        raise ConfigError(
-            f"{args.rewards}: a part of kind model needs `reward` (the model) and `tokenizer` (its own); add them"
-        )
+        raise ConfigError(f"{args.rewards}: a part of kind model needs `reward` (the model) and `tokenizer` (its own); add them")
     where = "--reward-model" if args.reward_model is not None else "reward"
     if problems := check_source(where, config.reward):
         raise ConfigError(problems)
@@ -230,13 +224,7 @@ def _decode(request: Request) -> int:
 def _answers(path: Path) -> list[Answer]:
     return [
         Answer(
-            line["row"],
-            line["sample"],
-            line["prompt"],
-            line["response"],
-            line["finish_reason"],
-            line["tokens"],
-            line["fields"],
+            line["row"], line["sample"], line["prompt"], line["response"], line["finish_reason"], line["tokens"], line["fields"]
         )
         for line in _rows(path)
     ]

@@ -40,10 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_argument_group("prompts (one of these)")
     asked.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     asked.add_argument(
-        "--input",
-        type=Path,
-        metavar="FILE",
-        help="a .txt file with a prompt a line, or rows as `oppo train` reads them",
+        "--input", type=Path, metavar="FILE", help="a .txt file with a prompt a line, or rows as `oppo train` reads them"
     )
     asked.add_argument("--chat", action="store_true", help="a conversation by the chat template; Ctrl-C ends an answer")
     asked.add_argument("--max-prompts", type=int, metavar="N", help="--input: the first N prompts (default: all)")
@@ -57,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--as-chat", action="store_true", help="prompts are a user's turn, put into the chat template")
     asked.add_argument("--system", metavar="TEXT", help="--chat, --as-chat: what the system says first")
     answers = parser.add_argument_group("where responses go (default: the standard output)")
-    answers.add_argument(
-        "--output", type=Path, metavar="FILE.jsonl", help="a line of JSON a response, in the prompts' order"
-    )
+    answers.add_argument("--output", type=Path, metavar="FILE.jsonl", help="a line of JSON a response, in the prompts' order")
     answers.add_argument("--resume", action="store_true", help="--output: go on where an interrupted call was")
     answers.add_argument("--json", action="store_true", help="lines of JSON on the standard output, too")
     add_drawing_arguments(parser)
@@ -88,9 +83,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
     layout = parser.add_argument_group("layout")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         layout.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what}-parallel size (default: 1)")
-    layout.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
-    )
+    layout.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one")
     layout.add_argument(
         "--batch", type=int, default=32, metavar="N", help="sequences that a replica decodes at once (default: %(default)s)"
     )  # fmt: skip
@@ -116,10 +109,7 @@ def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
     )
     drawing.add_argument("--greedy", action="store_true", help="the likeliest token each time: the default")
     drawing.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="draw at this temperature (1 with -n, --top-k or --top-p; 0: greedy)",
+        "--temperature", type=float, metavar="T", help="draw at this temperature (1 with -n, --top-k or --top-p; 0: greedy)"
     )
     drawing.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest (default: all)")
     drawing.add_argument("--top-p", type=float, metavar="P", help="draw among the fewest with this mass (default: 1)")
@@ -187,13 +177,9 @@ def choice_of(args: argparse.Namespace) -> Choice:
 def _require_consistent(args: argparse.Namespace) -> None:
     """Raise ConfigError with all options that exclude each other."""
     problems = []
-    given = [
-        name for name, value in (("--prompt", args.prompt), ("--input", args.input), ("--chat", args.chat)) if value
-    ]
+    given = [name for name, value in (("--prompt", args.prompt), ("--input", args.input), ("--chat", args.chat)) if value]
     if len(given) != 1:
-        problems.append(
-            f"{' and '.join(given) or 'nothing'} is given, but one of --prompt, --input and --chat is needed"
-        )
+        problems.append(f"{' and '.join(given) or 'nothing'} is given, but one of --prompt, --input and --chat is needed")
     problems += _out_of_range(args)
     drawn = [name for name in ("temperature", "top_k", "top_p") if getattr(args, name)]
     if args.greedy and drawn:
@@ -217,9 +203,7 @@ def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
         problems.append(f"--base is {args.base}, but {args.directory} holds whole weights and no adapters; drop it")
     for i in args.stop_id or ():
         if i >= vocab_size:
-            problems.append(
-                f"--stop-id is {i}, but the policy's vocabulary ends at {vocab_size - 1}; correct or drop it"
-            )
+            problems.append(f"--stop-id is {i}, but the policy's vocabulary ends at {vocab_size - 1}; correct or drop it")
     if problems:
         raise ConfigError(problems)
 

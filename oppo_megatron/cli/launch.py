@@ -190,10 +190,7 @@ def _master(environment: Mapping[str, str]) -> dict[str, str]:
             'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         )
     port = 20000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20000
-    return {
-        "MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
-    }
+    return {"MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1"), "MASTER_PORT": environment.get("MASTER_PORT", str(port))}
 
 
 def _local_ranks() -> dict[str, str]:
@@ -273,9 +270,7 @@ def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: s
         monitor_interval=MONITOR_S,
         start_method=start_method,
         local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(
-            log_dir=str(folder / "agent")
-        ),  # the default is a folder in /tmp that is never removed
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),  # the default is a folder in /tmp that is never removed
     )
     if hasattr(agent, "signals_to_handle"):  # an older agent ends its ranks by SIGTERM and leaves them 30 s to save
         agent.signals_to_handle = "SIGQUIT"  # the relay handles SIGTERM, SIGINT and SIGHUP
@@ -370,9 +365,7 @@ def _is_cause(failure: Failure) -> bool:
     return failure.kind == "input" or (failure.kind == "defect" and not lost)
 
 
-def _killed(
-    rank: int, number: int, written: Sequence[Failure], last_words: Mapping[int, str], within: Mapping[int, str]
-) -> str:
+def _killed(rank: int, number: int, written: Sequence[Failure], last_words: Mapping[int, str], within: Mapping[int, str]) -> str:
     """Return which rank was ended by which signal, and the calls in progress on the others."""
     told = {failure.rank: failure.message for failure in written if failure.kind in ("symptom", "input")}
     for failure in written:  # it may have met the loss of its peer in code that does not expect it
@@ -381,9 +374,7 @@ def _killed(
     at = f"; it was last heard of in: {last_words[rank]}" if rank in last_words else ""
     remedy = "SIGKILL mostly means that memory ran out (lower runtime.micro_batch_tokens or rollout.batch_size)"
     if number == signal.SIGABRT:
-        remedy = (
-            "on GPUs NCCL ends a rank so whose peer has died or is later than runtime.timeout_s; what it wrote is above"
-        )
+        remedy = "on GPUs NCCL ends a rank so whose peer has died or is later than runtime.timeout_s; what it wrote is above"
     if rank in within:
         at, remedy = f" in {within[rank]}", ISOLATE
     lines = [f"rank {rank} was ended by {signal.Signals(number).name}{at}; {remedy}"]

@@ -51,10 +51,7 @@ def add_length_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE.csv", help="force response lengths: those of a recorded trace, scaled"
     )
     lengths.add_argument(
-        "--lognormal",
-        type=_median_sigma,
-        metavar="MEDIAN,SIGMA",
-        help="force response lengths: log-normal ones",
+        "--lognormal", type=_median_sigma, metavar="MEDIAN,SIGMA", help="force response lengths: log-normal ones"
     )
     parser.add_argument("--trace-column", metavar="NAME", help="the column of --trace that has the lengths")
 

@@ -78,9 +78,7 @@ def load_settings(
     return load_config(SUPERVISED[kind], path, overrides, check=supervised_problems)
 
 
-def load_checked(
-    kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True
-) -> TrainConfig | SupervisedConfig:
+def load_checked(kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True) -> TrainConfig | SupervisedConfig:
     """Call `load_settings` for commands that need the placement.  Raises ConfigError for mode auto, too."""
     settings = load_settings(kind, path, overrides, inputs=inputs)
     config = settings.settled() if isinstance(settings, TrainSettings) else settings

@@ -30,21 +30,13 @@ PACKAGES = (
     Package("megatron-core", ("megatron.core:ModelParallelConfig",)),
     Package("transformers", ("transformers:PreTrainedTokenizerFast",)),
     Package(
-        TE,
-        USED[TE],
-        "its layers and norms (runtime.layers), fused Adam and gradient norms on GPU: apex's or torch's are used",
+        TE, USED[TE], "its layers and norms (runtime.layers), fused Adam and gradient norms on GPU: apex's or torch's are used"
     ),
-    Package(
-        APEX, USED[APEX], "NVIDIA's fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"
-    ),
+    Package(APEX, USED[APEX], "NVIDIA's fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"),
     Package(FLASH, USED[FLASH], "attention over paged KV caches on GPU, by versions from 2.5 to 2.x: caches are dense"),
     Package("wandb", ("wandb:init",), "logging.wandb_project: install the extra `wandb`"),
-    Package(
-        "datasets", ("datasets:load_from_disk",), "Hugging Face data set folders as input: install the extra `datasets`"
-    ),
-    Package(
-        "pyarrow", ("pyarrow.parquet:ParquetFile",), "Parquet and zstd files as input: install the extra `parquet`"
-    ),
+    Package("datasets", ("datasets:load_from_disk",), "Hugging Face data set folders as input: install the extra `datasets`"),
+    Package("pyarrow", ("pyarrow.parquet:ParquetFile",), "Parquet and zstd files as input: install the extra `parquet`"),
     Package("math-verify", ("math_verify:parse", "math_verify:verify"), "rule `math`: install the extra `math`"),
     Package("fastapi", ("fastapi:FastAPI",), "`oppo serve`: install the extra `serve`"),
     Package("uvicorn", ("uvicorn:Server",), "`oppo serve`: install the extra `serve`"),
@@ -108,9 +100,7 @@ def unmet_requirements() -> list[str]:
         version = version_of(modules.get(needed.name, Package(needed.name, (needed.name,))))
         if version is None:
             found.append(f"{needed.name}{needed.specifier}, which is absent")
-        elif version != PRESENT and not needed.specifier.contains(
-            version, prereleases=True
-        ):  # such as the torch of a container
+        elif version != PRESENT and not needed.specifier.contains(version, prereleases=True):  # such as the torch of a container
             found.append(f"{needed.name}{needed.specifier}, but {version} is installed")
     return found
 

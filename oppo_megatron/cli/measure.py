@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,7 @@ from oppo_megatron.rundir.metrics_log import read_metrics
 from oppo_megatron.train.inputs import read_inputs
 
 Tell = Callable[[str], None]
-START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "from oppo_megatron.cli.main import main; sys.exit(main())"
-)
+START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from oppo_megatron.cli.main import main; sys.exit(main())"
 """`oppo` with the import path of this process, so that it finds the same reward functions."""
 AUTO = [
     "placement.mode=auto", "placement.actor={tp: 1, pp: 1, dp: 1}", "placement.scorer=null",
@@ -65,7 +62,12 @@ def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
     if (config := settings.settled()) is not None:
         return config
     refuse_given_ranks("placement.mode is auto")
-    run, tell = RunDirectory(settings.run_dir), _teller(settings)
+    run = RunDirectory(settings.run_dir)
+
+    def tell(line: str) -> None:
+        if settings.logging.console != "off":
+            print(f"placement: {line}", file=sys.stderr, flush=True)
+
     options = find_candidates(settings, this_machine(settings.runtime))
     chosen = read_choice(run.placement, fingerprint(settings, options.machine))
     if chosen is not None:
@@ -99,38 +101,27 @@ def measure_placements(
     if len(options.candidates) > 1:
         tell(describe_work(settings, options))
         if load > usable_cores():
-            tell(
-                f"this machine is busy (load average {load:.1f} on {usable_cores()} cores): measure again when it is idle"
-            )
-        prober = Prober(settings, run.placement_runs, tell_runs)
-        trials = measure_all(options.candidates, prober)
+            tell(f"this machine is busy (load average {load:.1f} on {usable_cores()} cores): measure again when it is idle")
+        trials = measure_all(options.candidates, partial(_probe, settings, run.placement_runs, tell_runs))
     record = to_record(fingerprint(settings, options.machine), options, trials, choose(options, trials))
     record["load_average_1min"] = round(load, 2)
     write_json(run.placement, record)
     return record
 
 
-@dataclass(frozen=True)
-class Prober:
-    """Run placements, each in its own folder `<name>-<turn>/`, with configuration and log in the same parent folder."""
-    settings: TrainSettings
-    folder: Path
-    tell: Tell
-
-    def __call__(self, candidate: Candidate, turn: int) -> Run:
-        """Raises PlacementError with the reason if the run fails."""
-
-        name = f"{re.sub('[^a-z0-9]+', '-', candidate.name).strip('-')}-{turn}"
-        file, log = self.folder / f"{name}.yaml", self.folder / f"{name}.log"
-        dump_config(probe_config(self.settings, candidate.placement, self.folder / name), file)
-        code = run_logged([sys.executable, "-c", START, json.dumps(sys.path), "train", str(file)], log)
-        if code:
-            reason = f"{failure(code, log.read_text(encoding='utf-8', errors='replace'))} (log: {log})"
-            self.tell(f"{candidate.name}, run {turn}: {reason}")
-            raise PlacementError(reason)
-        run = read_run(read_metrics(RunDirectory(self.folder / name).metrics))
-        self.tell(f"{candidate.name}, run {turn}: {run.seconds / run.steps:.3g} s a step")
-        return run
+def _probe(settings: TrainSettings, folder: Path, tell: Tell, candidate: Candidate, turn: int) -> Run:
+    """Run a placement in `folder/<name>-<turn>/`, with configuration and log next to it.  Raises PlacementError if it fails."""
+    name = f"{re.sub('[^a-z0-9]+', '-', candidate.name).strip('-')}-{turn}"
+    file, log = folder / f"{name}.yaml", folder / f"{name}.log"
+    dump_config(probe_config(settings, candidate.placement, folder / name), file)
+    code = run_logged([sys.executable, "-c", START, json.dumps(sys.path), "train", str(file)], log)
+    if code:
+        reason = f"{failure(code, log.read_text(encoding='utf-8', errors='replace'))} (log: {log})"
+        tell(f"{candidate.name}, run {turn}: {reason}")
+        raise PlacementError(reason)
+    run = read_run(read_metrics(RunDirectory(folder / name).metrics))
+    tell(f"{candidate.name}, run {turn}: {run.seconds / run.steps:.3g} s a step")
+    return run
 
 
 def run_logged(command: Sequence[str], log: Path) -> int:
@@ -231,24 +222,8 @@ def describe_options(settings: TrainSettings) -> list[str]:
         "and take the fastest:"
     )
     if len(options.candidates) == 1:
-        head = (
-            f"placement.mode auto: on {options.machine} this is the only placement to choose from, nothing is measured:"
-        )
-    rows = [
-        (candidate.name, f"{candidate.num_ranks} rank{'s' * (candidate.num_ranks > 1)}")
-        for candidate in options.candidates
-    ]
+        head = f"placement.mode auto: on {options.machine} this is the only placement to choose from, nothing is measured:"
+    rows = [(candidate.name, f"{candidate.num_ranks} rank{'s' * (candidate.num_ranks > 1)}") for candidate in options.candidates]
     width = max(len(name) for name, _ in rows)
     left_out = [f"  {option.name}: {option.reason}" for option in options.left_out]
-    return [
-        head,
-        *(f"  {name:{width}}  {ranks}" for name, ranks in rows),
-        *(["left out:", *left_out] if left_out else []),
-    ]
-
-
-def _teller(settings: TrainSettings) -> Tell:
-    """Return a function that prints to stderr, unless the console is off."""
-    if settings.logging.console == "off":
-        return lambda line: None
-    return lambda line: print(f"placement: {line}", file=sys.stderr, flush=True)
+    return [head, *(f"  {name:{width}}  {ranks}" for name, ranks in rows), *(["left out:", *left_out] if left_out else [])]

@@ -43,9 +43,7 @@ def add_debug_argument(parser: argparse.ArgumentParser) -> None:
 
     It has no default, so that the subcommand's parser keeps a value given before its name.
     """
-    parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-    )
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, **config: Any) -> None:

@@ -32,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-restarts", type=int, default=0, metavar="N",
         help="where a rank is killed or the run stands still, continue from the last whole checkpoint, up to N times",
     )  # fmt: skip
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved configuration and the ranks, then stop"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the ranks, then stop")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,9 +80,7 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
     return launch_again(kind, config, restarts) if again else launch(kind, config, size)
 
 
-def with_date(
-    config: TrainConfig | SupervisedConfig, directory: RunDirectory, now: datetime
-) -> TrainConfig | SupervisedConfig:
+def with_date(config: TrainConfig | SupervisedConfig, directory: RunDirectory, now: datetime) -> TrainConfig | SupervisedConfig:
     """Set the date of chat templates to the run's first start, so that all ranks and later attempts render the same prompts."""
     if config.tokenizer.date is not None:
         return config

@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.config is None:
-
         return check_machine()
     kind = args.kind or guess_kind(args.config, args.overrides)
     if kind == "serve":

@@ -75,11 +75,7 @@ class Problem:
     stops: bool = False
 
 
-def read_host(
-    environment: Mapping[str, str],
-    root: Path = Path("/"),
-    ask: Callable[[Sequence[str]], str] | None = None,
-) -> Host:
+def read_host(environment: Mapping[str, str], root: Path = Path("/"), ask: Callable[[Sequence[str]], str] | None = None) -> Host:
     """Read this machine.  `root`: the folder of its files; `ask` runs nvidia-smi with arguments: "" if absent, or NoAnswer."""
     shared, lock = root / SHARED, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     links, smi_failed = _ask_for_links(ask or _nvidia_smi)
@@ -152,9 +148,7 @@ def describe(torch: TorchBuild, host: Host) -> list[str]:
         for number, gpu in enumerate(torch.gpus)
     ]
     shared = "none" if host.shared_bytes is None else f"{host.shared_bytes / 2**30:.1f} GiB"
-    lines.append(
-        f"NVIDIA driver: {host.driver or 'version unknown'}; torch's CUDA {torch.cuda}, NCCL {torch.nccl or 'absent'}"
-    )
+    lines.append(f"NVIDIA driver: {host.driver or 'version unknown'}; torch's CUDA {torch.cuda}, NCCL {torch.nccl or 'absent'}")
     if host.smi_failed is not None:
         lines.append(f"nvidia-smi: {host.smi_failed}")
     if len(torch.gpus) > 1:
@@ -287,11 +281,7 @@ def _by_capability(gpus: Sequence[Gpu]) -> Iterator[tuple[tuple[int, int], list[
 
 def _reach(gpus: Sequence[Gpu]) -> str:
     pairs, reached = len(gpus) * (len(gpus) - 1), sum(gpu.peers for gpu in gpus)
-    return (
-        "each reaches the others' memory"
-        if reached == pairs
-        else f"{reached} of {pairs} pairs reach each other's memory"
-    )
+    return "each reaches the others' memory" if reached == pairs else f"{reached} of {pairs} pairs reach each other's memory"
 
 
 def _shown_links(links: Sequence[int]) -> str:

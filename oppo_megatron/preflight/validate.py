@@ -135,9 +135,7 @@ def check_shared_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list[str
         if not isinstance(actor, int) or not isinstance(vocab, int):
             continue
         if name == "reference" and vocab != actor:
-            problems.append(
-                f"reference: its vocabulary has {vocab} entries, but must equal the actor's {actor}; use one family"
-            )
+            problems.append(f"reference: its vocabulary has {vocab} entries, but must equal the actor's {actor}; use one family")
         elif vocab < actor:
             problems.append(
                 f"{name}: its vocabulary has {vocab} entries, but the actor can draw any of {actor}; "

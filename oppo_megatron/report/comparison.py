@@ -47,8 +47,7 @@ def draw_utilization(runs: Mapping[str, Rows], out_png: str | os.PathLike[str]) 
     """Draw for each rank of each run the share of time in which it decodes, scores, updates and is idle."""
     ranks = [(f"{name.replace('/', DOT)}{DOT}rank {row['rank']}", row) for name, rows in runs.items() for row in rows]
     bars = [
-        Bars(kind, [max(0.0, row[kind]) for _, row in ranks], COLOURS[kind])
-        for kind in ("decode", "score", "update", "idle")
+        Bars(kind, [max(0.0, row[kind]) for _, row in ranks], COLOURS[kind]) for kind in ("decode", "score", "update", "idle")
     ]
     ends = [f"{100 - row['idle']:.0f} %" for _, row in ranks]
     title, label = "Work of each rank", "percent of the time after the first step"

@@ -247,8 +247,7 @@ def heldout_section(records: Sequence[RunRecord]) -> Section:
     section = Section(
         "heldout",
         "Held-out metrics",
-        "Means over rows that are not trained on, with their standard errors as bars: differences below two of them mean "
-        "little.",
+        "Means over rows that are not trained on, with their standard errors as bars: differences below two of them mean little.",
     )
     found = [heldout_of(record) for record in records]
     for record, metrics in zip(records, found, strict=True):

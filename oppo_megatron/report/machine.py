@@ -52,9 +52,7 @@ def step_section(records: Sequence[RunRecord]) -> Section:
         columns = [Bars(label, [parts[k] for _, parts in bins], colour) for k, (label, colour) in ALL_PARTS.items()]
         title = f"Step time: {records[i].name}{', means of neighbouring steps' if len(bins) < len(splits[i]) else ''}"
         categories = [label for label, _ in bins]
-        section.charts.append(
-            BarChart(f"steps-{i}", title, "PPO step", "seconds", categories, columns, stacked=True, high=high)
-        )
+        section.charts.append(BarChart(f"steps-{i}", title, "PPO step", "seconds", categories, columns, stacked=True, high=high))
     rows = []
     for (name, mean), total in zip(means.items(), totals, strict=True):
         rows.append([name, *(f"{mean[key]:.3g} s ({100 * mean[key] / (total or 1.0):.0f} %)" for key in ALL_PARTS)])
@@ -96,9 +94,7 @@ def timeline_section(records: Sequence[RunRecord], steps: Sequence[int] = ()) ->
             section.charts.append(Timeline("timeline" if step is None else f"timeline-{step}", windows))
     for record in records:
         if not bounds[record.name]:
-            section.missing.append(
-                f"{record.name}: no timeline ({record.no_spans or 'its trace has no work of any step'})."
-            )
+            section.missing.append(f"{record.name}: no timeline ({record.no_spans or 'its trace has no work of any step'}).")
     if section.charts:
         head = ["who waits", "share of the step", "for what"]
         rows = list(_waits(windows))
@@ -172,9 +168,7 @@ def memory_section(records: Sequence[RunRecord]) -> Section:
         keys = ("memory_base_mb", "memory_peak_mb", "memory_planned_mb", "memory_ratio")
         columns = [column for key in keys if isinstance(column := summary.get(key), list) and column]
         if len(columns) == len(keys):
-            rows = [
-                [str(rank), *(_figure(value) for value in values)] for rank, values in enumerate(zip(*columns, strict=False))
-            ]
+            rows = [[str(rank), *(_figure(value) for value in values)] for rank, values in enumerate(zip(*columns, strict=False))]
             head = ["rank", "before models, MiB", "peak, MiB", "planned, MiB", "(peak - before) / planned"]
             section.tables.append(Table(record.name, head, rows, folded=len(rows) > MANY_ROWS))
         elif peaks and record.summary is None:

@@ -109,9 +109,7 @@ def memory_peaks(line: MetricsLine) -> list[float | None]:
     return peaks if any(peak is not None for peak in peaks) else []
 
 
-def read_runs(
-    paths: Sequence[str | os.PathLike[str]], progress: Callable[[str], None] = lambda line: None
-) -> list[RunRecord]:
+def read_runs(paths: Sequence[str | os.PathLike[str]], progress: Callable[[str], None] = lambda line: None) -> list[RunRecord]:
     """Read run directories; names are the shortest ends of the paths that differ.  Raises DataError."""
     resolved = [Path(path).resolve() for path in paths]
     for place, path in enumerate(resolved):
@@ -199,9 +197,7 @@ def without_downtime(spans: Sequence[Span], lines: Sequence[MetricsLine]) -> lis
     A pause is a stretch without any span, longer than the metrics say that the steps on both sides of it
     took.  The last span before it and the first after it name these steps.
     """
-    took_s = {
-        line["step"]: (number(line, "step_s") or 0.0) + (number(line, "checkpoint_s") or 0.0) for line in lines
-    }
+    took_s = {line["step"]: (number(line, "step_s") or 0.0) + (number(line, "checkpoint_s") or 0.0) for line in lines}
     order = sorted(spans, key=lambda span: span.start)
     ends, gaps = [], []  # end and seconds of each pause
     reached = order[0] if order else None

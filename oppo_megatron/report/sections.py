@@ -66,9 +66,7 @@ def overview(records: Sequence[RunRecord]) -> Section:
     section.tables.append(Table("", head, rows))
     if differences := _differences(records):
         folded = len(differences) > MANY_ROWS
-        section.tables.append(
-            Table("Settings in which the runs differ", ["setting", *head[1:]], differences, folded=folded)
-        )
+        section.tables.append(Table("Settings in which the runs differ", ["setting", *head[1:]], differences, folded=folded))
     return section
 
 
@@ -102,9 +100,7 @@ def _steps_done(record: RunRecord) -> str:
 def _differences(records: Sequence[RunRecord]) -> list[list[str]]:
     """A row per setting that differs between runs; sections that only one run's command has are left out."""
     sections = Counter(name for record in records for name in record.config)
-    flat = [
-        dict(_flat({name: value for name, value in record.config.items() if sections[name] > 1})) for record in records
-    ]
+    flat = [dict(_flat({name: value for name, value in record.config.items() if sections[name] > 1})) for record in records]
     keys = sorted({key for settings in flat for key in settings} - {"run_dir"})
     rows = [[key, *(settings.get(key, "–") for settings in flat)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]

@@ -152,9 +152,7 @@ def _draw_legend(figure: Figure, windows: Sequence[StepWindow]) -> None:
     from matplotlib.patches import Patch
 
     seen = {span.name for window in windows for span in window.spans}
-    entries: list[tuple[Any, str]] = [
-        (Patch(facecolor=colour), name) for name, colour in SPAN_COLOURS.items() if name in seen
-    ]
+    entries: list[tuple[Any, str]] = [(Patch(facecolor=colour), name) for name, colour in SPAN_COLOURS.items() if name in seen]
     if seen - SPAN_COLOURS.keys() - set(WAITING):
         entries.append((Patch(facecolor=OTHER_COLOUR), "other"))
     if seen & set(WAITING):

@@ -338,9 +338,7 @@ def _plain(value: Any, key: str, non_finite: list[str]) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, Mapping):
-        return {
-            str(name): _plain(item, f"{key}.{name}" if key else str(name), non_finite) for name, item in value.items()
-        }
+        return {str(name): _plain(item, f"{key}.{name}" if key else str(name), non_finite) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{key}.{index}", non_finite) for index, item in enumerate(value)]
     raise TypeError(f"{key}: {type(value).__name__} has no JSON form; give a number, text, path, list or mapping")

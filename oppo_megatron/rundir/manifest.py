@@ -99,9 +99,7 @@ def _entry(name: str, tree: Any) -> Entry:
     return entry
 
 
-def find_misfits(
-    folder: Path, entries: Mapping[str, Entry], required: Iterable[str], closed: Iterable[str]
-) -> str | None:
+def find_misfits(folder: Path, entries: Mapping[str, Entry], required: Iterable[str], closed: Iterable[str]) -> str | None:
     """Describe the first required file that the manifest lacks, or the first unlisted file below a `closed` folder."""
     for name in required:
         if name not in entries:

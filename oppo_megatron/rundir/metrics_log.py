@@ -73,23 +73,17 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
 
-def iter_json_lines(
-    path: str | os.PathLike[str], wanted: Callable[[bytes], bool] | None = None
-) -> Iterator[dict[str, Any]]:
+def iter_json_lines(path: str | os.PathLike[str], wanted: Callable[[bytes], bool] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSONL file, without a last line that a crash cut short; another bad line is a DataError.
 
     Lines that are not `wanted` are skipped unparsed.
     """
     if not Path(path).is_file():
-        raise DataError(
-            f"{os.fspath(path)}: no such file; expected the lines that a run writes; check the run directory"
-        )
+        raise DataError(f"{os.fspath(path)}: no such file; expected the lines that a run writes; check the run directory")
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip() or (wanted is not None and not wanted(line)):

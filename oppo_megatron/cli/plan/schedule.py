@@ -40,14 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="GRID.png", help="draw the grid into this file, too")
     parser.add_argument("--text", action="store_true", help="print the schedule's text form")
     parser.add_argument("--generator", choices=GENERATORS, help="default: the one that the configuration asks for")
-    parser.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="length of all prompts (default: half of the longest)"
-    )
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="length of all prompts (default: half of the longest)")
     parser.add_argument("--costs", type=Path, metavar="COSTS.json", help="seconds of the actions (default: built in)")
     parser.add_argument(
-        "--transport",
-        choices=TRANSPORTS,
-        help="whose rules the round has to keep (default: by runtime.device, auto as cuda)",
+        "--transport", choices=TRANSPORTS, help="whose rules the round has to keep (default: by runtime.device, auto as cuda)"
     )
     parser.add_argument(
         "--from", type=Path, dest="source", metavar="SCHEDULE.txt", help="check and draw this text of the round instead"
@@ -117,9 +113,7 @@ def _title(shown: Preview, args: argparse.Namespace) -> str:
     return f"round {args.round} of {shown.num_rounds} of the first step, {origin}{instead}"
 
 
-def _facts(
-    shown: Preview, timeline: Timeline, costs: Costs, transport: Transport, args: argparse.Namespace
-) -> list[str]:
+def _facts(shown: Preview, timeline: Timeline, costs: Costs, transport: Transport, args: argparse.Namespace) -> list[str]:
     work = [f"{shown.round.steps} decode steps" if shown.round.steps else "no decoding"]
     counts = {role: sum(map(len, replicas)) for role, replicas in shown.round.prefill.items()}
     work += [f"{role} {count}" for role, count in counts.items() if count]
@@ -160,9 +154,7 @@ def _filtered(shown: Preview, config: TrainConfig) -> list[str]:
 def _least(shown: Preview, timeline: Timeline, costs: Costs) -> str:
     path_s, busy_s = least_s(shown.round, shown.site, timeline, costs)
     ratio = timeline.makespan_s / max(path_s, busy_s)
-    return (
-        f"{ratio:.2f} times the larger of decoding alone ({path_s:.4f} s) and the busiest rank's work ({busy_s:.4f} s)"
-    )
+    return f"{ratio:.2f} times the larger of decoding alone ({path_s:.4f} s) and the busiest rank's work ({busy_s:.4f} s)"
 
 
 def _draw(timeline: Timeline, faults: list[Fault], title: str, out: Path | None) -> None:

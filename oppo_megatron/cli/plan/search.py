@@ -65,18 +65,12 @@ ROLES = ("actor", "critic", "reference", "reward")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, help="its ranks and layouts are ignored")
-    parser.add_argument(
-        "--cluster", type=Path, required=True, metavar="cluster.yaml", help="docs/planner.md has an example"
-    )
+    parser.add_argument("--cluster", type=Path, required=True, metavar="cluster.yaml", help="docs/planner.md has an example")
     add_length_arguments(parser)
     add_prompt_argument(parser)
     parser.add_argument("--top", type=count, default=5, metavar="N", help="plans to print (default 5)")
     parser.add_argument(
-        "--margin",
-        type=_margin,
-        default=MARGIN,
-        metavar="X",
-        help="share of a rank's memory to leave free (default %(default)s)",
+        "--margin", type=_margin, default=MARGIN, metavar="X", help="share of a rank's memory to leave free (default %(default)s)"
     )
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"default {OUT}")
 
@@ -217,9 +211,7 @@ def _print_record(record: Mapping[str, Any]) -> None:
     )
     console.print(_plans(plans))
     console.print(_roles(first))
-    console.print(
-        f"micro-batches of {first['micro_batch_tokens']} tokens, chunks of {first['chunk']}, delta {first['delta']}"
-    )
+    console.print(f"micro-batches of {first['micro_batch_tokens']} tokens, chunks of {first['chunk']}, delta {first['delta']}")
     console.print(f"{record['reason']}.")
     console.print(
         f"{record['placements']} placements compared by price, the best played in virtual time; the first has a price of "
@@ -245,9 +237,7 @@ def _plans(plans: Sequence[Mapping[str, Any]]) -> Table:
 
 def _roles(plan: Mapping[str, Any]) -> Table:
     texts = ("role", "ranks", "decodes, scores", "trained", "recompute")
-    table = _table(
-        "the first plan", ("role", "ranks", "decodes, scores", "s", "trained", "recompute", "s ", "weights s"), texts
-    )
+    table = _table("the first plan", ("role", "ranks", "decodes, scores", "s", "trained", "recompute", "s ", "weights s"), texts)
     for role, own in plan["roles"].items():
         update = [f"{own[key]:.2f}" if key in own else "-" for key in ("update_s", "weights_s")]
         trained = [own.get(key, "-") for key in ("training", "recompute")]

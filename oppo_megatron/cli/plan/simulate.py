@@ -45,6 +45,7 @@ COLUMNS = {
 
 class Variant(NamedTuple):
     """One run of a sweep: the configuration in `mode` (None: as it is), with `overrides`."""
+
     mode: str | None
     overrides: tuple[str, ...]
 
@@ -59,6 +60,7 @@ class Variant(NamedTuple):
 
 class Simulated(NamedTuple):
     """A simulated run: its row in the table, metrics lines, trace, and the source of its times."""
+
     config: TrainConfig
     row: dict[str, Any]
     lines: list[dict[str, Any]]

@@ -25,10 +25,7 @@ TEMPLATE = "job.sbatch.j2"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     systems = parser.add_subparsers(dest="system", metavar="SYSTEM", required=True)
     slurm = systems.add_parser(
-        "slurm",
-        help="an sbatch script",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "slurm", help="an sbatch script", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_debug_argument(slurm)
     add_config_arguments(slurm)
@@ -38,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("account", "who pays"), ("qos", "quality of service"), ("job-name", "default: oppo- and the name of run_dir"),
     ):  # fmt: skip
         slurm.add_argument(f"--{name}", help=about)
-    slurm.add_argument(
-        "--time", default="04:00:00", metavar="D-HH:MM:SS", help="limit of each attempt; default %(default)s"
-    )
+    slurm.add_argument("--time", default="04:00:00", metavar="D-HH:MM:SS", help="limit of each attempt; default %(default)s")
     slurm.add_argument(
         "--signal-s", type=int, default=600, metavar="S", help="seconds before it to save and be requeued; default 600"
     )
@@ -48,26 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slurm.add_argument("--container-image", metavar="IMAGE", help="run the ranks in it (pyxis/enroot)")
     slurm.add_argument("--container-mounts", metavar="A:B,...", help="beside the working directory and the logs")
     slurm.add_argument(
-        "--cluster-env",
-        type=Path,
-        metavar="FILE",
-        help="settings local to the cluster; a missing file is made from the template",
+        "--cluster-env", type=Path, metavar="FILE", help="settings local to the cluster; a missing file is made from the template"
     )
-    slurm.add_argument(
-        "--hetero", action="store_true", help="a heterogeneous job: nodes for the actor, others for scorers"
-    )
+    slurm.add_argument("--hetero", action="store_true", help="a heterogeneous job: nodes for the actor, others for scorers")
     _add_part_arguments(slurm, "scorer-", "of each of the scorers' nodes (--hetero); default: as the actor's")
 
 
 def _add_part_arguments(parser: argparse.ArgumentParser, prefix: str, whose: str) -> None:
+    parser.add_argument(f"--{prefix}gpus-per-node", type=int, metavar="N", help=f"GPUs {whose}" + ("" if prefix else "; 8"))
     parser.add_argument(
-        f"--{prefix}gpus-per-node", type=int, metavar="N", help=f"GPUs {whose}" + ("" if prefix else "; 8")
-    )
-    parser.add_argument(
-        f"--{prefix}ranks-per-node",
-        type=int,
-        metavar="N",
-        help=f"ranks {whose}" + ("" if prefix else "; default: GPUs"),
+        f"--{prefix}ranks-per-node", type=int, metavar="N", help=f"ranks {whose}" + ("" if prefix else "; default: GPUs")
     )
     parser.add_argument(f"--{prefix}partition", help=f"partition {whose}")
     parser.add_argument(f"--{prefix}constraint", help=f"features {whose}")
@@ -93,9 +78,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_files(args: argparse.Namespace) -> None:
     """Raise ConfigError if the script would overwrite its sources, or cluster.env cannot be a file."""
     if args.cluster_env is not None and args.cluster_env.is_dir():
-        raise ConfigError(
-            f"--cluster-env is {args.cluster_env}, a folder; name a file, as in --cluster-env cluster.env"
-        )
+        raise ConfigError(f"--cluster-env is {args.cluster_env}, a folder; name a file, as in --cluster-env cluster.env")
     for name in ("config", "cluster_env"):
         path = getattr(args, name)
         if None not in (path, args.out) and os.path.realpath(path) == os.path.realpath(args.out):

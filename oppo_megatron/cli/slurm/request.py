@@ -17,9 +17,7 @@ from oppo_megatron.layout.placements import RolePlacement, role_placements, trai
 
 GPUS_PER_NODE = 8
 LONGEST_SIGNAL_S = 65535  # the largest time that sbatch accepts after the @ of --signal
-_TIME = re.compile(
-    r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+))?(?::(?P<ds>\d+))?|(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)"
-)
+_TIME = re.compile(r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+))?(?::(?P<ds>\d+))?|(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)")
 _PLAIN = re.compile(r"[^\s'\"\\`$]+")
 """Text that may appear in an #SBATCH line without quotes."""
 
@@ -40,6 +38,7 @@ class PartOptions(NamedTuple):
 @dataclass(frozen=True)
 class Part:
     """A component of the job: nodes of one kind.  `gpus_per_node` is 0 if the run computes on CPUs."""
+
     name: str
     num_ranks: int
     num_nodes: int
@@ -55,6 +54,7 @@ class Part:
 @dataclass(frozen=True)
 class Job:
     """The requested resources.  `parts` has one component, or one each for the actor and the scorers."""
+
     options: argparse.Namespace
     name: str
     run_dir: str
@@ -212,9 +212,7 @@ def _part(name: str, num_ranks: int, wanted: PartOptions, device: str) -> Part |
     return Part(name, num_ranks, num_ranks // on_node, gpus, wanted.partition, wanted.constraint)
 
 
-def _notes(
-    config: TrainConfig, parts: Sequence[Part], placements: Sequence[tuple[str, RolePlacement]]
-) -> Iterator[str]:
+def _notes(config: TrainConfig, parts: Sequence[Part], placements: Sequence[tuple[str, RolePlacement]]) -> Iterator[str]:
     if not config.checkpoint.every_steps:
         yield "checkpoint.every_steps is 0: a run whose rank is killed begins anew, or where it was last told to stop"
     for part in parts:
