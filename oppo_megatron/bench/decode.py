@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -57,8 +57,6 @@ OVER = {"over_bare": "bare", "over_bare_packed": "bare-packed", "over_hf": "hf",
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """The work of every peer."""
-
     shape: Mapping[str, Any]  # Hugging Face config.json
     batches: Sequence[int]
     prompt_tokens: int
@@ -93,30 +91,17 @@ class DecodeWork:
         return Stopping((), limit, ForcedLimits(lambda u: 1 + max(1.0, quantile(u)), limit, seed=1))
 
 
-class Peer(Protocol):
-    """Decodes `lengths_B` tokens: seconds of the decode steps, and the tokens [B, N]."""
-
-    def decode(self, prompts_BP: Tensor, lengths_B: Sequence[int]) -> tuple[float, Tensor]: ...
+Decode = Callable[[Tensor, Sequence[int]], tuple[float, Tensor]]
+"""Prompts [B, P] and lengths [B] -> seconds of the decode steps, and the tokens [B, N]."""
 
 
-class PaddedPeer(Protocol):
-    """Decodes `num_new` tokens of every sequence: seconds of the decode steps, and the tokens [B, N]."""
-
-    def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]: ...
-
-
-@dataclass(frozen=True)
-class Padded:
-    """A padded peer, which decodes all sequences to the end of the longest."""
-
-    peer: PaddedPeer
-
-    def decode(self, prompts_BP: Tensor, lengths_B: Sequence[int]) -> tuple[float, Tensor]:
-        return self.peer.decode(prompts_BP, max(lengths_B))
+def _padded(decode: Callable[[Tensor, int], tuple[float, Tensor]]) -> Decode:
+    """Decode all sequences to the end of the longest."""
+    return lambda prompts_BP, lengths_B: decode(prompts_BP, max(lengths_B))
 
 
 class StepLoop:
-    """This engine's unit step in a bare loop with argmax, without sampling and bookkeeping."""
+    """This engine's unit step in a bare loop with argmax."""
 
     def __init__(self, model: RoleModel):
         self.model = model
@@ -137,7 +122,7 @@ class StepLoop:
 
 
 class Engine:
-    """The path of training: rounds of decode micro-steps, sampling at temperature 1 over the whole vocabulary."""
+    """The path of training: rounds of decode micro-steps, with sampling."""
 
     def __init__(self, model: RoleModel, stopping: Stopping):
         self.model, self.stopping = model, stopping
@@ -153,13 +138,13 @@ class Engine:
             timeout_s=RuntimeConfig().timeout_s,
         )
         rollouts = [Rollout(Prompt(i, i, "", tuple(tokens)), i) for i, tokens in enumerate(prompts_BP.tolist())]
-        first = rounds.run(rollouts, [], 1, Decoding(0, 0, _Unending))
+        first = rounds.run(rollouts, [], 1, Decoding(0, 0, Unending))
         assert first is not None
         for row in first.rows:
             rollouts[row.seq_id].tokens += row.tokens
         rounds.recorded(rollouts)
         started = time.perf_counter()
-        chunk = rounds.run(rollouts, [], max(lengths_B), Decoding(1, 0, _Unending))
+        chunk = rounds.run(rollouts, [], max(lengths_B), Decoding(1, 0, Unending))
         seconds = time.perf_counter() - started
         assert chunk is not None
         rows = [torch.tensor(row.tokens) for row in sorted(chunk.rows, key=lambda row: row.seq_id)]
@@ -167,13 +152,13 @@ class Engine:
         return seconds, pad_sequence(rows, batch_first=True)
 
 
-class _Unending:
+class Unending:
     """A stop signal that lets every sequence reach its limit."""
 
     ready, least = False, 0
 
     def finish(self, *seq_ids: int) -> None:
-        """Ignore the end."""
+        pass
 
 
 class HuggingFace:
@@ -204,7 +189,7 @@ class HuggingFace:
 
 
 class FirstToken:
-    """A stopping criterion of `generate` that never stops; `at` is when it was first called, after the first token."""
+    """A stopping criterion of `generate` that never stops; `at`: when it was first called, after the first token."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -217,7 +202,6 @@ class FirstToken:
 
 
 def _now(device: torch.device) -> float:
-    """Return the time after the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -226,7 +210,7 @@ def _now(device: torch.device) -> float:
 def bench_decode(work: DecodeWork, names: Sequence[str], out: Path) -> dict[str, Any]:
     """Measure the named peers of `PEERS`.  Writes decode.json, whose content it returns, and decode.png to `out`.
 
-    Raises ConfigError or DataError for unusable lengths, OSError for an unusable folder, before anything is measured.
+    Raises ConfigError, DataError or OSError before anything is measured.
     """
     stopping = work.stopping
     out.mkdir(parents=True, exist_ok=True)
@@ -255,7 +239,6 @@ PEERS = {
 
 
 def available_peers() -> list[str]:
-    """Return the peers that this build of torch supports."""
     return [name for name in PEERS if name != "bare-packed" or can_prepack(torch.empty(0))]
 
 
@@ -271,34 +254,34 @@ def _load(work: DecodeWork, groups: RoleGroups, world: World, path: DecodePath =
     return model.requires_grad_(False)
 
 
-def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: Path) -> dict[str, Peer]:
+def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: Path) -> dict[str, Decode]:
     groups = _groups()
     model = _load(work, groups, world)
     export_weights(model, model.shape, scratch / "hf", head="lm")
-    makers: dict[str, Callable[[], Peer]] = {
-        "bare": lambda: Padded(BareLoop(scratch / "hf", work.shape, plain)),
-        "bare-packed": lambda: Padded(BareLoop(scratch / "hf", work.shape, prepacked)),
-        "ours-packed": lambda: Padded(StepLoop(model)),
-        "ours-fused": lambda: Padded(StepLoop(_load(work, groups, world, "fused"))),
-        "ours-module": lambda: Padded(StepLoop(_load(work, groups, world, "module"))),
-        "ours-engine": lambda: Engine(model, work.stopping),
-        "mcore-static": lambda: Padded(StaticContextDecoder(model)),
-        "hf": lambda: Padded(HuggingFace(scratch / "hf", work.dtype)),
+    makers: dict[str, Callable[[], Decode]] = {
+        "bare": lambda: _padded(BareLoop(scratch / "hf", work.shape, plain).decode),
+        "bare-packed": lambda: _padded(BareLoop(scratch / "hf", work.shape, prepacked).decode),
+        "ours-packed": lambda: _padded(StepLoop(model).decode),
+        "ours-fused": lambda: _padded(StepLoop(_load(work, groups, world, "fused")).decode),
+        "ours-module": lambda: _padded(StepLoop(_load(work, groups, world, "module")).decode),
+        "ours-engine": lambda: Engine(model, work.stopping).decode,
+        "mcore-static": lambda: _padded(StaticContextDecoder(model).decode),
+        "hf": lambda: _padded(HuggingFace(scratch / "hf", work.dtype).decode),
     }
     return {name: makers[name]() for name in names}
 
 
-def _measure(peers: Mapping[str, Peer], work: DecodeWork, lengths_B: Sequence[int]) -> list[dict[str, Any]]:
-    """Return one row per peer.  `same_tokens` is the share of tokens equal to the first greedy peer's; the engine samples."""
+def _measure(peers: Mapping[str, Decode], work: DecodeWork, lengths_B: Sequence[int]) -> list[dict[str, Any]]:
+    """Return one row per peer.  `same_tokens`: the share of tokens equal to the first greedy peer's; the engine samples."""
     batch = len(lengths_B)
     within_BN = torch.arange(max(lengths_B)) < torch.tensor(lengths_B)[:, None]
     generator = torch.Generator().manual_seed(batch)
     prompts_BP = torch.randint(int(work.shape["vocab_size"]), (batch, work.prompt_tokens), generator=generator)
-    tokens = {name: peer.decode(prompts_BP, lengths_B)[1] for name, peer in peers.items()}  # warms up, too
+    tokens = {name: decode(prompts_BP, lengths_B)[1] for name, decode in peers.items()}  # warms up, too
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for _ in range(work.repeats):
-        for name, peer in peers.items():
-            seconds[name].append(peer.decode(prompts_BP, lengths_B)[0])
+        for name, decode in peers.items():
+            seconds[name].append(decode(prompts_BP, lengths_B)[0])
     greedy = next((name for name in peers if name != "ours-engine"), None)
     rates = {name: sorted(sum(lengths_B) / s for s in times) for name, times in seconds.items()}
     return [

@@ -40,7 +40,7 @@ def figures(runs: Sequence[Lines]) -> dict[str, Any]:
 
 
 def steady(runs: Sequence[Lines]) -> list[Mapping[str, Any]]:
-    """Return the steps after the first of all runs; the first too if a run has only one."""
+    """The steps after the first of all runs; the first too if a run has only one."""
     return [line for run in runs for line in (run[1:] or run)]
 
 
@@ -55,19 +55,18 @@ def mean_of(lines: Lines, name: str) -> float | None:
 
 
 def share(lines: Lines, part: str, whole: str) -> float | None:
-    """Return the sum of `part` in percent of the sum of `whole`, over the lines that have both."""
+    """The sum of `part` in percent of the sum of `whole`, over the lines that have both."""
     both = [line for line in lines if line.get(part) is not None and line.get(whole) is not None]
     total = sum(line[whole] for line in both)
     return 100 * sum(line[part] for line in both) / total if total else None
 
 
 def speedups(row: Mapping[str, Any], base: Mapping[str, Any] | None, name: str) -> dict[str, float | None]:
-    """Return how many times as long `base` takes, by the median step and by the total; None without a base."""
+    """How many times as long `base` takes, by the median step and by the total; None without a base."""
     return {f"{name}_{seconds}": None if base is None else base[seconds] / row[seconds] for seconds in ("step_s", "total_s")}
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return processor, cores, devices, versions and the current load."""
     import torch
 
     return {

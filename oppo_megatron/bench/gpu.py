@@ -78,7 +78,7 @@ TRL_LOGIT_BYTES = 14
 
 
 def agenda(sizes: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (size, part): all of the first size, then what needs no training, then the rest; time may run out before the end."""
+    """Return (size, part): all of the first size, then what needs no training, then the rest."""
     first, *others = sizes
     plan = [(first, part) for part in SHARES]
     for parts in (("decode", "overlap"), (*PPO_MODES, "trl")):
@@ -142,7 +142,6 @@ class GpuBench:
             self._part(size, part, shape, seconds)
 
     def _part(self, size: str, part: str, shape: Shape, seconds: float) -> None:
-        """Run a part of `gpu_parts.py`, whose rows are lines of a file."""
         lines, order = self.out / size / f"{part}.jsonl", self.out / size / f"{part}.json"
         models = {"shape": shape, "checkpoint": self.out / size / "checkpoint"}
         write_json(order, {"part": part, "work": asdict(self.work), "rows": lines, **models})
@@ -169,7 +168,7 @@ class GpuBench:
         self._add_steps(row, lines, ("step_s", "decode_s", "train_s"), why_not)
 
     def _trl(self, size: str, shape: Shape, inputs: tuple[Path, Path], seconds: float) -> None:
-        """Run TRL's trainer over the same weights, prompts and lengths, with as many rows per step as the device holds."""
+        """Run TRL's trainer over the same weights, prompts and lengths, with as many rows as the device holds."""
         out = self.out / size / "trl"
         row: dict[str, Any] = {"size": size, "part": "ppo", "variant": "TRL"}
         if self.trl is None or not self.trl[0].is_file():
@@ -241,7 +240,7 @@ class GpuBench:
         )
 
     def lacking(self, config: TrainConfig) -> str | None:
-        """Return how much memory the run lacks; None if it fits."""
+        """Return the memory that the run lacks; None if it fits."""
         if self.memory_bytes is None or not (Path(str(config.actor.checkpoint)) / "config.json").exists():
             return None
         found = [holding.memory for holding in train_holdings(config, on_cpu=False)]
@@ -284,8 +283,8 @@ def require_gpu() -> float:
 def trl_rows(shape: Shape, work: GpuWork, memory_bytes: float | None) -> int:
     """Return the most rows per step that TRL's trainer has memory for, a multiple of its micro-batch.
 
-    It holds four models, two gradients and Adam's state in float32; the scores of every sampled token over the whole vocabulary
-    in float32, twice (`torch.stack` in `generate`, `pad` in `batch_generation`); and the logits of a micro-batch.
+    It holds four models, two gradients and Adam's state in float32, the scores of every sampled token over the whole
+    vocabulary in float32 twice (in `generate` and `batch_generation`), and the logits of a micro-batch.
     """
     if memory_bytes is None:
         return work.batch
@@ -297,7 +296,6 @@ def trl_rows(shape: Shape, work: GpuWork, memory_bytes: float | None) -> int:
 
 
 def set_side_by_side(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to each PPO run its tokens/s relative to this project's sequential run and to TRL's."""
     rates = {(row["size"], row["variant"]): row["tokens_per_s"] for row in rows if row["part"] == "ppo" and "steps" in row}
     for row in rows:
         if row["part"] == "ppo" and "steps" in row:
@@ -307,7 +305,6 @@ def set_side_by_side(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines that a process has written so far."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -332,7 +329,6 @@ def run_within(command: Sequence[str], seconds: float, log: Path) -> Generator[s
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all its descendants."""
     if process.poll() is None:
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.bench.decode import HuggingFace
+from oppo_megatron.bench.decode import HuggingFace, Unending
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.debug import ForcedLengths, log_normal
@@ -58,15 +58,6 @@ WARM_STEPS = 48
 READ_BYTES = {"cuda": 2**31, "cpu": 2**26}
 
 
-class Unending:
-    """A stop signal that lets every sequence reach its limit."""
-
-    ready, least = False, 0
-
-    def finish(self, *seq_ids: int) -> None:
-        """Ignore the end."""
-
-
 @dataclass
 class Bench:
     """One part of one model size on this process's device."""
@@ -87,13 +78,11 @@ class Bench:
         return self.work.prompt_tokens + self.work.response_tokens
 
     def model(self, head: Head = "lm") -> RoleModel:
-        """Load the model from the checkpoint; a scalar head is new."""
         config = ModelConfig(checkpoint=self.checkpoint, fresh_head=head == "scalar", dtype=self.work.dtype)
         model = load_role(config, self.groups, head=head, max_length=self.max_length, device=self.device)
         return model.requires_grad_(False)
 
     def rollouts(self, start: int = 0) -> list[Rollout]:
-        """Return a batch of rollouts with random prompts."""
         work, generator = self.work, torch.Generator().manual_seed(start)
         prompts = torch.randint(self.shape["vocab_size"], (work.batch, work.prompt_tokens), generator=generator)
         return [Rollout(Prompt(start + i, i, "", tuple(row)), i) for i, row in enumerate(prompts.tolist())]
@@ -130,7 +119,6 @@ class Bench:
 
 
 def measure_decode(bench: Bench) -> None:
-    """Measure a full batch by each variant and by `transformers`, and long-tailed lengths to their ends."""
     bandwidth = bench.bandwidth()
     bench.write({"variant": "bandwidth", "read_write_gbytes": bandwidth / 1e9})
     model = bench.model()
@@ -186,7 +174,7 @@ def _steady(bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLa
 
 
 def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, Any]:
-    """Measure rounds until the last sequence has ended; the first pass, which captures graphs, is reported apart."""
+    """Measure rounds to the last sequence's end; the first pass, which captures graphs, is reported apart."""
     work, most = bench.work, bench.work.response_tokens
     lengths = log_normal(ForcedLengths(median=work.median, sigma=work.sigma))
     rounds = new_rounds(bench, model, None, "auto", Stopping((), most, ForcedLimits(lengths, most, seed=1)))
@@ -206,7 +194,6 @@ def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, An
 
 
 def _transformers(bench: Bench, bandwidth: float) -> dict[str, Any]:
-    """Measure greedy `generate` without its prefill."""
     peer, steps = HuggingFace(bench.checkpoint, bench.work.dtype), bench.work.steady_steps
     peer.model.to(bench.device)
     prompts_BP = torch.tensor([r.prompt.tokens for r in bench.rollouts()], device=bench.device)
@@ -217,7 +204,7 @@ def _transformers(bench: Bench, bandwidth: float) -> dict[str, Any]:
 
 
 def measure_overlap(bench: Bench) -> None:
-    """Measure decoding a chunk, scoring the previous one by all three scorers, and both at once on two streams."""
+    """Measure decoding a chunk, scoring the previous one, and both at once on two streams."""
     work, placement = bench.work, RolePlacement((0,))
     site = Site({name: placement for name in ("actor", *SCORERS)})
     stopping = Stopping((), work.response_tokens)
@@ -270,7 +257,6 @@ PARTS: dict[str, Callable[[Bench], None]] = {"decode": measure_decode, "overlap"
 
 
 def main(path: str) -> None:
-    """Do the part that the file names."""
     order = json.loads(Path(path).read_text(encoding="utf-8"))
     work, checkpoint = GpuWork(**order["work"]), Path(order["checkpoint"])
     runtime = RuntimeConfig(device=work.device)

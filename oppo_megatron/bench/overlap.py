@@ -17,7 +17,7 @@ from oppo_megatron.config.modes import MODES, switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.report.comparison import draw_steps, draw_utilization
-from oppo_megatron.report.utilization import KINDS, utilization, work_seconds
+from oppo_megatron.report.timeline import KINDS, utilization, work_seconds
 
 PLACEMENTS = ("pair", "single", "replicas")
 """Where the roles are: as configured; in one process with all cores; data-parallel processes with one core each."""
@@ -52,12 +52,12 @@ def bench_overlap(
 
 
 def known_modes(config: TrainConfig) -> list[str]:
-    """Return the modes that differ: without a critic, there is no critic update to hide."""
+    """The modes that differ: without a critic, there is no critic update to hide."""
     return [mode for mode, switch in MODES.items() if config.critic is not None or not switch["hide_critic"]]
 
 
 def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
-    """Return the configuration in another placement; roles lose the ranks and layouts that they name."""
+    """Return the configuration in another placement; roles lose their own ranks and layouts."""
     if placement == "pair":
         return config
     single = placement == "single"
@@ -81,7 +81,6 @@ def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
 
 
 def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
-    """Return the figures of all runs, which are named PLACEMENT/MODE."""
     rows = []
     for name, turns in runs.items():
         placement, mode = name.split("/")
@@ -103,8 +102,7 @@ def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
 def nothing_waits(placement: str, runs: Runs) -> dict[str, Any]:
     """Return how far each mode of a placement is from a step without waiting.
 
-    A rank's own work is its decoding, scoring and updates in the sequential run, when each rank works alone; no step can be
-    shorter than the work of the busiest rank.
+    No step can be shorter than the work (decoding, scoring, updates) of the busiest rank in the sequential run.
     """
     own = [work_seconds(run.path) for run in runs[f"{placement}/sequential"]]
     ranks = [
@@ -130,7 +128,6 @@ def _steady_seconds(works: Sequence[Mapping[int, float]]) -> list[float]:
 
 
 def rank_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the utilization of each rank of each run, one row each."""
     return [
         {"placement": name.split("/")[0], "mode": name.split("/")[1], **rank}
         for name, ranks in result["utilization"].items()
@@ -139,7 +136,6 @@ def rank_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def remarks(result: Mapping[str, Any], out: Path) -> list[str]:
-    """Return the lines below the table."""
     lines = []
     best = result["best_sequential"]["step_s"]
     if best is not None:

@@ -39,8 +39,6 @@ class BenchStopped(BenchError):
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run."""
-
     path: Path
     lines: Lines
 
@@ -53,8 +51,7 @@ Runs = Mapping[str, Sequence[Run]]
 class Suite:
     """Makes the runs of a benchmark below `out`; `launch` starts the ranks of one.
 
-    `resume`: reuse finished runs of the same configuration that an earlier attempt left there; None if the caller has no
-    option for it.
+    `resume`: reuse finished runs of the same configuration; None if the caller has no option for it.
     """
 
     out: Path
@@ -66,8 +63,7 @@ class Suite:
     def run(self, configs: Mapping[str, TrainConfig]) -> dict[str, list[Run]]:
         """Run each configuration `repeats` times in turn (A B C A B C), each in `out/NAME-TURN`.
 
-        Raises ConfigError before the first run if a configuration is wrong or an earlier run is in the way; BenchError if a
-        run fails, BenchStopped if it was asked to stop.
+        Raises ConfigError before the first run, BenchError if a run fails, BenchStopped if it was asked to stop.
         """
         planned = {name: self._turns(name, config) for name, config in configs.items()}
         _check(planned, self.resume)
@@ -150,7 +146,7 @@ def _problems(name: str, turns: Sequence[TrainConfig], resume: bool | None) -> I
 
 
 def _shortages(config: TrainConfig) -> Iterator[str]:
-    """Yield the problem if all ranks of a run lack memory on this machine; ranks on CUDA devices check that themselves."""
+    """Yield the problem if all ranks lack memory on this machine; ranks on CUDA devices check that themselves."""
     if config.runtime.device == "cuda" or (config.runtime.device == "auto" and torch.cuda.is_available()):
         return
     lasting = lasting_memory(config, on_cpu=True)
@@ -170,7 +166,6 @@ def work_figures(runs: Runs) -> dict[str, Any]:
 
 
 def work_lines(result: Mapping[str, Any]) -> list[str]:
-    """Return the findings of `work_figures` in words."""
     tokens = result["decoded_tokens"]
     if result["same_work"]:
         return [f"the same work: {next(iter(tokens.values()))[0]} decoded tokens in every run"]
@@ -182,6 +177,5 @@ def work_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def require_same_work(config: TrainConfig, result: Mapping[str, Any]) -> None:
-    """Raise BenchError if runs with forced lengths did different work."""
     if config.debug.forced_lengths is not None and not result["same_work"]:
         raise BenchError(f"lengths were forced, but this is {work_lines(result)[0].partition(';')[0]}")

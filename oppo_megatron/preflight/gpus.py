@@ -50,8 +50,8 @@ class TorchBuild:
 class Host:
     """The machine's own report.  `links`: NVLinks of each GPU; `ports`: InfiniBand's or RoCE's, by state and rate.
 
-    `memory_lock_bytes`: None if memory may be locked without a limit, as these ports want it.  `smi_failed`: why nvidia-smi,
-    which is there, does not answer.
+    `memory_lock_bytes`: None without a limit, as these ports want it.  `smi_failed`: why nvidia-smi, which is there, does
+    not answer.
     """
 
     driver: str | None = None
@@ -76,7 +76,7 @@ class Problem:
 
 
 def read_host(environment: Mapping[str, str], root: Path = Path("/"), ask: Callable[[Sequence[str]], str] | None = None) -> Host:
-    """Read this machine.  `root`: the folder of its files; `ask` runs nvidia-smi with arguments: "" if absent, or NoAnswer."""
+    """Read this machine.  `root`: the folder of its files; `ask` runs nvidia-smi: "" if absent, or raises NoAnswer."""
     shared, lock = root / SHARED, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     links, smi_failed = _ask_for_links(ask or _nvidia_smi)
     return Host(
@@ -140,7 +140,6 @@ def _nvidia_smi(arguments: Sequence[str]) -> str:
 
 
 def describe(torch: TorchBuild, host: Host) -> list[str]:
-    """The report's lines of the devices and of what lies between them; none without a device."""
     if not torch.gpus:
         return [] if host.driver is None else [f"NVIDIA driver: {host.driver}"]
     lines = [
@@ -160,7 +159,6 @@ def describe(torch: TorchBuild, host: Host) -> list[str]:
 
 
 def problems(torch: TorchBuild, host: Host) -> list[Problem]:
-    """Return what is missing on a machine that has GPUs, or should have."""
     if not torch.gpus:
         return list(_no_device(torch, host))
     return [*_devices(torch), *_smi(host), *_between(torch, host), *_settings(host)]

@@ -50,9 +50,9 @@ class Role:
 
 
 def train_problems(settings: TrainSettings, *, inputs: bool = True, models: bool = True) -> list[str]:
-    """Return every problem of a PPO configuration, a sentence each.  The placements that `auto` may choose are not checked here.
+    """Return every problem of a PPO configuration, a sentence each.  Placements that `auto` may choose are not checked.
 
-    `inputs`, `models`: whether tokenizer and rows, and the models' folders, have to be there.
+    `inputs`, `models`: whether tokenizer and rows, and the models' folders, must exist.
     """
     settled = settings.settled()
     # Until the layouts, no check looks at the placement.
@@ -73,7 +73,6 @@ def train_problems(settings: TrainSettings, *, inputs: bool = True, models: bool
 
 
 def supervised_problems(config: SupervisedConfig) -> list[str]:
-    """Every problem of the configuration of a supervised run."""
     problems = check_supervised(config)
     vocab_size = _vocab_size(config.tokenizer, problems)
     shapes: dict[str, Mapping[str, Any]] = {}
@@ -88,7 +87,6 @@ def supervised_problems(config: SupervisedConfig) -> list[str]:
 
 
 def service_problems(config: ServeConfig) -> list[str]:
-    """Every problem of a service's configuration."""
     problems, vocab_size = list(config.rules()), None
     if not config.streams:
         problems += check_rewards(config.rewards, has_reward_model=config.reward is not None)
@@ -105,7 +103,7 @@ def service_problems(config: ServeConfig) -> list[str]:
 
 
 def compare_with_roles(tokenizer: TokenizerConfig, roles: Iterable[Role]) -> tuple[list[str], list[str]]:
-    """Problems of the roles' directories that come with another tokenizer; and in a line each, what was compared."""
+    """Problems of directories that come with another tokenizer; and a line for each that was compared."""
     if not tokenizer.path.exists():
         return [], []  # reported by the cross-checks
     directories: dict[str, Path] = {}
@@ -145,7 +143,6 @@ def check_shared_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list[str
 
 
 def check_preference_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A reference reads the very tokens that the model learns."""
     sizes = [shapes.get(name, {}).get("vocab_size") for name in ("model", "reference")]
     if None in sizes or sizes[0] == sizes[1]:
         return []
@@ -153,7 +150,7 @@ def check_preference_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list
 
 
 def _check_role(role: Role, context: int, vocab_size: int | None, problems: list[str]) -> Mapping[str, Any] | None:
-    """Add the faults of the role's files and shape to `problems`.  Returns its config.json if usable."""
+    """Add the faults of the role's files and shape to `problems`; return its config.json if usable."""
     if check_source(role.name, role.model):
         return None  # reported by the cross-checks
     try:
@@ -175,7 +172,7 @@ def _check_role(role: Role, context: int, vocab_size: int | None, problems: list
 
 
 def _check_tensors(role: Role, shape: ModelShape) -> list[str]:
-    """Problems of the tensors in the files of a role that has none of its settings; of Megatron's, the loading finds them."""
+    """Problems of the tensors in the files of a role without other problems; Megatron's are found when they are loaded."""
     head: Head = "scalar" if role.scalar else "lm"
     checkpoint, problems = role.model.checkpoint, []
     if checkpoint is not None and find_megatron(checkpoint) is None:

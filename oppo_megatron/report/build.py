@@ -36,7 +36,7 @@ def write_report(
     pictures: bool = True,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:
-    """Write `index.html` and a PNG of each chart into `out`; returns their paths, the page first.
+    """Write `index.html` and a PNG of each chart into `out`; return their paths, the page first.
 
     `steps` are drawn as timelines in place of the step of median length.  Raises DataError.
     """

@@ -49,7 +49,7 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over one x axis.  `name` is the picture's file name; the labels state quantity and unit; `note` explains."""
+    """Lines over one x axis; `name` is the picture's file name."""
 
     name: str
     title: str
@@ -93,12 +93,11 @@ Chart = LineChart | BarChart
 
 
 def run_colour(number: int) -> str:
-    """Colour of the run with this number; colours repeat."""
     return RUN_COLOURS[number % len(RUN_COLOURS)]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred moving mean over a tenth of the values, or over those that exist near the ends."""
+    """Centred moving mean over a tenth of the values."""
     window = max(1, len(values) // 10)
     before, after = window // 2, window - window // 2
     return [fmean(values[max(0, at - before) : at + after]) for at in range(len(values))]
@@ -117,14 +116,12 @@ def show(text: str) -> str:
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """Return an empty figure at this package's resolution."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
 
 
 def image(figure: Figure, kind: Literal["png", "svg"]) -> bytes:
-    """Return the figure as the content of a PNG or SVG file."""
     buffer = BytesIO()
     figure.savefig(buffer, format=kind)
     figure.set_layout_engine("none")  # the next call keeps the layout, which takes half of the time
@@ -132,7 +129,6 @@ def image(figure: Figure, kind: Literal["png", "svg"]) -> bytes:
 
 
 def draw(chart: Chart) -> Figure:
-    """Draw the chart with its title and legend."""
     import matplotlib
 
     rows = 0.34 * len(chart.categories) if isinstance(chart, BarChart) and chart.horizontal else 0.0
@@ -153,7 +149,6 @@ def draw(chart: Chart) -> Figure:
 
 
 def add_legend(figure: Figure, handles: Sequence[Any], names: Sequence[str], columns: int = 4) -> None:
-    """Put a legend below the axes, in as many columns as fit."""
     if names:
         width_in = 0.6 + 0.08 * max(map(len, names))
         columns = max(1, min(columns, len(names), int(figure.get_figwidth() / width_in)))

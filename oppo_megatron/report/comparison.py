@@ -16,7 +16,7 @@ Rows = Sequence[Mapping[str, Any]]
 def format_table(columns: Mapping[str, str], rows: Rows) -> str:
     """Return aligned text; `columns` maps each heading to the key of its values.
 
-    A missing value is a dash.  Numbers have two decimals, none from 100 on; a value that would round to 0.00 keeps one digit.
+    A missing value is a dash.  Numbers have two decimals, none from 100 on; one that would round to 0.00 keeps one digit.
     """
     cells = [list(columns), *([_cell(row.get(key)) for key in columns.values()] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -44,7 +44,7 @@ def draw_steps(rows: Rows, out_png: str | os.PathLike[str]) -> None:
 
 
 def draw_utilization(runs: Mapping[str, Rows], out_png: str | os.PathLike[str]) -> None:
-    """Draw for each rank of each run the share of time in which it decodes, scores, updates and is idle."""
+    """Draw each rank's share of time that it decodes, scores, updates and is idle."""
     ranks = [(f"{name.replace('/', DOT)}{DOT}rank {row['rank']}", row) for name, rows in runs.items() for row in rows]
     bars = [
         Bars(kind, [max(0.0, row[kind]) for _, row in ranks], COLOURS[kind]) for kind in ("decode", "score", "update", "idle")

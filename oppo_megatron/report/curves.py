@@ -204,7 +204,7 @@ HELDOUT_NOTES = {
 
 
 def curve_chart(records: Sequence[RunRecord], curve: Curve) -> LineChart | None:
-    """The chart of a curve for all runs that have it, in the runs' colours; None if none has."""
+    """The chart of a curve for all runs that have it; None if none has."""
     lines = []
     for place, record in enumerate(records):
         for style, (key, word) in zip(STYLES, curve.fields.items(), strict=False):
@@ -222,7 +222,6 @@ def curve_chart(records: Sequence[RunRecord], curve: Curve) -> LineChart | None:
 
 
 def learning_section(records: Sequence[RunRecord]) -> Section:
-    """How far the policy moves and how well the critic follows; for supervised runs accuracy and gradients."""
     section = Section(
         "learning",
         "Does it learn well?",
@@ -243,7 +242,7 @@ def learning_section(records: Sequence[RunRecord]) -> Section:
 
 
 def heldout_section(records: Sequence[RunRecord]) -> Section:
-    """Held-out metrics with standard errors; once a run has ended, step 0 (before training) is included."""
+    """Held-out metrics; once a run has ended, step 0 (before training) is included."""
     section = Section(
         "heldout",
         "Held-out metrics",
@@ -266,7 +265,7 @@ def heldout_section(records: Sequence[RunRecord]) -> Section:
 
 
 def heldout_of(record: RunRecord) -> dict[str, list[tuple[int, float, float | None]]]:
-    """Step, mean and standard error of each held-out metric, from `metrics.jsonl` and the summary."""
+    """Step, mean and standard error of each held-out metric."""
     by_step: dict[int, tuple[Any, Any]] = {}
     summary = record.summary or {}
     whole, accuracy = summary.get("heldout"), summary.get("heldout_accuracy")

@@ -11,16 +11,14 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.report.charts import COLOURS, MAX_ROWS, BarChart, Bars, Line, LineChart, run_colour, short
 from oppo_megatron.report.page import Section, Table
 from oppo_megatron.report.run_records import ALL_PARTS, RunRecord, memory_peaks, number, split_step
-from oppo_megatron.report.timeline import StepWindow, Timeline, step_bounds, step_window, waits
-from oppo_megatron.report.utilization import shares
+from oppo_megatron.report.timeline import KINDS, StepWindow, Timeline, shares, step_bounds, step_window, waits
 
 MAX_BARS = 120
 MANY_ROWS = 12
-USES = ("decode", "score", "update", "idle")
+USES = (*KINDS, "idle")
 
 
 def step_section(records: Sequence[RunRecord]) -> Section:
-    """Seconds of a step, by what the actor's rank does in them."""
     section = Section(
         "steps",
         "Where a step's time goes",
@@ -70,14 +68,13 @@ def _mean_split(found: Sequence[tuple[int, dict[str, float]]]) -> dict[str, floa
 
 
 def _bins(found: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[str, dict[str, float]]]:
-    """At most `MAX_BARS` bars; with more steps, each bar is a mean of neighbouring steps."""
+    """At most `MAX_BARS` bars, each a mean of neighbouring steps."""
     width = math.ceil(len(found) / MAX_BARS)
     groups = [found[start : start + width] for start in range(0, len(found), width)]
     return [(f"{each[0][0]}–{each[-1][0]}" if len(each) > 1 else str(each[0][0]), _mean_split(each)) for each in groups]
 
 
 def timeline_section(records: Sequence[RunRecord], steps: Sequence[int] = ()) -> Section:
-    """Timelines of `steps` (default: each run's step of median length), and who waits for how long in the last of them."""
     section = Section(
         "timeline",
         "Timeline of a step",
@@ -111,7 +108,6 @@ def _waits(windows: Mapping[str, StepWindow]) -> Iterator[list[str]]:
 
 
 def utilization_section(records: Sequence[RunRecord]) -> Section:
-    """Share of each rank's time that is useful work (the paper's Figure 5)."""
     section = Section(
         "utilization",
         "Utilisation of each rank",
@@ -139,7 +135,6 @@ def utilization_section(records: Sequence[RunRecord]) -> Section:
 
 
 def utilization_of(record: RunRecord) -> list[dict[str, float]]:
-    """The rows of `utilization.shares`; none without a trace of work."""
     try:
         return shares([(record.name, record.spans)]) if record.spans else []
     except DataError:
@@ -147,7 +142,6 @@ def utilization_of(record: RunRecord) -> list[dict[str, float]]:
 
 
 def memory_section(records: Sequence[RunRecord]) -> Section:
-    """Peak memory of the ranks, against the plan."""
     section = Section(
         "memory",
         "Memory",

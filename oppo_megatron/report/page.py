@@ -33,8 +33,6 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn chart: the content of an SVG or PNG file, and a note below it."""
-
     name: str
     title: str
     content: bytes
@@ -57,7 +55,6 @@ class Section:
     samples: list[tuple[str, list[Mapping[str, Any]]]] = field(default_factory=list)
 
     def lacks(self, record: RunRecord, what: str, why: str = "") -> None:
-        """Record that a run does not have something."""
         if not record.lines:
             why = "no step has ended yet"
         elif not why:
@@ -86,7 +83,6 @@ def _text(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Escape a text and set what is between backticks as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", _text(text))
 
 

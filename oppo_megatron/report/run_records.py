@@ -64,7 +64,6 @@ class RunRecord:
         return [x for x, _ in points], [y for _, y in points]
 
     def has(self, key: str) -> bool:
-        """True if any step has the field."""
         return any(number(line, key) is not None for line in self.lines)
 
 
@@ -78,10 +77,10 @@ def number(line: Mapping[Any, Any], key: str) -> float | None:
 
 
 def split_step(line: MetricsLine) -> dict[str, float]:
-    """Split `line["step_s"]` into the parts of `ALL_PARTS`; they add up to it, or to more if the measured parts do.
+    """Split `line["step_s"]` into the parts of `ALL_PARTS`.
 
-    Scoring within decoding rounds is taken off decoding, because it has a part of its own; waits for the actor's
-    pipeline count as idle.  Idle is the rest: these waits, waits for other ranks, planning, logs.
+    Scoring within decoding rounds is taken off decoding, because it has a part of its own.  Idle is the rest: waits for the
+    pipeline and other ranks, planning, logs.
     """
     parts = {key: number(line, key) or 0.0 for key in STEP_PARTS}
     step_s = number(line, "step_s") or 0.0
@@ -91,7 +90,7 @@ def split_step(line: MetricsLine) -> dict[str, float]:
 
 
 def deferred_counts(lines: Sequence[MetricsLine]) -> Counter[int]:
-    """Number of trained responses that were carried over 0, 1, 2 ... steps."""
+    """Number of trained responses by the number of steps that they were carried over."""
     total: Counter[int] = Counter()
     for line in lines:
         deferred = line.get("deferred")
@@ -192,10 +191,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def without_downtime(spans: Sequence[Span], lines: Sequence[MetricsLine]) -> list[Span]:
-    """Remove the pauses between a run's attempts; returns the spans in order of their starts.
+    """Remove the pauses between a run's attempts; return the spans in order of their starts.
 
-    A pause is a stretch without any span, longer than the metrics say that the steps on both sides of it
-    took.  The last span before it and the first after it name these steps.
+    A pause is a stretch without any span, longer than the metrics say that the steps on both sides of it took.
     """
     took_s = {line["step"]: (number(line, "step_s") or 0.0) + (number(line, "checkpoint_s") or 0.0) for line in lines}
     order = sorted(spans, key=lambda span: span.start)
@@ -220,7 +218,7 @@ def without_downtime(spans: Sequence[Span], lines: Sequence[MetricsLine]) -> lis
 def sample_responses(record: RunRecord) -> tuple[list[Mapping[str, Any]], str]:
     """Trained responses of the first, middle and last step: lowest, middle and highest reward, and the longest.
 
-    In the order of steps; the text is the reason if there are none.
+    The text is the reason if there are none.
     """
     if not record.run.rollouts.exists():
         return [], "run with logging.rollouts=true"

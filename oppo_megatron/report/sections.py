@@ -47,7 +47,6 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def overview(records: Sequence[RunRecord]) -> Section:
-    """Figures of the runs side by side, and the settings in which they differ."""
     section = Section(
         "overview",
         "Overview",
@@ -77,7 +76,7 @@ def _best(found: Any) -> str:
 
 
 def _figures(record: RunRecord) -> dict[str, Any]:
-    """The figures of the summary, or of the steps until there is one; supervised runs call the total `time_s`."""
+    """The figures of the summary, or of the steps until there is one."""
     lines: list[dict[str, Any]] = []
     for line in record.lines:  # fields of a wrong type count as missing
         deferred = {str(times): count for times, count in deferred_counts([line]).items()}
@@ -98,7 +97,7 @@ def _steps_done(record: RunRecord) -> str:
 
 
 def _differences(records: Sequence[RunRecord]) -> list[list[str]]:
-    """A row per setting that differs between runs; sections that only one run's command has are left out."""
+    """A row per setting that differs; sections that only one run's command has are left out."""
     sections = Counter(name for record in records for name in record.config)
     flat = [dict(_flat({name: value for name, value in record.config.items() if sections[name] > 1})) for record in records]
     keys = sorted({key for settings in flat for key in settings} - {"run_dir"})
@@ -115,7 +114,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _add_curves(section: Section, records: Sequence[RunRecord], curves: Sequence[Curve], what: Sequence[str]) -> None:
-    """Add the charts that any run has; a run without a curve's fields lacks the entry of `what` of the same place."""
+    """Add the charts that any run has; `what` names what a run without the curve lacks."""
     for curve, name in zip(curves, what, strict=True):
         for record in records:
             if name and not any(record.has(key) for key in curve.fields):
@@ -125,7 +124,6 @@ def _add_curves(section: Section, records: Sequence[RunRecord], curves: Sequence
 
 
 def reward_section(records: Sequence[RunRecord]) -> Section:
-    """Reward, for supervised runs the loss, against steps and seconds."""
     section = Section(
         "reward",
         "Reward",
@@ -139,7 +137,6 @@ def reward_section(records: Sequence[RunRecord]) -> Section:
 
 
 def deferral_section(records: Sequence[RunRecord]) -> Section:
-    """How often trained responses were carried over a step (the paper's Table 2)."""
     section = Section(
         "deferrals",
         "Deferrals",
@@ -164,7 +161,6 @@ def deferral_section(records: Sequence[RunRecord]) -> Section:
 
 
 def control_section(records: Sequence[RunRecord]) -> Section:
-    """Delta and chunk size, with the controllers' reasons."""
     section = Section(
         "control",
         "Delta and chunk size",
@@ -188,7 +184,6 @@ def control_section(records: Sequence[RunRecord]) -> Section:
 
 
 def length_section(records: Sequence[RunRecord]) -> Section:
-    """Lengths of trained and of submitted responses."""
     section = Section(
         "lengths",
         "Trained and submitted lengths",
@@ -201,7 +196,6 @@ def length_section(records: Sequence[RunRecord]) -> Section:
 
 
 def length_bin_section(records: Sequence[RunRecord]) -> Section:
-    """Reward of shorter and longer responses."""
     section = Section(
         "bins",
         "Reward by length",
@@ -230,7 +224,6 @@ def _mean_of(record: RunRecord, key: str) -> float | None:
 
 
 def samples_section(records: Sequence[RunRecord]) -> Section:
-    """Responses to read."""
     section = Section(
         "samples",
         "Sample responses",

@@ -1,10 +1,11 @@
-"""The timeline of a step: what each rank did for each role, and how long it waited."""
+"""Spans of a run: the timeline of a step, its waits, and each rank's share of useful work (the OPPO paper's Figure 5)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,15 @@ from oppo_megatron.report.charts import (
     new_figure,
     show,
 )
-from oppo_megatron.rundir.trace import Span
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.trace import Span, read_trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WAITING = ("wait", "wait_scores", "wait_tokens", "wait_update")
+KINDS = ("decode", "score", "update")
 OTHER_STEP_ALPHA = 0.4
 END_STYLE: Any = (0, (4, 2))
 
@@ -51,8 +54,6 @@ class StepWindow:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A chart of one step per run, by the run's name."""
-
     name: str
     windows: Mapping[str, StepWindow]
     title: str = "Timeline of a step of each run"
@@ -62,7 +63,7 @@ class Timeline:
 def step_bounds(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:
     """Start and end of each step, in step order.
 
-    A step lasts from its first span of work to the first of the next step (the last step: to its last span's end), so that
+    A step lasts from its first span of work to the first of the next step (the last one to its last span's end), so that
     work which overlaps two steps is not counted twice.  Waiting and evaluation do not bound a step.
     """
     work = [span for span in spans if span.name not in WAITING and span.name != "evaluate"]
@@ -107,7 +108,6 @@ def waits(window: StepWindow) -> dict[tuple[int, str], dict[str, float]]:
 
 
 def draw_windows(windows: Mapping[str, StepWindow]) -> Figure:
-    """Draw one step per run on a common time axis, one row per (run, rank, role)."""
     rows = [min(len(window.lanes), MAX_ROWS) for window in windows.values()]
     figure = new_figure(11.0, 1.3 + sum(0.75 + 0.42 * count for count in rows))
     heights = [count + 0.6 for count in rows]
@@ -121,7 +121,7 @@ def draw_windows(windows: Mapping[str, StepWindow]) -> Figure:
 
 
 def draw_window(axes: Axes, name: str, window: StepWindow) -> None:
-    """Draw one panel: bars clipped to the step, at most `MAX_ROWS` rows, and a line at the end of the step."""
+    """Draw one panel: bars clipped to the step, at most `MAX_ROWS` rows."""
     row_of = {lane: row for row, lane in enumerate(window.lanes[:MAX_ROWS])}
     bars: dict[tuple[bool, int, str, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in window.spans:
@@ -162,3 +162,62 @@ def _draw_legend(figure: Figure, windows: Sequence[StepWindow]) -> None:
     entries.append((Line2D([], [], color="black", linewidth=1.2, linestyle=END_STYLE), "end of the step"))
     handles, names = zip(*entries, strict=True)
     add_legend(figure, handles, names, columns=6)
+
+
+def utilization(runs: Sequence[Path]) -> list[dict[str, float]]:
+    """Return each rank's number and the percent of its time for decoding, scoring, updates and idling; runs are summed.
+
+    The time counts from the first work of step 2 on any rank (of step 1 if it is the only one) to the last work.  A span of
+    decoding or scoring includes what the loop does between its actions.  Waiting, messages and the exchange of scores count
+    as idle.
+    """
+    return shares([(str(run), read_trace(RunDirectory(run).trace)) for run in runs])
+
+
+def shares(traces: Sequence[tuple[str, Sequence[Span]]]) -> list[dict[str, float]]:
+    """Compute `utilization` from (name, spans) of each run; the name is for the error."""
+    busy: dict[int, dict[str, float]] = {}
+    total_s = 0.0
+    for name, spans in traces:
+        work = _work(name, spans)
+        start = min(span.start for span in [span for span in work if span.step > 1] or work)
+        end = max(span.end for span in work)
+        total_s += end - start
+        for span in spans:
+            seconds = busy.setdefault(span.rank, dict.fromkeys(KINDS, 0.0))
+            if (kind := kind_of(span)) is not None:
+                seconds[kind] += max(0.0, min(span.end, end) - max(span.start, start))
+    rows = []
+    for rank, seconds in sorted(busy.items()):
+        percent = {kind: 100 * value / total_s for kind, value in seconds.items()}
+        rows.append({"rank": rank, **percent, "idle": 100 - sum(percent.values())})
+    return rows
+
+
+def work_seconds(run: Path) -> dict[int, dict[int, float]]:
+    """Seconds of work by rank, then by step, without waits."""
+    work: dict[int, dict[int, float]] = {}
+    for span in _work(str(run), read_trace(RunDirectory(run).trace)):
+        steps = work.setdefault(span.rank, {})
+        steps[span.step] = steps.get(span.step, 0.0) + span.end - span.start
+    return work
+
+
+def kind_of(span: Span) -> str | None:
+    """The entry of `KINDS` for the span's work; None for other work and waits.
+
+    Spans are named by label, or by action (`prefill reward m0 c3`) in a run with `logging.trace: actions`.
+    """
+    word = span.name.split(" ")[0]
+    if word in ("decode", "sample") or (word == "prefill" and span.role == "actor"):
+        return "decode"
+    if word in ("score", "prefill"):
+        return "score"
+    return "update" if word == "update" else None
+
+
+def _work(run: str, spans: Iterable[Span]) -> list[Span]:
+    work = [span for span in spans if kind_of(span) is not None]
+    if not work:
+        raise DataError(f"{run}: its trace has no work of any step; run it again with logging.trace=true")
+    return work

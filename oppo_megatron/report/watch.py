@@ -62,8 +62,8 @@ class Glance:
 def watch(path: str | os.PathLike[str], interval_s: float, console: Console) -> None:
     """Show a run in the terminal, again every `interval_s` seconds, until it has finished.  Ctrl-C ends it.
 
-    On a terminal that is too low, blocks are left out from the end; the last view is printed whole.  If the interval is 0 or
-    the console is not a terminal, the figures are shown once.  Raises DataError.
+    On a low terminal, blocks are left out from the end; the last view is printed whole.  Shown once if the interval is 0 or
+    the console is no terminal.  Raises DataError.
     """
     now = glance(path)
     if interval_s and console.is_terminal:
@@ -78,7 +78,6 @@ def watch(path: str | os.PathLike[str], interval_s: float, console: Console) -> 
 
 
 def fitted(now: Glance, console: Console) -> RenderableType:
-    """The first blocks that fit the terminal's height."""
     shown: list[RenderableType] = []
     free = console.height
     every = list(blocks(now, console.width))
@@ -105,7 +104,7 @@ def glance(path: str | os.PathLike[str], now: float | None = None) -> Glance:
 
 
 def last_objects(path: Path, num_bytes: int) -> list[dict[str, Any]]:
-    """The objects of the whole lines within the last bytes of a JSONL file; none if there is no file."""
+    """The objects of the whole lines within the last bytes of a JSONL file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -136,7 +135,6 @@ def _last_spans(run: RunDirectory) -> tuple[list[Span], str]:
 
 
 def blocks(now: Glance, width: int) -> Iterator[RenderableType]:
-    """All blocks from top to bottom, for a terminal of `width` columns."""
     record = now.record
     yield _head(now)
     for title, lines in (
@@ -182,7 +180,6 @@ def spark(values: Sequence[float], width: int = SPARK) -> str:
 
 
 def _bar(parts: Sequence[tuple[float, str, str]], total: float, width: int) -> Text:
-    """Parts (value, kind, colour) of a total as coloured blocks."""
     text, reached, drawn = Text(), 0.0, 0
     for value, kind, colour in parts:
         reached += value
@@ -193,7 +190,6 @@ def _bar(parts: Sequence[tuple[float, str, str]], total: float, width: int) -> T
 
 
 def _figures(record: RunRecord, width: int) -> RenderableType:
-    """A row per figure: first and last value (smoothed), its course, and the controllers' reasons."""
     rows = Table.grid(padding=(0, 2))
     for key, label in FIGURES.items():
         if values := record.known(key)[1]:

@@ -23,14 +23,13 @@ ASIDE, REPLACED, REMOVED = ".", ".replaced-", ".removed-"
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A position in a run: `step` steps are done; `clock` is the logical clock within the next one, -1 between steps."""
+    """`step` steps are done; `clock` is the logical clock within the next one, -1 between steps."""
 
     step: int
     clock: int = -1
 
     @property
     def name(self) -> str:
-        """Name of the checkpoint's folder."""
         return f"step-{self.step:06d}" + ("" if self.clock < 0 else f"-clock-{self.clock:08d}")
 
     @classmethod
@@ -55,11 +54,9 @@ class CheckpointStore:
         return sorted(position for position in found if position is not None)
 
     def folder(self, position: Position) -> Path:
-        """Folder of a complete checkpoint."""
         return self.root / position.name
 
     def aside(self, position: Position) -> Path:
-        """Folder of a checkpoint that is being written."""
         return self.root / f"{ASIDE}{position.name}"
 
     def begin(self, position: Position) -> Path:
@@ -98,7 +95,7 @@ class CheckpointStore:
         return folder
 
     def prune(self, keep: int, best: Position | None = None) -> list[Position]:
-        """Remove all but the last `keep` and `best`; returns the removed positions."""
+        """Remove all but the last `keep` and `best`; return the removed positions."""
         removed = [position for position in self.positions()[:-keep] if position != best]
         for position in removed:
             self.remove(position)

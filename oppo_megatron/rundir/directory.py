@@ -92,7 +92,6 @@ class RunDirectory:
         return self.path / f"trace.rank{rank}.jsonl"
 
     def rank_traces(self) -> list[Path]:
-        """The existing span files, in the order of ranks."""
         return sorted(self.path.glob("trace.rank*.jsonl"), key=lambda path: int(path.name.split(".")[1][len("rank") :]))
 
     def require_unfinished(self) -> None:
@@ -135,7 +134,7 @@ class RunDirectory:
             raise ConfigError(problems)
 
     def settings(self) -> dict[str, Any]:
-        """What the run's `config.yaml` says, unchecked; empty if they cannot be read."""
+        """The tree of the run's `config.yaml`, unchecked; empty if it cannot be read."""
         try:
             tree = read_yaml(self.config.read_bytes()) if self.config.is_file() else None
         except (yaml.YAMLError, ValueError):
@@ -173,8 +172,8 @@ class RunDirectory:
     def prepare(self, overwrite: bool = False) -> RunDirectory:
         """Create the directory, empty of an earlier run's products, and return self.
 
-        A finished run is removed only with `overwrite`.  Measurements of an interrupted run are moved to `attempt-<n>/`.
-        Files that no run writes are left alone.  Raises ConfigError.
+        A finished run is removed only with `overwrite`; measurements of an interrupted one are moved to `attempt-<n>/`,
+        files that no run writes are left alone.  Raises ConfigError.
         """
         if not overwrite:
             self.require_unfinished()
@@ -237,7 +236,7 @@ class RunDirectory:
 
     @property
     def ended_after(self) -> int | None:
-        """Steps of the finished run; None if there is none, or its summary does not say."""
+        """Steps of the finished run, if it is one and its summary says so."""
         if not self.finished:
             return None
         try:
@@ -305,13 +304,12 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[TextIO]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a whole text file atomically."""
     with atomic_writer(path) as file:
         file.write(text)
 
 
 def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
-    """Write one JSON object atomically, indented; see `encode_json` for numbers that are not finite."""
+    """Write one JSON object atomically, indented, as `encode_json` does."""
     write_text(path, encode_json(value, indent=2) + "\n")
 
 
@@ -325,7 +323,6 @@ def encode_json(value: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def _plain(value: Any, key: str, non_finite: list[str]) -> Any:
-    """Convert to JSON's types; dotted keys of numbers that are not finite are added to `non_finite`."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Integral):

@@ -23,8 +23,7 @@ HELD_WAIT_S = 20.0
 def held(folder: Path, holder: Path, wait_s: float) -> Iterator[None]:
     """Lock the folder until the block or the process ends; without effect if the file system has no locks.
 
-    The file `holder` only informs; one left by a killed process does not matter.  Raises ConfigError if another process
-    holds the folder for `wait_s`.
+    The file `holder` only informs.  Raises ConfigError if another process holds the folder for `wait_s`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,5 +118,4 @@ def unwritten(folder: Path, reason: str, needed: int, last: str | None) -> Check
 
 
 def megabytes(size: int) -> str:
-    """Format a number of bytes."""
     return f"{size / 2**20:.1f} MB"

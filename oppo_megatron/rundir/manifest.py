@@ -25,8 +25,6 @@ class OtherFormatError(CheckpointError):
 
 @dataclass(frozen=True)
 class Entry:
-    """Expected size and checksum of a file."""
-
     size_bytes: int
     sha256: str
 
@@ -48,7 +46,6 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 
 def describe(path: Path) -> Entry:
-    """Return the current size and checksum of a file."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -113,7 +110,7 @@ def find_misfits(folder: Path, entries: Mapping[str, Entry], required: Iterable[
 def find_damage(
     folder: Path, entries: Mapping[str, Entry], part: int = 0, parts: int = 1, *, checksums: bool = True
 ) -> str | None:
-    """Describe the first damaged file; None if there is none.  Only the share `part` of `parts` of the files is checked.
+    """Describe the first damaged file in the share `part` of `parts` of the files; None if there is none.
 
     Without `checksums` no file is read: only missing files and wrong sizes are found.
     """
@@ -136,7 +133,6 @@ def require_whole(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

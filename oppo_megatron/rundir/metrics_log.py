@@ -22,9 +22,9 @@ MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s", "critic_updat
 class MetricsLog:
     """Appends the lines of a run.
 
-    A line may be completed after the next one is begun (the critic's update of step n ends while the actor decodes
-    step n + 1): `stage` begins a line, `complete` ends it, and it is written once every earlier line is.  `close` writes the
-    remaining lines; one that was never completed has `"incomplete": true`.
+    A line may be completed after the next one is begun (the critic's update of step n ends while the actor decodes step n +
+    1).  It is written once every earlier line is; `close` writes the rest, and marks lines without an end as `"incomplete":
+    true`.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -42,11 +42,10 @@ class MetricsLog:
         self._lines[step] = {"step": step, **fields}
 
     def extend(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Add fields to the pending line of `step`."""
         self._lines[step].update(fields)
 
     def complete(self, step: int, more_fields: Mapping[str, Any] | None = None) -> None:
-        """Add the last fields to the line of `step`; it is written as soon as every earlier line is."""
+        """Add the last fields to the line of `step`."""
         assert step in self._lines and step not in self._ready, f"line {step} is not pending"
         self._lines[step].update(more_fields or {})
         self._ready.add(step)
@@ -55,12 +54,11 @@ class MetricsLog:
             self._write(self._lines.pop(first))
 
     def write(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Write a complete line."""
         self.stage(step, fields)
         self.complete(step)
 
     def close(self) -> None:
-        """Write the pending lines in step order and close the file; may be called again."""
+        """Write the pending lines and close the file; may be called again."""
         for step, line in self._lines.items():
             self._write(line if step in self._ready else {**line, "incomplete": True})
         self._lines.clear()
@@ -106,17 +104,15 @@ def iter_json_lines(path: str | os.PathLike[str], wanted: Callable[[bytes], bool
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a `metrics.jsonl`, also of a killed run.  Raises DataError."""
     return list(iter_json_lines(path))
 
 
 def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compute the figures of a run; a figure is None if no line has its fields.
 
-    Times, `tokens_per_s` and `scoring_hidden` leave out the first of more than three steps, which warms up.
-    `scoring_hidden` is the share of the scorers' busy seconds that other work hid: 1 - exposed / busy, at least 0.
-    `reward_first` and `reward_last` are means of `reward_mean` over the first and last tenth of the steps, at least 3.
-    `deferred` counts the trained sequences by how often they were carried over a step.
+    Times, `tokens_per_s` and `scoring_hidden` (1 - exposed / busy seconds of the scorers, at least 0) leave out the first
+    of more than three steps, which warms up.  `reward_first` and `reward_last` are means over the first and last tenth of
+    the steps, at least 3. `deferred` counts the trained sequences by how often they were carried over a step.
     """
     steady = lines[1:] if len(lines) > 3 else lines
     rewards = _values(lines, "reward_mean")

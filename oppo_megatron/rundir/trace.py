@@ -35,8 +35,8 @@ class Span:
 class SpanRecorder:
     """Records the spans of one rank, from one thread; spans of one role may nest but not cross.
 
-    A full buffer is flushed, and totals are kept for the last `KEPT_STEPS` steps; without a `run_dir` only totals are
-    kept.  `clock` (default: `SteadyClock`) gives seconds since the epoch, common to all ranks, and never goes back.
+    Totals are kept for the last `KEPT_STEPS` steps; without a `run_dir` nothing else is.  `clock` (default: `SteadyClock`)
+    gives seconds since the epoch, common to all ranks, and never goes back.
     """
 
     def __init__(
@@ -68,14 +68,12 @@ class SpanRecorder:
         return seconds
 
     def flush(self) -> None:
-        """Append the buffered spans to this rank's file, one JSON object per line."""
         if self._path is not None and self._buffer:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(span)) + "\n" for span in self._buffer)
             self._buffer.clear()
 
     def count(self, span: Span) -> None:
-        """Add the span to the totals of its step."""
         totals = self._totals.setdefault(span.step, {})
         key = (span.role, span.name)
         totals[key] = totals.get(key, 0.0) + span.end - span.start
@@ -83,7 +81,6 @@ class SpanRecorder:
             del self._totals[min(self._totals)]
 
     def write(self, span: Span) -> None:
-        """Buffer the span for the trace."""
         if self._path is not None:
             self._buffer.append(span)
             if len(self._buffer) >= MAX_BUFFERED_SPANS:
@@ -91,11 +88,10 @@ class SpanRecorder:
 
 
 def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
-    """Merge the per-rank files into `trace.json` (Trace Event Format), remove them, and return its path.
+    """Merge the per-rank files into `trace.json` (Trace Event Format) and remove them; return its path, None without spans.
 
     Each rank is a process and each (rank, role) a thread; times are in microseconds from the run's first span.  One rank
-    calls this after every rank's last flush.  Returns None if nothing was recorded.  Spans are read twice instead of
-    being held in memory.
+    calls this after every rank's last flush.  Spans are read twice instead of being held in memory.
     """
     run = RunDirectory(run_dir)
     files = run.rank_traces()
@@ -130,10 +126,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Span]:
 
 
 def read_spans(run_dir: str | os.PathLike[str]) -> list[Span]:
-    """All spans that a run has recorded so far, in seconds from the first.
-
-    They are read from `trace.json`, or from the ranks' own files if the run has not finished.  Raises DataError.
-    """
+    """All spans of a run so far, in seconds from the first: of `trace.json`, or of the ranks' own files.  Raises DataError."""
     run = RunDirectory(run_dir)
     if run.trace.exists():
         return read_trace(run.trace)

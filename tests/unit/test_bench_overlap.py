@@ -26,7 +26,7 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.report.comparison import format_table
-from oppo_megatron.report.utilization import kind_of, utilization
+from oppo_megatron.report.timeline import kind_of, utilization
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces
 from oppo_megatron.schedule.plan import plan_step

@@ -10,7 +10,7 @@ import yaml
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.report.run_records import read_run
-from oppo_megatron.report.utilization import utilization
+from oppo_megatron.report.timeline import utilization
 from tests.support.ppo import Workspace
 
 LENGTHS = ("--lognormal", "8,0.8")
