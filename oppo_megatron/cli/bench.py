@@ -214,7 +214,7 @@ def add_resume_argument(parser: argparse.ArgumentParser) -> None:
 def load_base(args: argparse.Namespace, inputs: str = "inputs") -> TrainConfig:
     """Return the checked configuration with the changes of the common arguments; random prompts lie in `OUT/inputs`.
 
-    Raises ConfigError, also if an earlier benchmark lies in `--out`: its figures and inputs are not overwritten.
+    Raises ConfigError, also if an earlier benchmark lies in `--out`.
     """
     refuse_given_ranks("oppo bench")
     refuse_figures(args.out / args.figures)
@@ -247,14 +247,13 @@ def refuse_figures(path: Path) -> None:
 
 
 def new_suite(args: argparse.Namespace) -> Suite:
-    """Return a suite whose runs start on this machine, each in its own processes."""
     from oppo_megatron.bench.suite import Suite
 
     return Suite(args.out, args.repeats, functools.partial(launch, in_process=False), resume=args.resume)
 
 
 def chosen(option: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """Return `names`, or all known names if None or `all` is given.  Raises ConfigError for an unknown name."""
+    """Return `names`, or all known names if None or `all` is given.  Raises ConfigError."""
     asked = [name for name in names or ["all"] if name != "all"]
     if unknown := [name or "''" for name in asked if name not in known]:
         raise ConfigError(f"{option} names {', '.join(unknown)}; choose from {', '.join(known)}, or all")

@@ -99,8 +99,7 @@ def _described(setting: Setting, key: str, here: Section | None) -> Iterator[str
 
 
 def _shown(config: Section, key: str) -> str:
-    """Return the value at `key` in a configuration as YAML on one line; for a list of sections without an index, one value
-    per section."""
+    """Return the value at `key` as YAML on one line; for a list of sections without an index, one value per section."""
 
     def at(value: Any, part: str) -> Any:
         return value.get(part) if isinstance(value, dict) and part else value  # a section may be null

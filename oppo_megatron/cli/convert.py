@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_changes(parser: argparse.ArgumentParser) -> None:
-    """Add the options that change the weights: dtype, head and tokenizer."""
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: the narrowest that keeps every bit of SRC"
     )
@@ -127,8 +126,7 @@ def _beside(
 
 
 def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | None]:
-    """Return the tokenizer next to the adapters (trained with it) or the weights; otherwise the tokenizer and chat template
-    of the run that wrote the checkpoint."""
+    """Return the tokenizer next to the adapters or the weights, else tokenizer and chat template of their run."""
     for directory in (adapter, src):
         if directory is not None and any((directory / name).is_file() for name in TOKENIZER_FILES):
             return directory, None
@@ -151,7 +149,6 @@ def _pads(src: Path) -> bool:
 
 
 def _compared_outputs(args: argparse.Namespace, head: str) -> str:
-    """Compare the outputs of two Hugging Face directories."""
     from oppo_megatron.integrations.huggingface import compare_outputs
 
     of, difference = compare_outputs(args.src, args.dst, head, args.fresh_head_seed is not None)

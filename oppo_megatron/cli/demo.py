@@ -83,7 +83,7 @@ class Stage:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """Return the content of the stage file; None if the directory is not a stage."""
+        """The content of the stage file; None if the directory is not a stage."""
         path = self.directory / RECORD
         if not path.is_file():
             return None
@@ -169,12 +169,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def beside(folder: Path, algorithm: str) -> Path:
-    """Return `folder` for ppo, or its sibling for another algorithm."""
     return folder if algorithm == "ppo" else folder.with_name(f"{folder.name}-{algorithm}")
 
 
 def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:
-    """Return the folder of the algorithm's configurations: `given`, or the one in the working directory or the repository.
+    """Return the folder of the algorithm's configurations: `given`, or in the working directory or the repository.
 
     Raises ConfigError if there is none.
     """
@@ -196,8 +195,7 @@ def _file_of(algorithm: str) -> str:
 def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo") -> list[Stage]:
     """Return the stages in order; each has a directory in `out` with its own name.
 
-    Preset ppo uses ppo.yaml, after a reward model.  The others have no critic and are rewarded by the verifier alone; they
-    use grpo.yaml or their own file, after the warm start.
+    Preset ppo uses ppo.yaml, after a reward model.  The others are rewarded by the verifier alone, after the warm start.
     """
     single = has_cuda() and cuda_devices() == 1
     recipe = {**(QUICK_DATA if quick else DATA), "seed": seed}
@@ -232,7 +230,7 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
 
 
 def _preset(algorithm: str, single: bool) -> list[str]:
-    """Return what a preset changes in the configuration, and what a host with a `single` GPU changes.
+    """Return what a preset, and a host with a `single` GPU, change in the configuration.
 
     Without a reference nothing scores: both processes hold the actor.
     """
@@ -257,7 +255,6 @@ def _make_data(directory: Path, recipe: Mapping[str, Any]) -> int:
 
 
 def _make_tokenizer(directory: Path, data: Path) -> int:
-    """Train the tokenizer and measure the token lengths of correct solutions."""
     path = directory / "tokenizer.model"
     pairs = list(iter_json_lines(data / "pairs.jsonl"))
     train_sentencepiece([row["prompt"] + row["chosen"] for row in pairs[:TOKENIZER_ROWS]], path, VOCAB_SIZE)

@@ -70,8 +70,7 @@ def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorit
 def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return the difference of two final accuracies; below two standard errors it is called noise.
 
-    Both runs answer the same problems.  The standard error assumes independent samples, so it is an upper bound if the
-    policies agree more often than by chance.
+    Both runs answer the same problems, so the error, which assumes independent samples, is an upper bound.
     """
     change = other["accuracy_after"] - first["accuracy_after"]
     errors = [run["error_after"] for run in (first, other)]
@@ -86,7 +85,6 @@ def _with_error(accuracy: float, error: float | None) -> str:
 
 
 def histogram(deferred: Mapping[str, int]) -> str:
-    """`0: 90%, 1: 8%, 2: 2%`."""
     total = sum(deferred.values())
     return ", ".join(f"{times}: {count / total:.0%}" for times, count in deferred.items())
 

@@ -15,7 +15,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from oppo_megatron.cli.generate import ENTRY, add_drawing_arguments, add_policy_arguments, choice_of, make_request
+from oppo_megatron.cli.generate import (
+    ENTRY,
+    add_drawing_arguments,
+    add_policy_arguments,
+    add_prompt_arguments,
+    choice_of,
+    make_request,
+)
 from oppo_megatron.cli.launch import external_ranks, launch
 from oppo_megatron.config.explain import explain
 from oppo_megatron.config.load import read_tree
@@ -40,16 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser, several=True)
     asked = parser.add_argument_group("held-out prompts")
     asked.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows with a prompt, as `oppo train` reads them")
-    asked.add_argument("--max-prompts", type=int, metavar="N", help="the first N prompts (default: all)")
-    asked.add_argument("--max-prompt-tokens", type=int, metavar="N", help="leave out prompts of more tokens")
-    asked.add_argument("--column", metavar="NAME", help="column of the prompt, where it is not a known name")
-    asked.add_argument(
-        "--template",
-        metavar="TEXT",
-        help="text around each prompt, `{prompt}` stands for it (default: as in the run that a policy comes from)",
-    )
-    asked.add_argument("--as-chat", action="store_true", help="prompts are a user's turn, put into the chat template")
-    asked.add_argument("--system", metavar="TEXT", help="--as-chat: what the system says first")
+    add_prompt_arguments(asked)
     judges = parser.add_argument_group("what judges a response (at least one; each is a line of the table)")
     rules = ("arithmetic", "gsm8k", "math", "multiple_choice")
     judges.add_argument("--verifier", choices=rules, help="a rule that compares with --answer")
@@ -79,10 +77,11 @@ def run(args: argparse.Namespace) -> int:
         requests = [_request(args, directory, _file(folder, place)) for place, directory in enumerate(args.directory)]
         _require_same_prompts(requests, args.directory)
         if requests[0].told_of_prompts:
-            print(requests[0].told_of_prompts, file=sys.stderr, flush=True)
+            _tell(requests[0].told_of_prompts)
         requests = [_gradable(request, grader) for request in requests]
         for request in requests:
-            if code := _decode(request):
+            _tell(request.policy.told)
+            if code := launch("eval", request, request.parallel.num_ranks, ENTRY):
                 return code
         policies = _judge(args, grader, [_answers(_file(folder, place)) for place in range(len(requests))])
         if args.out is not None:
@@ -139,14 +138,14 @@ def _judges(args: argparse.Namespace) -> ServeConfig:
 
 
 def _reward_weights(directory: Path) -> Path:
-    """Return the folder of the reward model; for a run's directory, the folder of its final weights."""
+    """Return the folder of the reward model; of a run, its final weights."""
     weights = directory / WEIGHTS
     is_run = (directory / RUN_CONFIG).is_file() and not (directory / SHAPE).is_file()
     return weights if is_run and any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)) else directory
 
 
 def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
-    """Add the length that the reward model reads; checks its files before a policy is loaded."""
+    """Add the length that the reward model reads; check its files before a policy is loaded."""
     if not any(part.kind == "model" for part in config.rewards):
         return config
     if config.reward is None or config.tokenizer is None:
@@ -162,7 +161,7 @@ def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
 
 
 def _agree_on_prompts(args: argparse.Namespace) -> None:
-    """Give all policies the same prompt template and length: the values of their runs if these agree."""
+    """Give all policies the same prompt template and length: those of their runs if these agree."""
     choice = choice_of(args)
     policies = [find_policy(directory, choice) for directory in args.directory]
     runs = [policy.run for policy in policies if policy.run is not None]
@@ -182,7 +181,6 @@ def _file(folder: Path, place: int) -> Path:
 
 
 def _request(args: argparse.Namespace, directory: Path, output: Path) -> Request:
-    """Return the request of `oppo generate DIR --input DATA --output FILE`."""
     asked = {"directory": directory, "prompt": None, "input": args.data, "chat": False, "output": output}
     request = make_request(argparse.Namespace(**{**vars(args), **asked, "resume": False, "json": False}))
     assert request is not None, "the file is new"
@@ -215,19 +213,9 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _decode(request: Request) -> int:
-    """Return the exit code; 0 if the responses are written."""
-    print(request.policy.told, file=sys.stderr, flush=True)
-    return launch("eval", request, request.parallel.num_ranks, ENTRY)
-
-
 def _answers(path: Path) -> list[Answer]:
-    return [
-        Answer(
-            line["row"], line["sample"], line["prompt"], line["response"], line["finish_reason"], line["tokens"], line["fields"]
-        )
-        for line in _rows(path)
-    ]
+    names = ("row", "sample", "prompt", "response", "finish_reason", "tokens", "fields")
+    return [Answer(*(line[name] for name in names)) for line in _rows(path)]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -237,7 +225,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _judge(args: argparse.Namespace, grader: Grader, answers: Sequence[Sequence[Answer]]) -> list[Judged]:
-    print(f"judging {sum(map(len, answers))} responses by {', '.join(grader.labels)}", file=sys.stderr, flush=True)
+    _tell(f"judging {sum(map(len, answers))} responses by {', '.join(grader.labels)}")
     names = [str(directory) for directory in args.directory]
     with grader.opened() as grade:
         flat = grade([answer for of_policy in answers for answer in of_policy])
@@ -246,7 +234,6 @@ def _judge(args: argparse.Namespace, grader: Grader, answers: Sequence[Sequence[
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the results depend on."""
     names = (
         "data", "max_prompts", "max_prompt_tokens", "template", "as_chat", "samples", "max_tokens", "temperature", "top_k",
         "top_p", "seed",

@@ -43,21 +43,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input", type=Path, metavar="FILE", help="a .txt file with a prompt a line, or rows as `oppo train` reads them"
     )
     asked.add_argument("--chat", action="store_true", help="a conversation by the chat template; Ctrl-C ends an answer")
-    asked.add_argument("--max-prompts", type=int, metavar="N", help="--input: the first N prompts (default: all)")
-    asked.add_argument("--max-prompt-tokens", type=int, metavar="N", help="--input: leave out prompts of more tokens")
-    asked.add_argument("--column", metavar="NAME", help="--input: column of the prompt, where it is not a known name")
-    asked.add_argument(
-        "--template",
-        metavar="TEXT",
-        help="text around each prompt, `{prompt}` stands for it (default: as in the run that the policy comes from)",
-    )
-    asked.add_argument("--as-chat", action="store_true", help="prompts are a user's turn, put into the chat template")
-    asked.add_argument("--system", metavar="TEXT", help="--chat, --as-chat: what the system says first")
+    add_prompt_arguments(asked)
     answers = parser.add_argument_group("where responses go (default: the standard output)")
     answers.add_argument("--output", type=Path, metavar="FILE.jsonl", help="a line of JSON a response, in the prompts' order")
     answers.add_argument("--resume", action="store_true", help="--output: go on where an interrupted call was")
     answers.add_argument("--json", action="store_true", help="lines of JSON on the standard output, too")
     add_drawing_arguments(parser)
+
+
+def add_prompt_arguments(asked: argparse._ArgumentGroup) -> None:
+    """Add the options for prompts that a file holds, and for the text around each."""
+    asked.add_argument("--max-prompts", type=int, metavar="N", help="the file's first N prompts (default: all)")
+    asked.add_argument("--max-prompt-tokens", type=int, metavar="N", help="leave out the file's prompts of more tokens")
+    asked.add_argument("--column", metavar="NAME", help="the file's column of the prompt, where it is not a known name")
+    asked.add_argument(
+        "--template", metavar="TEXT",
+        help="text around each prompt, `{prompt}` stands for it (default: as in the run that the policy comes from)",
+    )  # fmt: skip
+    asked.add_argument("--as-chat", action="store_true", help="prompts are a user's turn, put into the chat template")
+    asked.add_argument("--system", metavar="TEXT", help="in a chat: what the system says first")
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
@@ -142,7 +146,10 @@ def make_request(args: argparse.Namespace) -> Request | None:
     _require_consistent(args)
     policy = find_policy(args.directory, choice_of(args))
     tokenizer = policy_tokenizer(policy)
-    asked, told = _asked(args, _wording(args, policy), tokenizer)
+    template = args.template
+    if template is None:
+        template = "{prompt}" if policy.run is None else policy.run.data.prompt_template
+    asked, told = _asked(args, Wording(template, args.as_chat or args.chat, args.system), tokenizer)
     longest = max((len(encode_prompt(tokenizer, each.text)) for each in asked), default=0)
     max_length, max_tokens = _room(args, policy, longest)
     drawing = drawing_of(args, policy, max_tokens)
@@ -150,7 +157,9 @@ def make_request(args: argparse.Namespace) -> Request | None:
     to = _destination(args, policy, drawing)
     if isinstance(to, OutputFile) and not require_output(to):
         return None
-    parallel, runtime = _layout(args)
+    check_devices(args.device, args.tp * args.pp * args.dp, "--tp 1 --pp 1 --dp 1", "--device cpu")
+    runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb, threads_per_rank=args.threads or 0)
+    parallel = ParallelConfig(tp=args.tp, pp=args.pp, dp=args.dp)
     require_layout(policy, parallel, max_length, tokenizer.vocab_size)
     _require_of_use(args, policy)
     of_file = args.input is not None
@@ -180,36 +189,6 @@ def _require_consistent(args: argparse.Namespace) -> None:
     given = [name for name, value in (("--prompt", args.prompt), ("--input", args.input), ("--chat", args.chat)) if value]
     if len(given) != 1:
         problems.append(f"{' and '.join(given) or 'nothing'} is given, but one of --prompt, --input and --chat is needed")
-    problems += _out_of_range(args)
-    drawn = [name for name in ("temperature", "top_k", "top_p") if getattr(args, name)]
-    if args.greedy and drawn:
-        problems.append(f"--greedy and --{drawn[0].replace('_', '-')} exclude each other; drop one of them")
-    if args.samples > 1 and (args.greedy or args.temperature == 0 or args.top_k == 1):
-        problems.append(f"{args.samples} greedy responses would be the same; drop -n, or give a --temperature above 0")
-    for i in args.stop_id or ():
-        if i < 0:
-            problems.append(f"--stop-id is {i}, but ids are numbers from 0 on; correct or drop it")
-    if args.stop and "" in args.stop:
-        problems.append("--stop is empty, which would end every response at once; give a text, or drop it")
-    problems += _inconsistent_texts(args)
-    if problems:
-        raise ConfigError(problems)
-
-
-def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
-    """Raise ConfigError for options that would not change this policy's responses."""
-    problems, vocab_size = [], int(policy.hf_config["vocab_size"])
-    if args.base is not None and policy.adapters is None and policy.model.lora is None:
-        problems.append(f"--base is {args.base}, but {args.directory} holds whole weights and no adapters; drop it")
-    for i in args.stop_id or ():
-        if i >= vocab_size:
-            problems.append(f"--stop-id is {i}, but the policy's vocabulary ends at {vocab_size - 1}; correct or drop it")
-    if problems:
-        raise ConfigError(problems)
-
-
-def _out_of_range(args: argparse.Namespace) -> list[str]:
-    problems = []
     for name, least in LEAST.items():
         value = getattr(args, name)
         if value is not None and value < least:
@@ -220,11 +199,16 @@ def _out_of_range(args: argparse.Namespace) -> list[str]:
         problems.append(f"--top-p is {args.top_p:g}, but must be above 0 and at most 1")
     if args.kv_cache_mb is not None and not args.kv_cache_mb > 0:
         problems.append(f"--kv-cache-mb is {args.kv_cache_mb:g}, but must be above 0")
-    return problems
-
-
-def _inconsistent_texts(args: argparse.Namespace) -> list[str]:
-    problems = []
+    drawn = [name for name in ("temperature", "top_k", "top_p") if getattr(args, name)]
+    if args.greedy and drawn:
+        problems.append(f"--greedy and --{drawn[0].replace('_', '-')} exclude each other; drop one of them")
+    if args.samples > 1 and (args.greedy or args.temperature == 0 or args.top_k == 1):
+        problems.append(f"{args.samples} greedy responses would be the same; drop -n, or give a --temperature above 0")
+    for i in args.stop_id or ():
+        if i < 0:
+            problems.append(f"--stop-id is {i}, but ids are numbers from 0 on; correct or drop it")
+    if args.stop and "" in args.stop:
+        problems.append("--stop is empty, which would end every response at once; give a text, or drop it")
     if args.template is not None and "{prompt}" not in args.template:
         problems.append(f"--template {args.template!r:.60} has no {{prompt}}, where the prompt is put; add it")
     if args.template is not None and (args.as_chat or args.chat):
@@ -240,7 +224,20 @@ def _inconsistent_texts(args: argparse.Namespace) -> list[str]:
         problems.append("--chat is shown in the terminal, one answer a turn; drop --output, --json and -n")
     if args.json and args.output is not None:
         problems.append("--json is for the standard output; --output has JSON anyway: drop one of them")
-    return problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
+    """Raise ConfigError for options that would not change this policy's responses."""
+    problems, vocab_size = [], int(policy.hf_config["vocab_size"])
+    if args.base is not None and policy.adapters is None and policy.model.lora is None:
+        problems.append(f"--base is {args.base}, but {args.directory} holds whole weights and no adapters; drop it")
+    for i in args.stop_id or ():
+        if i >= vocab_size:
+            problems.append(f"--stop-id is {i}, but the policy's vocabulary ends at {vocab_size - 1}; correct or drop it")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _rollout(policy: Policy) -> RolloutConfig | None:
@@ -278,15 +275,8 @@ def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> 
     return Terminal(args.json)
 
 
-def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
-    template = args.template
-    if template is None:
-        template = "{prompt}" if policy.run is None else policy.run.data.prompt_template
-    return Wording(template, args.as_chat or args.chat, args.system)
-
-
 def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Asked], str]:
-    """Return the prompts (none for a conversation, which needs only a template), and a summary of the rows read and dropped."""
+    """Return the prompts (none for a conversation), and a summary of the rows read and dropped."""
     if args.chat:
         prompts_of_texts(["?"], wording, tokenizer)
         return [], ""
@@ -304,7 +294,7 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
 
 
 def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tuple[int, int]:
-    """Return the maximum tokens of prompt plus response, and of a response; by default limited by the model's context."""
+    """Return the most tokens of prompt plus response, and of a response; by default limited by the model's context."""
     if problems := check_model(str(args.directory), policy.hf_config):
         raise CheckpointError("\n".join(problems))
     most, rollout = max_positions(policy.hf_config), _rollout(policy)
@@ -314,9 +304,3 @@ def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tupl
         return length, args.max_tokens or min(usual, length // 2)
     tokens = args.max_tokens or max(1, min(usual, (args.context or most) - longest_prompt))
     return args.context or min(most, longest_prompt + tokens), tokens
-
-
-def _layout(args: argparse.Namespace) -> tuple[ParallelConfig, RuntimeConfig]:
-    check_devices(args.device, args.tp * args.pp * args.dp, "--tp 1 --pp 1 --dp 1", "--device cpu")
-    runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb, threads_per_rank=args.threads or 0)
-    return ParallelConfig(tp=args.tp, pp=args.pp, dp=args.dp), runtime

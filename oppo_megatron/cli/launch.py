@@ -77,7 +77,7 @@ class RankStalled(RankError):
 
 
 def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_process: bool = True) -> int:
-    """Run `entry` on all ranks of a checked configuration; returns the exit code.
+    """Run `entry` on all ranks of a checked configuration; return the exit code.
 
     A single rank runs in this process, unless `in_process` is false.  Raises RankError if a rank met invalid input.
     """
@@ -112,8 +112,8 @@ def _prepare(config: Any) -> Surroundings:
 def quiet_torch() -> None:
     """Set torch's environment variables; called before torch is loaded.  Its C++ log is off: exceptions report the same.
 
-    Its threads synchronize after each product.  libgomp lets the first one spin for milliseconds, and on a shared core it
-    spins instead of the thread that it waits for (docs/performance.md).
+    libgomp lets its first thread spin for milliseconds after each product, on a shared core in place of the thread that it
+    waits for (docs/performance.md).
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -121,7 +121,6 @@ def quiet_torch() -> None:
 
 
 def check_world_size(expected: int) -> None:
-    """Raise ConfigError if another launcher started a number of ranks that does not fit the placement."""
     ranks = external_ranks(os.environ)
     if ranks is not None and int(ranks["WORLD_SIZE"]) != expected:
         raise ConfigError(
@@ -157,13 +156,12 @@ def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def speaks_for_all(environment: Mapping[str, str]) -> bool:
-    """True if this process prints the lines that appear once: it started all ranks, or is the first rank of another launcher."""
+    """True if this process prints the lines that appear once."""
     ranks = external_ranks(environment)
     return ranks is None or ranks["RANK"] == "0"
 
 
 def _require_numbers(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if a variable for a rank, node or port does not hold a number."""
     wrong = {name: environment[name] for name in NUMBERS if not environment.get(name, "0").isdigit()}
     if wrong:
         raise ConfigError(
@@ -183,7 +181,7 @@ def _slurm_local_size(environment: Mapping[str, str]) -> str:
 
 
 def _master(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the rendezvous address and port.  The port follows from the Slurm job id, so all ranks of a node agree on it."""
+    """Return the rendezvous address and port; the port follows from the Slurm job id, so all ranks agree on it."""
     if "MASTER_ADDR" not in environment and int(environment.get("SLURM_NNODES", "1")) > 1:
         raise ConfigError(
             "MASTER_ADDR is not set, but ranks on several nodes must know where to meet; "
@@ -257,7 +255,6 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundi
 
 
 def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: str) -> LaunchConfig:
-    """Return the settings of torch's agent for the ranks of this machine; `folder` is for the agent's files."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -310,8 +307,8 @@ def is_among_peers() -> bool:
 def leave(code: int) -> NoReturn:
     """End a process that failed.  A rank with peers ends at once, without Python's cleanup.
 
-    Its process groups are open, with threads that hold messages.  A thread that frees a tensor during cleanup aborts the
-    process ("terminate called"), and the exit code would report a signal instead of the failure.
+    There, a thread that frees a tensor of an open process group aborts the process, and the exit code would report a
+    signal.
     """
     if is_among_peers():
         sys.stdout.flush()

@@ -19,7 +19,7 @@ from oppo_megatron.sim.runs.sources import run_prompt_tokens
 
 
 def even_lengths(config: TrainConfig) -> list[int]:
-    """Return lengths evenly spaced over the forced distribution, longest last; without one, the maximum length for all."""
+    """Return lengths evenly spaced over the forced distribution, longest last; else the maximum length for all."""
     count, most = config.rollout.batch_size, config.rollout.max_response_tokens
     forced = config.debug.lengths
     if forced is None:
@@ -29,7 +29,7 @@ def even_lengths(config: TrainConfig) -> list[int]:
 
 
 def forced_limits(config: TrainConfig) -> Callable[[int], int] | None:
-    """Return the length limit of each response as a run forces it; None if all have the maximum length."""
+    """Return each response's length limit as a run forces it; None if all have the maximum length."""
     forced, most = config.debug.lengths, config.rollout.max_response_tokens
     return None if forced is None else ForcedLimits.of(forced, most, config.seed, forced_quantile(forced, most))
 
@@ -45,7 +45,6 @@ def check_lengths(config: TrainConfig) -> None:
 
 
 def add_length_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for response lengths."""
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument(
         "--trace", type=Path, metavar="FILE.csv", help="force response lengths: those of a recorded trace, scaled"
@@ -57,7 +56,6 @@ def add_length_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option for prompt lengths, for commands that predict."""
     parser.add_argument(
         "--prompt-tokens",
         type=count,
@@ -67,10 +65,7 @@ def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
-    """Return the requested prompt length; default: as in the calibration run, else half of the maximum, in tokens.
-
-    Raises ConfigError.
-    """
+    """Return the requested prompt length, else that of the calibration run, else half of the maximum.  Raises ConfigError."""
     longest, asked, run = config.data.max_prompt_tokens, args.prompt_tokens, getattr(args, "calibrate", None)
     if asked is not None and asked > longest:
         raise ConfigError(f"--prompt-tokens {asked}: prompts have 1 to data.max_prompt_tokens = {longest}")
@@ -79,7 +74,6 @@ def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
 
 
 def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the settings under `debug` for --trace or --lognormal.  Raises ConfigError."""
     if args.trace_column is not None and args.trace is None:
         raise ConfigError(f"--trace-column {args.trace_column} names a column of no file; give --trace, too")
     if args.trace is not None:

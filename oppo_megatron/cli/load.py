@@ -30,7 +30,7 @@ def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for an empty file, and for one that lacks keys of `kind` but has all required keys of another command."""
+    """Raise ConfigError for an empty file, and for one that has the required keys of another command only."""
     read_tree(path)  # an error in the file itself is reported alone
     try:
         keys, other = set(read_tree(path, overrides)), guess_kind(path, overrides)
@@ -64,8 +64,7 @@ def load_settings(
 ) -> TrainSettings | SupervisedConfig:
     """Return the checked configuration of a command that trains, not yet placed: `placement.mode` may be auto.
 
-    `inputs`, `models`: require training's tokenizer and rows, and its models, to exist.  Raises ConfigError with all
-    problems.
+    `inputs`, `models`: require training's tokenizer and rows, and its models, to exist.  Raises ConfigError.
     """
 
     def problems(config: TrainSettings) -> list[str]:
@@ -98,7 +97,6 @@ def load_train(path: Path, overrides: Sequence[str], *, inputs: bool = True) -> 
 
 
 def load_service(path: Path, overrides: Sequence[str]) -> ServeConfig:
-    """Return the checked configuration of `oppo serve`.  Raises ConfigError with all problems."""
     require_kind("serve", path, overrides)
     return load_config(ServeConfig, path, overrides, check=service_problems)
 
@@ -109,6 +107,6 @@ def placed(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> Trai
 
 
 def unplaced(settings: TrainSettings | SupervisedConfig) -> list[str]:
-    """Return the lines to print if `placed` returned None: the planned measurements."""
+    """Return the lines to print if `placed` returned None."""
     assert isinstance(settings, TrainSettings), "the placement of others is written down"
     return describe_options(settings)

@@ -47,7 +47,7 @@ PRESENT = "present"
 
 
 def check_machine() -> int:
-    """Print the report.  Returns 1 if something that every run needs is missing."""
+    """Print the report; return 1 if something that every run needs is missing."""
     print(f"python {platform.python_version()}  {sys.executable}")
     print(f"machine: {platform.machine()}, {usable_cores()} usable cores, {_memory()}")
     versions = {package.distribution: version_of(package) for package in PACKAGES}
@@ -87,7 +87,7 @@ def _verdict(required: list[str], missing: list[Problem]) -> int:
 
 
 def unmet_requirements() -> list[str]:
-    """Return the requirements of the package that are not met here: `pydantic>=2, which is absent`."""
+    """Return the unmet requirements of the package: `pydantic>=2, which is absent`."""
     try:
         lines = metadata.requires("oppo-megatron") or []
     except metadata.PackageNotFoundError:  # a source tree on the path
@@ -129,7 +129,6 @@ def _torch_report() -> list[str]:
 
 
 def torch_build() -> TorchBuild:
-    """Return the GPU support of this torch and the devices that it finds."""
     import torch
     import torch.distributed as dist
 

@@ -87,8 +87,7 @@ def measure_placements(
 ) -> dict[str, Any]:
     """Measure the candidate placements; write `placement.json` and return its content.
 
-    Raises PlacementError, and the errors of reading rows and rewards.  `tell` gets the measuring plan, `tell_runs` the result
-    of each run.
+    Raises PlacementError, and the errors of reading rows and rewards.
     """
     # Errors that every run would raise (a bad row, a reward setting) are raised once, before the runs.
     read_inputs(settings).rewards.close()
@@ -125,14 +124,14 @@ def _probe(settings: TrainSettings, folder: Path, tell: Tell, candidate: Candida
 
 
 def run_logged(command: Sequence[str], log: Path) -> int:
-    """Run to the end with all output in `log`; return the exit code.  If this process ends, it ends the run first."""
+    """Run to the end with all output in `log`; return the exit code.  The run ends with this process."""
     # In its own session, so that an interrupt from the terminal reaches it once, from this process.
     with ending_by_signal(), started(command, log, own_session=True) as process:
         return process.wait()
 
 
 def failure(code: int, output: str) -> str:
-    """Return why `oppo train` ended with `code` in one line: its message, a signal, or the last exception of its output."""
+    """Return in one line why `oppo train` ended: its message, a signal, or the last exception of its output."""
     told = output.rpartition("oppo train: ")
     if told[1]:
         return " ".join(told[2].split())
@@ -160,8 +159,10 @@ def cuda_devices() -> int:
 
 
 def check_devices(device: str, ranks: int, alone: str, on_cpu: str = "runtime.device=cpu") -> None:
-    """Raise ConfigError if this process would start more ranks than the host has CUDA devices, or `device` is cuda and there
-    is none.  `alone`: overrides that put everything on one rank.  Other launchers may show each rank its own device."""
+    """Raise ConfigError if more ranks would start than the host has CUDA devices, or `device` is cuda and there is none.
+
+    `alone`: overrides that put everything on one rank.  Other launchers may show each rank its own device.
+    """
     if device == "cpu" or (device == "auto" and not has_cuda()):
         return
     devices = cuda_devices()
@@ -177,7 +178,6 @@ def check_devices(device: str, ranks: int, alone: str, on_cpu: str = "runtime.de
 
 
 def refuse_given_ranks(what: str) -> None:
-    """Raise ConfigError if torchrun or srun has started ranks, because their number is fixed."""
     ranks = external_ranks(os.environ)
     if ranks is not None:
         raise ConfigError(
@@ -188,8 +188,7 @@ def refuse_given_ranks(what: str) -> None:
 
 
 def read_choice(path: Path, key: str) -> Candidate | None:
-    """Return the choice of an earlier measurement of the same configuration; None if there is none.  Raises ConfigError if
-    the file is not valid."""
+    """Return the choice of an earlier measurement of the same configuration; None if there is none.  Raises ConfigError."""
     if not path.exists():
         return None
     try:
@@ -200,7 +199,7 @@ def read_choice(path: Path, key: str) -> Candidate | None:
 
 
 def describe_work(settings: TrainSettings, options: Options) -> str:
-    """Return a line with the placements to measure, and the ones that leave cores idle because of the configured threads."""
+    """Return a line with the placements to measure, and those that leave cores idle because of the configured threads."""
     names = ", ".join(candidate.name for candidate in options.candidates)
     work = f"measuring {names} on {options.machine}, {MEASURED_STEPS} steps each"
     threads, machine = settings.runtime.threads_per_rank, options.machine
@@ -214,8 +213,7 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
 
 
 def describe_options(settings: TrainSettings) -> list[str]:
-    """Return the lines of `--dry-run`, `oppo validate` and `oppo plan schedule`: the placements to measure, and those left
-    out."""
+    """Return the lines that list the placements to measure, and those left out."""
     options = find_candidates(settings, this_machine(settings.runtime))
     head = (
         f"placement.mode auto: `oppo train` would first measure these on {options.machine}, {MEASURED_STEPS} steps each, "

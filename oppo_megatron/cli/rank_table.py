@@ -43,7 +43,6 @@ def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
 
 
 def _on_cpu(runtime: RuntimeConfig) -> bool:
-    """True if the run would compute on CPUs if it were started here."""
     return runtime.device == "cpu" or (runtime.device == "auto" and not cuda_devices())
 
 
@@ -80,7 +79,7 @@ def _number(mebibytes: float) -> str:
 
 
 def _batch_rows(holdings: Sequence[Holding]) -> list[Row]:
-    """Return two lines of headings, split at their last space, then a row per role; ranks with equal rows share them."""
+    """Return two lines of headings, split at their last space, then a row per role; equal ranks share them."""
     used = [heading for heading in BATCH_HEADINGS if any(heading in held.batches for held in holdings)]
     words = [heading.rpartition(" ") for heading in used]
     rows: list[Row] = [("", "", *(first for first, _, _ in words)), ("rank", "role", *(last for _, _, last in words))]

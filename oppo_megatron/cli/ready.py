@@ -35,7 +35,7 @@ REACH_S = 2.0
 
 
 def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfig | SupervisedConfig | None) -> None:
-    """Raise ConfigError with all reasons why this machine cannot run it; `config` is None if the ranks are still to be chosen."""
+    """Raise ConfigError with all reasons why this machine cannot run it; `config`: None while the ranks are unknown."""
     problems: list[str] = []
 
     def collect(check: Callable[..., None], *given: object) -> None:
@@ -77,7 +77,6 @@ def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirector
 
 
 def _require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
-    """Raise ConfigError if the finished run in its directory cannot be continued by this configuration."""
     steps, ended = config.steps, run.ended_after
     if not run.has_checkpoints:
         raise ConfigError(
@@ -127,7 +126,6 @@ def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:
 
 
 def require_service_packages() -> None:
-    """Raise ConfigError if the packages that a service needs to listen cannot be imported."""
     faults = [f"{name} {fault}" for name, used in SERVICE_PACKAGES.items() if (fault := import_fault(*used))]
     if faults:
         raise ConfigError(
@@ -137,7 +135,7 @@ def require_service_packages() -> None:
 
 
 def unreached_services(settings: TrainSettings) -> Iterator[str]:
-    """Yield a warning for each reward service that refuses connections; it may still be started before the run needs it."""
+    """Yield a warning for each reward service that refuses connections; it may still be started."""
     for number, part in enumerate(settings.rewards):
         if part.kind != "http" or part.url is None:
             continue
@@ -153,8 +151,7 @@ def unreached_services(settings: TrainSettings) -> Iterator[str]:
 
 
 def _memory_problems(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
-    """Yield a problem if the run's ranks on this host's CPUs certainly need more memory than it has.  Ranks of other
-    launchers and ranks on devices check this themselves."""
+    """Yield a problem if ranks on this host's CPUs need more memory than it has; others check this themselves."""
     if _surely_on_cpu(config.runtime.device) and external_ranks(os.environ) is None:
         held = lasting_memory(config, on_cpu=True)
         if problem := shortage(held, host_bytes(), "all ranks", socket.gethostname()):
@@ -162,7 +159,7 @@ def _memory_problems(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
 
 
 def _surely_on_cpu(device: str) -> bool:
-    """True if the run certainly computes on CPUs; checked without torch, which finds no device if there is no driver."""
+    """Checked without torch, which finds no device if there is no driver."""
     if device == "auto":
         try:
             ctypes.CDLL("libcuda.so.1")

@@ -81,7 +81,7 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
 
 
 def with_date(config: TrainConfig | SupervisedConfig, directory: RunDirectory, now: datetime) -> TrainConfig | SupervisedConfig:
-    """Set the date of chat templates to the run's first start, so that all ranks and later attempts render the same prompts."""
+    """Set the date of chat templates to the run's first start, so that all attempts render the same prompts."""
     if config.tokenizer.date is not None:
         return config
     tokenizer = config.tokenizer.model_copy(update={"date": directory.first_date(now)})
@@ -89,9 +89,9 @@ def with_date(config: TrainConfig | SupervisedConfig, directory: RunDirectory, n
 
 
 def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
-    """Launch the ranks; if one is killed or the run stalls, launch again from the last checkpoint, up to `restarts` times.
+    """Launch the ranks; if one is killed or the run stalls, again from the last checkpoint, up to `restarts` times.
 
-    The same follows a guard's rollback; it is not counted as a restart and has a limit of its own.
+    The same follows a guard's rollback, which has a limit of its own.
     """
     if restarts < 0:
         raise ConfigError(f"--max-restarts is {restarts}; it must be 0 or more")

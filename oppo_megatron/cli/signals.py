@@ -29,8 +29,7 @@ MOST_S = 30.0
 def child_pids() -> list[int]:
     """Return the process ids of the ranks that this process has started.
 
-    Read from the system: a call of `multiprocessing` in a signal handler would take exit codes from the code that it
-    interrupts.
+    Read from the system: `multiprocessing` in a signal handler would take exit codes from the code that it interrupts.
     """
     return [rank.pid for rank in rank_processes(psutil.Process())]
 
@@ -55,7 +54,6 @@ class SignalRelay:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Pass signals on in the block; works only in a process's main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -93,8 +91,10 @@ def _handled(handlers: dict[signal.Signals, Callable[[int, FrameType | None], ob
 
 @contextmanager
 def interrupts_from_here_alone() -> Iterator[None]:
-    """Block SIGINT in processes that the main thread starts in the block.  A terminal sends it to all its processes; the
-    starting process handles it in another thread and signals them."""
+    """Block SIGINT in processes that the main thread starts in the block.
+
+    A terminal sends it to all its processes; the starting process handles it in another thread and signals them.
+    """
     resource_tracker.ensure_running()  # started later, it would let the signal through
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -105,8 +105,7 @@ def interrupts_from_here_alone() -> Iterator[None]:
 
 @contextmanager
 def ending_by_signal() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit with a shell's exit code, so that child processes are ended during cleanup.
-    Works only in a process's main thread."""
+    """Turn SIGTERM and SIGHUP into SystemExit with a shell's exit code, so that child processes are ended during cleanup."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -122,9 +121,8 @@ def ending_by_signal() -> Iterator[None]:
 def interrupts_behind_imports() -> Iterator[None]:
     """Defer a SIGINT during an import: KeyboardInterrupt is raised after it.
 
-    Extension modules in C++ or Rust do not expect an exception from a signal handler during import: pydantic turns a
-    KeyboardInterrupt into a SchemaError, others drop it.  Applies only if SIGINT has Python's own handler, and only in a
-    process's main thread.
+    Extension modules in C++ or Rust do not expect an exception from a signal handler: pydantic turns a KeyboardInterrupt
+    into a SchemaError, others drop it.  Applies only to Python's own handler, in a process's main thread.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -163,7 +161,7 @@ class _Interrupts:
         self._again.start()
 
     def taken_back(self) -> bool:
-        """Cancel a pending interrupt; return True if there was one.  One that is just being sent arrives within this call."""
+        """Cancel a pending interrupt; return True if there was one."""
         if self._again is None or not self._again.is_alive():
             return False
         self._again.cancel()

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
-    """Yield the texts of JSONL files, row by row: of `columns`, else of every column with text or messages.
+    """Return the texts of JSONL files: of `columns`, else of every column with text or messages.
 
     Raises DataError with file and line of each row that is not JSON or whose column holds no text.
     """
@@ -52,7 +52,6 @@ def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
 
 
 def is_text(value: object) -> bool:
-    """True for text that is not blank, and for a list of messages."""
     if isinstance(value, str):
         return bool(value.strip())
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)

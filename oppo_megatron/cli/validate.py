@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
-    """Check the configuration of a run; yield lines about its ranks, what its tokenizer was compared with, and its rows."""
+    """Check the configuration of a run; yield lines about its ranks, its tokenizer and its rows."""
     settings = load_settings(kind, path, overrides)
     config = placed(settings, measure=False)
     require_ready(settings, config)
@@ -65,7 +65,6 @@ def _run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bo
 
 
 def _service_lines(path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
-    """Check the configuration of a service; yield lines about its address and scoring."""
     config = load_service(path, overrides)
     require_service_packages()
     yield f"listens on {config.host}, port {config.port}, {'with' if config.token_env else 'without'} a token"
@@ -76,7 +75,7 @@ def _service_lines(path: Path, overrides: Sequence[str], *, skip_data: bool) -> 
 
 
 def _train_rows(settings: TrainSettings) -> list[str]:
-    """Read all rows as the run does; return lines about rows used and dropped.  Raises DataError or RewardError."""
+    """Read all rows as the run does; return lines about them.  Raises DataError or RewardError."""
     inputs = read_inputs(settings, by_time())
     refused = try_answers(inputs, settings)
     about = [describe_batch(settings), *describe_settle(settings)]

@@ -235,7 +235,7 @@ def test_a_folder_for_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -
         (("trian",), "`train`"),
         (("train", "train.yaml", "--resme"), "`--resume`"),
         (("bench", "decod"), "`decode`"),
-        (("init", "gsm8"), "`gsm8k`"),
+        (("config", "--init", "gsm8"), "`gsm8k`"),
         (("validate", "train.yaml", "--kind", "trian"), "`train`"),
         (("validate", "train.yaml", "rollout.batch_sise=4"), "`batch_size`"),
     ],

@@ -65,7 +65,7 @@ class Case:
         return (*self.before, "oppo validate {config}", *plan, f"oppo {self.kind} {{config}}")
 
     def texts(self, config: Path, paths: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
-        """Yield each file to write and its text, the configuration first; `paths` replace the default paths of the case."""
+        """Yield each file to write and its text, the configuration first."""
         sources = {config: f"{self.name}.yaml"} | {config.parent / name: source for name, source in self.files.items()}
         beside = {name: str(config.parent / path) for name, path in self.paths.items()}
         for target, source in sources.items():
@@ -186,7 +186,6 @@ def _write(case: Case, config: Path, given: Mapping[str, str], force: bool) -> N
 
 
 def _summary(case: Case, config: Path, given: Mapping[str, str]) -> Iterator[str]:
-    """Yield the written files, the inputs that the user must supply, and the next commands."""
     here = config.parent
     yield f"{config}: {case.about}"
     for name in [*case.files, *(["data"] if case.makes_data else [])]:
@@ -205,8 +204,7 @@ def _summary(case: Case, config: Path, given: Mapping[str, str]) -> Iterator[str
 
 
 def _missing(case: Case, config: Path) -> dict[Path, list[str]]:
-    """Return the files and folders, with their keys, that the configuration names, that do not exist, and that no next
-    command makes."""
+    """Return the missing files and folders that the configuration names and no next command makes, with their keys."""
     made = {config.parent / path for path in case.made}
     missing: dict[Path, list[str]] = {}
     for key, path in named_paths(load_config(COMMANDS[case.kind], config)):

@@ -43,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(record: Mapping[str, Any]) -> list[str]:
-    """Return the table, the placements left out, the reason, and the chosen placement in YAML."""
     rows = [_row(record, candidate) for candidate in record["candidates"] if candidate.get("seconds_per_token")]
     failed = [(each["name"], each["failure"]) for each in record["candidates"] if each.get("failure")]
     left_out = [(each["name"], each["reason"]) for each in record["left_out"]]

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_out(path: Path | None) -> None:
-    """Check the output before planning: matplotlib would write another file name or format."""
+    """Check the output first: matplotlib would write another file name or format."""
     if path is not None and path.suffix != ".png":
         raise ConfigError(f"--out {path}: the grid is drawn as PNG; name a file that ends in .png")
 
@@ -93,7 +93,7 @@ def _transport(name: str | None, config: TrainConfig) -> Transport:
 
 
 def _planned_by(transport: Transport, args: argparse.Namespace) -> Transport:
-    """Plan by the transport's rules, as a run does; an order named by the user is drawn unchanged, with its violations."""
+    """Plan by the transport's rules, as a run does; an order named by the user is drawn unchanged."""
     named = args.generator is not None or args.source is not None
     return GLOO if named or not transport.made else transport
 
@@ -137,7 +137,6 @@ def _forks(shown: Preview) -> list[str]:
 
 
 def _filtered(shown: Preview, config: TrainConfig) -> list[str]:
-    """Return a note on group filters, which the drawn round does not apply."""
     clock, ended, steps = verdict_clock(config), shown.clock, shown.round.steps
     if clock is None:
         return []

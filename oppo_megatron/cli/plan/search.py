@@ -111,7 +111,7 @@ def load_task(args: argparse.Namespace) -> Task:
 
 
 def given_settings(args: argparse.Namespace, cluster: Cluster) -> list[str]:
-    """Return the overrides of the command line and of --trace or --lognormal, and the cluster's default dtype."""
+    """Return the overrides of the command line, and the cluster's default dtype."""
     given = [*args.overrides, *forced_lengths(args)]
     runtime = read_tree(args.config, given).get("runtime")
     if not isinstance(runtime, Mapping) or runtime.get("dtype") is None:
@@ -134,7 +134,7 @@ def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:
 
 @contextmanager
 def progress(doing: str) -> Iterator[list[str]]:
-    """Print the current activity to stderr every few seconds; the caller may replace the yielded list's only item."""
+    """Print the current activity to stderr every few seconds; the caller may replace the list's only item."""
     now, ended = [doing], threading.Event()
 
     def tell() -> None:
@@ -167,7 +167,6 @@ def _nothing_fits(task: Task, shortage: Shortage | None) -> str:
 
 
 def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
-    """Compare the best plan with the configuration's own ranks and layouts."""
     try:
         settings = load_settings("train", args.config, given_settings(args, task.cluster), inputs=False)
     except ConfigError as error:

@@ -59,8 +59,6 @@ class Variant(NamedTuple):
 
 
 class Simulated(NamedTuple):
-    """A simulated run: its row in the table, metrics lines, trace, and the source of its times."""
-
     config: TrainConfig
     row: dict[str, Any]
     lines: list[dict[str, Any]]

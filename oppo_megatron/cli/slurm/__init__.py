@@ -87,7 +87,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def packaged(name: str) -> str:
-    """Return the text of a file of launch/slurm, to which `files/` leads; an installed package has them as files."""
+    """Return the text of a file of launch/slurm, to which `files/` leads."""
     return (files(__package__) / "files" / name).read_text(encoding="utf-8")
 
 

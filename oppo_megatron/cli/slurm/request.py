@@ -62,7 +62,6 @@ class Job:
     notes: tuple[str, ...]
 
     def describe(self) -> list[str]:
-        """Return the lines that show the script's request to the user."""
         options = self.options
         where = f"in {options.container_image}" if options.container_image else "without a container"
         if options.cluster_env and not options.container_image:
@@ -167,7 +166,7 @@ def _time_problems(config: TrainConfig, options: argparse.Namespace) -> Iterator
 
 
 def _split(config: TrainConfig, options: argparse.Namespace, problems: list[str]) -> list[tuple[str, int, PartOptions]]:
-    """Return name, number of ranks and options of each component; errors are added to `problems`."""
+    """Return name, number of ranks and options of each component; add errors to `problems`."""
     own, theirs = PartOptions.of(options, ""), PartOptions.of(options, "scorer_")
     if not options.hetero:
         return [("", world_size(config), own)]
