@@ -144,33 +144,13 @@ def build_experience(
             if check:
                 _check_tokens("KL to the reference", kl_T, lengths_B)
         scores = _trained_scores(scored, lengths_B, ppo, seen, overlong)
-        scores_B = scores.trained_B
-        if kl_T is not None and ppo.kl.mode == "score":
-            scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
-        penalty_T = kl_T if kl_T is not None and ppo.kl.mode == "penalty" else torch.zeros_like(scored.behaviour_logp_T)
-        # Only which response of a pair is better matters, so steps earn nothing.
-        steps_T = None if choices.pairs else scored.step_rewards_T
-        rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient, steps_T)
-
-        compared_B = None
-        if custom is not None:
-            compared_B = custom(_advantage_inputs(scored, scores_B, rewards_T, lengths_B, scores.greedy_G))
-        elif choices.compares:
-            compared_B = compared(scores_B, scored.group_size, choices.baseline, choices.scale, scores.greedy_G)
-        given_T = compared_T = None
-        if compared_B is not None and compared_B.shape != scores_B.shape:
-            given_T = compared_B
-        elif compared_B is not None:
-            # Rewards of steps are not divided by the scale: the last token gets the compared score less their sum.
-            compared_T = token_rewards(compared_B, penalty_T, lengths_B, kl_coefficient, steps_T)
-
+        rewards_T, compared_T, given_T = _rewards(scored, scores, kl_T, lengths_B, choices, ppo, kl_coefficient, custom)
         gae_lambda, values_T = ppo.gae_lambda, scored.values_T
         if not choices.critic:
             gae_lambda, values_T = 1.0, torch.zeros_like(rewards_T)
         assert values_T is not None, "advantages are taken against a critic's values"
-        advantages_T, returns_T = gae(
-            rewards_T if compared_T is None else compared_T, values_T, lengths_B, ppo.gamma, gae_lambda
-        )
+        trained_T = rewards_T if compared_T is None else compared_T
+        advantages_T, returns_T = gae(trained_T, values_T, lengths_B, ppo.gamma, gae_lambda)
         if compared_T is not None and not choices.critic:
             _, returns_T = gae(rewards_T, values_T, lengths_B, ppo.gamma, gae_lambda)
         if given_T is not None:
@@ -191,6 +171,36 @@ def build_experience(
             scores=scores.moments,
             stats=_summarise(scored, scores.shaped_B, kl_T, rewards_T, advantages_T, returns_T),
         )
+
+
+def _rewards(
+    scored: ScoredBatch,
+    scores: _Scores,
+    kl_T: Tensor | None,
+    lengths_B: Tensor,
+    choices: AlgorithmConfig,
+    ppo: PPOConfig,
+    kl_coefficient: float,
+    custom: CustomAdvantage | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the tokens' rewards, the same with compared scores (None: as they are), and advantages given by `custom`, all [T]."""
+    scores_B = scores.trained_B
+    if kl_T is not None and ppo.kl.mode == "score":
+        scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
+    penalty_T = kl_T if kl_T is not None and ppo.kl.mode == "penalty" else torch.zeros_like(scored.behaviour_logp_T)
+    # Only which response of a pair is better matters, so steps earn nothing.
+    steps_T = None if choices.pairs else scored.step_rewards_T
+    rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient, steps_T)
+    if custom is not None:
+        compared_B = custom(_advantage_inputs(scored, scores_B, rewards_T, lengths_B, scores.greedy_G))
+        if compared_B.shape != scores_B.shape:
+            return rewards_T, None, compared_B
+    elif choices.compares:
+        compared_B = compared(scores_B, scored.group_size, choices.baseline, choices.scale, scores.greedy_G)
+    else:
+        return rewards_T, None, None
+    # Rewards of steps are not divided by the scale: the last token gets the compared score less their sum.
+    return rewards_T, token_rewards(compared_B, penalty_T, lengths_B, kl_coefficient, steps_T), None
 
 
 def _detached(x_T: Tensor | None) -> Tensor | None:
