@@ -183,7 +183,7 @@ def _rewards(
     kl_coefficient: float,
     custom: CustomAdvantage | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the tokens' rewards, the same with compared scores (None: as they are), and advantages given by `custom`, all [T]."""
+    """Return the tokens' rewards, the same with compared scores (None: not compared), and advantages by `custom`, all [T]."""
     scores_B = scores.trained_B
     if kl_T is not None and ppo.kl.mode == "score":
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
