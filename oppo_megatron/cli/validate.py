@@ -15,7 +15,7 @@ from oppo_megatron.cli.rank_table import rank_table
 from oppo_megatron.cli.ready import require_ready, require_service_packages, unreached_services
 from oppo_megatron.clock import by_time
 from oppo_megatron.config.data import DataConfig
-from oppo_megatron.config.derived import describe_batch, describe_settle
+from oppo_megatron.config.derived import describe_batch
 from oppo_megatron.config.describe import COMMANDS
 from oppo_megatron.config.model import PlacementConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainSettings
@@ -78,8 +78,8 @@ def _train_rows(settings: TrainSettings) -> list[str]:
     """Read all rows as the run does; return lines about them.  Raises DataError or RewardError."""
     inputs = read_inputs(settings, by_time())
     refused = try_answers(inputs, settings)
-    about = [describe_batch(settings), *describe_settle(settings)]
-    return [*about, *describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings)]
+    found = [*describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings)]
+    return [describe_batch(settings), *found]
 
 
 def _supervised_rows(settings: SupervisedConfig) -> list[str]:

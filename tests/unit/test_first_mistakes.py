@@ -179,7 +179,7 @@ def test_too_little_space_and_memory(
     assert "1.0 MB are free on its disk, but the run writes at least about" in both_refuse(capsys, "train.yaml")
     monkeypatch.undo()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("oppo_megatron.cores.host_bytes", lambda: 2**10)
+    monkeypatch.setattr("oppo_megatron.cli.ready.host_bytes", lambda: 2**10)
     assert "of memory: `--dry-run` shows what takes it" in both_refuse(capsys, "train.yaml")
 
 
