@@ -161,7 +161,7 @@ def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
 
 
 def _agree_on_prompts(args: argparse.Namespace) -> None:
-    """Give all policies the same prompt template and length: those of their runs if these agree."""
+    """Give all policies the same prompt template and length: as in their runs if these agree."""
     choice = choice_of(args)
     policies = [find_policy(directory, choice) for directory in args.directory]
     runs = [policy.run for policy in policies if policy.run is not None]

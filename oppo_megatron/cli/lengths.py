@@ -65,7 +65,7 @@ def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
-    """Return the requested prompt length, else that of the calibration run, else half of the maximum.  Raises ConfigError."""
+    """Return the requested prompt length, else the calibration run's, else half of the maximum.  Raises ConfigError."""
     longest, asked, run = config.data.max_prompt_tokens, args.prompt_tokens, getattr(args, "calibrate", None)
     if asked is not None and asked > longest:
         raise ConfigError(f"--prompt-tokens {asked}: prompts have 1 to data.max_prompt_tokens = {longest}")

@@ -39,7 +39,7 @@ class Case:
     """A starting point, whose configuration is made from the template NAME.yaml.
 
     `paths`: the paths that the user may name, with their defaults in the configuration's folder; `files`: further files there,
-    with their templates; `before`: commands before those of `kind` (`{here}`: the folder with a slash, or the name of a path);
+    with their templates; `before`: commands before `oppo {kind}` (`{here}`: the folder with a slash, or the name of a path);
     `made`: the paths that they make.
     """
 
