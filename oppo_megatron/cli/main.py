@@ -22,9 +22,8 @@ from typing import NamedTuple
 from oppo_megatron import __version__
 from oppo_megatron.cli.launch import is_among_peers, leave, quiet_torch
 from oppo_megatron.cli.parser import Parser, add_debug_argument
-from oppo_megatron.cli.signals import interrupts_behind_imports
 from oppo_megatron.errors import DISK_FULL, EXIT_INTERRUPTED, OppoError
-from oppo_megatron.processes import outlive_terminal
+from oppo_megatron.processes import outlive_terminal, signals_held
 
 EXIT_DEFECT = 1
 EXIT_WRONG_INPUT = 2
@@ -63,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outlive_terminal()
     quiet_torch()
     try:
-        with interrupts_behind_imports():
-            code = _serve(parse_arguments(list(sys.argv[1:] if argv is None else argv)))
+        code = _serve(parse_arguments(list(sys.argv[1:] if argv is None else argv)))
     except KeyboardInterrupt:  # during the choice of the command
         print("oppo: interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
@@ -112,7 +110,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=f"{command.help}.")
         if command.name == chosen:
-            module = importlib.import_module(command.module)
+            with signals_held():  # extension modules do not expect KeyboardInterrupt: pydantic makes a SchemaError of it
+                module = importlib.import_module(command.module)
             add_debug_argument(subparser)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)

@@ -1,4 +1,4 @@
-"""Signals of the starting process: passed on to its ranks, turned into exits, or deferred during imports."""
+"""Signals of the starting process: passed on to its ranks, or turned into exits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTED
 from oppo_megatron.processes import ONCE, hears
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-IMPORTING = "<frozen importlib._bootstrap>"
-AGAIN_S = 0.05
-MOST_S = 30.0
-"""An import that takes longer is interrupted anyway."""
 
 
 def child_pids() -> list[int]:
@@ -115,63 +111,3 @@ def ending_by_signal() -> Iterator[None]:
 
     with _handled({number: end for number in (signal.SIGTERM, signal.SIGHUP) if hears(number)}):
         yield
-
-
-@contextmanager
-def interrupts_behind_imports() -> Iterator[None]:
-    """Defer a SIGINT during an import: KeyboardInterrupt is raised after it.
-
-    Extension modules in C++ or Rust do not expect an exception from a signal handler: pydantic turns a KeyboardInterrupt
-    into a SchemaError, others drop it.  Applies only to Python's own handler, in a process's main thread.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    interrupts = _Interrupts()
-    before = signal.signal(signal.SIGINT, interrupts.hear)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        waits = interrupts.taken_back()
-    if waits:
-        raise KeyboardInterrupt
-
-
-class _Interrupts:
-    """The handler of one process: it sends an interrupt again until no import is in progress."""
-
-    def __init__(self) -> None:
-        self._first: float | None = None
-        self._next = 0.0
-        self._again: threading.Timer | None = None
-
-    def hear(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if now < self._next:
-            return  # one is pending
-        self._first = now if self._first is None else self._first
-        if now - self._first > MOST_S or not _is_importing(frame):
-            self._first = None
-            raise KeyboardInterrupt
-        self._next = now + AGAIN_S
-        self._again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
-        self._again.daemon = True
-        self._again.start()
-
-    def taken_back(self) -> bool:
-        """Cancel a pending interrupt; return True if there was one."""
-        if self._again is None or not self._again.is_alive():
-            return False
-        self._again.cancel()
-        self._again.join()
-        return True
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename == IMPORTING:
-            return True
-        frame = frame.f_back
-    return False

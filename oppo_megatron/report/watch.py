@@ -62,33 +62,19 @@ class Glance:
 def watch(path: str | os.PathLike[str], interval_s: float, console: Console) -> None:
     """Show a run in the terminal, again every `interval_s` seconds, until it has finished.  Ctrl-C ends it.
 
-    On a low terminal, blocks are left out from the end; the last view is printed whole.  Shown once if the interval is 0 or
+    A low terminal cuts the view off; the last one is printed whole.  Shown once if the interval is 0 or
     the console is no terminal.  Raises DataError.
     """
     now = glance(path)
     if interval_s and console.is_terminal:
         with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(fitted(now, console), refresh=True)
+                live.update(Group(*blocks(now, console.width)), refresh=True)
                 if now.record.summary is not None:
                     break
                 time.sleep(interval_s)
                 now = glance(path)
     console.print(Group(*blocks(now, console.width)))
-
-
-def fitted(now: Glance, console: Console) -> RenderableType:
-    shown: list[RenderableType] = []
-    free = console.height
-    every = list(blocks(now, console.width))
-    for block in every:
-        height = len(console.render_lines(block, pad=False))
-        if height > free - (1 if len(shown) < len(every) - 1 else 0):
-            break
-        free -= height
-        shown.append(block)
-    left_out = len(every) - len(shown)
-    return Group(*shown, *([Text(f"… {left_out} more: --interval 0 shows all", style="dim")] if left_out else []))
 
 
 def glance(path: str | os.PathLike[str], now: float | None = None) -> Glance:

@@ -60,7 +60,7 @@ class CheckpointStore:
         return self.root / f"{ASIDE}{position.name}"
 
     def begin(self, position: Position) -> Path:
-        """Make an empty folder for the checkpoint; leftovers of interrupted writers are removed."""
+        """Make an empty folder for the checkpoint."""
         self.root.mkdir(parents=True, exist_ok=True)
         self.recover()
         folder = self.aside(position)
@@ -68,7 +68,7 @@ class CheckpointStore:
         return folder
 
     def recover(self) -> None:
-        """Clean up after a killed process: rename replaced checkpoints back, remove incomplete ones."""
+        """Rename replaced checkpoints back, and remove incomplete ones, after a killed process."""
         for left in self.root.glob(f"{REPLACED}step-*"):
             whole = self.root / left.name.removeprefix(REPLACED)
             if not whole.exists():
@@ -79,7 +79,6 @@ class CheckpointStore:
             sync_folder(self.root)
 
     def abandon(self, position: Position) -> None:
-        """Remove what was written of a checkpoint that failed."""
         shutil.rmtree(self.aside(position), ignore_errors=True)
 
     def commit(self, position: Position) -> Path:

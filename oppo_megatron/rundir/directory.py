@@ -95,7 +95,6 @@ class RunDirectory:
         return sorted(self.path.glob("trace.rank*.jsonl"), key=lambda path: int(path.name.split(".")[1][len("rank") :]))
 
     def require_unfinished(self) -> None:
-        """Raise ConfigError if the directory has a finished run."""
         if self.finished:
             raise ConfigError(
                 f"run_dir: {self.path} holds a finished run (it has a summary.json), which is not written over; "
@@ -103,14 +102,14 @@ class RunDirectory:
             )
 
     def require_regular(self) -> None:
-        """Raise ConfigError if one of a run's files is a pipe, a socket or a device, which reading would block on."""
+        """Raise ConfigError if one of a run's files is a pipe, a socket or a device: reading it would block."""
         remedy = "remove it, or put what the run wrote in its place"
         found = [irregular_path("the run's file", self.path / name, remedy) for name in PRODUCTS]
         if problems := [problem for problem in found if problem is not None]:
             raise ConfigError(problems)
 
     def require_own(self) -> None:
-        """Raise ConfigError if files have the names of a run's files but no run wrote them: a run would remove them."""
+        """Raise ConfigError if no run wrote the files that have the names of a run's files: a run would remove them."""
         self.require_regular()
         signs = (self.hosts, self.metrics, self.summary)
         if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
@@ -153,7 +152,6 @@ class RunDirectory:
         return bool(CheckpointStore(self.checkpoints).positions())
 
     def require_no_checkpoints(self) -> None:
-        """Raise ConfigError if there are checkpoints, which a new run would not use."""
         if self.has_checkpoints:
             raise ConfigError(
                 f"run_dir: {self.path} holds the checkpoints of a run that did not finish; continue it with --resume "
@@ -161,7 +159,6 @@ class RunDirectory:
             )
 
     def require_space(self, needed: int) -> None:
-        """Raise ConfigError if the file system of the directory has fewer than `needed` bytes free."""
         if (free := free_bytes(self.path)) < needed:
             raise ConfigError(
                 f"run_dir: {self.path}: {megabytes(free)} are free on its disk, but the run writes at least about "
@@ -201,7 +198,6 @@ class RunDirectory:
         return held(self.path, self.holder, wait_s)
 
     def take_up(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a checkpoint's state, or begin a new run (None)."""
         if state is None:
             self.prepare()
         else:
@@ -223,7 +219,7 @@ class RunDirectory:
             _keep_lines(path, lambda span: span["end"] <= saved_at)
 
     def first_date(self, now: datetime) -> datetime:
-        """Time of the first start in this directory: `now`, unless another process or an earlier run has written one."""
+        """Time of the first start here: `now`, unless another process or an earlier run has written one."""
         with suppress(OSError):  # it exists, or `prepare` reports the fault
             self.path.mkdir(parents=True, exist_ok=True)
             with self.date.open("x", encoding="utf-8") as file:

@@ -90,7 +90,6 @@ def clear_when_full(root: Path) -> Iterator[None]:
 
 
 def free_bytes(root: Path) -> int:
-    """Bytes free for this user on the file system of `root`."""
     while not root.exists():
         root = root.parent
     return shutil.disk_usage(root).free

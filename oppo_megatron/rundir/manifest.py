@@ -30,7 +30,6 @@ class Entry:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Sorted relative names of the files below a folder, without its manifest."""
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
@@ -97,7 +96,7 @@ def _entry(name: str, tree: Any) -> Entry:
 
 
 def find_misfits(folder: Path, entries: Mapping[str, Entry], required: Iterable[str], closed: Iterable[str]) -> str | None:
-    """Describe the first required file that the manifest lacks, or the first unlisted file below a `closed` folder."""
+    """Describe the first required file that the manifest lacks, or unlisted file below a `closed` folder."""
     for name in required:
         if name not in entries:
             return f"its manifest does not have {name}"
@@ -126,7 +125,6 @@ def find_damage(
 
 
 def require_whole(folder: Path) -> None:
-    """Raise CheckpointError, naming the file, if the folder is damaged."""
     damage = find_damage(folder, read_manifest(folder))
     if damage is not None:
         raise CheckpointError(f"{folder}: {damage}; resume from another checkpoint, or restore the file from a copy")

@@ -35,7 +35,7 @@ class MetricsLog:
         self._last_step: int | None = None
 
     def stage(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Begin the line of `step`, which must be later than all begun before."""
+        """Begin the line of `step`."""
         assert self._last_step is None or step > self._last_step, f"line {step} begun after line {self._last_step}"
         assert len(self._lines) < MAX_PENDING, f"lines {list(self._lines)} wait to be completed"
         self._last_step = step
@@ -45,7 +45,6 @@ class MetricsLog:
         self._lines[step].update(fields)
 
     def complete(self, step: int, more_fields: Mapping[str, Any] | None = None) -> None:
-        """Add the last fields to the line of `step`."""
         assert step in self._lines and step not in self._ready, f"line {step} is not pending"
         self._lines[step].update(more_fields or {})
         self._ready.add(step)
@@ -142,7 +141,6 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _ratio(lines: Sequence[Mapping[str, Any]], above: str, below: str) -> float | None:
-    """sum(above) / sum(below) over the lines that have both; None if the lower sum is 0."""
     both = [line for line in lines if line.get(above) is not None and line.get(below) is not None]
     total = sum(line[below] for line in both)
     return sum(line[above] for line in both) / total if total else None

@@ -22,7 +22,7 @@ KEPT_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work of one rank for one role, from `start` to `end` in seconds on the ranks' common clock."""
+    """Work of one rank for one role, in seconds on the ranks' common clock."""
 
     rank: int
     role: str
@@ -90,8 +90,8 @@ class SpanRecorder:
 def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
     """Merge the per-rank files into `trace.json` (Trace Event Format) and remove them; return its path, None without spans.
 
-    Each rank is a process and each (rank, role) a thread; times are in microseconds from the run's first span.  One rank
-    calls this after every rank's last flush.  Spans are read twice instead of being held in memory.
+    One rank calls this after every rank's last flush.  Each rank is a process and each (rank, role) a thread.  Spans are
+    read twice instead of being held in memory.
     """
     run = RunDirectory(run_dir)
     files = run.rank_traces()
@@ -152,7 +152,6 @@ def _read_spans(files: Iterable[Path]) -> Iterator[Span]:
 
 
 def _lane_names(thread_of: dict[tuple[int, str], int]) -> list[dict[str, Any]]:
-    """Metadata events that name the processes (ranks) and threads (roles)."""
     processes = [
         {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
         for rank in sorted({rank for rank, _ in thread_of})
@@ -165,7 +164,6 @@ def _lane_names(thread_of: dict[tuple[int, str], int]) -> list[dict[str, Any]]:
 
 
 def _event(span: Span, thread: int, origin: float) -> dict[str, Any]:
-    """A complete ("X") event in microseconds, rounded to nanoseconds."""
     return {
         "ph": "X",
         "name": span.name,

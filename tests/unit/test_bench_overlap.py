@@ -208,9 +208,7 @@ def test_work_is_told_by_label_and_by_action() -> None:
 
 
 def test_evaluation_and_weights_are_no_part_of_a_benchmark() -> None:
-    held_out = config(
-        evaluation={"data": {"path": "h.jsonl"}, "verifier": "gsm8k"}, logging={"trace": False, "console": "off"}
-    )
+    held_out = config(evaluation={"data": {"path": "h.jsonl"}, "verifier": "gsm8k"}, logging={"trace": False, "console": "off"})
     changed = bare(held_out)
     assert changed.evaluation is None and not changed.checkpoint.writes_weights
     assert changed.logging.trace and changed.logging.console == "off"
@@ -237,9 +235,7 @@ def test_every_placement_of_the_overlap_benchmark(preset: str) -> None:
     for placement, ranks in (("single", 1), ("replicas", 2)):
         there = placed(without_critic(preset, placement={"mode": "disaggregated"}), placement, 2)
         assert world_size(there) == ranks and not faults(there)
-    assert known_modes(without_critic(preset)) == [
-        mode for mode in MODES if "critic" not in mode and "both" not in mode
-    ]
+    assert known_modes(without_critic(preset)) == [mode for mode in MODES if "critic" not in mode and "both" not in mode]
 
 
 def test_a_mode_that_hides_the_critic_needs_one(
@@ -254,8 +250,6 @@ def test_a_mode_that_hides_the_critic_needs_one(
     tree |= {"tokenizer": {"path": "tok"}, "data": {"path": "rows.jsonl", "max_prompt_tokens": 16}}
     Path("c.yaml").write_text(yaml.safe_dump(tree))
     assert main(["bench", "overlap", "c.yaml", "--out", "out", "--modes", "full,full+critic"]) == 2
-    told = (
-        "names full+critic, which would hide the critic's update, but algorithm.preset dapo has no critic; choose from "
-    )
+    told = "names full+critic, which would hide the critic's update, but algorithm.preset dapo has no critic; choose from "
     assert told + "sequential, intra, inter, full, full+backfill" in capsys.readouterr().err
     assert not Path("out").exists()

@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.scaling import with_model
-from oppo_megatron.bench.suite import (
-    BenchError,
-    BenchStopped,
-    Run,
-    Suite,
-    require_same_work,
-    work_figures,
-    work_lines,
-)
+from oppo_megatron.bench.suite import BenchError, BenchStopped, Run, Suite, require_same_work, work_figures, work_lines
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts

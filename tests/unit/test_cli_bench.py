@@ -102,12 +102,7 @@ def test_wrong_arguments_are_told_before_anything_starts(config: Path, capsys: p
     for (kind, *arguments), message in wrong.items():
         assert main(["bench", kind, str(config), "--out", "out", *arguments]) == 2
         assert message in capsys.readouterr().err
-    for arguments in (
-        ["--steps", "0"],
-        ["--lognormal", "5"],
-        ["--repeats", "x"],
-        ["--trace", "t", "--lognormal", "1,1"],
-    ):
+    for arguments in (["--steps", "0"], ["--lognormal", "5"], ["--repeats", "x"], ["--trace", "t", "--lognormal", "1,1"]):
         with pytest.raises(SystemExit) as end:
             main(["bench", "overlap", str(config), *arguments])
         assert end.value.code == 2

@@ -157,9 +157,7 @@ def test_nothing_is_overwritten_unless_told(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_what_is_named_stands_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    told = written(
-        capsys, "reward-model", "--actor", "a b/c: #1", "--reward", "r", "--data", "x/{y}.jsonl", "--out", "n/p.yml"
-    )
+    told = written(capsys, "reward-model", "--actor", "a b/c: #1", "--reward", "r", "--data", "x/{y}.jsonl", "--out", "n/p.yml")
     tree = yaml.safe_load(Path("n/p.yml").read_text())
     assert tree["actor"]["checkpoint"] == tree["tokenizer"]["path"] == "a b/c: #1"
     assert tree["reward"]["checkpoint"] == "r" and tree["data"]["path"] == "x/{y}.jsonl"

@@ -192,14 +192,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     root = Path(__file__).resolve().parents[2]
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"PYTHONPATH": python_path(folder, root), **variables}
     pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, *arguments], cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment
-    )
+    return subprocess.Popen([sys.executable, *arguments], cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -239,9 +235,7 @@ def test_one_rank_may_have_a_process_of_its_own(
     assert rank == "0" and int(pid) != os.getpid()
 
 
-def test_given_rank_runs_here(
-    two_ranks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_given_rank_runs_here(two_ranks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(two_ranks))
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
@@ -320,12 +314,7 @@ def test_ranks_of_another_launcher_fail_with_their_own_exit_code(two_ranks: Path
     ],
 )
 def test_a_run_that_goes_back_is_started_again(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ends: list[int | str],
-    restarts: int,
-    code: int | None,
-    resumed: list[bool],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[int | str], restarts: int, code: int | None, resumed: list[bool]
 ) -> None:
     """However often, and without a restart for a killed rank being used up."""
     from oppo_megatron.cli import launch as launcher
@@ -346,9 +335,7 @@ def test_a_run_that_goes_back_is_started_again(
     monkeypatch.setattr(run, "load_settings", lambda *_: config)
     monkeypatch.setattr(run, "placed", lambda *_, **__: config)
     monkeypatch.setattr(run, "require_ready", lambda *_: None)  # its files are not there
-    args = argparse.Namespace(
-        command="train", config=None, overrides=[], dry_run=False, resume=False, max_restarts=restarts
-    )
+    args = argparse.Namespace(command="train", config=None, overrides=[], dry_run=False, resume=False, max_restarts=restarts)
     if code is None:
         with pytest.raises(launcher.RankKilled):
             run.run(args)

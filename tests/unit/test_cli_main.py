@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from oppo_megatron.cli import main as cli
-from oppo_megatron.cli.main import COMMANDS, main
+from oppo_megatron.cli.main import COMMANDS, Command, main
 from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.rundir.directory import RunDirectory
@@ -64,12 +66,7 @@ def test_user_error_is_a_message_without_traceback(config: Path, capsys: pytest.
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "train CONFIG --debug",
-        "launch slurm CONFIG --debug",
-        "launch --debug slurm CONFIG",
-        "bench overlap --debug CONFIG",
-    ],
+    ["train CONFIG --debug", "launch slurm CONFIG --debug", "launch --debug slurm CONFIG", "bench overlap --debug CONFIG"],
 )
 def test_debug_shows_where_an_error_comes_from(config: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     """Wherever it stands; a part of a command takes it, too."""
@@ -112,9 +109,7 @@ def test_dry_run_shows_configuration_and_ranks(config: Path, capsys: pytest.Capt
     assert max(map(len, table)) <= 120
     rows = [line.split() for line in table]
     # 2 layers of 20,480 shared and 128 whole weights, 2 x 16,384 of embedding and head, a norm: 4 bytes each
-    assert ["0", "actor", "1/2", "1/1", "1/1", "1-2", "0.28"] == next(row for row in rows if row[:2] == ["0", "actor"])[
-        :7
-    ]
+    assert ["0", "actor", "1/2", "1/1", "1/1", "1-2", "0.28"] == next(row for row in rows if row[:2] == ["0", "actor"])[:7]
     assert [row[1:6] for row in rows if row[0] in ("0", "1")][:2] == [
         ["actor", "1/2", "1/1", "1/1", "1-2"],
         ["actor", "2/2", "1/1", "1/1", "1-2"],
@@ -172,9 +167,7 @@ def test_a_run_that_has_ended_is_no_error_for_who_resumes_it(config: Path, capsy
     assert capsys.readouterr().err.count("holds a finished run") == 2
 
 
-def test_wrong_number_of_ranks(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_number_of_ranks(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main(["train", str(config), "--dry-run"]) == 2
@@ -244,15 +237,7 @@ def test_tokenizer_reads_columns_and_names_bad_rows(tmp_path: Path, capsys: pyte
 def test_validate_without_a_file_tells_what_is_there_and_what_is_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate"]) == 0
     out = capsys.readouterr().out
-    for word in (
-        "python",
-        "torch:",
-        "megatron-core:",
-        "transformer-engine:",
-        "gloo",
-        "usable cores",
-        "features that are off",
-    ):
+    for word in ("python", "torch:", "megatron-core:", "transformer-engine:", "gloo", "usable cores", "features that are off"):
         assert word in out
 
 
@@ -287,3 +272,27 @@ def test_only_the_chosen_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(SystemExit):
         main(["sft", "--help"])
     assert imported == ["oppo_megatron.cli.run"]
+
+
+def test_an_interrupt_waits_for_the_end_of_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "imported_while_told.py").write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        "    for _ in range(3):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(0.03)\n"
+        "except KeyboardInterrupt as error:\n"
+        "    raise RuntimeError('within the import') from error\n"
+        "finished = True\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("oppo_megatron.cli.main.COMMANDS", (Command("slow", "imported_while_told", "a command"),))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["slow"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert sys.modules["imported_while_told"].finished is True
+    assert capsys.readouterr().err == "oppo: interrupted\n"

@@ -66,9 +66,7 @@ def write_record(config: Path) -> dict[str, Any]:
     assert isinstance(settings, TrainSettings)
     machine = Machine("cpu", usable_cores())
     options = find_candidates(settings, machine)
-    trials = measure_all(
-        options.candidates, lambda c, turn: Run(2, 100, 3.0 + (c.name != "disaggregated 1 | 1"), 1.0, 1.0)
-    )
+    trials = measure_all(options.candidates, lambda c, turn: Run(2, 100, 3.0 + (c.name != "disaggregated 1 | 1"), 1.0, 1.0))
     record = to_record(fingerprint(settings, machine), options, trials, choose(options, trials))
     Path("run").mkdir()
     Path("run/placement.json").write_text(json.dumps(record))
@@ -158,9 +156,7 @@ def test_the_report_has_the_table_the_reason_and_the_lines_to_paste(config: Path
     table = [line.split() for line in lines.splitlines()]
     assert ["disaggregated", "1", "|", "1", "2", "1", "1.50", "0.50", "0.50", "0.50", "33.33", "1.00", "0.00"] in table
     assert "failed: single: ended by SIGKILL" in lines and "needs 33.3% more time" in lines
-    assert lines.endswith(
-        "placement:\n  mode: disaggregated\n  actor: {tp: 1, pp: 1, dp: 1}\n  scorer: {tp: 1, pp: 1, dp: 1}\n"
-    )
+    assert lines.endswith("placement:\n  mode: disaggregated\n  actor: {tp: 1, pp: 1, dp: 1}\n  scorer: {tp: 1, pp: 1, dp: 1}\n")
     config.write_text(CONFIG.replace("placement: {mode: auto}", lines[lines.index("placement:\n") :]))
     assert main(["validate", "--skip-data", str(config)]) == 0
 

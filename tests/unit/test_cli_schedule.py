@@ -22,9 +22,7 @@ from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.costs_file import costs_tree, read_costs
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = [
-    str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("examples/*/*.yaml")) if "rollout:" in path.read_text()
-]
+EXAMPLES = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("examples/*/*.yaml")) if "rollout:" in path.read_text()]
 CONFIG = """
 run_dir: run
 steps: 3
@@ -295,10 +293,7 @@ def test_costs_from_a_file(config: Path, capsys: pytest.CaptureFixture[str]) -> 
         ('{"decode": []}', "decode is []; give two numbers"),
         ('{"decode": [[1, 2], [3]]}', "decode at stage 1 is [3]; give two numbers"),
         ('{"decode": [[1, 2]]}', "decode is of 1 stages, but the role has pp 2"),
-        (
-            '{"prefill": {"critic": [[1, 2], [1, 2], [1, 2]]}}',
-            "prefill of critic is of 3 stages, but the role has pp 2",
-        ),
+        ('{"prefill": {"critic": [[1, 2], [1, 2], [1, 2]]}}', "prefill of critic is of 3 stages, but the role has pp 2"),
         ('{"sample": [[1, 2], [1, 2]]}', "sample is [[1, 2], [1, 2]]; give two numbers"),
         ('{"prefill": [1, 2]}', "a pair for each role"),
         ('{"prefill": {"critic": [1]}}', "prefill of critic is [1]"),
@@ -323,9 +318,7 @@ def test_wrong_costs_are_refused(config: Path, text: str, says: str) -> None:
         (["rollout.batch_sise=3"], "batch_size"),
     ],
 )
-def test_wrong_input_ends_with_2(
-    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
+def test_wrong_input_ends_with_2(config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
     assert main(["plan", "schedule", str(config), *arguments]) == 2
     assert says in capsys.readouterr().err
 

@@ -50,9 +50,7 @@ def test_it_writes_what_a_run_writes(config: Path, tmp_path: Path, capsys: pytes
     assert "finished" in refused(capsys, config, "--steps", "4", *LENGTHS, "--out", out)
 
 
-def test_a_sweep_has_a_run_for_each_value_in_each_mode(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_has_a_run_for_each_value_in_each_mode(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     sweep = ("--modes", "sequential,full", "--sweep", "overlap.delta.initial=0,4")
     assert main(["plan", "simulate", str(config), "--steps", "3", *LENGTHS, *sweep, "--out", str(out)]) == 0
@@ -74,9 +72,7 @@ def test_seconds_of_a_cluster(config: Path, tmp_path: Path, capsys: pytest.Captu
     assert "has 2 ranks, but the cluster 1" in refused(capsys, config, "--steps", "2", *LENGTHS, "--cluster", cluster)
 
 
-def test_a_calibrated_run_takes_what_the_run_took(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_calibrated_run_takes_what_the_run_took(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a made-up run: its updates, its moves and its planning come back."""
     run, out = tmp_path / "run", tmp_path / "out"
     run.mkdir()
@@ -117,9 +113,7 @@ def test_a_calibrated_run_takes_what_the_run_took(
         (("--steps", "2", *LENGTHS, "--calibrate", "nowhere"), "no metrics.jsonl"),
     ],
 )
-def test_what_is_refused(
-    config: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
-) -> None:
+def test_what_is_refused(config: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
     assert said in refused(capsys, config, *arguments)
 
 

@@ -56,9 +56,7 @@ def directives(script: str) -> list[list[str]]:
 
 
 def test_nodes_and_tasks_follow_from_the_configuration(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    script, told = write(
-        capsys, config, "seed=3", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--time=1-00:00:00"
-    )
+    script, told = write(capsys, config, "seed=3", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--time=1-00:00:00")
     (options,) = directives(script)
     for option in (
         "job-name=oppo-big-one", "nodes=3", "ntasks-per-node=4", "gpus-per-node=4", "partition=gpu", "account=me",
@@ -89,16 +87,12 @@ def test_a_heterogeneous_job(config: str, capsys: pytest.CaptureFixture[str]) ->
         assert line in script.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("ready", "actor_dp", "options"), [("train.sbatch", 2, []), ("train-hetero.sbatch", 4, ["--hetero"])]
-)
+@pytest.mark.parametrize(("ready", "actor_dp", "options"), [("train.sbatch", 2, []), ("train-hetero.sbatch", 4, ["--hetero"])])
 def test_the_ready_scripts_have_the_lines_of_the_template(
     config: str, capsys: pytest.CaptureFixture[str], ready: str, actor_dp: int, options: list[str]
 ) -> None:
     """Of nodes that are all full, and but for the working directory, which is the one that sbatch is called in."""
-    placement = (
-        f"placement={{mode: disaggregated, actor: {{tp: 2, dp: {actor_dp}}}, scorer: {{tp: 2, pp: {actor_dp}}}}}"
-    )
+    placement = f"placement={{mode: disaggregated, actor: {{tp: 2, dp: {actor_dp}}}, scorer: {{tp: 2, pp: {actor_dp}}}}}"
     script, _ = write(capsys, config, placement, "--job-name=oppo", *options)
     written, own = (text[text.index("#SBATCH ") :].partition("\n\n")[0] for text in (script, packaged(ready)))
     assert [line for line in written.splitlines() if "--chdir=" not in line] == own.splitlines()
@@ -162,9 +156,7 @@ def test_notes(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpus-per-node=4", "--out=./tok/../c.yaml"], "the configuration itself"),
     ],
 )
-def test_what_does_not_fit(
-    config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
-) -> None:
+def test_what_does_not_fit(config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
     assert main(["launch", "slurm", config, *arguments]) == 2
     captured = capsys.readouterr()
     assert expected in captured.err and captured.out == ""

@@ -24,9 +24,7 @@ class Chain:
     def stages(self) -> list[Stage]:
         stages: list[Stage] = []
         for name in ("first", "second", "third"):
-            stages.append(
-                Stage(name, name, self.root / name, {"value": self.settings[name]}, self._maker(name), stages[-1:])
-            )
+            stages.append(Stage(name, name, self.root / name, {"value": self.settings[name]}, self._maker(name), stages[-1:]))
         return stages
 
     def _maker(self, name: str) -> Callable[[], int]:

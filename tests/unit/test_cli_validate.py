@@ -39,8 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "rewards: [{kind: verifier, name: arithmetic}]\nrollout: {batch_size: 8, max_response_tokens: 20}\n"
     )
     (tmp_path / "sft.yaml").write_text(
-        f"run_dir: run\ntokenizer: {{path: t.model}}\ndata: {{path: rows.jsonl}}\nmodel: {{init: {shape}}}\n"
-        "max_tokens: 64\n"
+        f"run_dir: run\ntokenizer: {{path: t.model}}\ndata: {{path: rows.jsonl}}\nmodel: {{init: {shape}}}\nmax_tokens: 64\n"
     )
     return tmp_path
 
@@ -101,9 +100,7 @@ def test_services_too(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "valid configuration for `oppo serve`" in capsys.readouterr().out
     assert "others can reach" in refused("scorer.yaml", "host=0.0.0.0")
     assert "SERVE_TOKEN is not set" in refused("serve.yaml", "host=0.0.0.0", "token_env=SERVE_TOKEN")
-    assert "cannot be imported" in refused(
-        "serve.yaml", "rewards=[{kind: model}, {kind: python, entry_point: 'no_module:f'}]"
-    )
+    assert "cannot be imported" in refused("serve.yaml", "rewards=[{kind: model}, {kind: python, entry_point: 'no_module:f'}]")
     monkeypatch.setenv("SERVE_TOKEN", "a-token-of-enough-characters")
     monkeypatch.syspath_prepend(folder)
     (folder / "spy.py").write_text("import os\nassert 'SERVE_TOKEN' not in os.environ, 'told'\ndef f(*_): return 0.0\n")

@@ -100,9 +100,7 @@ def test_a_run_directory_without_rights(
 
 def test_no_cuda_device(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oppo_megatron.cli.measure.cuda_devices", lambda: 0)
-    assert "torch finds no CUDA device here; set runtime.device=cpu" in both_refuse(
-        capsys, "train.yaml", "runtime.device=cuda"
-    )
+    assert "torch finds no CUDA device here; set runtime.device=cpu" in both_refuse(capsys, "train.yaml", "runtime.device=cuda")
 
 
 @pytest.fixture
@@ -172,9 +170,7 @@ def test_a_service_without_its_packages(
         assert "pip install 'oppo-megatron[serve]'" in said and "pip install '.[serve]'" in said
 
 
-def test_too_little_space_and_memory(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_and_memory(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oppo_megatron.rundir.directory.free_bytes", lambda _: 2**20)
     assert "1.0 MB are free on its disk, but the run writes at least about" in both_refuse(capsys, "train.yaml")
     monkeypatch.undo()
@@ -240,9 +236,7 @@ def test_a_folder_for_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -
         (("validate", "train.yaml", "rollout.batch_sise=4"), "`batch_size`"),
     ],
 )
-def test_the_nearest_word(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], nearest: str
-) -> None:
+def test_the_nearest_word(folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], nearest: str) -> None:
     said = refused(capsys, *arguments)
     assert "did you mean" in said and nearest in said.replace("rollout.", "")
 
@@ -270,9 +264,7 @@ def test_settings_with_dashes(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "settings are given as a.b=c" in refused(capsys, "train", "train.yaml", "--zzz", "3")
 
 
-def test_a_frozen_reward_model_is_not_told_to_begin_with_a_new_head(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_frozen_reward_model_is_not_told_to_begin_with_a_new_head(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "m").mkdir()
     (folder / "m" / "config.json").write_text(json.dumps({**SHAPE, "architectures": ["Qwen2ForCausalLM"]}))
     parts = ["rewards=[{kind: model}]", "reward={checkpoint: m}"]
@@ -282,9 +274,7 @@ def test_a_frozen_reward_model_is_not_told_to_begin_with_a_new_head(
 
 def test_a_broken_chat_template_is_said_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     template = "{% for m in messages %}\n{{ m.content }\n{% endfor %}"
-    (folder / "train.yaml").write_text(
-        yaml.safe_dump({**TRAIN, "tokenizer": {"path": "t.model", "chat_template": template}})
-    )
+    (folder / "train.yaml").write_text(yaml.safe_dump({**TRAIN, "tokenizer": {"path": "t.model", "chat_template": template}}))
     said = refused(capsys, "validate", "train.yaml")
     assert said.count("not a Jinja template") == 1 and "tokenizer.chat_template, line 2" in said
     assert "{{ m.content }" in said

@@ -36,9 +36,7 @@ def calls(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("codes", "code", "starts"), [(["75", "75", "0"], 0, 3), (["0"], 0, 1), (["75", "2"], 2, 2), (["75"] * 9, 75, 4)]
 )
-def test_75_and_nothing_else_is_started_again_and_not_for_ever(
-    tmp_path: Path, codes: list[str], code: int, starts: int
-) -> None:
+def test_75_and_nothing_else_is_started_again_and_not_for_ever(tmp_path: Path, codes: list[str], code: int, starts: int) -> None:
     loop = begin(tmp_path, codes, MAX_REQUEUES="3")
     _, told = loop.communicate(timeout=120)
     assert loop.returncode == code, told

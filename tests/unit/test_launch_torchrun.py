@@ -12,20 +12,14 @@ RUN = ["2", "train", "c.yaml", "--resume"]
 ONE_NODE = "--standalone --nproc-per-node 2 --no-python oppo train c.yaml --resume"
 
 
-def started(
-    folder: Path, launchers: list[str], *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def started(folder: Path, launchers: list[str], *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The script with launchers that print what they are and get."""
     for name in launchers:
         (folder / name).write_text(f'#!/bin/sh\necho "{name} $*"\n')
         (folder / name).chmod(0o755)
     path = f"{folder}:/usr/bin:/bin"
     return subprocess.run(
-        ["/bin/bash", str(SCRIPT), *arguments],
-        env={"PATH": path, **environment},
-        text=True,
-        capture_output=True,
-        check=False,
+        ["/bin/bash", str(SCRIPT), *arguments], env={"PATH": path, **environment}, text=True, capture_output=True, check=False
     )
 
 

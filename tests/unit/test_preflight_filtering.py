@@ -17,10 +17,7 @@ from tests.unit.test_preflight_settings import put, settings_without_critic
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     return settings_without_critic(tmp_path) | {
-        "rewards": [
-            {"kind": "verifier", "name": "gsm8k"},
-            {"kind": "python", "entry_point": "tests.e2e.rewards:failing"},
-        ],
+        "rewards": [{"kind": "verifier", "name": "gsm8k"}, {"kind": "python", "entry_point": "tests.e2e.rewards:failing"}],
         "rollout": {"batch_size": 32, "max_response_tokens": 100},
         "algorithm": {"preset": "dapo"},
         "overlap": {"backfill": True, "delta": {"initial": 1, "max": 2}},
@@ -66,14 +63,8 @@ def test_dapo_brings_the_backfill_that_its_filter_needs(settings: dict[str, Any]
             {"algorithm.preset": "reinforce_pp", "filter": {}},
             "filter is set, but rollout.group_size is 1, and a response alone is always equally good",
         ),
-        (
-            {"filter": {"metric": "gsm8"}},
-            "filter.metric is 'gsm8', but no part of rewards has that name; did you mean `gsm8k`?",
-        ),
-        (
-            {"filter": {"metric": "acc"}},
-            "no part of rewards has that name; choose from reward, gsm8k, tests.e2e.rewards:failing",
-        ),
+        ({"filter": {"metric": "gsm8"}}, "filter.metric is 'gsm8', but no part of rewards has that name; did you mean `gsm8k`?"),
+        ({"filter": {"metric": "acc"}}, "no part of rewards has that name; choose from reward, gsm8k, tests.e2e.rewards:failing"),
         ({"overlong.penalty": 0.5}, "overlong.penalty is 0.5, but overlong.buffer is null, and nothing reads it"),
         ({"overlong.buffer": 101}, "overlong.buffer is 101, but rollout.max_response_tokens is 100"),
     ],

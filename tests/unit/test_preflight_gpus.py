@@ -57,11 +57,7 @@ def test_a_node_that_lacks_nothing_is_described_and_blamed_for_nothing() -> None
         (NODE, replace(HOST, memory_lock_bytes=2**26), "at most 65536 KiB may be locked"),
         (NODE, replace(HOST, variables={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}), "until stall_deadline_s"),
         (NODE, replace(HOST, variables={"NCCL_P2P_DISABLE": "1"}), "NCCL_P2P_DISABLE=1 keeps NCCL from NVLink"),
-        (
-            NODE,
-            replace(HOST, smi_failed="gave no answer within 20 s"),
-            "nvidia-smi gave no answer within 20 s: a driver that",
-        ),
+        (NODE, replace(HOST, smi_failed="gave no answer within 20 s"), "nvidia-smi gave no answer within 20 s: a driver that"),
         (TorchBuild(None), HOST, "this torch is built for the CPU: install one built for CUDA"),
         (TorchBuild("12.8"), replace(HOST, driver=None), "no NVIDIA driver is loaded"),
         (TorchBuild("12.8"), HOST, "finds no device: the container has none"),
@@ -83,8 +79,7 @@ def test_a_machine_without_gpus_lacks_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "runs"),
-    [((8, 0), True), ((8, 9), True), ((9, 0), True), ((10, 0), True), ((7, 5), False)],
+    ("capability", "runs"), [((8, 0), True), ((8, 9), True), ((9, 0), True), ((10, 0), True), ((7, 5), False)]
 )
 def test_binaries_serve_their_generation_and_source_all_later_ones(capability: tuple[int, int], runs: bool) -> None:
     assert has_kernels(capability, ARCHITECTURES) is runs
@@ -98,15 +93,11 @@ def test_the_kernels_files_and_nvidia_smi_are_read(tmp_path: Path) -> None:
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     version = tmp_path / "proc/driver/nvidia/version"
     version.parent.mkdir(parents=True)
-    version.write_text(
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC 12\n"
-    )
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC 12\n")
     asked: list[list[str]] = []
     host = read_host({"NCCL_IB_DISABLE": "1", "HOME": "/"}, tmp_path, lambda words: asked.append(list(words)) or SMI)
     assert (host.driver, host.links, host.ports) == ("550.54.15", (2, 1), ("mlx5_0/1: ACTIVE, 400 Gb/sec (4X NDR)",))
-    assert (
-        asked == [["nvlink", "--status"]] and host.variables == {"NCCL_IB_DISABLE": "1"} and host.shared_bytes is None
-    )
+    assert asked == [["nvlink", "--status"]] and host.variables == {"NCCL_IB_DISABLE": "1"} and host.shared_bytes is None
     (tmp_path / "dev/shm").mkdir(parents=True)
     assert (read_host({}, tmp_path, lambda words: "").shared_bytes or 0) > 0
     nothing = read_host({}, tmp_path / "none", lambda words: "")
@@ -114,10 +105,7 @@ def test_the_kernels_files_and_nvidia_smi_are_read(tmp_path: Path) -> None:
 
 
 SMI_FAILS = {
-    "a failure": (
-        "echo Failed to initialize NVML: Driver/library version mismatch; exit 18",
-        "exit code 18 (Failed to init",
-    ),
+    "a failure": ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18", "exit code 18 (Failed to init"),
     "without a word": ("exit 9", "failed with exit code 9 (without a word)"),
     "it hangs": ("exec sleep 60", "gave no answer within 0.3 s"),
     "no program": (None, "could not be run (Exec format error)"),

@@ -54,9 +54,7 @@ def test_defaults(loss: str, folder: Path) -> None:
     assert chosen.optimizer.lr == 1e-6 and chosen.dpo.beta == 0.1
     adapted = config(loss, folder, model={"checkpoint": folder / "model", "lora": {"rank": 2}})
     assert adapted.optimizer.lr == 1e-5
-    half = config(
-        loss, folder, reference={"checkpoint": folder / "model"}, runtime={"dtype": "bfloat16", "device": "cpu"}
-    )
+    half = config(loss, folder, reference={"checkpoint": folder / "model"}, runtime={"dtype": "bfloat16", "device": "cpu"})
     assert half.reference is not None and half.reference.dtype == "bfloat16" == half.model.dtype
 
 

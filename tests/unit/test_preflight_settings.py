@@ -81,8 +81,7 @@ def test_a_chunk_ends_where_prompts_enter(settings: dict[str, Any]) -> None:
 
 def test_backfill_asks_for_no_more_slots(settings: dict[str, Any]) -> None:
     plain, backfilled = (
-        TrainConfig.model_validate(settings | {"overlap": {"backfill": on, "delta": {"max": 8}}})
-        for on in (False, True)
+        TrainConfig.model_validate(settings | {"overlap": {"backfill": on, "delta": {"max": 8}}}) for on in (False, True)
     )
     assert most_sequences(backfilled) == most_sequences(plain) == 16
 
@@ -128,10 +127,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"data.prompt_template": "no place"}, "data.prompt_template is 'no place', but must contain `{prompt}`"),
     ({"data.path": []}, "data.path is an empty list"),
-    (
-        {"actor.optimizer": {"lr": 1e-5, "min_lr": 1e-4}},
-        "actor.optimizer.min_lr is 0.0001, but must not exceed lr 1e-05",
-    ),
+    ({"actor.optimizer": {"lr": 1e-5, "min_lr": 1e-4}}, "actor.optimizer.min_lr is 0.0001, but must not exceed lr 1e-05"),
 ]
 
 

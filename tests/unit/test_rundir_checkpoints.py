@@ -50,11 +50,7 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
-DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (flip, "SHA-256"),
-    (truncate, "bytes, but"),
-    (remove, "is missing"),
-]
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [(flip, "SHA-256"), (truncate, "bytes, but"), (remove, "is missing")]
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES)
@@ -104,9 +100,7 @@ def test_files_that_the_manifest_lacks_or_does_not_list_are_named(tmp_path: Path
 def test_one_of_another_version_is_not_damaged(tmp_path: Path, written: int) -> None:
     folder = fill(tmp_path / "c")
     (folder / MANIFEST).write_text(f'{{"format": {written}, "files": {{}}}}')
-    with pytest.raises(
-        OtherFormatError, match=f"format {written}, .* reads format 2; resume with the version that wrote it"
-    ):
+    with pytest.raises(OtherFormatError, match=f"format {written}, .* reads format 2; resume with the version that wrote it"):
         require_whole(folder)
 
 

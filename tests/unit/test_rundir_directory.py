@@ -161,9 +161,7 @@ def test_replacing_a_file_never_changes_what_a_reader_has_open(tmp_path: Path) -
 
 
 def test_json_of_numbers_that_are_not_finite() -> None:
-    line = json.loads(
-        encode_json({"a": float("nan"), "b": {"c": float("-inf"), "d": 1.5}, "e": [1, float("inf")], "f": True})
-    )
+    line = json.loads(encode_json({"a": float("nan"), "b": {"c": float("-inf"), "d": 1.5}, "e": [1, float("inf")], "f": True}))
     assert line == {"a": None, "b": {"c": None, "d": 1.5}, "e": [1, None], "f": True, "non_finite": ["a", "b.c", "e.1"]}
     assert json.loads(encode_json({"deferred": {0: 3}, "path": Path("x/y")})) == {"deferred": {"0": 3}, "path": "x/y"}
 

@@ -79,9 +79,7 @@ def test_non_finite_values_are_null_and_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
         log.write(1, {"grad_norm": float("inf"), "loss": float("nan"), "ok": 1.0})
-    assert read_metrics(path) == [
-        {"step": 1, "grad_norm": None, "loss": None, "ok": 1.0, "non_finite": ["grad_norm", "loss"]}
-    ]
+    assert read_metrics(path) == [{"step": 1, "grad_norm": None, "loss": None, "ok": 1.0, "non_finite": ["grad_norm", "loss"]}]
 
 
 def test_every_truncation_of_the_last_line_is_read(tmp_path: Path) -> None:
@@ -112,25 +110,10 @@ def line(step: int, **fields: Any) -> dict[str, Any]:
 
 def test_summary_leaves_out_the_warm_up_step() -> None:
     lines = [
-        line(
-            1,
-            step_s=100.0,
-            decode_s=90.0,
-            train_s=9.0,
-            score_exposed_s=50.0,
-            score_busy_s=50.0,
-            tokens=1,
-            reward_mean=0.0,
-        ),
-        line(
-            2, step_s=2.0, decode_s=1.0, train_s=0.5, score_exposed_s=0.2, score_busy_s=1.0, tokens=10, reward_mean=1.0
-        ),
-        line(
-            3, step_s=4.0, decode_s=2.0, train_s=1.0, score_exposed_s=0.1, score_busy_s=3.0, tokens=20, reward_mean=2.0
-        ),
-        line(
-            4, step_s=6.0, decode_s=3.0, train_s=1.5, score_exposed_s=0.1, score_busy_s=4.0, tokens=30, reward_mean=6.0
-        ),
+        line(1, step_s=100.0, decode_s=90.0, train_s=9.0, score_exposed_s=50.0, score_busy_s=50.0, tokens=1, reward_mean=0.0),
+        line(2, step_s=2.0, decode_s=1.0, train_s=0.5, score_exposed_s=0.2, score_busy_s=1.0, tokens=10, reward_mean=1.0),
+        line(3, step_s=4.0, decode_s=2.0, train_s=1.0, score_exposed_s=0.1, score_busy_s=3.0, tokens=20, reward_mean=2.0),
+        line(4, step_s=6.0, decode_s=3.0, train_s=1.5, score_exposed_s=0.1, score_busy_s=4.0, tokens=30, reward_mean=6.0),
     ]
     lines[1]["deferred"] = {"0": 7, "1": 1}
     lines[0]["deferred"] = {"0": 8}
@@ -158,9 +141,7 @@ def test_summary_without_fields_or_lines() -> None:
     for lines in ([], [line(1, reward_mean=None, score_exposed_s=0.0, score_busy_s=0.0)]):
         summary = summarise(lines)
         assert summary["steps"] == len(lines)
-        assert (
-            summary["reward_first"] is summary["scoring_hidden"] is summary["step_s"] is summary["tokens_per_s"] is None
-        )
+        assert summary["reward_first"] is summary["scoring_hidden"] is summary["step_s"] is summary["tokens_per_s"] is None
         assert summary["deferred"] == {}
 
 

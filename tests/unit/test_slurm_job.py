@@ -105,12 +105,7 @@ class Slurm:
 def slurm(tmp_path: Path) -> Slurm:
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name, text in (
-        ("srun", SRUN),
-        ("scontrol", SCONTROL),
-        ("oppo", OPPO),
-        ("sleep", "#!/bin/sh\nexec /bin/sleep 0.1\n"),
-    ):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("oppo", OPPO), ("sleep", "#!/bin/sh\nexec /bin/sleep 0.1\n")):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     (tmp_path / "c.yaml").write_text("run_dir: run\n")
@@ -185,12 +180,9 @@ WAITING = "while :; do /bin/sleep 0.1; done"
 
 
 @pytest.mark.parametrize(
-    ("number", "requeued", "says"),
-    [(signal.SIGUSR1, True, "told to stop"), (signal.SIGTERM, False, "cancelled: not requeued")],
+    ("number", "requeued", "says"), [(signal.SIGUSR1, True, "told to stop"), (signal.SIGTERM, False, "cancelled: not requeued")]
 )
-def test_a_signal_to_the_script_reaches_every_rank(
-    slurm: Slurm, number: signal.Signals, requeued: bool, says: str
-) -> None:
+def test_a_signal_to_the_script_reaches_every_rank(slurm: Slurm, number: signal.Signals, requeued: bool, says: str) -> None:
     slurm.ranks(WAITING, WAITING)
     job = slurm.start()
     slurm.wait_for("listening", 2)
@@ -240,9 +232,7 @@ def test_the_container_variant(slurm: Slurm) -> None:
     here = slurm.root
     assert code == 0
     for line in slurm.lines("sruns"):
-        assert (
-            f"--container-image=nvcr.io#nvidia/nemo:26.02 --container-workdir={here} --no-container-mount-home" in line
-        )
+        assert f"--container-image=nvcr.io#nvidia/nemo:26.02 --container-workdir={here} --no-container-mount-home" in line
         assert f"--container-mounts={here}:{here},{here}/logs:{here}/logs,/data:/data " in line
 
 
@@ -265,9 +255,7 @@ def test_what_does_not_fit_is_told_before_a_rank_is_started(
 
 def test_settings_of_the_cluster_come_from_its_file(slurm: Slurm) -> None:
     local = slurm.root / "mine.env"
-    local.write_text(
-        "MASTER_ADDR=head.example MASTER_PORT=4444\nOPPO_LOG_DIR=out\nsetup_rank() { export VERSION=9; }\n"
-    )
+    local.write_text("MASTER_ADDR=head.example MASTER_PORT=4444\nOPPO_LOG_DIR=out\nsetup_rank() { export VERSION=9; }\n")
     code, told = slurm.run(OPPO_CLUSTER_ENV=str(local))
     assert code == 0 and "oppo 9" in told and all(" head.example:4444 " in line for line in slurm.lines("ranks"))
     assert (slurm.root / "out").is_dir()

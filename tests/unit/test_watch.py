@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.report.watch import blocks, fitted, glance, last_objects, spark, watch
+from oppo_megatron.report.watch import blocks, glance, last_objects, spark, watch
 from oppo_megatron.rundir.directory import write_json
 from tests.support.runs import append, metrics_line, rollout, write_run
 
@@ -107,14 +107,3 @@ def test_only_whole_lines_of_the_end_of_a_file(tmp_path: Path) -> None:
 def test_sparkline() -> None:
     assert spark([0.0, 1.0]) == "▁█" and spark([2.0, 2.0]) == "▁▁"
     assert len(spark(list(range(1000)), 36)) == 36
-
-
-@pytest.mark.parametrize(("width", "height"), [(40, 15), (80, 24), (130, 30)])
-def test_a_low_terminal_shows_what_fits(tmp_path: Path, width: int, height: int) -> None:
-    run = write_run(tmp_path / "run", steps=6, finished=False)
-    console = Console(file=StringIO(), width=width, height=height, highlight=False)
-    shown = fitted(glance(run.path), console)
-    assert len(console.render_lines(shown, pad=False)) <= height
-    console.print(shown)
-    text = console.file.getvalue()
-    assert "step 6 of 6" in text and ("more: --interval 0 shows all" in text or " newest response " in text)
