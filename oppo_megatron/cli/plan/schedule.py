@@ -15,23 +15,21 @@ from oppo_megatron.errors import ConfigError, ScheduleError
 from oppo_megatron.layout.layouts import format_ranks
 from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.schedule.actions import Schedule, parse_schedule
-from oppo_megatron.schedule.checking.checker import Fault, check_timeline
+from oppo_megatron.schedule.checking.checker import check_timeline
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate
-from oppo_megatron.schedule.checking.transport import GLOO, Transport, transport_of
-from oppo_megatron.schedule.checking.transport import TRANSPORTS as BY_NAME
+from oppo_megatron.schedule.checking.transport import GLOO, TRANSPORTS, Transport, transport_of
 from oppo_megatron.schedule.drawing import draw, render
 from oppo_megatron.schedule.links import most_streams
 from oppo_megatron.schedule.preview import Preview, least_s, preview
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.costs_file import read_costs
+from oppo_megatron.schedule.weaving.generators import GENERATORS
 from oppo_megatron.train.verdicts import verdict_clock
 
 HELP = "draw and check what every rank does in a round"
 EXIT_FAULT = 2
 WITHOUT_TERMINAL = (100, 24)
-GENERATORS = ("sequential", "intra", "woven")
-TRANSPORTS = ("gloo", "nccl", "nccl-one-queue", "nccl-cold")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,51 +49,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-
-    _check_out(args.out)
+    if args.out is not None and args.out.suffix != ".png":  # matplotlib would write another file name or format
+        raise ConfigError(f"--out {args.out}: the grid is drawn as PNG; name a file that ends in .png")
     settings = load_settings("train", args.config, args.overrides, inputs=False, models=False)
     config = cast("TrainConfig | None", placed(settings, measure=False))
     if config is None:
         print("\n".join([*unplaced(settings), "to draw one of them, add its placement, as in placement.mode=single"]))
         return 0
-    costs: Costs = read_costs(args.costs, role_placements(config)) if args.costs else Costs()
-    transport = _transport(args.transport, config)
+    placements = role_placements(config)
+    costs = read_costs(args.costs, placements) if args.costs else Costs()
+    if args.transport:
+        transport = TRANSPORTS[args.transport]
+    else:  # without torch, the device of `runtime.device: auto` is unknown
+        transport = transport_of(config.runtime.device, os.environ, most_streams(Site(placements)))
+    # An order that the user names is drawn unchanged; else it is planned by the transport's rules, as in a run.
+    planned_by = GLOO if args.generator or args.source or not transport.made else transport
     shown = preview(
-        config,
-        args.round,
-        prompt_tokens=args.prompt_tokens,
-        generator=args.generator,
-        costs=costs,
-        transport=_planned_by(transport, args),
+        config, args.round, prompt_tokens=args.prompt_tokens, generator=args.generator, costs=costs, transport=planned_by
     )
     schedule = _read(args.source) if args.source else shown.schedule
     timeline = simulate(schedule, shown.round, shown.site, costs, transport)
     faults = check_timeline(schedule, shown.round, shown.site, shown.budgets, timeline, transport)
     if args.text:
         print(schedule.text())
-    title = _title(shown, args)
+    changed = f"; changed on ranks {format_ranks(shown.changed)} for held sends" if shown.changed else ""
+    title = f"round {args.round} of {shown.num_rounds} of the first step, {args.source or shown.generator}{changed}"
     print("\n".join([title, *_facts(shown, timeline, costs, transport, args), *_filtered(shown, config)]))
-    _draw(timeline, faults, title, args.out)
-    return _verdict(faults)
-
-
-def _check_out(path: Path | None) -> None:
-    """Check the output first: matplotlib would write another file name or format."""
-    if path is not None and path.suffix != ".png":
-        raise ConfigError(f"--out {path}: the grid is drawn as PNG; name a file that ends in .png")
-
-
-def _transport(name: str | None, config: TrainConfig) -> Transport:
-    """Return the transport that is named, or the run's.  Without torch, the device of `runtime.device: auto` is unknown."""
-    if name:
-        return BY_NAME[name]
-    return transport_of(config.runtime.device, os.environ, most_streams(Site(role_placements(config))))
-
-
-def _planned_by(transport: Transport, args: argparse.Namespace) -> Transport:
-    """Plan by the transport's rules, as a run does; an order named by the user is drawn unchanged."""
-    named = args.generator is not None or args.source is not None
-    return GLOO if named or not transport.made else transport
+    print("\n" + render(timeline, shutil.get_terminal_size(WITHOUT_TERMINAL).columns, faults))
+    if args.out is not None:
+        draw(timeline, args.out, faults, title)
+        print(f"wrote {args.out}")
+    if not faults:
+        print("OK: the checker finds no fault")
+        return 0
+    print(f"the checker finds {'1 fault' if len(faults) == 1 else f'{len(faults)} faults'}:")
+    print("\n".join(f"  - {fault}" for fault in faults))
+    return EXIT_FAULT
 
 
 def _read(path: Path) -> Schedule:
@@ -107,33 +96,27 @@ def _read(path: Path) -> Schedule:
         raise ScheduleError(f"{path}: {error}") from error
 
 
-def _title(shown: Preview, args: argparse.Namespace) -> str:
-    origin = str(args.source) if args.source else shown.generator
-    instead = f"; changed on ranks {format_ranks(shown.changed)} for held sends" if shown.changed else ""
-    return f"round {args.round} of {shown.num_rounds} of the first step, {origin}{instead}"
-
-
 def _facts(shown: Preview, timeline: Timeline, costs: Costs, transport: Transport, args: argparse.Namespace) -> list[str]:
     work = [f"{shown.round.steps} decode steps" if shown.round.steps else "no decoding"]
     counts = {role: sum(map(len, replicas)) for role, replicas in shown.round.prefill.items()}
     work += [f"{role} {count}" for role, count in counts.items() if count]
     seconds = f"{'stuck after' if timeline.stuck else 'predicted:'} {timeline.makespan_s:.4f} s"
     origin = f"costs of {args.costs}" if args.costs else "built-in costs"
+    forks = {role: [fork for own in replicas for fork in own] for role, replicas in shown.round.forks.items()}
+    forked = (f"{role} {len(own)} ({sum(fork.tokens for fork in own)} tokens)" for role, own in forks.items())
+    least = []
+    if not timeline.stuck:
+        path_s, busy_s = least_s(shown.round, shown.site, timeline, costs)
+        ratio = timeline.makespan_s / max(path_s, busy_s)
+        least = [f"{ratio:.2f} times the larger of decoding alone ({path_s:.4f} s) and the busiest rank's work ({busy_s:.4f} s)"]
     return [
         "assumed:",
         *(f"  {what}" for what in (*shown.assumed, origin, f"messages over {transport.name}")),
         f"work: {work[0]}{'; prefill micro-batches: ' if work[1:] else ''}{', '.join(work[1:])}",
-        *_forks(shown),
+        *([f"forks, instead of prefills: {', '.join(forked)}"] if forks else []),
         f"{seconds}, bubble share {timeline.bubble():.1%} (of each rank: beside the grid)",
-        *([] if timeline.stuck else [_least(shown, timeline, costs)]),
+        *least,
     ]
-
-
-def _forks(shown: Preview) -> list[str]:
-    """Return a note on prompt tokens that prefills skip because responses to one prompt fork its cache."""
-    forks = {role: [fork for own in replicas for fork in own] for role, replicas in shown.round.forks.items()}
-    told = (f"{role} {len(own)} ({sum(fork.tokens for fork in own)} tokens)" for role, own in forks.items())
-    return [f"forks, instead of prefills: {', '.join(told)}"] if forks else []
 
 
 def _filtered(shown: Preview, config: TrainConfig) -> list[str]:
@@ -148,25 +131,3 @@ def _filtered(shown: Preview, config: TrainConfig) -> list[str]:
         "  a group that it drops is read no further, and a new prompt takes its places; the round after prefills it",
         "  a batch is complete only where it judges",
     ]
-
-
-def _least(shown: Preview, timeline: Timeline, costs: Costs) -> str:
-    path_s, busy_s = least_s(shown.round, shown.site, timeline, costs)
-    ratio = timeline.makespan_s / max(path_s, busy_s)
-    return f"{ratio:.2f} times the larger of decoding alone ({path_s:.4f} s) and the busiest rank's work ({busy_s:.4f} s)"
-
-
-def _draw(timeline: Timeline, faults: list[Fault], title: str, out: Path | None) -> None:
-    print("\n" + render(timeline, shutil.get_terminal_size(WITHOUT_TERMINAL).columns, faults))
-    if out is not None:
-        draw(timeline, out, faults, title)
-        print(f"wrote {out}")
-
-
-def _verdict(faults: list[Fault]) -> int:
-    if not faults:
-        print("OK: the checker finds no fault")
-        return 0
-    print(f"the checker finds {'1 fault' if len(faults) == 1 else f'{len(faults)} faults'}:")
-    print("\n".join(f"  - {fault}" for fault in faults))
-    return EXIT_FAULT
