@@ -22,8 +22,8 @@ from oppo_megatron.cli.lengths import (
     forced_lengths,
     prompt_tokens,
 )
+from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments
-from oppo_megatron.cli.run import load_train
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.schedule.weaving.costs_file import costs_tree

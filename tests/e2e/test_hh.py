@@ -23,7 +23,7 @@ def said(line: str) -> str:
 def test_the_page_goes_the_whole_way() -> None:
     commands = [command for command, _ in steps(PAGE)]
     words = [tuple(command.split()[:2]) for command in commands]
-    way = ["init", "tokenizer", "sft", "rm", "train", "report", "eval", "generate"]
+    way = ["config", "tokenizer", "sft", "rm", "train", "report", "eval", "generate"]
     assert [word for word in way if ("oppo", word) in words] == way
     assert any(CTRL_C in shown for _, shown in steps(PAGE)) and any("--resume" in command for command in commands)
     assert any(command.startswith("python ") for command in commands)

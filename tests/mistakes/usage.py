@@ -33,7 +33,7 @@ COMMANDS: tuple[Mistake, ...] = (
     Mistake("a report of no run", ("report", "runs"), ("runs",), ("report", "runs/done", "--out", "page", "--no-png")),
     Mistake("a report of a folder that is not there", ("report", "runs/dnoe"), ("runs/dnoe",),
             ("report", "runs/done", "--out", "page", "--no-png")),
-    Mistake("watching no run", ("watch", "runs/nothing", "--once"), ("runs/nothing",), ("watch", "runs/done", "--once")),
+    Mistake("watching no run", ("report", "runs/nothing", "--watch"), ("runs/nothing",), ("report", "runs/done", "--watch")),
     Mistake("a generator of rounds that is none", ("plan", "schedule", "train.yaml", "--generator", "wowen"), ("wowen", "woven"),
             ("plan", "schedule", "train.yaml", "--generator", "sequential")),
     Mistake("a conversion of nothing", ("convert", "aktor", "out", "--to", "hf"), ("aktor",), ("convert", "--help")),

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from oppo_megatron.cli.load import load_settings
 from oppo_megatron.cli.main import main
 from oppo_megatron.cli.measure import START, describe_work, failure, run_logged, this_machine
 from oppo_megatron.cli.plan.measure import report
-from oppo_megatron.cli.run import load_settings
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.cores import usable_cores

@@ -303,8 +303,8 @@ def test_other_folders_are_refused(kind: str, reported: str, tmp_path: Path, cap
             run.metrics.write_text(first + "{\n" + "".join(rest))
         else:
             run.metrics.write_text("{}\n")
-    for command in ("report", "watch"):
-        assert main([command, str(path)]) == 2
+    for options in ([], ["--watch"]):
+        assert main(["report", str(path), *options]) == 2
         error = capsys.readouterr().err
         assert reported in error and "Traceback" not in error
     assert not (path / "report").exists()
@@ -324,7 +324,7 @@ def test_fields_of_a_wrong_type_count_as_missing(tmp_path: Path) -> None:
     append(run.metrics, {**metrics_line(4), "step": 5, "reward_mean": float("nan"), "step_s": float("inf")})
     page = undrawn(run)
     assert read_run(run).known("reward_mean")[0] == [1, 2, 4]
-    assert main(["watch", str(run.path), "--once"]) == 0
+    assert main(["report", str(run.path), "--watch"]) == 0
     assert "nan" not in section(page, "overview").text() and "inf" not in section(page, "overview").text()
 
 

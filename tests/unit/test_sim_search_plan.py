@@ -13,8 +13,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.main import main
-from oppo_megatron.cli.run import load_train
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.holdings import rank_memory, train_holdings

@@ -28,7 +28,7 @@ def pipe(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["summary.json", "config.yaml", "hosts.json", "metrics.jsonl", "trace.json"])
-@pytest.mark.parametrize("typed", [("report",), ("watch", "--once")], ids="".join)
+@pytest.mark.parametrize("typed", [("report",), ("report", "--watch")], ids="".join)
 def test_a_pipe_in_a_run_directory(
     name: str, typed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
