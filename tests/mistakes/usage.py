@@ -27,7 +27,7 @@ COMMANDS: tuple[Mistake, ...] = (
     Mistake("a negative number of restarts", ("train", "train.yaml", "--max-restarts", "-1"), ("-1", "0 or more")),
     Mistake("restarts in words", ("train", "train.yaml", "--max-restarts", "two"), ("two",)),
     Mistake("a benchmark misspelt", ("bench", "overlp", "train.yaml"), ("overlp", "overlap"), ("bench", "--help")),
-    Mistake("a case misspelt", ("init", "arithmetik"), ("arithmetik", "arithmetic"), ("init", "--list")),
+    Mistake("a case misspelt", ("config", "--init", "arithmetik"), ("arithmetik", "arithmetic"), ("config", "--init")),
     Mistake("a key misspelt in a question", ("config", "train.yaml", "--explain", "overlap.detla"), ("overlap.delta",),
             ("config", "train.yaml", "--explain", "overlap.delta")),
     Mistake("a report of no run", ("report", "runs"), ("runs",), ("report", "runs/done", "--out", "page", "--no-png")),
