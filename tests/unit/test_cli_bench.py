@@ -14,6 +14,7 @@ from oppo_megatron.cli.bench import add_arguments, chosen, load_base, run
 from oppo_megatron.cli.lengths import counts, forced_lengths
 from oppo_megatron.cli.main import main
 from oppo_megatron.errors import ConfigError
+from tests.support.commands import enter
 
 CONFIG = """
 run_dir: run
@@ -33,15 +34,8 @@ TRACE = "GeneratedTokens,my tokens\n5,1\n9,2\n"
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tok").mkdir()
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1"}\n')
     (tmp_path / "a trace.csv").write_text(TRACE)
-    path = tmp_path / "c.yaml"
-    path.write_text(CONFIG)
-    return path
+    return enter(tmp_path, monkeypatch, CONFIG)
 
 
 def parsed(config: Path, *arguments: str) -> argparse.Namespace:

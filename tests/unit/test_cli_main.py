@@ -14,6 +14,7 @@ from oppo_megatron.cli.main import COMMANDS, Command, main
 from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.rundir.directory import RunDirectory
+from tests.support.commands import enter
 
 CONFIG = """
 run_dir: run
@@ -31,14 +32,7 @@ placement: {actor: {tp: 2}, scorer: {tp: 1, pp: 2}}
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tok").mkdir()
-    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
-    path = tmp_path / "c.yaml"
-    path.write_text(CONFIG)
-    return path
+    return enter(tmp_path, monkeypatch, CONFIG)
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

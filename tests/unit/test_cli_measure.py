@@ -23,6 +23,7 @@ from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.candidates import Machine, find_candidates
 from oppo_megatron.layout.trials import Run, choose, fingerprint, measure_all, to_record
+from tests.support.commands import enter
 
 CONFIG = """
 run_dir: run
@@ -50,14 +51,7 @@ LISTED = [
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tok").mkdir()
-    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
-    path = tmp_path / "c.yaml"
-    path.write_text(CONFIG)
-    return path
+    return enter(tmp_path, monkeypatch, CONFIG)
 
 
 def write_record(config: Path) -> dict[str, Any]:

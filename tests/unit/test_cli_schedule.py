@@ -19,6 +19,7 @@ from oppo_megatron.schedule.preview import preview
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.costs_file import costs_tree, read_costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS
+from tests.support.commands import enter
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("examples/*/*.yaml")) if "rollout:" in path.read_text()]
@@ -43,12 +44,7 @@ PLACES = {role: RolePlacement(tuple(range(4)), pp=2, dp=2) for role in ("actor",
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "COLUMNS", "CUDA_DEVICE_MAX_CONNECTIONS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "c.yaml"
-    path.write_text(CONFIG)
-    return path
+    return enter(tmp_path, monkeypatch, CONFIG)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
