@@ -168,7 +168,6 @@ def one_process(config: TrainSettings) -> TrainConfig:
     for name in ("actor", "critic", "reference", "reward"):
         if tree[name] is not None:
             tree[name] |= {"parallel": None, "ranks": None}
-    tree["actor"]["generate"] = None
     for name, role in config.trained.items():
         tree[name]["train"] = TrainingLayoutConfig(recompute=role.train.recompute).model_dump()
     return TrainConfig.model_validate(tree)

@@ -82,8 +82,6 @@ def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
         update: dict[str, Any] = {"ranks": None, "parallel": None}
         if name in ("actor", "critic"):
             update["train"] = role.train.model_copy(update=layout)
-        if name == "actor":
-            update["generate"] = None
         changes[name] = role.model_copy(update=update)
     return config.model_copy(update=changes)
 

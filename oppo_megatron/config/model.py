@@ -67,10 +67,6 @@ class TrainingLayoutConfig(SizesConfig):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward pass: none, attention only, or whole layers"
     )
-    distributed_optimizer: bool = Field(True, description="shard the optimizer's state over the replicas (dp > 1)")
-    overlap_grad_reduce: bool = Field(
-        True, description="reduce gradients over replicas while the backward runs (dp > 1)"
-    )
 
 
 class ModelConfig(Section):
@@ -207,8 +203,6 @@ class TrainedRoleConfig(AdaptedRoleConfig):
 
 class ActorConfig(TrainedRoleConfig):
     """The policy."""
-
-    generate: ParallelConfig | None = Field(None, description="layout of decoding; default: `parallel`")
 
     USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-6, 1e-5)
 

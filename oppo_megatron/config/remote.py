@@ -16,21 +16,12 @@ class RemoteRewardConfig(Section):
         30.0, gt=0, description="time limit of one request, from connecting to the last byte of its answer"
     )
     max_batch: Annotated[int, Unit("responses")] = Field(32, ge=1, description="responses in one request")
-    max_in_flight: Annotated[int, Unit("requests")] = Field(
-        4, ge=1, description="requests at once; all other responses wait here"
-    )
     send_tokens: bool = Field(False, description="also send the token ids of prompt and response (for a reward model)")
     give_up_s: float = Field(
         600.0,
         ge=0,
         description="a failed request is sent again; the run ends once a request has had no answer for this long; 0: "
         "at the first failure",
-    )
-    score_range: Annotated[list[float | None], Unit("reward")] = Field(
-        default=[None, None],
-        min_length=2,
-        max_length=2,
-        description="lowest and highest score; a score beyond them is a failure; null: no bound",
     )
 
 

@@ -141,9 +141,5 @@ def _check_url(name: str, url: str | None) -> Iterator[str]:
 
 
 def _check_remote(name: str, part: RewardPart) -> Iterator[str]:
-    remote = part.remote
     if part.token_env is not None and not _VARIABLE.fullmatch(part.token_env):
         yield f"{name}.token_env is not the name of an environment variable; give the name, and never the token itself"
-    low, high = remote.score_range
-    if low is not None and high is not None and low >= high:
-        yield f"{name}.remote.score_range is {remote.score_range}, but the first must be below the second; swap them"

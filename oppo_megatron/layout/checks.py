@@ -9,7 +9,7 @@ from math import ceil, lcm
 from typing import Any
 
 from oppo_megatron.config.derived import max_context, members, minibatch_parts, most_sequences, share_of_sequences
-from oppo_megatron.config.model import ActorConfig, ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 from oppo_megatron.layout.layouts import Limits, Sizes, fills_shards, format_ranks, suggestion
 from oppo_megatron.layout.memory import slot_tokens
@@ -88,8 +88,6 @@ def _own_layouts(name: str, role: RoleConfig) -> dict[str, str]:
     """Return a role's explicit ranks and layouts, by key."""
     said: dict[str, object] = {f"{name}.ranks": role.ranks}
     layouts = {f"{name}.parallel": role.parallel}
-    if isinstance(role, ActorConfig):
-        layouts["actor.generate"] = role.generate
     if isinstance(role, TrainedRoleConfig):
         train = role.train
         said |= {f"{name}.train.{size}": getattr(train, size) for size in ("tp", "pp", "dp")}
@@ -136,7 +134,7 @@ def _settings(config: TrainConfig) -> Iterator[tuple[str, ParallelConfig]]:
     """Every layout that is written down, by its key."""
     placed = {"placement.actor": config.placement.actor, "placement.scorer": config.placement.scorer}
     parallel = {f"{name}.parallel": role.parallel for name, role in _sections(config)}
-    for key, layout in {**placed, **parallel, "actor.generate": config.actor.generate}.items():
+    for key, layout in {**placed, **parallel}.items():
         if layout is not None:
             yield key, layout
 
@@ -219,8 +217,6 @@ def _check_counts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
         ranks, limits = placements[name].ranks, _limits(config, name, shapes.get(name))
         if role.parallel is not None:
             problems += _check_count(_Asked(f"{name}.parallel", Sizes.of(role.parallel), len(ranks), limits))
-        if name == "actor" and config.actor.generate is not None:
-            problems += _check_count(_Asked("actor.generate", Sizes.of(config.actor.generate), len(ranks), limits))
         if isinstance(role, TrainedRoleConfig) and _names_sizes(role.train):
             placement, limits = training[name], _training_limits(config, role, shapes.get(name))
             problems += _check_count(_Asked(f"{name}.train", Sizes.of(placement, role.train.vpp), len(ranks), limits))
@@ -349,7 +345,7 @@ def _limits(config: TrainConfig, name: str, shape: Shape | None) -> Limits | Non
     if shape is None:
         return None
     role, sequences, min_tp = named_roles(config)[name], most_sequences(config), 1
-    if isinstance(role, TrainedRoleConfig) and (name != "actor" or config.actor.generate is None):
+    if isinstance(role, TrainedRoleConfig):
         sequences = min(sequences, minibatch_parts(config)) if role.train.dp is None else sequences
         min_tp = 2 if role.train.sequence_parallel and role.train.tp is None else 1
     return model_limits(shape, sequences, min_tp)

@@ -92,7 +92,7 @@ def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
         role = named_roles(config)[held.role.partition(".")[0]]
         if not isinstance(role, TrainedRoleConfig) or role.lora is not None:
             continue
-        state += held.memory.optimizer if held.coords.replica == 0 or role.train.distributed_optimizer else 0
+        state += held.memory.optimizer
         trains = held.memory.optimizer > 0
         weights += max(held.memory.weights, held.memory.copy) if trains and held.coords.replica == 0 else 0
     return weights * saves.writes_weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints

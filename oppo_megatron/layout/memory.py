@@ -118,11 +118,10 @@ def _layer_parameters(shape: Shape, tp: int) -> int:
     return int(count)
 
 
-def training_state(num_parameters: int, dtype: str, dp: int, train: TrainingLayoutConfig) -> Memory:
-    """Main gradients in float32; Adam's two moments and, with bfloat16 weights, float32 copies (over dp if sharded)."""
+def training_state(num_parameters: int, dtype: str, dp: int) -> Memory:
+    """Main gradients in float32; over the replicas, Adam's two moments and, with bfloat16 weights, float32 copies."""
     held = 2 * FP32 + (FP32 if dtype == "bfloat16" else 0)
-    shards = dp if train.distributed_optimizer else 1
-    return Memory(gradients=num_parameters * FP32, optimizer=num_parameters * held / shards)
+    return Memory(gradients=num_parameters * FP32, optimizer=num_parameters * held / dp)
 
 
 def slot_tokens(context: int, kv_layout: KVLayout) -> int:

@@ -71,10 +71,8 @@ class RolePlacement:
 
 def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
     """Return the serving placement of each role: actor, reference, critic, and the reward model if there is one."""
-    pool, generate = pools(config), config.actor.generate
+    pool = pools(config)
     actor = _placement(config.actor, pool["actor"])
-    if generate is not None:
-        actor = _over(actor.ranks, generate)
     beside = {"reference": actor} if config.placement.reference == "actor" else {}
     scorers = {name: role for name, role in named_roles(config).items() if name != "actor"}
     return {"actor": actor} | {

@@ -83,7 +83,7 @@ class RoleModel:
         *,
         on_cpu: bool,
     ) -> Memory:
-        state = training_state(self._trainable(placement, stage), self.dtype, placement.dp, train)
+        state = training_state(self._trainable(placement, stage), self.dtype, placement.dp)
         model, sizes = self.computed(placement, on_cpu=on_cpu), Sizes.of(placement, train.vpp)
         held = activations.training_activations(model, sizes, stage, train, batch)
         gathered = 0 if self.lora else gather_bytes(self.shape, self.dtype, train, placement.tp, batch.tokens)

@@ -87,10 +87,8 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         ) from error
 
 
-def read_answer(
-    body: bytes, ids: Sequence[int], low: float | None = None, high: float | None = None
-) -> dict[int, float]:
-    """The score of each of `ids`, all of them finite and within `low`..`high`.  Raises RewardError for anything else."""
+def read_answer(body: bytes, ids: Sequence[int]) -> dict[int, float]:
+    """The score of each of `ids`, all of them finite.  Raises RewardError for anything else."""
     try:
         answer = Answer.model_validate(parse_json(body))
     except ValidationError as error:
@@ -102,11 +100,6 @@ def read_answer(
         raise RewardError("the answer scores a response twice")
     if scores.keys() != set(ids):
         raise RewardError(f"the answer {_difference(scores.keys(), ids)}; {len(scores)} scores came for {len(ids)}")
-    for seq_id, score in scores.items():
-        if (low is not None and score < low) or (high is not None and score > high):
-            raise RewardError(
-                f"the answer gives sequence {seq_id} the score {score:g}, beyond min_score {low} .. max_score {high}"
-            )
     return scores
 
 

@@ -3,7 +3,7 @@
 The run hands in responses as they finish and takes the scores when it needs them.  Between the two, one thread with an
 event loop sends them:
 
-    request() --> waiting --> at most `max_in_flight` requests of at most `max_batch` responses --> result()
+    request() --> waiting --> at most MAX_IN_FLIGHT requests of at most `max_batch` responses --> result()
                      ^                        |
                      +-- pause, breaker <-----+ failed: the same request again, until `give_up_s` are over
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     import httpx
 
 TRANSIENT_STATUS = {408, 425, 429}
+MAX_IN_FLIGHT = 4
+"""Requests at once; all other responses wait here."""
 ANSWER_BYTES, ANSWER_BYTES_PER_ITEM = 1 << 16, 1 << 12
 SHOWN_CHARACTERS = 200
 LOOK_AGAIN_S = 0.25
@@ -180,12 +182,12 @@ class RemoteReward:
             headers=headers,
             timeout=self.settings.timeout_s,
             # Shorter than servers keep an idle connection (uvicorn: 5 s), so that none is reused while it is being closed.
-            limits=httpx.Limits(max_connections=self.settings.max_in_flight, keepalive_expiry=2.0),
+            limits=httpx.Limits(max_connections=MAX_IN_FLIGHT, keepalive_expiry=2.0),
             verify=_authorities(self.url),
             trust_env=False,
             follow_redirects=False,
         ) as client:
-            tasks = [asyncio.create_task(self._sender(client)) for _ in range(self.settings.max_in_flight)]
+            tasks = [asyncio.create_task(self._sender(client)) for _ in range(MAX_IN_FLIGHT)]
             stop = asyncio.create_task(self._stop.wait())
             done, pending = await asyncio.wait({*tasks, stop}, return_when=asyncio.FIRST_COMPLETED)
             for task in pending:
@@ -275,7 +277,7 @@ class RemoteReward:
         if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
             raise _Failure(f"sent its answer encoded ({self._shown(coding)}), although asked for identity")
         try:
-            return read_answer(answer, ids, *self.settings.score_range)
+            return read_answer(answer, ids)
         except RewardError as error:
             raise _Failure(f"gave no usable answer: {self._shown(str(error))}") from None
 

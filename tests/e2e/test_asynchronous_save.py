@@ -16,7 +16,6 @@ from tests.support.ranks import run_ranks
 LATE_S = 1.0
 REPLICAS = {
     "placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}},
-    "actor.train": {"distributed_optimizer": True},
 }
 JOB = "tests.e2e.jobs_checkpoint:run_with_a_slow_disk"
 FIVE_STEPS = CARRIED | {"steps": 5, "checkpoint.every_steps": 2, "checkpoint.keep": 9, "checkpoint.final": False}

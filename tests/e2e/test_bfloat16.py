@@ -18,7 +18,6 @@ from tests.support.ranks import run_ranks
 
 HALF = {"runtime.dtype": "bfloat16"}
 SHAPE = DEEP | {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.15}
-UNSHARDED = {"distributed_optimizer": False}
 BATCH = 24
 
 
@@ -97,12 +96,6 @@ LAYOUTS: dict[str, tuple[str, Layout, Layout, dict[str, Any]]] = {
     ),
     "stages": ("colocated", (1, 2, 1), (1, 2, 1), {"overlap.intra": True}),
     "replicas, sharded optimizer": ("colocated", (1, 1, 2), (1, 1, 2), {}),
-    "replicas, whole optimizers": (
-        "colocated",
-        (1, 1, 2),
-        (1, 1, 2),
-        {"actor.train": UNSHARDED, "critic.train": UNSHARDED},
-    ),
     "tensor ranks": ("colocated", (2, 1, 1), (2, 1, 1), {"overlap.intra": True}),
     "trained in another layout": (
         "colocated",

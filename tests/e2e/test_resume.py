@@ -203,7 +203,6 @@ def test_resume_in_another_layout(workspace: Workspace, carried: Outcome) -> Non
     config["placement"] = {"mode": "disaggregated", "actor": {"pp": 2}}
     stop(config, rounds=2)
     config["placement"] = {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}
-    config["actor"]["train"] = {"distributed_optimizer": True}
     assert_same(run_ppo_ranks(config), carried)
 
 

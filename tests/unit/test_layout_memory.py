@@ -75,12 +75,10 @@ def test_scalar_head_takes_the_place_of_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dp", "sharded", "optimizer"),
-    [("float32", 1, True, 800), ("bfloat16", 1, True, 1200), ("bfloat16", 4, True, 300), ("float32", 4, False, 800)],
+    ("dtype", "dp", "optimizer"), [("float32", 1, 800), ("bfloat16", 1, 1200), ("bfloat16", 4, 300)]
 )
-def test_training_state_by_hand(dtype: str, dp: int, sharded: bool, optimizer: int) -> None:
-    state = training_state(100, dtype, dp, TrainingLayoutConfig(distributed_optimizer=sharded))
-    assert state == Memory(gradients=400, optimizer=optimizer)
+def test_training_state_by_hand(dtype: str, dp: int, optimizer: int) -> None:
+    assert training_state(100, dtype, dp) == Memory(gradients=400, optimizer=optimizer)
 
 
 def test_kv_cache_holds_whole_slots_of_its_budget() -> None:
