@@ -26,7 +26,7 @@ LOSS = Signature(("response",), "tensor")
 class AdvantageInputs:
     """A scored global batch, the same on every rank.  Optional fields are None if the run has no such role.
 
-    `scores_B` are trained on: clipped, normalised and penalised as `ppo` and `overlong` say, less the KL with `kl.mode: score`.
+    `scores_B` are trained on: clipped, normalised and replaced as `ppo` says, less the KL with `kl.mode: score`.
     `rewards_T` are the tokens' rewards: the score at the last token, step rewards at their steps, less the KL with `kl.mode:
     penalty`.  `old_logp_T` are log-probs at sampling, `versions_T` the policy version that sampled each token (an update of
     the actor adds 1).

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oppo_megatron.config.guards import APART, GapGuardConfig
+from oppo_megatron.config.guards import APART, GuardsConfig
 
 USUAL_LOGIT = 16.0
 """Up to twice this size of a token's largest logit a limit holds as it is; it doubles with each doubling beyond."""
@@ -33,9 +33,9 @@ class GapLimit:
     by_rounding: bool = False
 
     @classmethod
-    def of(cls, guard: GapGuardConfig, dtype: str, temperature: float) -> GapLimit:
+    def of(cls, guards: GuardsConfig, dtype: str, temperature: float) -> GapLimit:
         """That of an actor of `dtype` which samples at `temperature`."""
-        return cls(guard.in_numbers(dtype, temperature), by_rounding=guard.limit == "auto")
+        return cls(guards.gap_limit(dtype, temperature), by_rounding=guards.logprob_gap == "auto")
 
 
 def gap_stats(difference_R: Tensor, largest_R: Tensor, fresh_R: Tensor, limit: GapLimit) -> dict[str, Tensor]:

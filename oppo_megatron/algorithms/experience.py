@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import (
-    NO_LIMIT,
     NOTHING_SEEN,
     Moments,
-    Overlong,
     clip_scores,
     gae,
     token_rewards,
@@ -136,13 +134,12 @@ def build_experience(
     kl_coefficient: float,
     check: bool = True,
     seen: Moments = NOTHING_SEEN,
-    overlong: Overlong = NO_LIMIT,
     custom: CustomAdvantage | None = None,
 ) -> Experience:
     """Compute rewards, advantages and returns of the whole global batch, without gradient.
 
-    Scores are clipped first, then normalised (`seen`: the scores of all batches trained before); `truncated_score`,
-    `missing_eos_penalty` and `overlong` are applied after it.  The KL enters a response's score with
+    Scores are clipped first, then normalised (`seen`: the scores of all batches trained before); `truncated_score` is applied
+    after it.  The KL enters a response's score with
     `kl.mode: score`, the rewards of its tokens with `penalty`.  Raises RewardError for a score, NumericsError for any other
     quantity that is not finite, unless `check` is false: then what follows from such a quantity is not finite either.
     """
@@ -151,7 +148,7 @@ def build_experience(
         _check_inputs(scored, lengths_B)
     with torch.no_grad():
         kl_T = _kl(scored, ppo, lengths_B if check else None)
-        scores = _trained_scores(scored, lengths_B, ppo, seen, overlong)
+        scores = _trained_scores(scored, ppo, seen)
         rewards_T, compared_T, given_T = _rewards(
             scored, scores, kl_T, lengths_B, choices, ppo.kl.mode, kl_coefficient, custom
         )
@@ -170,7 +167,7 @@ def build_experience(
             rewards_T=rewards_T,
             lengths_B=lengths_B,
             scores_B=scored.scores_B,
-            counted_B=overlong.counted(scored.truncated_B),
+            counted_B=~scored.truncated_B if ppo.mask_truncated else None,
             scores=scores.moments,
             stats=_summarise(scored, scores.shaped_B, kl_T, rewards_T, advantages_T, returns_T),
         )
@@ -276,26 +273,21 @@ def _advantages(
     return advantages_T, returns_T
 
 
-def _trained_scores(
-    scored: ScoredBatch, lengths_B: Tensor, ppo: PPOConfig, seen: Moments, overlong: Overlong
-) -> _Scores:
+def _trained_scores(scored: ScoredBatch, ppo: PPOConfig, seen: Moments) -> _Scores:
     """Clip, normalise and shape the scores; greedy ones by the moments of the trained ones."""
     clipped_B, greedy, greedy_G = clip_scores(scored.scores_B, ppo.reward_clip), scored.greedy, None
     moments = Moments.of(clipped_B)
     normalised_B = _normalised(clipped_B, moments, seen, ppo)
-    penalties_B = overlong.penalties(lengths_B)
-    shaped_B, normalised_B = (_shaped(x_B, scored.truncated_B, ppo) + penalties_B for x_B in (clipped_B, normalised_B))
+    shaped_B, normalised_B = (_shaped(x_B, scored.truncated_B, ppo) for x_B in (clipped_B, normalised_B))
     if greedy is not None:
         greedy_G = _normalised(clip_scores(greedy.scores_G, ppo.reward_clip), moments, seen, ppo)
-        greedy_G = _shaped(greedy_G, greedy.truncated_G, ppo) + overlong.penalties(greedy.lengths_G)
+        greedy_G = _shaped(greedy_G, greedy.truncated_G, ppo)
     return _Scores(normalised_B, shaped_B, moments, greedy_G)
 
 
 def _shaped(scores_B: Tensor, truncated_B: Tensor, ppo: PPOConfig) -> Tensor:
-    """Apply `truncated_score` and `missing_eos_penalty` to the scores of truncated responses."""
-    if ppo.truncated_score is not None:
-        scores_B = scores_B.masked_fill(truncated_B, ppo.truncated_score)
-    return scores_B - ppo.missing_eos_penalty * truncated_B
+    """Apply `truncated_score` to the scores of truncated responses."""
+    return scores_B if ppo.truncated_score is None else scores_B.masked_fill(truncated_B, ppo.truncated_score)
 
 
 def _normalised(scores_B: Tensor, moments: Moments, seen: Moments, ppo: PPOConfig) -> Tensor:

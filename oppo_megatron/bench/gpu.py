@@ -235,7 +235,7 @@ class GpuBench:
                 },
                 "debug": {"forced_lengths": [work.median, work.sigma], "wait_for": wait_for},
                 # Random weights in low precision have a large gap.
-                "guards": {"logprob_gap": {"limit": None}},
+                "guards": {"logprob_gap": None},
                 "overlap": {
                     **overlap,
                     "chunk": {"tokens": work.chunk_tokens, "adaptive": False},

@@ -163,10 +163,9 @@ def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: in
 
 def _goes_back(config: TrainConfig | SupervisedConfig) -> bool:
     """True if a guard of the run may roll back to a checkpoint; its ranks then need their own processes."""
-    from oppo_megatron.config.derived import rollback_rules
     from oppo_megatron.config.run import TrainConfig
 
-    return isinstance(config, TrainConfig) and bool(rollback_rules(config))
+    return isinstance(config, TrainConfig) and config.guards.action == "rollback"
 
 
 def resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | SupervisedConfig:

@@ -38,7 +38,7 @@ class Preset:
     kl: Mapping[str, Any]
     ppo: Mapping[str, Any] = field(default_factory=dict)
     group_size: int = 1
-    filter: Mapping[str, Any] | None = None  # with `overlap.backfill`, without which there is no filter
+    filter: str | None = None  # the metric; with `overlap.backfill`, without which there is no filter
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ PRESETS = {
     ),
     "dapo": Preset(
         "GRPO over tokens, with more room for a ratio to grow", "arXiv 2503.14476",
-        "group_mean", "group_std", "token", "clip", "token_mean", NO_KL, {"clip_high": 0.28}, group_size=16, filter={},
+        "group_mean", "group_std", "token", "clip", "token_mean", NO_KL, {"clip_high": 0.28}, group_size=16, filter="reward",
     ),
     "gspo": Preset(
         "GRPO with one ratio for a response: the geometric mean of its tokens'", "arXiv 2507.18071",
@@ -257,10 +257,10 @@ def with_preset(settings: Any) -> Any:
     return settings if preset.filter is None else _with_filter(settings, preset.filter)
 
 
-def _with_filter(settings: dict[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+def _with_filter(settings: dict[str, Any], usual: str) -> dict[str, Any]:
     overlap = settings.get("overlap", {})
     if settings.get("filter", usual) is None or not isinstance(overlap, dict):
         return settings
     if overlap.get("inter", True) is True:
         overlap = {"backfill": True} | overlap
-    return {"filter": dict(usual)} | settings | {"overlap": overlap} if overlap.get("backfill") else settings
+    return {"filter": usual} | settings | {"overlap": overlap} if overlap.get("backfill") else settings

@@ -81,18 +81,12 @@ READS = (
         "remove it, or set ppo.kl.mode to loss",
     ),
     Read(
-        ("overlong.penalty",),
-        lambda config: config.overlong.buffer is not None,
-        "overlong.buffer is null",
-        "remove it, or set overlong.buffer to the tokens over which it grows",
-    ),
-    Read(
-        ("guards.ratio_max.limit",),
+        ("guards.ratio_max",),
         lambda config: not config.algorithm.pairs,
         "algorithm.preset {preset} has no ratio",
     ),
     Read(
-        ("guards.kl_mean.limit",),
+        ("guards.kl_mean",),
         lambda config: config.ppo.kl.mode != "none" and (config.ppo.kl.mode != "margin" or config.rollout.temperature == 1),
         "there is no KL to a reference (ppo.kl.mode; with pairs, rollout.temperature 1)",
         "remove it, or set ppo.kl.mode to penalty, score or loss",
@@ -144,8 +138,7 @@ def _of_preset(config: TrainConfig, key: str) -> Any:
 def _scales_again(config: TrainConfig) -> bool:
     """True if advantages do not depend on the scale of scores, and nothing is added to scores after their scaling."""
     algorithm, ppo = config.algorithm, config.ppo
-    added = ppo.truncated_score is not None or ppo.missing_eos_penalty or config.overlong.buffer is not None
-    if added or algorithm.critic or algorithm.greedy or algorithm.pairs:
+    if ppo.truncated_score is not None or algorithm.critic or algorithm.greedy or algorithm.pairs:
         return False
     if ppo.kl.mode == "score" or (ppo.kl.mode == "penalty" and algorithm.scale == "whiten"):
         return False
@@ -261,10 +254,10 @@ def _pairs(config: TrainConfig) -> Iterator[str]:
         )
     if config.algorithm.scale != "none":
         yield f"algorithm.scale is {config.algorithm.scale}, but a pair has no advantage to be scaled; remove it"
-    if config.overlong.mask:
+    if config.ppo.mask_truncated:
         yield (
-            "overlong.mask is true, but a pair needs both of its responses; remove it, or make cut responses the worse ones "
-            "with ppo.missing_eos_penalty"
+            "ppo.mask_truncated is true, but a pair needs both of its responses; remove it, or make cut responses the worse ones "
+            "with ppo.truncated_score"
         )
     longest = least_micro_batch(config)
     if longest // 2 <= tokens < longest:

@@ -22,12 +22,6 @@ def adapters(config: TrainConfig | SupervisedConfig) -> dict[str, LoraConfig]:
     return {name: lora for name, lora in trained.items() if lora is not None}
 
 
-def rollback_rules(config: TrainConfig) -> list[str]:
-    """Return the guards whose breach returns the run to a checkpoint."""
-    gap_limit = config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature)
-    return [rule for rule, action in config.guards.in_force(gap_limit).items() if action == "rollback"]
-
-
 def max_context(config: TrainConfig) -> int:
     """Tokens of the longest sequence that a role may see, held-out prompts included."""
     data = [config.data] + ([config.evaluation.data] if config.evaluation else [])

@@ -115,8 +115,10 @@ class PPOConfig(Section):
     truncated_score: Annotated[float | None, Unit("reward")] = Field(
         None, description="score of a response cut at the limit, in place of its reward; null: its reward"
     )
-    missing_eos_penalty: Annotated[float, Unit("reward")] = Field(
-        0.0, ge=0, description="subtracted from the score of a response cut at the limit, after `truncated_score`"
+    mask_truncated: bool = Field(
+        False,
+        description="leave responses cut at the limit out of the actor's loss; they still count in the baselines and scales of "
+        "their groups",
     )
     reward_normalization: Literal["none", "batch", "running"] = Field(
         "none",

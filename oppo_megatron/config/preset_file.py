@@ -10,7 +10,7 @@ import yaml
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.nesting import read_yaml
 
-SECTIONS = ("algorithm", "ppo", "dpo", "rollout", "overlong", "overlap", "filter")
+SECTIONS = ("algorithm", "ppo", "dpo", "rollout", "overlap", "filter")
 SUFFIXES = (".yaml", ".yml")
 
 

@@ -30,7 +30,6 @@ from oppo_megatron.config.evaluation import (
     HeldoutConfig,
     MeasuringConfig,
 )
-from oppo_megatron.config.filtering import FilterConfig, OverlongConfig
 from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import (
     ActorConfig,
@@ -168,10 +167,11 @@ class TrainSettings(RunConfig):
     ppo: PPOConfig = PPOConfig()
     dpo: PairLossConfig | None = Field(None, description="the loss of a pair of responses; default: DPO's with preset "
     "online_dpo, an error with others")
-    overlong: OverlongConfig = OverlongConfig()
     overlap: OverlapConfig = OverlapConfig()
-    filter: FilterConfig | None = Field(None, description="drops groups whose responses are all equally good; null: none is; "
-    "default: that of `algorithm.preset` (`dapo` has one, and backfill for it, with `overlap.inter`)")
+    filter: str | None = Field(None, description="dynamic sampling: drop groups whose responses all have the same score, and "
+    "sample other prompts in their place; the score is `reward`, the whole sum, or the label of one part of `rewards` (a "
+    "verifier's name, say), before its weight; needs `overlap.backfill`; null: no group is dropped; default: that of "
+    "`algorithm.preset` (`dapo` has one, and backfill for it, with `overlap.inter`)")
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
     checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()

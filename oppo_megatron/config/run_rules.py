@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
 from oppo_megatron.config.algorithm_rules import algorithm_rules
-from oppo_megatron.config.derived import best_standard, rollback_rules, scorers
-from oppo_megatron.config.evaluation import Standard, part_labels
+from oppo_megatron.config.derived import best_standard, scorers
+from oppo_megatron.config.evaluation import REWARD, Standard, part_labels
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
 from oppo_megatron.config.reward_rules import check_part, check_rewards, check_waits
@@ -27,7 +28,6 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
             yield f"{name}.fresh_head is true, but only reward and critic have a scalar head; remove it"
     yield from check_rewards(config.rewards, has_reward_model=config.reward is not None)
     yield from check_waits(config.rewards, config.runtime.timeout_s, config.stall_deadline_s)
-    yield from config.guards.rules()
     yield from _rollback(config)
     yield from config.data.rules("data", ("prompt",))
     if config.evaluation is not None:
@@ -35,10 +35,7 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
     yield from _evaluation(config)
     yield from _standards(config)
     yield from algorithm_rules(config)
-    if config.filter is not None:
-        alone = rollout.group_size == 1 and not config.algorithm.greedy
-        yield from config.filter.rules(part_labels(config.rewards), backfill=bool(overlap.backfill), alone=alone)
-    yield from config.overlong.rules(rollout.max_response_tokens)
+    yield from _filter(config)
     yield from _step_rewards(config)
     warming, steps = config.ppo.critic_warmup_steps, config.steps
     if warming and steps is not None and warming >= steps:
@@ -87,12 +84,31 @@ def _fits(micro_batch_tokens: int, longest: int, what: str) -> Iterator[str]:
 
 def _rollback(config: TrainConfig) -> Iterator[str]:
     """A guard that goes back needs frequent checkpoints."""
-    rules = rollback_rules(config)
-    if rules and not config.checkpoint.every_steps:
+    if config.guards.action == "rollback" and not config.checkpoint.every_steps:
         yield (
-            f"guards: {' and '.join(rules)} goes back to the last checkpoint (rollback), but checkpoint.every_steps is 0, and "
-            "checkpoints by the clock are too rare for it; set checkpoint.every_steps, or choose skip or stop"
+            "guards.action is rollback, but checkpoint.every_steps is 0, and checkpoints by the clock are too rare for it; set "
+            "checkpoint.every_steps, or choose skip or stop"
         )
+
+
+def _filter(config: TrainConfig) -> Iterator[str]:
+    if config.filter is None:
+        return
+    if not config.overlap.backfill:
+        yield (
+            "filter is set, but overlap.backfill is false, and nothing would take the places of groups that are dropped; set "
+            "overlap.backfill to true, or filter to null"
+        )
+    if config.rollout.group_size == 1 and not config.algorithm.greedy:
+        yield (
+            "filter is set, but rollout.group_size is 1, and a response alone is always equally good: every group would be "
+            "dropped; set rollout.group_size to 2 or more, or filter to null"
+        )
+    known = [REWARD, *part_labels(config.rewards)]
+    if config.filter not in known:
+        near = difflib.get_close_matches(config.filter, known, n=1)
+        remedy = f"did you mean `{near[0]}`?" if near else f"choose from {', '.join(known)}"
+        yield f"filter is {config.filter!r}, but no part of rewards has that name; {remedy}"
 
 
 def _step_rewards(config: TrainConfig) -> Iterator[str]:
