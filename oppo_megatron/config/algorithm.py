@@ -1,8 +1,4 @@
-"""The algorithm: a preset, and the six choices that it is made of.
-
-A preset fills in every choice, and the settings of `ppo`, `ppo.kl` and `rollout` that belong to it, unless the configuration
-does not give them (`with_preset`); so the resolved configuration shows what a preset came to.
-"""
+"""The algorithm: a preset, and the choices that it is made of.  The resolved configuration shows what a preset came to."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ AnyReduction = Literal[Reduction, "pair_mean"]
 
 @dataclass(frozen=True)
 class Preset:
-    """An algorithm: its choices, and its other settings by section; `source` is the paper, and `about` says what it is."""
+    """An algorithm: its choices, and its other settings by section; `source` is the paper."""
 
     about: str
     source: str
@@ -42,7 +38,6 @@ class Preset:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Those of `AlgorithmConfig`."""
         return {name: getattr(self, name) for name in CHOICES}
 
 
@@ -105,7 +100,6 @@ PRESETS = {
         "greedy", "none", "token", "clip", "sequence_sum", {"mode": "penalty", "estimator": "k1", "coefficient": 0.05},
     ),
 }  # fmt: skip
-"""By name.  Settings that are not given have their defaults."""
 
 Name = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "magistral",
@@ -179,13 +173,11 @@ class AlgorithmConfig(Section):
 
     @property
     def critic(self) -> bool:
-        """True if a critic is trained."""
         return self.baseline == "critic"
 
     @property
     def contradiction(self) -> str | None:
-        """A critic makes a preset ppo: the others have no section for it, and ppo no use for a group's baseline.  Pairs make
-        online_dpo."""
+        """Only preset ppo has a section for a critic, and only online_dpo makes pairs."""
         preset, critic = self.preset, PRESETS[self.preset].baseline == "critic"
         for name, value in OF_PAIRS.items():
             found = getattr(self, name)
@@ -210,16 +202,14 @@ class AlgorithmConfig(Section):
 
     @property
     def pairs(self) -> bool:
-        """True if the loss compares pairs of responses to a prompt."""
         return self.objective == "dpo"
 
     def temperature(self, drawn: float) -> float:
-        """Temperature of the log-probs in the loss and of the reference: that of sampling, `drawn`, or 1 for pairs."""
+        """Temperature of the log-probs in the loss and of the reference: that of sampling, or 1 for pairs."""
         return 1.0 if self.pairs else drawn
 
     @property
     def greedy(self) -> bool:
-        """True if each prompt has one more response, which is decoded greedily and not trained."""
         return self.baseline == "greedy"
 
     @property
@@ -235,9 +225,8 @@ class AlgorithmConfig(Section):
 
 
 def with_preset(settings: Any) -> Any:
-    """The settings with what belongs to `algorithm.preset` beside the choices: the KL, bounds of the ratio, the group size, the
-    loss of a pair, and the filter of groups with the backfill that it needs (not with `overlap.inter: false`, which excludes
-    both)."""
+    """Add the preset's KL, bounds of the ratio, group size, loss of pairs, and the filter with the backfill that it needs (not
+    with `overlap.inter: false`, which excludes both)."""
     if not isinstance(settings, dict):
         return settings
     algorithm = settings.get("algorithm", {})

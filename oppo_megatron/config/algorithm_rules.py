@@ -1,4 +1,4 @@
-"""Rules that tie the choices of an algorithm, the settings that they read, and the groups of responses together."""
+"""Rules that tie the choices of an algorithm to the settings that they read, and to groups of responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AND_NOTHING = "so that nothing is learned"
 
 @dataclass(frozen=True)
 class Read:
-    """Settings that are read only if `chosen` holds; `why` says why nothing reads them otherwise, `remedy` what to do."""
+    """Settings that are read only if `chosen` holds; `why` nothing reads them otherwise."""
 
     settings: tuple[str, ...]
     chosen: Callable[[TrainConfig], bool]
@@ -92,11 +92,11 @@ READS = (
         "remove it, or set ppo.kl.mode to penalty, score or loss",
     ),
 )
-"""The settings that not every algorithm reads.  Each is refused, unless it has its default, if the choices do not read it."""
+"""Settings that not every algorithm reads."""
 
 
 def unread_settings(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each setting that nothing reads; a default, and the value that a preset brings, are allowed."""
+    """Yield a sentence for each setting that nothing reads; a default, and the preset's value, are allowed."""
     algorithm, reported = config.algorithm, set[str]()
     words = {
         "preset": algorithm.preset, "objective": algorithm.objective, "scale": algorithm.scale, "kl": config.ppo.kl.mode,
@@ -119,7 +119,7 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _default(config: TrainConfig, key: str) -> Any:
-    """Return the default of a setting; of `algorithm.ratio` the one that needs no ratio."""
+    """The default of a setting; of `algorithm.ratio` the one that needs no ratio."""
     if key == "algorithm.ratio":
         return "token"
     section, _, name = key.rpartition(".")
@@ -127,7 +127,6 @@ def _default(config: TrainConfig, key: str) -> Any:
 
 
 def _of_preset(config: TrainConfig, key: str) -> Any:
-    """Return the value that the preset brings, else the default."""
     preset = PRESETS[config.algorithm.preset]
     brought = {f"ppo.{name}": value for name, value in preset.ppo.items()}
     if config.algorithm.pairs:  # the others bring a KL with its mode
@@ -146,7 +145,7 @@ def _scales_again(config: TrainConfig) -> bool:
 
 
 def algorithm_rules(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each broken rule of `algorithm`, `ppo`, `dpo` and `rollout.group_size`."""
+    """Rules of `algorithm`, `ppo`, `dpo` and `rollout.group_size`."""
     yield from _groups(config)
     yield from _greedy(config)
     yield from unread_settings(config)
@@ -186,7 +185,7 @@ def _groups(config: TrainConfig) -> Iterator[str]:
 
 
 def greedily(rollout: RolloutConfig) -> str | None:
-    """Return the setting with which every draw is the most likely token; None if there is none."""
+    """The setting with which every draw is the most likely token, if any."""
     for name, most in (("temperature", 1e-3), ("top_k", 1), ("top_p", 1e-6)):
         value = getattr(rollout, name)
         if value <= most and (name != "top_k" or value):
@@ -224,7 +223,7 @@ def _objective(config: TrainConfig) -> Iterator[str]:
 
 
 def _kl(ppo: PPOConfig) -> Iterator[str]:
-    """The KL term of a loss must have a gradient: that of k1 is the score function, whose expectation is 0."""
+    """The gradient of k1 is the score function, whose expectation is 0."""
     if ppo.kl.mode == "loss" and ppo.kl.estimator == "k1" and ppo.kl.gradient == "estimator":
         yield (
             "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation, so that nothing would hold the "
@@ -238,7 +237,6 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
 
 
 def _pairs(config: TrainConfig) -> Iterator[str]:
-    """Rules of a loss of pairs: the reference, both responses in a micro-batch."""
     mode, tokens = config.ppo.kl.mode, config.runtime.micro_batch_tokens
     if not config.algorithm.pairs:
         if mode == "margin":
@@ -268,7 +266,6 @@ def _pairs(config: TrainConfig) -> Iterator[str]:
 
 
 def _custom(config: TrainConfig) -> Iterator[str]:
-    """Choices that a user's functions replace, and pairs, which take no such function."""
     algorithm = config.algorithm
     preset = PRESETS[algorithm.preset]
     for name, replaced in (("advantage", ("baseline", "scale")), ("loss", ("ratio", "objective"))):

@@ -40,7 +40,7 @@ class AlignerConfig(CarryConfig):
 
 
 def read_aligner_config(tree: Mapping[str, Any]) -> AlignerConfig:
-    """The block as a typed configuration.  Raises ConfigError with every problem in it."""
+    """Raises ConfigError with every problem in the block."""
     try:
         config = AlignerConfig.model_validate(tree)
     except ValidationError as error:

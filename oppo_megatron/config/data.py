@@ -90,7 +90,7 @@ class RowsConfig(Section):
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
 
     def rules(self, name: str, templates: Sequence[str]) -> Iterator[str]:
-        """Yield a sentence for each broken rule of the rows at `name`; `templates` are those in use: prompt, completion."""
+        """`templates` are those in use: prompt, completion."""
         if isinstance(self.path, list) and not self.path:
             yield f"{name}.path is an empty list; name at least one file"
         for part in templates:
@@ -119,7 +119,6 @@ class DataConfig(RowsConfig):
 
 
 RuleName = Literal["arithmetic", "gsm8k", "gsm8k_first", "math", "multiple_choice", "format", "length", "code"]
-"""The rules of kind verifier (docs/rewards.md)."""
 
 RULE_WALL_S = {"math": 5.0, "code": 10.0}
 """The rules that run in processes of their own, and the time limit of a response."""
@@ -186,7 +185,7 @@ class RewardPart(Section):
 
     @property
     def reads_model(self) -> bool:
-        """True if the run's reward model gives the number, for the response or for its steps."""
+        """True if the run's reward model gives the number."""
         return self.kind in ("model", "process")
 
     @field_validator("pattern")
@@ -198,7 +197,7 @@ class RewardPart(Section):
 
     @property
     def isolation(self) -> IsolationConfig | None:
-        """Limits of its own process; None: it has none."""
+        """Limits of its own process, if it has one."""
         if isinstance(self.isolate, IsolationConfig):
             return self.isolate
         if self.kind == "verifier":
@@ -208,7 +207,7 @@ class RewardPart(Section):
 
 
 def compile_pattern(pattern: str) -> regex.Pattern[str]:
-    """Compile the pattern of rule `format`.  Raises ValueError if it is not a regular expression."""
+    """Raises ValueError if it is not a regular expression."""
     try:
         return regex.compile(pattern, regex.DOTALL)
     except regex.error as error:

@@ -16,15 +16,15 @@ from oppo_megatron.config.base import Section, Unit
 MOST_MEDIAN, MOST_SIGMA = 1e9, 10.0
 """Limits of forced log-normal lengths: the longest that can be drawn stays in the range of floats."""
 Quantile = Callable[[float], float]
-"""Inverse of a distribution function: from a share in [0, 1) to a length in tokens."""
+"""From a share in [0, 1) to a length in tokens."""
 
 
 @dataclass(frozen=True)
 class ForcedLengths:
     """Lengths of responses in place of EOS: log-normal (`median`, `sigma`), or from a file of requests (`trace`).
 
-    `column` is the trace's column of tokens, or the kind of a histogram; None: the default.  `scale` multiplies a trace's
-    lengths; auto: so that their 99th percentile is `rollout.max_response_tokens`.
+    `column`: the trace's column of tokens, or the kind of a histogram.  `scale` multiplies a trace's lengths; auto: their 99th
+    percentile is `rollout.max_response_tokens`.
     """
 
     median: float | None = None
@@ -35,7 +35,6 @@ class ForcedLengths:
 
 
 def log_normal(forced: ForcedLengths) -> Quantile:
-    """Lengths whose logarithm is normal, with a median in tokens."""
     assert forced.median is not None, "checked with the configuration"
     median, sigma = forced.median, forced.sigma
     return lambda u: median * math.exp(sigma * NormalDist().inv_cdf(max(u, 2.0**-53)))
@@ -82,7 +81,6 @@ class DebugConfig(Section):
 
     @property
     def lengths(self) -> ForcedLengths | None:
-        """The forced lengths; None: responses end by themselves."""
         given = self.forced_lengths
         if given is None:
             return None

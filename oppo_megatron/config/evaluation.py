@@ -13,7 +13,7 @@ from oppo_megatron.config.data import DataConfig, PromptDataConfig, RewardPart, 
 ACCURACY, RESPONSE_TOKENS, TRUNCATED = "accuracy", "response_tokens", "truncated"
 LOSS, MARGIN = "loss", "margin"
 REWARD = "reward"
-"""The mean reward of a step's batch; it names the best step if nothing is held out."""
+"""The mean reward of a step's batch."""
 
 LOWER_IS_BETTER = (LOSS, TRUNCATED)
 Direction = Literal["max", "min"]
@@ -47,7 +47,6 @@ class EvaluationConfig(MeasuringConfig):
 
     @property
     def judges(self) -> list[RewardPart]:
-        """Every judge as a part; the metric of `verifier` comes first."""
         rule = [RewardPart(kind="verifier", name=self.verifier)] if self.verifier else []
         return rule + self.metrics
 
@@ -97,19 +96,18 @@ class Standard(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Standard:
-        """The standard of a metric; `min ` or `max ` may precede its name."""
+        """`min ` or `max ` may precede the metric's name."""
         if text.startswith("min "):
             return cls(text.removeprefix("min "), "min")
         metric = text.removeprefix("max ")
         return cls(metric, "min" if metric == text and metric in LOWER_IS_BETTER else "max")
 
     def gain(self, value: float, over: float) -> float:
-        """The amount by which `value` is better; below 0 it is worse."""
         return value - over if self.mode == "max" else over - value
 
 
 def part_labels(parts: Sequence[RewardPart]) -> list[str]:
-    """The name of each part in figures and errors."""
+    """The name of each part in metrics and errors."""
     labels: list[str] = []
     for part in parts:
         address = (part.url or "").partition("://")[2]

@@ -1,4 +1,4 @@
-"""Settings of a trained role's low-rank adapters.  Pure."""
+"""Settings of low-rank adapters."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ class LoraConfig(Section):
 
     @property
     def projections(self) -> list[LoraTarget]:
-        """The targets, in the order of a layer."""
         return list(TARGETS) if self.targets is None else self.targets
 
     @property
     def scale(self) -> float:
-        """The factor of B A x."""
         return self.alpha / self.rank

@@ -1,4 +1,4 @@
-"""Sections for models, their weights, their optimizers, their placement and the machine."""
+"""Sections for models, optimizers, placement and the machine."""
 
 from __future__ import annotations
 
@@ -92,7 +92,6 @@ class ModelConfig(Section):
     )
 
     def rules(self, name: str) -> Iterator[str]:
-        """Yield a sentence if not exactly one source is given for the model at `name`."""
         if (self.checkpoint is None) == (self.init is None):
             given = "neither" if self.checkpoint is None else "both"
             yield f"{name} has {given} of checkpoint and init, but needs exactly one; give the folder of weights or a shape"
@@ -145,12 +144,11 @@ class OptimizerConfig(Section):
 
     @property
     def rate(self) -> float:
-        """`lr`, which the enclosing section has settled."""
         assert self.lr is not None, "no section has settled the learning rate"
         return self.lr
 
     def rules(self, name: str) -> Iterator[str]:
-        """Yield a sentence for each broken rule of the optimizer at `name`, whose learning rate is known."""
+        """Rules of the optimizer at `name`."""
         if self.min_lr > self.rate:
             yield f"{name}.min_lr is {self.min_lr}, but must not exceed lr {self.rate}; lower it"
         elif self.min_lr and self.decay == "constant":
@@ -160,7 +158,7 @@ class OptimizerConfig(Section):
             )
 
     def settled(self, usual: UsualRate, lora: LoraConfig | None) -> OptimizerConfig:
-        """The same settings with a learning rate: the usual one if none is given."""
+        """The same settings with the usual learning rate if none is given."""
         if self.lr is not None:
             return self
         return self.model_copy(update={"lr": usual.weights if lora is None else usual.adapters})
@@ -236,7 +234,6 @@ LEAST_MEETING_S = 60.0
 
 
 def usual_dtype(device: object) -> Dtype:
-    """The default type of roles on a `runtime.device`."""
     return "bfloat16" if device == "cuda" or (device == "auto" and has_cuda()) else "float32"
 
 
@@ -294,7 +291,7 @@ class RuntimeConfig(Section):
 
     @property
     def meeting_s(self) -> float:
-        """Seconds that a rank waits at the start for the others, which may first read data and load libraries."""
+        """Seconds that a rank waits at the start for the others, which may first read data."""
         return max(self.timeout_s / 6, LEAST_MEETING_S)
 
     @model_validator(mode="after")
@@ -304,5 +301,4 @@ class RuntimeConfig(Section):
         return self
 
     def sync_steps(self, device: str) -> int:
-        """`decode_sync_steps` on a device of this type."""
         return self.decode_sync_steps or (16 if device == "cuda" else 1)

@@ -20,8 +20,7 @@ MODES: dict[str, dict[str, bool]] = {
 
 
 def switched(config: TrainConfig, mode: str) -> TrainConfig:
-    """The configuration with the switches of a mode, and without a filter: most modes do not backfill, which it needs, and
-    modes that drop groups do not train the same ones."""
+    """The configuration with the switches of a mode, and without a filter, which most modes cannot have."""
     overlap, wait_for = switches(mode)
     others = [each for each in config.debug.wait_for if each != "critic"]
     return config.model_copy(
@@ -34,6 +33,6 @@ def switched(config: TrainConfig, mode: str) -> TrainConfig:
 
 
 def switches(mode: str) -> tuple[dict[str, bool], list[Literal["critic", "scores"]]]:
-    """Return the settings of `overlap` and `debug.wait_for` of a mode."""
+    """The settings of `overlap` and `debug.wait_for` of a mode."""
     overlap = {name: value for name, value in MODES[mode].items() if name != "hide_critic"}
     return overlap, [] if MODES[mode]["hide_critic"] else ["critic"]

@@ -90,7 +90,7 @@ class OverlapConfig(CarryConfig):
     )
 
     def rules(self, batch_size: int, group_size: int = 1) -> Iterator[str]:
-        """Yield a sentence for each broken rule of delta, chunk sizes and backfill."""
+        """Rules of delta, chunk sizes and backfill."""
         yield from self._backfill_rules()
         delta, candidates, groups = self.delta, self.chunk.candidates, batch_size // group_size
         if self.inter and delta.initial > delta.max:
@@ -120,13 +120,13 @@ class OverlapConfig(CarryConfig):
 
     @property
     def admission_period(self) -> int | None:
-        """Decode steps from one admission within a step to the next; None: prompts enter between steps only."""
+        """Decode steps between admissions within a step; None: prompts enter between steps only."""
         if not (self.inter and self.backfill):
             return None
         return self.chunk.tokens if self.backfill is True else self.backfill
 
     def carries(self, *, filtered: bool) -> bool:
-        """True if responses may be trained that were begun in an earlier step.
+        """True if responses may be trained that began in an earlier step.
 
         Backfill alone begins them for the next batch; with a filter a batch leaves none but delta behind.
         """

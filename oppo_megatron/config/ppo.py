@@ -36,7 +36,7 @@ class RolloutConfig(Section):
     )
 
     def rules(self, *, forced: bool) -> Iterator[str]:
-        """Yield a sentence for each broken rule of `stop`; `forced`: lengths are forced, and nothing else ends a response."""
+        """Rules of `stop`; `forced`: nothing but its forced length ends a response."""
         for each in self.stop_token_ids:
             if each < 0:
                 yield f"rollout.stop has {each}, but ids are numbers from 0 on; correct or remove it"

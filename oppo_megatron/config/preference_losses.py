@@ -39,7 +39,6 @@ class DPOLossConfig(PairLossConfig):
     )
 
     def rules(self) -> Iterator[str]:
-        """Yield a sentence if a share of wrong pairs is given to a loss that has none, or is missing."""
         if self.loss == "robust" and not self.label_smoothing:
             yield (
                 "dpo.loss is robust, but dpo.label_smoothing is 0, with which it is sigmoid; set label_smoothing to the share of "

@@ -15,10 +15,10 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def with_preset_file(settings: Any) -> Any:
-    """Return the settings with those of the file that `algorithm.preset` names as defaults, if it names one.
+    """Return the settings over those of the file that `algorithm.preset` names, if it names one.
 
-    The file has sections of a configuration, and names in `algorithm.preset` the built-in preset that it starts from.  Raises
-    ValueError if it cannot be read, or has other sections.
+    The file names in `algorithm.preset` the built-in preset that it starts from.  Raises ValueError if it cannot be read, or
+    has other sections.
     """
     algorithm = settings.get("algorithm") if isinstance(settings, dict) else None
     name = algorithm.get("preset") if isinstance(algorithm, dict) else None
@@ -50,7 +50,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _laid_over(under: Any, over: Any) -> Any:
-    """Return the mapping `under` with the keys of `over` replaced, section by section."""
+    """The mapping `under` with the keys of `over` replaced, section by section."""
     if not (isinstance(under, dict) and isinstance(over, dict)):
         return over
     return {**under, **{key: _laid_over(under[key], value) if key in under else value for key, value in over.items()}}

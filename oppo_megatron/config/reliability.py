@@ -41,7 +41,6 @@ class CheckpointConfig(Section):
 
     @property
     def saves_end(self) -> bool:
-        """True if the run saves a checkpoint after its last step."""
         return self.final is True
 
     @property

@@ -34,7 +34,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_part(name: str, part: RewardPart) -> list[str]:
-    """Return every broken rule of the part at `name`.  No message repeats a value that may be a misplaced secret."""
+    """Every broken rule of the part at `name`.  No message repeats a value that may be a misplaced secret."""
     problems = list(_misplaced(name, part))
     if part.kind == "verifier" and part.name is None:
         problems.append(f"{name} is a verifier without a `name`; add one of {', '.join(get_args(RuleName))}")
@@ -57,7 +57,7 @@ def check_part(name: str, part: RewardPart) -> list[str]:
 
 
 def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> list[str]:
-    """Each part has what its kind needs and nothing else; the reward model is there if and only if it is used."""
+    """Rules of all parts; the reward model is there if and only if it is used."""
     problems = [problem for index, part in enumerate(parts) for problem in check_part(f"rewards.{index}", part)]
     if all(part.weight == 0 for part in parts):
         problems.append(
@@ -92,7 +92,7 @@ def check_waits(parts: Sequence[RewardPart], timeout_s: float, stall_s: float = 
 
 
 def _longest_wait(part: RewardPart) -> tuple[float, str]:
-    """Return the seconds that a reward may take by its own limits, and the names of these."""
+    """The seconds that a reward may take by its own limits, and the names of these."""
     if part.kind == "http":
         remote = part.remote
         return remote.give_up_s + remote.timeout_s, "its service (remote.give_up_s + remote.timeout_s)"
@@ -118,7 +118,7 @@ def _misplaced(name: str, part: RewardPart) -> Iterator[str]:
 
 
 def _is_given(part: RewardPart, key: str) -> bool:
-    """True if it differs from the default, which a resolved configuration writes out for every kind."""
+    """True if it differs from the default, which a resolved configuration writes out."""
     return bool(getattr(part, key) != RewardPart.model_fields[key].get_default(call_default_factory=True))
 
 

@@ -1,4 +1,4 @@
-"""Top-level configurations, one a command."""
+"""Top-level configurations, one per command."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointCo
 
 
 def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
-    """The settings with `runtime.dtype` in each role that gives no type of its own; the section refuses a wrong type."""
+    """`runtime.dtype` in each role that gives no type of its own; the section refuses a wrong type."""
     runtime = data.get("runtime", {}) if isinstance(data, dict) else None
     if isinstance(runtime, dict) and runtime.get("dtype") is None:
         runtime = runtime | {"dtype": usual_dtype(runtime.get("device", "auto"))}
@@ -72,7 +72,7 @@ def _of_dtype(role: Any, dtype: Any) -> Any:
 
 
 def _with_long_rows(settings: Any) -> Any:
-    """Return the settings of a supervised run, with `long_rows: quarantine` as the default of all its rows."""
+    """`long_rows: quarantine` as the default of all rows of a supervised run."""
     data = settings.get("data") if isinstance(settings, dict) else None
     if not isinstance(data, dict):
         return settings
@@ -208,7 +208,7 @@ class TrainSettings(RunConfig):
 
     @model_validator(mode="after")
     def _staleness_of_ratio(self) -> Self:
-        """A response's ratio to what sampled it leaves the clip range by stale tokens, and by bfloat16's rounding in decoding."""
+        """A response's ratio leaves the clip range by stale tokens, and by bfloat16's rounding in decoding."""
         apart = self.overlap.carries(filtered=self.filter is not None) or self.actor.dtype == "bfloat16"
         whole = self.algorithm.ratio != "token" and not self.algorithm.pairs
         if apart and whole and "staleness" not in self.ppo.model_fields_set:
@@ -219,17 +219,15 @@ class TrainSettings(RunConfig):
 
     @property
     def trained(self) -> dict[str, TrainedRoleConfig]:
-        """The trained roles: the actor, and the critic if there is one."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     @property
     def scores_steps(self) -> bool:
-        """True if the reward model is a process reward model."""
         return any(part.kind == "process" for part in self.rewards)
 
     @property
     def measured(self) -> list[str]:
-        """The held-out metrics that are measured during the run, in their order."""
+        """The held-out metrics that are measured during the run."""
         return self.evaluation.names if self.evaluation is not None and self.evaluation.every_steps else []
 
     @property
@@ -238,7 +236,7 @@ class TrainSettings(RunConfig):
         return self.epochs or (1 if self.steps is None else None)
 
     def settled(self) -> TrainConfig | None:
-        """The configuration with its placement settled; None if the placement is still to be measured."""
+        """None if the placement is still to be measured."""
         if self.placement.mode == "auto":
             return None
         return self.with_placement(PlacementConfig(**self.placement.model_dump()))
@@ -291,7 +289,7 @@ class SupervisedConfig(RunConfig):
 
     @property
     def measured(self) -> list[str]:
-        """The held-out metrics that are measured during the run, in their order."""
+        """The held-out metrics that are measured during the run."""
         return list(self.METRICS) if self.evaluation is not None and self.evaluation.every_steps else []
 
 

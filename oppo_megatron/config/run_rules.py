@@ -1,4 +1,4 @@
-"""Rules that tie the settings of a run together.  The rules of one section are its method `rules`."""
+"""Rules that tie the settings of a run together.  Rules of one section are its method `rules`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 
 
 def train_rules(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each broken rule of `oppo train`'s settings.  Files, models and layouts are not looked at."""
+    """Rules of `oppo train`'s settings.  Files, models and layouts are not looked at."""
     rollout, overlap = config.rollout, config.overlap
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     yield from _fits(config.runtime.micro_batch_tokens, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
@@ -48,7 +48,7 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
 
 
 def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
-    """Yield a sentence for each broken rule of a supervised run's settings.  Files, models and layouts are not looked at."""
+    """Rules of a supervised run's settings.  Files, models and layouts are not looked at."""
     yield from _fits(config.runtime.micro_batch_tokens, config.max_tokens, "max_tokens")
     for name, model in config.models.items():
         yield from model.rules(name)
@@ -62,7 +62,7 @@ def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
 
 
 def heldout_rules(config: SupervisedConfig) -> Iterator[str]:
-    """Yield a sentence for each broken rule of held-out rows: their source, and the settings that depend on their metrics."""
+    """Rules of held-out rows: their source, and the settings that depend on their metrics."""
     evaluation = config.evaluation
     if evaluation is not None and (evaluation.data is None) == (evaluation.fraction is None):
         given = "neither" if evaluation.data is None else "both"
@@ -83,7 +83,6 @@ def _fits(micro_batch_tokens: int, longest: int, what: str) -> Iterator[str]:
 
 
 def _rollback(config: TrainConfig) -> Iterator[str]:
-    """A guard that goes back needs frequent checkpoints."""
     if config.guards.action == "rollback" and not config.checkpoint.every_steps:
         yield (
             "guards.action is rollback, but checkpoint.every_steps is 0, and checkpoints by the clock are too rare for it; set "
@@ -123,7 +122,6 @@ def _step_rewards(config: TrainConfig) -> Iterator[str]:
 
 
 def _evaluation(config: TrainConfig) -> Iterator[str]:
-    """The judges of held-out responses have what their kinds need."""
     evaluation = config.evaluation
     if evaluation is None:
         return
@@ -176,7 +174,6 @@ def _metric(key: str, text: str, config: TrainConfig | SupervisedConfig) -> Iter
 
 
 def _preferences(config: SupervisedConfig) -> Iterator[str]:
-    """Rules of `oppo dpo` and `oppo kto`; none of other commands."""
     if isinstance(config, DPOConfig):
         yield from config.dpo.rules()
         longest, tokens = 2 * config.max_tokens, config.runtime.micro_batch_tokens

@@ -1,4 +1,4 @@
-"""Refuses secrets in a configuration, which would be written to the run's `config.yaml`; they belong in the environment."""
+"""Refuses secrets, which the run's `config.yaml` would show; they belong in the environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def shown_secrets(settings: Any, environment: Mapping[str, str]) -> list[str]:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Dotted key and text of every setting that is text."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):

@@ -46,11 +46,9 @@ class ServeConfig(Section):
 
     @property
     def streams(self) -> bool:
-        """True if growing sequences are sent to the model, not whole responses."""
         return not self.rewards
 
     def rules(self) -> Iterator[str]:
-        """Yield a sentence for each broken rule."""
         if self.token_env is None and self.host != "localhost" and not is_loopback(self.host):
             yield (
                 f"host is {self.host!r}, which others can reach, but token_env is not set; name an environment variable that "
@@ -79,7 +77,7 @@ class ServeConfig(Section):
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this host can reach the address; False for a host name."""
+    """True if only this host can reach the address; False for a host name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
