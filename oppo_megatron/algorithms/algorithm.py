@@ -30,8 +30,8 @@ from oppo_megatron.algorithms.pairs import PAIR_FIGURES, pair_figures, pair_loss
 from oppo_megatron.algorithms.reduction import row_weights
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
-from oppo_megatron.config.preference_losses import DPOLossConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import DPOLossConfig
 from oppo_megatron.plugins import Plugin
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oppo_megatron.config.guards import APART, GuardsConfig
+from oppo_megatron.config.reliability import APART, GuardsConfig
 
 USUAL_LOGIT = 16.0
 """Up to twice this size of a token's largest logit a limit holds as it is; it doubles with each doubling beyond."""

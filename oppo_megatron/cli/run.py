@@ -16,7 +16,8 @@ from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.errors import EXIT_REQUEUE
 
 if TYPE_CHECKING:
-    from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+    from oppo_megatron.config.run import TrainConfig, TrainSettings
+    from oppo_megatron.config.supervised import SupervisedConfig
     from oppo_megatron.rundir.directory import RunDirectory
 
 KINDS = ("train", "sft", "rm", "prm", "dpo", "kto")

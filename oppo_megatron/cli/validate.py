@@ -17,7 +17,8 @@ from oppo_megatron.cli.run import KINDS, load_settings, placed, unplaced
 from oppo_megatron.cli.serve import load_service
 
 if TYPE_CHECKING:
-    from oppo_megatron.config.run import SupervisedConfig, TrainSettings
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.config.supervised import SupervisedConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,8 +102,7 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
 
 def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:
     """Return the function that reads the rows of a command's configuration."""
-    from oppo_megatron.config.preference import DPOConfig, KTOConfig
-    from oppo_megatron.config.run import ProcessRewardModelConfig, SFTConfig
+    from oppo_megatron.config.supervised import DPOConfig, KTOConfig, ProcessRewardModelConfig, SFTConfig
     from oppo_megatron.data.supervised_rows import (
         load_completions,
         load_marked,

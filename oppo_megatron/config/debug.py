@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, field_validator
 
 from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.uniforms import uniforms_at
 
 MOST_MEDIAN, MOST_SIGMA = 1e9, 10.0
 """Limits of forced log-normal lengths: the longest that can be drawn stays in the range of floats."""
@@ -89,3 +91,34 @@ class DebugConfig(Section):
         if isinstance(given, tuple):
             return ForcedLengths(trace=given[0], column=given[1])
         return ForcedLengths(median=given[0], sigma=given[1])
+
+
+LENGTH_DRAW = 2**63  # takes the place of a token's position in its draw; no token has this position
+KEPT_LENGTHS = 65536  # a length is asked for in every round
+DRAWN_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class ForcedLimits:
+    """The forced length of each sequence, from 1 to `most` tokens: a function of (seed, sequence id) alone."""
+
+    quantile: Quantile
+    most: int
+    seed: int
+    _drawn: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, forced: ForcedLengths, most: int, seed: int, trace: Quantile | None = None) -> ForcedLimits:
+        """`trace`: the lengths of the file that `forced` names, if it names one."""
+        return cls(trace or log_normal(forced), most, seed)
+
+    def __call__(self, seq_id: int) -> int:
+        if seq_id not in self._drawn:
+            if len(self._drawn) >= KEPT_LENGTHS:
+                self._drawn.clear()
+            first = seq_id - seq_id % DRAWN_AT_ONCE
+            seq_ids = range(first, first + DRAWN_AT_ONCE)
+            shares = uniforms_at(self.seed, np.arange(first, seq_ids.stop), LENGTH_DRAW)
+            lengths = [round(self.quantile(share)) for share in shares]
+            self._drawn.update(zip(seq_ids, [min(max(length, 1), self.most) for length in lengths], strict=True))
+        return self._drawn[seq_id]

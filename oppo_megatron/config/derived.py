@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
+from typing import Literal
 
 from oppo_megatron.config.algorithm import PRESETS
-from oppo_megatron.config.evaluation import REWARD, Standard, part_labels
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import RoleConfig
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.config.evaluation import REWARD, Standard
+from oppo_megatron.config.model import LoraConfig, RoleConfig
+from oppo_megatron.config.rewards import part_labels
+from oppo_megatron.config.run import TrainConfig, TrainSettings
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.records import Members
 
 
@@ -144,3 +146,35 @@ def verdict_lag(config: TrainConfig, metric: str) -> int:
     """
     parts = zip(config.rewards, part_labels(config.rewards), strict=True)
     return int(any(part.reads_model for part, label in parts if metric in (REWARD, label)))
+
+
+MODES: dict[str, dict[str, bool]] = {
+    "sequential": {"intra": False, "inter": False, "hide_critic": False, "backfill": False},
+    "intra": {"intra": True, "inter": False, "hide_critic": False, "backfill": False},
+    "inter": {"intra": False, "inter": True, "hide_critic": False, "backfill": False},
+    "full": {"intra": True, "inter": True, "hide_critic": False, "backfill": False},
+    "intra+critic": {"intra": True, "inter": False, "hide_critic": True, "backfill": False},
+    "full+backfill": {"intra": True, "inter": True, "hide_critic": False, "backfill": True},
+    "full+critic": {"intra": True, "inter": True, "hide_critic": True, "backfill": False},
+    "full+both": {"intra": True, "inter": True, "hide_critic": True, "backfill": True},
+}
+"""The switches by name, `hide_critic` for no `critic` in `debug.wait_for`.  `full` is the paper's method."""
+
+
+def switched(config: TrainConfig, mode: str) -> TrainConfig:
+    """The configuration with the switches of a mode, and without a filter, which most modes cannot have."""
+    overlap, wait_for = switches(mode)
+    others = [each for each in config.debug.wait_for if each != "critic"]
+    return config.model_copy(
+        update={
+            "overlap": config.overlap.model_copy(update=overlap),
+            "filter": None,
+            "debug": config.debug.model_copy(update={"wait_for": wait_for + others}),
+        }
+    )
+
+
+def switches(mode: str) -> tuple[dict[str, bool], list[Literal["critic", "scores"]]]:
+    """The settings of `overlap` and `debug.wait_for` of a mode."""
+    overlap = {name: value for name, value in MODES[mode].items() if name != "hide_critic"}
+    return overlap, [] if MODES[mode]["hide_critic"] else ["critic"]

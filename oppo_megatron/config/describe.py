@@ -17,15 +17,16 @@ from pydantic.fields import FieldInfo
 
 from oppo_megatron.config.base import Choices, Section, Unit
 from oppo_megatron.config.explain import section_in
-from oppo_megatron.config.preference import DPOConfig, KTOConfig
-from oppo_megatron.config.run import (
+from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.config.serve import ServeConfig
+from oppo_megatron.config.supervised import (
+    DPOConfig,
+    KTOConfig,
     ProcessRewardModelConfig,
     RewardModelConfig,
     SFTConfig,
     SupervisedConfig,
-    TrainSettings,
 )
-from oppo_megatron.config.serve import ServeConfig
 
 SUPERVISED: dict[str, type[SupervisedConfig]] = {
     "sft": SFTConfig,

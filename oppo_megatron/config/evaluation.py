@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.data import DataConfig, PromptDataConfig, RewardPart, RowsConfig
+from oppo_megatron.config.data import DataConfig, PromptDataConfig, RowsConfig
+from oppo_megatron.config.rewards import RewardPart, part_labels
 
 ACCURACY, RESPONSE_TOKENS, TRUNCATED = "accuracy", "response_tokens", "truncated"
 LOSS, MARGIN = "loss", "margin"
@@ -104,14 +104,3 @@ class Standard(NamedTuple):
 
     def gain(self, value: float, over: float) -> float:
         return value - over if self.mode == "max" else over - value
-
-
-def part_labels(parts: Sequence[RewardPart]) -> list[str]:
-    """The name of each part in metrics and errors."""
-    labels: list[str] = []
-    for part in parts:
-        address = (part.url or "").partition("://")[2]
-        named = {"verifier": part.name, "python": part.entry_point, "http": address}
-        name = named.get(part.kind, part.kind) or ""
-        labels.append(name if name not in labels else f"{name}#{len(labels) + 1}")
-    return labels

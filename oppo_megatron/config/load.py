@@ -24,8 +24,7 @@ from pydantic import ValidationError
 
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import explain, takes_null, wrong_paths
-from oppo_megatron.config.paths import missing_path
-from oppo_megatron.config.secrets import shown_secrets
+from oppo_megatron.config.paths import missing_path, shown_secrets
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.nesting import DEEPEST_YAML, check_yaml
 

@@ -1,11 +1,12 @@
-"""Messages about files and folders that a configuration names and the disk lacks."""
+"""Files and folders that a configuration names and the disk lacks, and secrets that it must not show."""
 
 from __future__ import annotations
 
 import difflib
 import glob
+import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,34 @@ def named_paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from named_paths(item, f"{key}.{index}")
+
+
+SECRET_NAME = re.compile(
+    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY)S?(?:_|$)", re.IGNORECASE
+)
+SHORTEST = 8  # a shorter value may occur in a text by chance
+
+
+def shown_secrets(settings: Any, environment: Mapping[str, str]) -> list[str]:
+    """A sentence, without the value, for each setting that holds the value of a secret variable."""
+    secrets = {
+        name: value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST
+    }
+    return [
+        f"`{key}` holds the value of the environment variable {name}, by its name a secret, and the run's config.yaml would "
+        "show it; leave it out: libraries read it from the environment themselves"
+        for key, text in _texts(settings, "")
+        for name, value in secrets.items()
+        if value in text
+    ]
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{key}.{index}")

@@ -136,3 +136,12 @@ class PPOConfig(Section):
         "that of a response, which leaves the clip range by itself if responses can be carried or the actor is in bfloat16; else "
         "behaviour",
     )
+
+
+class PairLossConfig(Section):
+    """The loss of a pair of responses (preset online_dpo; docs/preferences.md has the formulas)."""
+
+    loss: Literal["sigmoid", "hinge", "ipo"] = Field("sigmoid", description="loss of a pair's margin: DPO, SLiC's hinge, IPO")
+    beta: Annotated[float, Unit("")] = Field(
+        0.1, gt=0, description="factor of the margin; a larger one keeps the model nearer to the reference"
+    )

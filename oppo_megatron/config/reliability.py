@@ -1,10 +1,10 @@
-"""Settings of checkpoints."""
+"""Checkpoints, and guards: the reaction to a step with unsound numbers."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from oppo_megatron.config.base import Section, Unit
 
@@ -57,3 +57,40 @@ class TrainCheckpointConfig(CheckpointConfig):
         description="save the KV caches of sequences in flight, and use them: on the same layout the run continues to "
         "the bit; false: they are computed again, and the run continues up to rounding",
     )
+
+
+Action = Literal["stop", "skip", "rollback"]
+APART = {"float32": 1e-4, "bfloat16": 0.25}
+"""Nats: largest difference of two computations of one token's log-prob, of the same weights in this type, in another order."""
+
+
+class GuardsConfig(Section):
+    """The reaction to a step with unsound numbers: a score, log-prob, value, loss or gradient that is NaN or infinite, or a
+    figure beyond its limit.
+
+    `stop` ends the run; `skip` leaves weights and optimizers of actor and critic as they were, on all ranks; `rollback` returns
+    to the last checkpoint and continues without the prompts admitted since. See docs/guards.md.
+    """
+
+    action: Action = Field("stop", description="end the run, undo the step's update, or go back to the last checkpoint")
+    kl_mean: Annotated[float | None, Unit("nats a response")] = Field(
+        None, gt=0, description="largest `kl_mean` of a batch: beyond it the policy has left the reference; null: no limit"
+    )
+    ratio_max: Annotated[float | None, Unit("factor")] = Field(
+        None, gt=1, description="largest `ratio_max` of an update, which has moved too far beyond it; null: no limit"
+    )
+    ess: Annotated[float | None, Unit("share of the tokens")] = Field(
+        None, gt=0, lt=1, description="smallest `ess`: below it too little is left of the batch; null: no limit"
+    )
+    logprob_gap: Annotated[PositiveFloat | Literal["auto"] | None, Unit("nats")] = Field(
+        "auto",
+        description="largest |logprob at decode - at training| of any token. auto: 1e-4 for a float32 actor; 0.25 for bfloat16, "
+        "where one rounding of a logit between 16 and 32 makes 0.125; doubled with each doubling of a token's largest logit "
+        "beyond 32, divided by a temperature below 1, and up to four times that for one token in a thousand. null: no limit",
+    )
+
+    def gap_limit(self, dtype: str, temperature: float) -> float | None:
+        """`logprob_gap` in numbers, for an actor of `dtype` that samples at `temperature`."""
+        if self.logprob_gap != "auto":
+            return self.logprob_gap
+        return APART[dtype] / (min(temperature, 1.0) or 1.0)

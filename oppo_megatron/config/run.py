@@ -9,51 +9,34 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset
+from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset, with_preset_file
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.data import (
-    STEP_SEPARATOR,
-    DataConfig,
-    PromptDataConfig,
-    RewardPart,
-    RowsConfig,
-    TokenizerConfig,
-)
+from oppo_megatron.config.data import PromptDataConfig, RowsConfig, TokenizerConfig
 from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.evaluation import (
-    ACCURACY,
-    LOSS,
-    MARGIN,
     REWARD,
     EarlyStopConfig,
     EvaluationConfig,
-    HeldoutConfig,
     MeasuringConfig,
 )
-from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import (
     ActorConfig,
     Dtype,
-    LearningModelConfig,
     ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
     PlacementConfig,
     PlacementSettings,
     RoleConfig,
     RuntimeConfig,
     TrainedRoleConfig,
-    UsualRate,
     usual_dtype,
 )
 from oppo_megatron.config.overlap import OverlapConfig
-from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
-from oppo_megatron.config.preference_losses import PairLossConfig
-from oppo_megatron.config.preset_file import with_preset_file
-from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
+from oppo_megatron.config.ppo import PairLossConfig, PPOConfig, RolloutConfig
+from oppo_megatron.config.reliability import CheckpointConfig, GuardsConfig, TrainCheckpointConfig
+from oppo_megatron.config.rewards import RewardPart
 
 
-def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
+def with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
     """`runtime.dtype` in each role that gives no type of its own; the section refuses a wrong type."""
     runtime = data.get("runtime", {}) if isinstance(data, dict) else None
     if isinstance(runtime, dict) and runtime.get("dtype") is None:
@@ -69,20 +52,6 @@ def _of_dtype(role: Any, dtype: Any) -> Any:
     if isinstance(role, ModelConfig) and "dtype" not in role.model_fields_set:
         return role.model_copy(update={"dtype": dtype})
     return {"dtype": dtype} | role if isinstance(role, dict) else role
-
-
-def _with_long_rows(settings: Any) -> Any:
-    """`long_rows: quarantine` as the default of all rows of a supervised run."""
-    data = settings.get("data") if isinstance(settings, dict) else None
-    if not isinstance(data, dict):
-        return settings
-    usual = {"long_rows": data.get("long_rows", "quarantine")}
-    settings = settings | {"data": data | usual}
-    evaluation = settings.get("evaluation")
-    heldout = evaluation.get("data") if isinstance(evaluation, dict) else None
-    if isinstance(heldout, dict):
-        settings["evaluation"] = evaluation | {"data": usual | heldout}
-    return settings
 
 
 class LoggingConfig(Section):
@@ -180,7 +149,7 @@ class TrainSettings(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _common_dtype(cls, data: Any) -> Any:
-        return with_preset(with_preset_file(_with_common_dtype(data, ("actor", "critic", "reference", "reward"))))
+        return with_preset(with_preset_file(with_common_dtype(data, ("actor", "critic", "reference", "reward"))))
 
     @model_validator(mode="after")
     def _roles_of_algorithm(self) -> Self:
@@ -249,72 +218,3 @@ class TrainConfig(TrainSettings):
     """`oppo train`: PPO, its placement settled."""
 
     placement: PlacementConfig = PlacementConfig()
-
-
-class SupervisedConfig(RunConfig):
-    """Settings that `oppo sft`, `oppo rm`, `oppo prm`, `oppo dpo` and `oppo kto` share."""
-
-    epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
-    batch_size: Annotated[int, Unit("rows")] = Field(
-        32, ge=1, description="rows (pairs for `rm` and `dpo`) per optimizer step"
-    )
-    max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
-    data: DataConfig
-    parallel: ParallelConfig = ParallelConfig()
-    model: LearningModelConfig
-    evaluation: HeldoutConfig | None = None
-    optimizer: OptimizerConfig = OptimizerConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _common_dtype(cls, data: Any) -> Any:
-        return _with_long_rows(_with_common_dtype(data, cls.MODELS))
-
-    MODELS: ClassVar[tuple[str, ...]] = ("model",)
-    USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-5, 1e-4)
-    SCALAR: ClassVar[bool] = False
-    """True if the model has a scalar head instead of the language model's."""
-
-    @model_validator(mode="after")
-    def _learning_rate(self) -> Self:
-        if self.optimizer.lr is None:
-            self.optimizer = self.optimizer.settled(self.USUAL_RATE, self.model.lora)
-        return self
-
-    @property
-    def models(self) -> dict[str, ModelConfig]:
-        """The models that are read, by the key of their section."""
-        found = {name: getattr(self, name) for name in self.MODELS}
-        return {name: model for name, model in found.items() if model is not None}
-
-    @property
-    def measured(self) -> list[str]:
-        """The held-out metrics that are measured during the run."""
-        return list(self.METRICS) if self.evaluation is not None and self.evaluation.every_steps else []
-
-
-class SFTConfig(SupervisedConfig):
-    """`oppo sft`: next-token loss on completions."""
-
-    METRICS = (LOSS, ACCURACY)
-
-
-class RewardModelConfig(SupervisedConfig):
-    """`oppo rm`: Bradley-Terry loss on chosen / rejected pairs."""
-
-    METRICS = (LOSS, ACCURACY, MARGIN)
-    SCALAR = True
-
-
-class ProcessRewardModelConfig(SupervisedConfig):
-    """`oppo prm`: binary cross-entropy on the labels of steps."""
-
-    separator: str = Field(
-        STEP_SEPARATOR,
-        min_length=1,
-        description="text between two steps (`oppo prm`); a step ends with the token that completes it, the last one with the "
-        "response",
-    )
-
-    METRICS = (LOSS, ACCURACY)
-    SCALAR = True

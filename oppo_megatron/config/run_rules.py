@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from oppo_megatron.config.algorithm_rules import algorithm_rules
 from oppo_megatron.config.derived import best_standard, scorers
-from oppo_megatron.config.evaluation import REWARD, Standard, part_labels
+from oppo_megatron.config.evaluation import REWARD, Standard
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
-from oppo_megatron.config.reward_rules import check_part, check_rewards, check_waits
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.rewards import check_part, check_rewards, check_waits, part_labels
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import DPOConfig, KTOConfig, PreferenceConfig, SupervisedConfig
 
 
 def train_rules(config: TrainConfig) -> Iterator[str]:

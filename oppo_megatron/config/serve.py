@@ -9,8 +9,9 @@ from typing import Annotated
 from pydantic import Field
 
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.data import RewardPart, TokenizerConfig
+from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.model import RoleConfig, RuntimeConfig
+from oppo_megatron.config.rewards import RewardPart
 
 
 class ServeConfig(Section):

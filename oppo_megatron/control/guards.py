@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from oppo_megatron.config.guards import GuardsConfig
+from oppo_megatron.config.reliability import GuardsConfig
 
 RULES = ("non_finite", "kl_mean", "ratio_max", "ess", "logprob_gap")
 FIGURES = (

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import TrainingLayoutConfig
+from oppo_megatron.config.model import LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import FP32, Shape
 from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, num_kv_heads

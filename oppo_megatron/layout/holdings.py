@@ -9,8 +9,8 @@ from math import ceil
 
 from oppo_megatron.config.derived import longest_chunk, minibatch_rows
 from oppo_megatron.config.model import TrainedRoleConfig, TrainingLayoutConfig
-from oppo_megatron.config.preference import DPOConfig
-from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SupervisedConfig
 from oppo_megatron.layout.activations import TrainingBatch
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.memory import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Part
 from oppo_megatron.layout.model_shape import ModelShape
 

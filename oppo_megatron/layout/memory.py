@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import KVLayout, TrainingLayoutConfig
+from oppo_megatron.config.model import KVLayout, LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.layouts import HasSizes, vocab_rows
 from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, kv_bytes_per_token, num_kv_heads
 

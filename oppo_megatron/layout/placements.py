@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from oppo_megatron.config.model import ActorConfig, AdaptedRoleConfig, ParallelConfig, RoleConfig, TrainedRoleConfig
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 
 Layout = tuple[int, int, int]
 """(tp, pp, dp)"""

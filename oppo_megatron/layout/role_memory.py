@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil, lcm
 
 from oppo_megatron.config.derived import max_context, minibatch_rows, share_of_sequences
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import LearningModelConfig, LoraConfig, ModelConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout import activations
 from oppo_megatron.layout.activations import Call, TrainingBatch

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.layout.hf_layout import EMBEDDING, LM_HEAD, SCALAR_HEAD, Head, hf_tensors
 from oppo_megatron.layout.lora_layout import PEFT, adapter_parts
 from oppo_megatron.layout.model_shape import ModelShape

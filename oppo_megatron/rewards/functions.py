@@ -12,9 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from oppo_megatron.config.data import RewardPart
-from oppo_megatron.config.evaluation import part_labels
-from oppo_megatron.config.reward_rules import check_rewards
+from oppo_megatron.config.rewards import RewardPart, check_rewards, part_labels
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.plugins import SHOWN_CHARACTERS, load_entry_point, said_of
 from oppo_megatron.rewards.isolated_rule import IsolatedRule

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from pydantic import SecretStr
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
-from oppo_megatron.config.remote import RemoteRewardConfig
+from oppo_megatron.config.rewards import RemoteRewardConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.breaker import PAUSES, CircuitBreaker, Pauses, growing_pauses, retry_after_s
 from oppo_megatron.rewards.protocol import ScoreItem, encode_request, read_answer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oppo_megatron.config.guards import GuardsConfig
+from oppo_megatron.config.reliability import GuardsConfig
 from tests.support.layouts import DEEP, Layout, parallel
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.ranks import run_ranks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.guards import GuardsConfig
+from oppo_megatron.config.reliability import GuardsConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.tokenizer import load_tokenizer

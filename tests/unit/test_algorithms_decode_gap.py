@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from oppo_megatron.algorithms.decode_gap import GapLimit, gap_stats, judged_gap, rounding_scale
-from oppo_megatron.config.guards import GuardsConfig
+from oppo_megatron.config.reliability import GuardsConfig
 
 VOCAB = 2048
 AUTO = GapLimit.of(GuardsConfig(), "bfloat16", 1.0)

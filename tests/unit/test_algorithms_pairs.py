@@ -22,7 +22,7 @@ from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.algorithms.pairs import pair_figures
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
-from oppo_megatron.config.preference_losses import DPOLossConfig
+from oppo_megatron.config.supervised import DPOLossConfig
 from oppo_megatron.errors import RewardError
 
 CHOICES = AlgorithmConfig.model_validate({"preset": "online_dpo"})

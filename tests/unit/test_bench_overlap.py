@@ -16,9 +16,9 @@ from oppo_megatron.bench.overlap import compare, known_modes, placed, remarks
 from oppo_megatron.bench.suite import Run, bare
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.config.derived import MODES, switched
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.model import ParallelConfig
-from oppo_megatron.config.modes import MODES, switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.data.tokenizer import load_tokenizer

@@ -18,7 +18,8 @@ from oppo_megatron.config.debug import MOST_MEDIAN, MOST_SIGMA, log_normal
 from oppo_megatron.config.explain import explain, first_problem
 from oppo_megatron.config.load import dump_config, load_config, plain_settings
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
-from oppo_megatron.config.run import SFTConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.cores import has_cuda
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import named_roles

@@ -11,7 +11,8 @@ from oppo_megatron.config.base import Section
 from oppo_megatron.config.describe import COMMANDS, Setting, all_settings, find_setting, near_keys, settings_in
 from oppo_megatron.config.explain import known_keys
 from oppo_megatron.config.reference import render_reference
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 
 
 def sections(kind: type[Section]) -> Iterator[type[Section]]:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from oppo_megatron.config.data import RewardPart
-from oppo_megatron.config.reward_rules import check_rewards, check_waits
+from oppo_megatron.config.rewards import RewardPart, check_rewards, check_waits
 from oppo_megatron.config.serve import ServeConfig
 
 URL = "http://10.0.0.7:8900/score"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.guards import GuardsConfig
+from oppo_megatron.config.reliability import GuardsConfig
 from oppo_megatron.control.guards import (
     CODE_SIZE,
     FIGURES,

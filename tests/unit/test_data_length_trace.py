@@ -12,8 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.debug import ForcedLengths
-from oppo_megatron.config.forced_limits import LENGTH_DRAW
+from oppo_megatron.config.debug import LENGTH_DRAW, ForcedLengths
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.data.length_trace import LengthTrace, forced_quantile, read_length_trace, trace_problems
 from oppo_megatron.engine.sampler import uniforms

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.config.run import SFTConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.layout.checks import check_layouts, check_supervised_layout
 
 SHAPE: dict[str, Any] = {

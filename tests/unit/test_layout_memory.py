@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import ParallelConfig, TrainingLayoutConfig
-from oppo_megatron.config.run import RewardModelConfig, TrainConfig
+from oppo_megatron.config.model import LoraConfig, ParallelConfig, TrainingLayoutConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import RewardModelConfig
 from oppo_megatron.layout.activations import (
     BLOCK_NUMBERS,
     MASK_NUMBERS,

@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 from transformers import AutoConfig
 
 from oppo_megatron.config.model import ParallelConfig
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import hf_tensors
 from oppo_megatron.layout.model_shape import ModelShape

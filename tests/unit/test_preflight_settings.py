@@ -12,7 +12,8 @@ import pytest
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.derived import longest_chunk, max_context, minibatch_rows, most_sequences
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.run import SFTConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.modeldir.adapters import read_adapter_config

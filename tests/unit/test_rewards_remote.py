@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 from tenacity import RetryCallState, Retrying
 
-from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.load import config_yaml
-from oppo_megatron.config.remote import RemoteRewardConfig
+from oppo_megatron.config.rewards import RemoteRewardConfig, RewardPart
 from oppo_megatron.errors import ConfigError, OppoError, RewardError
 from oppo_megatron.rewards.breaker import CircuitBreaker, Pauses, growing_pauses, retry_after_s
 from oppo_megatron.rewards.functions import build_reward_functions

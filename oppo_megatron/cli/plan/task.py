@@ -47,7 +47,7 @@ def given_settings(args: argparse.Namespace, cluster: Cluster) -> list[str]:
 
 def forced_limits(config: TrainConfig) -> Callable[[int], int] | None:
     """Return the length limit of each response as a run forces it; None if all have the maximum length."""
-    from oppo_megatron.config.forced_limits import ForcedLimits
+    from oppo_megatron.config.debug import ForcedLimits
     from oppo_megatron.data.length_trace import forced_quantile
 
     forced, most = config.debug.lengths, config.rollout.max_response_tokens
