@@ -178,7 +178,7 @@ class GroupFilter:
         return all(rollout.seq_id in self.scores for rollout in group)
 
     def _differ(self, group: Sequence[Rollout]) -> bool:
-        """True if two known scores differ by more than `TIE`, as in `algorithms/baselines.py`.
+        """True if two known scores differ by more than `TIE`, as in `algorithms/advantages.py`.
 
         A score that is not finite differs from all: the guards are to see it.
         """
