@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, Overlong
+from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
 from oppo_megatron.algorithms.custom import ADVANTAGE, LOSS, CustomAdvantage, CustomLoss
 from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience, with_pairs
