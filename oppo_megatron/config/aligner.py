@@ -34,8 +34,7 @@ class AlignerConfig(CarryConfig):
 
     delta: AlignerDeltaConfig = AlignerDeltaConfig()
     scorer: StreamConfig | None = Field(
-        None,
-        description="service that computes the rewards, fed while the actor decodes; null: NeMo-Aligner's own server",
+        None, description="service that computes rewards while the actor decodes; null: NeMo-Aligner's own server"
     )
 
 

@@ -22,17 +22,15 @@ class TokenizerConfig(Section):
         None, description="Jinja template for OpenAI-style `messages`; default: the tokenizer's own"
     )
     template_arguments: dict[str, Any] = Field(
-        {},
-        description="variables for the chat template, such as `{enable_thinking: false}`; a row's column of that name goes first",
+        {}, description="variables for the chat template, such as `{enable_thinking: false}`; a row's column of that "
+        "name comes first"
     )
     date: datetime | None = Field(
-        None,
-        description="the date that a chat template prints as today's; null: when the first run began in `run_dir`, kept there",
+        None, description="today's date for chat templates; null: when the first run began in `run_dir`"
     )
     add_bos: bool | None = Field(
-        None,
-        description="begin each prompt with BOS, unless its text or template already does; null: if the tokenizer itself does "
-        "so (a sentencepiece model does not)",
+        None, description="begin each prompt with BOS, unless its text or template does; null: if the tokenizer "
+        "itself does (sentencepiece does not)"
     )
 
 
@@ -49,7 +47,8 @@ class ColumnsConfig(PromptColumnsConfig):
     """The columns of a row by their part, answers among them."""
 
     chosen: str | None = Field(
-        None, description="the better answer (`oppo rm`, `oppo dpo`, `oppo kto`); of dialogues, with the prompt before it"
+        None, description="the better answer (`oppo rm`, `oppo dpo`, `oppo kto`); of dialogues, with the prompt "
+        "before it"
     )
     rejected: str | None = Field(None, description="the worse answer, as `chosen`")
     completion: str | None = Field(None, description="the answer to learn or to judge (`oppo sft`, `oppo kto`)")
@@ -64,15 +63,12 @@ class RowsConfig(Section):
     """Files of rows (JSONL, JSON, CSV, Parquet, also compressed), and how they are read (docs/data.md)."""
 
     path: Path | list[Path] = Field(
-        ...,
-        description="JSONL, JSON, CSV, TSV or Parquet, also compressed; a pattern, a list or a folder of such files; or a "
-        "folder of `save_to_disk`",
+        ..., description="JSONL, JSON, CSV, TSV or Parquet, also compressed: a file, pattern, list or folder; or a "
+        "folder of `save_to_disk`"
     )
     format: Literal["auto", "columns", "alpaca", "sharegpt", "messages", "hh"] = Field(
-        "auto",
-        description="layout of prompt and answers in a row: detected from the columns, a column each, Alpaca's "
-        "instruction and input, ShareGPT's conversations, lists of role and content, Human/Assistant dialogues in "
-        "chosen and rejected",
+        "auto", description="layout of a row: detected, a column for each part, Alpaca's instruction and input, "
+        "ShareGPT's conversations, lists of role and content, Human/Assistant dialogues in chosen and rejected"
     )
     columns: PromptColumnsConfig = PromptColumnsConfig()
     prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` stands for it")
@@ -81,9 +77,8 @@ class RowsConfig(Section):
         "error", description="a row that is not JSON, lacks a column or has no text: end the run, or set the row aside"
     )
     long_rows: Literal["error", "truncate", "quarantine"] = Field(
-        "error",
-        description="a longer prompt ends the run, is cut to its end, or is set aside; for supervised training "
-        "the same for a row of more than `max_tokens`, by default `quarantine`",
+        "error", description="a longer prompt ends the run, is cut to its end, or is set aside; in supervised "
+        "training also a row of more than `max_tokens`, by default set aside"
     )
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
 
@@ -108,8 +103,7 @@ class DataConfig(RowsConfig):
 
     columns: ColumnsConfig = ColumnsConfig()
     turns: Literal["last", "all"] = Field(
-        "last",
-        description="the assistant's turns of a dialogue to learn: the last, or each one as a row of its own (`oppo sft`)",
+        "last", description="the assistant's turns to learn: the last, or each one as a row of its own (`oppo sft`)"
     )
     completion_template: str = Field(
         "{completion}", description="text around each completion, chosen or rejected answer"

@@ -52,23 +52,18 @@ class DebugConfig(Section):
     """
 
     forced_lengths: Annotated[list[float] | Path | tuple[Path, str] | None, Unit("tokens, nats")] = Field(
-        None,
-        description="lengths at which responses end, in place of EOS: [median, sigma] of log-normal lengths, in "
-        "tokens, and the standard deviation of their logarithm (0: all equal); or a CSV file of recorded lengths; or "
-        "[file, column], with the file's column of tokens (else `GeneratedTokens`), or the kind, if the file is a "
-        "histogram (else `output`)",
+        None, description="lengths at which responses end, in place of EOS: [median, sigma] of log-normal lengths, in "
+        "tokens, and of their logarithm (0: all equal); a CSV file of lengths; or [file, column], with its column of "
+        "tokens (else `GeneratedTokens`), or the kind of a histogram (else `output`)"
     )
     wait_for: list[Literal["critic", "scores"]] = Field(
-        default=[],
-        description="with `overlap.intra`, unnecessary waits that leave the result unchanged. `critic`: the next step "
-        "begins after the critic's update, which otherwise runs while the actor decodes; `scores`: the actor's "
-        "update begins after the last scores arrive; otherwise the forward pass of its first micro-batch runs before",
+        default=[], description="with `overlap.intra`, unnecessary waits that leave the result unchanged: the next "
+        "step waits for the critic's update; the forward pass of the actor's update waits for the last scores"
     )
 
     fork: bool = Field(
-        True,
-        description="with `rollout.group_size` above 1, the cache of a prompt is computed once and forked for its responses; "
-        "false: each response computes its own, for comparison",
+        True, description="compute the cache of a prompt once and fork it for its responses; false: each response "
+        "computes its own, for comparison"
     )
 
     @field_validator("forced_lengths")

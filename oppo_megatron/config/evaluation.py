@@ -23,8 +23,9 @@ class MeasuringConfig(Section):
     """Measurements before the first step, after the last and in between."""
 
     data: RowsConfig | None = Field(None, description="files of held-out rows, read as `data` is")
-    max_rows: Annotated[int, Unit("rows")] = Field(1000, ge=1, description="use at most this many held-out rows, the "
-    "first ones")
+    max_rows: Annotated[int, Unit("rows")] = Field(
+        1000, ge=1, description="use at most this many held-out rows, the first ones"
+    )
     every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
 
 
@@ -37,13 +38,14 @@ class EvaluationConfig(MeasuringConfig):
         "`answer`; null: only `metrics`"
     )
     metrics: list[RewardPart] = Field(
-        default_factory=list,
-        description="parts as under `rewards`; each is a metric of its own, whatever its weight; `model` and `process` "
-        "are the run's reward model",
+        default_factory=list, description="parts as under `rewards`, each a metric, whatever its weight; `model` and "
+        "`process` are the run's reward model"
     )
     samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses per prompt")
     temperature: Annotated[float, Unit("")] = Field(0.0, ge=0, description="0: the likeliest token each time")
-    max_rows: Annotated[int, Unit("rows")] = Field(200, ge=1, description="use at most this many prompts, the first ones")
+    max_rows: Annotated[int, Unit("rows")] = Field(
+        200, ge=1, description="use at most this many prompts, the first ones"
+    )
 
     @property
     def judges(self) -> list[RewardPart]:
@@ -60,13 +62,11 @@ class EvaluationConfig(MeasuringConfig):
 class HeldoutConfig(MeasuringConfig):
     """Held-out rows, measured before the first step, after the last and in between."""
 
-    data: DataConfig | None = Field(None, description="files of held-out rows, read as `data` is; null: a `fraction` "
-    "of `data`")
+    data: DataConfig | None = Field(
+        None, description="files of held-out rows, read as `data` is; null: a `fraction` of `data`"
+    )
     fraction: Annotated[float | None, Unit("of the rows")] = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="share of `data` that is held out, drawn by `seed`; rows of one prompt stay together",
+        None, gt=0, lt=1, description="held-out share of `data`, drawn by `seed`; rows of one prompt stay together"
     )
 
 
@@ -74,10 +74,9 @@ class EarlyStopConfig(Section):
     """The run ends once a held-out metric no longer improves."""
 
     metric: str = Field(
-        ...,
-        description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; for supervised "
-        "training `loss`, `accuracy`, `margin`. Lower is better for `loss` and `truncated`, higher for others; "
-        "`min toxicity` and `max length` override this",
+        ..., description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; for "
+        "supervised training `loss`, `accuracy`, `margin`. Lower is better for `loss` and `truncated`; `min toxicity` "
+        "and `max length` override this"
     )
     patience: Annotated[int, Unit("evaluations")] = Field(
         3, ge=1, description="end after this many consecutive evaluations that do not beat the best"

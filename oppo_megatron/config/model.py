@@ -31,8 +31,8 @@ class LoraConfig(Section):
         None, description="projections that have adapters, by their Hugging Face names; null: all seven"
     )
     adapter: Path | None = Field(
-        None,
-        description="peft directory to start from, of this rank, alpha and targets; null: A drawn by init_seed, B zero",
+        None, description="peft directory to start from, of this rank, alpha and targets; null: A drawn by init_seed, "
+        "B zero"
     )
 
     @field_validator("targets")
@@ -114,8 +114,8 @@ class ModelConfig(Section):
     """
 
     checkpoint: Path | None = Field(
-        None,
-        description="Hugging Face directory (config.json + safetensors), or a Megatron torch_dist one with a config.json",
+        None, description="Hugging Face directory (config.json + safetensors), or a Megatron torch_dist one with a "
+        "config.json"
     )
     init: dict[str, Any] | Path | None = Field(
         None, description="config.json as a mapping, or a path to one: random weights of that shape"
@@ -124,10 +124,7 @@ class ModelConfig(Section):
         1234, ge=0, description="seed of a random initialisation, and of a fresh head"
     )
     fresh_head: bool = Field(False, description="a causal LM may be loaded with a new scalar head (reward, critic)")
-    dtype: Dtype = Field(
-        "float32",
-        description="type of the weights and of the computation; default: `runtime.dtype`",
-    )
+    dtype: Dtype = Field("float32", description="type of the weights and of the computation; default: `runtime.dtype`")
 
     def rules(self, name: str) -> Iterator[str]:
         if (self.checkpoint is None) == (self.init is None):
@@ -139,8 +136,7 @@ class LearningModelConfig(ModelConfig):
     """A model that is trained."""
 
     lora: LoraConfig | None = Field(
-        None,
-        description="train low-rank adapters and keep the model's weights frozen; null: train all weights",
+        None, description="train low-rank adapters and keep the model's weights frozen; null: train all weights"
     )
 
 
@@ -155,11 +151,8 @@ class OptimizerConfig(Section):
     """Adam and its schedule, through megatron-core's optimizer."""
 
     lr: Annotated[float | None, Unit("")] = Field(
-        None,
-        gt=0,
-        description="largest learning rate; null: 1e-6 for an actor and the model of `oppo dpo` and `oppo kto`, 5e-6 for a "
-        "critic, 1e-5 for the model of `oppo sft`, `oppo rm` and `oppo prm`; ten times that if adapters (`lora`) are trained. "
-        "`config.yaml` shows the result",
+        None, gt=0, description="largest learning rate; null: 1e-6 for an actor, `oppo dpo` and `oppo kto`, 5e-6 for "
+        "a critic, 1e-5 for `oppo sft`, `oppo rm` and `oppo prm`; ten times that for adapters (`lora`)"
     )
     min_lr: Annotated[float, Unit("")] = Field(0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: Annotated[int, Unit("optimizer steps")] = Field(
@@ -170,10 +163,8 @@ class OptimizerConfig(Section):
     )
     weight_decay: Annotated[float, Unit("")] = Field(0.0, ge=0, description="decoupled weight decay (AdamW)")
     betas: Annotated[list[Annotated[float, Ge(0), Lt(1)]], Unit("")] = Field(
-        default=[0.9, 0.95],
-        min_length=2,
-        max_length=2,
-        description="decay of the mean gradient, and of the mean squared gradient",
+        default=[0.9, 0.95], min_length=2, max_length=2, description="decay of the mean gradient, and of the mean "
+        "squared gradient"
     )
     eps: Annotated[float, Unit("")] = Field(1e-8, gt=0, description="added to the root of the mean squared gradient")
     clip_grad: Annotated[float, Unit("")] = Field(
@@ -247,18 +238,16 @@ class PlacementSettings(Section):
     """The ranks of the roles that name no ranks of their own."""
 
     mode: Literal["disaggregated", "colocated", "single", "auto"] = Field(
-        "disaggregated",
-        description="disaggregated: actor on the first ranks, scorers on the next; colocated: all roles on the same "
-        "ranks; single: one process; auto: measure before the run which mode is fastest on this machine",
+        "disaggregated", description="disaggregated: actor on the first ranks, scorers on the next; colocated: all on "
+        "the same ranks; single: one process; auto: measure before the run which is fastest on this machine"
     )
     actor: ParallelConfig = ParallelConfig()
     scorer: ParallelConfig | None = Field(
         None, description="default: one rank if disaggregated, the actor's layout if colocated"
     )
     reference: Literal["scorer", "actor"] = Field(
-        "scorer",
-        description="ranks and layout of the reference: the scorers', or the actor's, which pays if a large reward "
-        "model keeps the scorers busy",
+        "scorer", description="ranks and layout of the reference: the scorers', or the actor's, if a large reward "
+        "model keeps the scorers busy"
     )
 
 
@@ -280,21 +269,16 @@ class RuntimeConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a device, else cpu")
     dtype: Dtype | None = Field(
-        None,
-        description="type of every role that gives no type of its own; with bfloat16 the optimizer also keeps float32 "
-        "weights. null: bfloat16 on CUDA devices, float32 on a CPU; `config.yaml` shows the result",
+        None, description="type of every role that gives none of its own; with bfloat16 the optimizer also keeps "
+        "float32 weights; null: bfloat16 on CUDA devices, float32 on a CPU"
     )
     threads_per_rank: Annotated[int, Unit("threads")] = Field(
-        0,
-        ge=0,
-        description="CPU threads of each rank; 0: as OMP_NUM_THREADS or MKL_NUM_THREADS says, else cores (those that a "
-        "container may use) divided by local ranks",
+        0, ge=0, description="CPU threads of each rank; 0: OMP_NUM_THREADS or MKL_NUM_THREADS, else usable cores "
+        "divided by local ranks"
     )
     timeout_s: float = Field(
-        1800.0,
-        gt=0,
-        description="time limit of a message or collective; at the start, all ranks must meet within a sixth of it, or "
-        "within a minute if that is longer",
+        1800.0, gt=0, description="time limit of a message or collective; at the start, all ranks must meet within a "
+        "sixth of it, or within a minute if that is longer"
     )
     micro_batch_tokens: int = Field(
         4096, ge=1, description="token budget of one packed micro-batch (training, prefill)"
@@ -303,28 +287,20 @@ class RuntimeConfig(Section):
         None, gt=0, description="budget of each role's KV cache per rank; null: room for the whole buffer"
     )
     decode_path: DecodePath = Field(
-        "packed",
-        description="computation of cached calls: megatron's own modules (module), few calls over megatron's "
-        "parameters (fused), or few calls over a copy of the weights laid out for the CPU's products (packed; fused "
-        "if the CPU has no such products)",
+        "packed", description="computation of cached calls: megatron's modules, few calls over its parameters "
+        "(fused), or over a copy laid out for the CPU's products (packed; fused if the CPU has none)"
     )
     layers: Layers = Field(
-        "auto",
-        description="linear layers and norms of the models: megatron-core's own with torch's norm (torch), or "
-        "transformer-engine's; auto: transformer-engine's on CUDA devices if it is installed and a role has no "
-        "adapters",
+        "auto", description="linear layers and norms: megatron-core's with torch's norm, or transformer-engine's; "
+        "auto: transformer-engine's on CUDA devices if it is installed and a role has no adapters"
     )
     kv_layout: KVLayout = Field(
-        "auto",
-        description="KV caches with a slot of full length for each sequence (dense), or with blocks of 256 tokens that "
-        "change slots without a copy (paged); auto: paged if a GPU has an attention kernel for it, else dense; "
-        "memory tables count auto as dense",
+        "auto", description="KV caches with a slot of full length per sequence (dense), or with blocks of 256 tokens "
+        "(paged); auto: paged if a GPU has an attention kernel for it, else dense; memory tables count auto as dense"
     )
     decode_sync_steps: Annotated[PositiveInt | None, Unit("decode steps")] = Field(
-        None,
-        description="decode steps between two checks for ended responses, if one rank holds all layers (pp 1); with "
-        "more than 1, the steps between checks never wait for the device, and on a GPU they are replayed CUDA "
-        "graphs; null: 16 on a GPU, else 1",
+        None, description="decode steps between two checks for ended responses, if one rank holds all layers (pp 1); "
+        "steps between them never wait for the device and are CUDA graphs on a GPU; null: 16 on a GPU, else 1"
     )
 
     @property

@@ -23,10 +23,8 @@ class RemoteRewardConfig(Section):
     max_batch: Annotated[int, Unit("responses")] = Field(32, ge=1, description="responses in one request")
     send_tokens: bool = Field(False, description="also send the token ids of prompt and response (for a reward model)")
     give_up_s: float = Field(
-        600.0,
-        ge=0,
-        description="a failed request is sent again; the run ends once a request has had no answer for this long; 0: "
-        "at the first failure",
+        600.0, ge=0, description="a failed request is sent again; the run ends after this long without an answer; 0: "
+        "at the first failure"
     )
 
 
@@ -64,25 +62,23 @@ class RewardPart(Section):
     weight: Annotated[float, Unit("factor")] = Field(1.0, description="factor of this part in the sum")
     name: RuleName | None = Field(None, description="the rule (verifier)")
     answer: str = Field(
-        "answer",
-        description="column that holds the expected answer, for rule `code` the tests; `a.b` is key `b` of the objects in column "
-        "`a` (verifier)",
+        "answer", description="column with the expected answer, for rule `code` the tests; `a.b` is key `b` of the "
+        "objects in column `a` (verifier)"
     )
     lenient: bool = Field(
-        False,
-        description="accept less: the last number in the response if no answer is marked (rule `gsm8k`); a match of the pattern "
-        "anywhere in the response (rule `format`); score the share of passed tests instead of 1 if all passed (rule `code`)",
+        False, description="accept the last number if no answer is marked (rule `gsm8k`), a match of the pattern "
+        "anywhere (rule `format`), or score the share of passed tests (rule `code`)"
     )
     pattern: str | None = Field(
         None, description="regular expression, of which `.` matches a line's end, too (rule `format`)"
     )
     buffer_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="the penalty grows from 0 to -1 over the last tokens before `max_tokens` (rule `length`)",
+        None, ge=1, description="the penalty grows from 0 to -1 over the last tokens before `max_tokens` (rule "
+        "`length`)"
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="length from which the penalty is -1; null: `rollout.max_response_tokens` (rule `length`)"
+        None, ge=1, description="length from which the penalty is -1; null: `rollout.max_response_tokens` (rule "
+        "`length`)"
     )
     processes: Annotated[int, Unit("processes")] = Field(
         4, ge=1, description="responses that are checked at once (rules `math` and `code`)"
@@ -90,9 +86,8 @@ class RewardPart(Section):
     entry_point: str | None = Field(None, description="`package.module:function` or `folder/file.py:function` (python)")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the entry point")
     isolate: bool | IsolationConfig = Field(
-        False,
-        description="call it in its own process with these limits; true: with the default limits (python; the rules "
-        "`math` and `code` always have processes, by default with `wall_s` 5 and 10)",
+        False, description="call it in its own process with these limits; true: the default limits (python; the rules "
+        "`math` and `code` always have processes, by default with `wall_s` 5 and 10)"
     )
     url: str | None = Field(None, description="address to which responses are posted: `http://HOST:PORT/score` (http)")
     token_env: str | None = Field(
@@ -100,9 +95,8 @@ class RewardPart(Section):
     )
     remote: RemoteRewardConfig = RemoteRewardConfig()
     step_rewards: Literal["last", "min", "sum", "potential"] = Field(
-        "last",
-        description="reward made from the steps' scores p_k: last or min: the last or the lowest score, at the response's last "
-        "token; sum: p_k at the end of step k; potential: p_k - p_(k-1) there, which sums to the last score (process)",
+        "last", description="reward made of the steps' scores p_k: the last or the lowest one, at the last token; "
+        "sum: p_k at the end of step k; potential: p_k - p_(k-1) there, which sums to the last score (process)"
     )
     separator: str = Field(
         STEP_SEPARATOR, min_length=1, description="text between two steps, as the model was trained with (process)"

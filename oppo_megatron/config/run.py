@@ -65,9 +65,8 @@ class LoggingConfig(Section):
         None, description="Weights & Biases project to log to, in the mode of the variable WANDB_MODE; null: none"
     )
     trace: bool | Literal["actions"] = Field(
-        True,
-        description="write trace.json: each rank's work over time; actions: every action of every round in it, and the "
-        "rounds' schedules in schedules.txt",
+        True, description="write trace.json: each rank's work over time; actions: every action of every round in it, "
+        "and schedules.txt"
     )
     rollouts: bool = Field(
         False, description="write every trained rollout, and greedy ones that are a baseline, to rollouts.jsonl"
@@ -97,19 +96,13 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     preempt_deadline_s: float = Field(
-        120.0,
-        ge=0,
-        description="on SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C) the run saves after the chunk under way and ends with exit "
-        "code 75; a run that cannot save within this time ends unsaved; 0: SIGTERM and Ctrl-C end the run at once",
+        120.0, ge=0, description="on SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C) the run saves after the current "
+        "chunk and ends with exit code 75, or unsaved after this time; 0: SIGTERM and Ctrl-C end the run at once"
     )
     stall_deadline_s: float = Field(
-        900.0,
-        ge=0,
-        description="a run that makes no progress for this long is ended, and every rank writes the stacks of its threads "
-        "to `stacks/`; that is, if a rank gives no sign of life, if a rank neither works nor waits for another, or if no rank "
-        "works; the deadline must exceed the longest single piece of work: reading a model's "
-        "weights, saving or reading a checkpoint, a micro-batch of an update, a call of a reward function; 0: no "
-        "limit",
+        900.0, ge=0, description="a run without progress for this long is ended, and every rank writes the stacks of "
+        "its threads to `stacks/`; must exceed the longest single piece of work (reading weights, a checkpoint, a "
+        "micro-batch of an update, a call of a reward function); 0: no limit"
     )
 
     METRICS: ClassVar[tuple[str, ...]] = ()
@@ -125,22 +118,30 @@ class TrainSettings(RunConfig):
     data: PromptDataConfig
     placement: PlacementSettings = PlacementSettings()
     actor: ActorConfig
-    critic: TrainedRoleConfig | None = Field(None, description="required if `algorithm.preset` trains a critic, "
-    "otherwise an error")
-    reference: RoleConfig | None = Field(None, description="null: the actor's starting weights, "
-    "`lora.adapter` included; there is none with `ppo.kl.mode: none`")
-    reward: RoleConfig | None = Field(None, description="the reward model, or process reward model, if `rewards` names one")
+    critic: TrainedRoleConfig | None = Field(
+        None, description="required if `algorithm.preset` trains a critic, otherwise an error"
+    )
+    reference: RoleConfig | None = Field(
+        None, description="null: the actor's starting weights, `lora.adapter` included; there is none with "
+        "`ppo.kl.mode: none`"
+    )
+    reward: RoleConfig | None = Field(
+        None, description="the reward model, or process reward model, if `rewards` names one"
+    )
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     ppo: PPOConfig = PPOConfig()
-    dpo: PairLossConfig | None = Field(None, description="the loss of a pair of responses; default: DPO's with preset "
-    "online_dpo, an error with others")
+    dpo: PairLossConfig | None = Field(
+        None, description="the loss of a pair of responses; default: DPO's with preset online_dpo, an error with others"
+    )
     overlap: OverlapConfig = OverlapConfig()
-    filter: str | None = Field(None, description="dynamic sampling: drop groups whose responses all have the same score, and "
-    "sample other prompts in their place; the score is `reward`, the whole sum, or the label of one part of `rewards` (a "
-    "verifier's name, say), before its weight; needs `overlap.backfill`; null: no group is dropped; default: that of "
-    "`algorithm.preset` (`dapo` has one, and backfill for it, with `overlap.inter`)")
+    filter: str | None = Field(
+        None, description="dynamic sampling: drop groups whose responses all have the same score, and sample other "
+        "prompts instead; the score is `reward`, the whole sum, or the label of one part of `rewards`, before its "
+        "weight; needs `overlap.backfill`; default: that of `algorithm.preset` (`dapo` has one, and backfill for it, "
+        "with `overlap.inter`)"
+    )
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
     checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()

@@ -22,7 +22,9 @@ class ServeConfig(Section):
     (docs/nemo_aligner.md).
     """
 
-    host: str = Field("127.0.0.1", description="address to listen on; one that other machines can reach needs `token_env`")
+    host: str = Field(
+        "127.0.0.1", description="address to listen on; one that other machines can reach needs `token_env`"
+    )
     port: Annotated[int, Unit("")] = Field(
         8900, ge=0, le=65535, description="port to listen on; 0: a free one, which is printed"
     )
@@ -39,10 +41,8 @@ class ServeConfig(Section):
         None, description="the reward model's tokenizer, for requests without token ids (with `rewards`)"
     )
     sequences: Annotated[int, Unit("sequences")] = Field(
-        256,
-        ge=1,
-        description="without `rewards`: sequences whose KV caches are kept; the least recently used is dropped first and sent "
-        "again",
+        256, ge=1, description="without `rewards`: sequences whose KV caches are kept; the least recently used is "
+        "dropped first"
     )
 
     @property

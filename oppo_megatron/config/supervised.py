@@ -90,10 +90,8 @@ class ProcessRewardModelConfig(SupervisedConfig):
     """`oppo prm`: binary cross-entropy on the labels of steps."""
 
     separator: str = Field(
-        STEP_SEPARATOR,
-        min_length=1,
-        description="text between two steps (`oppo prm`); a step ends with the token that completes it, the last one with the "
-        "response",
+        STEP_SEPARATOR, min_length=1, description="text between two steps (`oppo prm`); a step ends with the token "
+        "that completes it"
     )
 
     METRICS = (LOSS, ACCURACY)
@@ -107,13 +105,12 @@ class DPOLossConfig(PairLossConfig):
         "sigmoid", description="loss of a pair's margin: DPO, robust DPO, SLiC's hinge, IPO"
     )
     label_smoothing: Annotated[float, Unit("share of the pairs")] = Field(
-        0.0,
-        ge=0,
-        lt=0.5,
-        description="assumed share of pairs with the wrong order: conservative DPO with sigmoid, unbiased with robust",
+        0.0, ge=0, lt=0.5, description="assumed share of pairs with the wrong order: conservative DPO with sigmoid, "
+        "unbiased with robust"
     )
     average: bool = Field(
-        False, description="compare mean log-probs per token in place of sums, so that long answers weigh no more than short"
+        False, description="compare mean log-probs per token in place of sums, so that long answers weigh no more "
+        "than short"
     )
     nll: Annotated[float, Unit("factor")] = Field(
         0.0, ge=0, description="factor of a second term: the chosen answer's mean negative log-prob per token"
@@ -136,9 +133,8 @@ class KTOLossConfig(Section):
     """The loss of a row that is wanted or unwanted (docs/preferences.md has the formulas)."""
 
     loss: Literal["kto", "apo_zero_unpaired"] = Field(
-        "kto",
-        description="kto: against the mean log-ratio of mismatched prompts and completions, which are read before each step; "
-        "apo_zero_unpaired: against 0, without these",
+        "kto", description="kto: against the mean log-ratio of mismatched prompts and completions, read before each "
+        "step; apo_zero_unpaired: against 0"
     )
     beta: Annotated[float, Unit("")] = Field(
         0.1, gt=0, description="factor of the log-ratio; the larger, the nearer the model stays to the reference"
@@ -151,13 +147,12 @@ class PreferenceConfig(SupervisedConfig):
     """Settings that `oppo dpo` and `oppo kto` share."""
 
     reference: ModelConfig | None = Field(
-        None,
-        description="the model that log-probs are compared with; null: the model's starting weights, `lora.adapter` included",
+        None, description="the model that log-probs are compared with; null: the starting weights, `lora.adapter` "
+        "included"
     )
     reference_logprobs: Path | None = Field(
-        None,
-        description="file of the reference's log-probs, made if it is missing and used by every run whose reference is the "
-        "same; null: `reference.safetensors` in the run directory",
+        None, description="file of the reference's log-probs, made if it is missing, for all runs with the same "
+        "reference; null: `reference.safetensors` in the run directory"
     )
 
     METRICS = (LOSS, ACCURACY, MARGIN)
