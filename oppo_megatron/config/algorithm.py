@@ -158,12 +158,8 @@ class AlgorithmConfig(Section):
         "1/pairs; default: the preset's"
     )
 
-    advantage: FunctionPath | None = Field(
-        None, description="your own function of advantages, in place of `baseline` and `scale`; see docs/extending.md"
-    )
-    loss: FunctionPath | None = Field(
-        None, description="your own loss of a response, in place of `ratio` and `objective`; see docs/extending.md"
-    )
+    advantage: FunctionPath | None = Field(None, description="your own advantages, in place of baseline and scale")
+    loss: FunctionPath | None = Field(None, description="your own loss of a response, in place of ratio and objective")
 
     @model_validator(mode="before")
     @classmethod

@@ -24,18 +24,14 @@ class AlignerDeltaConfig(DeltaConfig):
     """Prompts drawn beyond `num_rollout_samples`, over all replicas; by default none."""
 
     initial: Annotated[int, Unit("prompts")] = Field(0, ge=0, description="delta of the first step")
-    max: Annotated[int, Unit("prompts")] = Field(
-        0, ge=0, description="largest delta; at most `num_rollout_samples`, and 0 defers nothing"
-    )
+    max: Annotated[int, Unit("prompts")] = Field(0, ge=0, description="largest delta, up to `num_rollout_samples`")
 
 
 class AlignerConfig(CarryConfig):
     """The settings that `oppo_megatron.integrations.nemo_aligner` adds to NeMo-Aligner's `trainer.ppo`."""
 
     delta: AlignerDeltaConfig = AlignerDeltaConfig()
-    scorer: StreamConfig | None = Field(
-        None, description="service that computes rewards while the actor decodes; null: NeMo-Aligner's own server"
-    )
+    scorer: StreamConfig | None = Field(None, description="service that scores while the actor decodes; null: its own")
 
 
 def read_aligner_config(tree: Mapping[str, Any]) -> AlignerConfig:

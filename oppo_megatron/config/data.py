@@ -18,16 +18,12 @@ class TokenizerConfig(Section):
     """A Hugging Face tokenizer directory, or a sentencepiece `.model` file."""
 
     path: Path = Field(..., description="Hugging Face tokenizer directory, or a sentencepiece `.model` file")
-    chat_template: str | None = Field(
-        None, description="Jinja template for OpenAI-style `messages`; default: the tokenizer's own"
-    )
+    chat_template: str | None = Field(None, description="Jinja template for `messages`; default: the tokenizer's own")
     template_arguments: dict[str, Any] = Field(
         {}, description="variables for the chat template, such as `{enable_thinking: false}`; a row's column of that "
         "name comes first"
     )
-    date: datetime | None = Field(
-        None, description="today's date for chat templates; null: when the first run began in `run_dir`"
-    )
+    date: datetime | None = Field(None, description="today's date for templates; null: when the first run began")
     add_bos: bool | None = Field(
         None, description="begin each prompt with BOS, unless its text or template does; null: if the tokenizer "
         "itself does (sentencepiece does not)"
@@ -54,9 +50,7 @@ class ColumnsConfig(PromptColumnsConfig):
     completion: str | None = Field(None, description="the answer to learn or to judge (`oppo sft`, `oppo kto`)")
     label: str | None = Field(None, description="whether the answer is wanted: true or false, 1 or 0 (`oppo kto`)")
     completions: str | None = Field(None, description="the steps of the answer: a list of texts (`oppo prm`)")
-    labels: str | None = Field(
-        None, description="for each step whether it is right: true or false, or a number from 0 to 1 (`oppo prm`)"
-    )
+    labels: str | None = Field(None, description="for each step whether it is right, or a number from 0 to 1")
 
 
 class RowsConfig(Section):
@@ -102,12 +96,8 @@ class DataConfig(RowsConfig):
     """Files of rows with answers, as `RowsConfig`."""
 
     columns: ColumnsConfig = ColumnsConfig()
-    turns: Literal["last", "all"] = Field(
-        "last", description="the assistant's turns to learn: the last, or each one as a row of its own (`oppo sft`)"
-    )
-    completion_template: str = Field(
-        "{completion}", description="text around each completion, chosen or rejected answer"
-    )
+    turns: Literal["last", "all"] = Field("last", description="turns to learn: the last, or each as a row (`oppo sft`)")
+    completion_template: str = Field("{completion}", description="text around each completion or answer")
 
 
 KNOWN_NAMES: dict[str, tuple[str, ...]] = {

@@ -23,9 +23,7 @@ class MeasuringConfig(Section):
     """Measurements before the first step, after the last and in between."""
 
     data: RowsConfig | None = Field(None, description="files of held-out rows, read as `data` is")
-    max_rows: Annotated[int, Unit("rows")] = Field(
-        1000, ge=1, description="use at most this many held-out rows, the first ones"
-    )
+    max_rows: Annotated[int, Unit("rows")] = Field(1000, ge=1, description="use at most this many held-out rows")
     every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
 
 
@@ -43,9 +41,7 @@ class EvaluationConfig(MeasuringConfig):
     )
     samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses per prompt")
     temperature: Annotated[float, Unit("")] = Field(0.0, ge=0, description="0: the likeliest token each time")
-    max_rows: Annotated[int, Unit("rows")] = Field(
-        200, ge=1, description="use at most this many prompts, the first ones"
-    )
+    max_rows: Annotated[int, Unit("rows")] = Field(200, ge=1, description="use at most this many prompts")
 
     @property
     def judges(self) -> list[RewardPart]:
@@ -62,9 +58,7 @@ class EvaluationConfig(MeasuringConfig):
 class HeldoutConfig(MeasuringConfig):
     """Held-out rows, measured before the first step, after the last and in between."""
 
-    data: DataConfig | None = Field(
-        None, description="files of held-out rows, read as `data` is; null: a `fraction` of `data`"
-    )
+    data: DataConfig | None = Field(None, description="held-out rows, read as `data` is; null: a `fraction` of it")
     fraction: Annotated[float | None, Unit("of the rows")] = Field(
         None, gt=0, lt=1, description="held-out share of `data`, drawn by `seed`; rows of one prompt stay together"
     )

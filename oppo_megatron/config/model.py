@@ -64,27 +64,17 @@ PlacementMode = Literal["disaggregated", "colocated", "single"]
 class SizesConfig(Section):
     """Sizes of a layout; null: as in the role's own."""
 
-    tp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
-        None, description="tensor-parallel size; null: as in the role's layout"
-    )
-    pp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
-        None, description="pipeline-parallel size; null: as in the role's layout"
-    )
-    dp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
-        None, description="data-parallel size; null: as in the role's layout"
-    )
+    tp: Annotated[PositiveInt | None, Unit("ranks")] = Field(None, description="tensor-parallel; null: the role's")
+    pp: Annotated[PositiveInt | None, Unit("ranks")] = Field(None, description="pipeline-parallel; null: the role's")
+    dp: Annotated[PositiveInt | None, Unit("ranks")] = Field(None, description="data-parallel; null: the role's")
 
 
 class ParallelConfig(SizesConfig):
     """Tensor-, pipeline- and data-parallel size of one role."""
 
     tp: Annotated[int, Unit("ranks")] = Field(1, ge=1, description="tensor-parallel size: ranks that share each layer")
-    pp: Annotated[int, Unit("ranks")] = Field(
-        1, ge=1, description="pipeline-parallel size: stages that the layers are split into"
-    )
-    dp: Annotated[int, Unit("ranks")] = Field(
-        1, ge=1, description="data-parallel size: replicas, each with sequences of its own"
-    )
+    pp: Annotated[int, Unit("ranks")] = Field(1, ge=1, description="pipeline-parallel size: stages of the layers")
+    dp: Annotated[int, Unit("ranks")] = Field(1, ge=1, description="data-parallel size: replicas")
 
     @property
     def num_ranks(self) -> int:
@@ -98,9 +88,7 @@ class TrainingLayoutConfig(SizesConfig):
     (or scores) after each update; if they are equal, both share the weights.
     """
 
-    vpp: Annotated[int, Unit("stages a rank")] = Field(
-        1, ge=1, description="virtual stages a rank: above 1 the update runs interleaved 1F1B"
-    )
+    vpp: Annotated[int, Unit("stages a rank")] = Field(1, ge=1, description="virtual stages; above 1: interleaved 1F1B")
     sequence_parallel: bool = Field(False, description="shard activations between layers over the tensor ranks")
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward pass: none, attention only, or whole layers"
@@ -118,11 +106,9 @@ class ModelConfig(Section):
         "config.json"
     )
     init: dict[str, Any] | Path | None = Field(
-        None, description="config.json as a mapping, or a path to one: random weights of that shape"
+        None, description="config.json, or its path: random weights of that shape"
     )
-    init_seed: Annotated[int, Unit("")] = Field(
-        1234, ge=0, description="seed of a random initialisation, and of a fresh head"
-    )
+    init_seed: Annotated[int, Unit("")] = Field(1234, ge=0, description="of random weights and fresh heads")
     fresh_head: bool = Field(False, description="a causal LM may be loaded with a new scalar head (reward, critic)")
     dtype: Dtype = Field("float32", description="type of the weights and of the computation; default: `runtime.dtype`")
 
@@ -135,9 +121,7 @@ class ModelConfig(Section):
 class LearningModelConfig(ModelConfig):
     """A model that is trained."""
 
-    lora: LoraConfig | None = Field(
-        None, description="train low-rank adapters and keep the model's weights frozen; null: train all weights"
-    )
+    lora: LoraConfig | None = Field(None, description="train low-rank adapters only; null: all weights")
 
 
 class UsualRate(NamedTuple):
@@ -155,21 +139,15 @@ class OptimizerConfig(Section):
         "a critic, 1e-5 for `oppo sft`, `oppo rm` and `oppo prm`; ten times that for adapters (`lora`)"
     )
     min_lr: Annotated[float, Unit("")] = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    warmup_steps: Annotated[int, Unit("optimizer steps")] = Field(
-        0, ge=0, description="optimizer steps of linear warm-up"
-    )
-    decay: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="course of the learning rate after the warm-up, to the last optimizer step"
-    )
+    warmup_steps: Annotated[int, Unit("optimizer steps")] = Field(0, ge=0, description="linear warm-up")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="learning rate after the warm-up")
     weight_decay: Annotated[float, Unit("")] = Field(0.0, ge=0, description="decoupled weight decay (AdamW)")
     betas: Annotated[list[Annotated[float, Ge(0), Lt(1)]], Unit("")] = Field(
         default=[0.9, 0.95], min_length=2, max_length=2, description="decay of the mean gradient, and of the mean "
         "squared gradient"
     )
     eps: Annotated[float, Unit("")] = Field(1e-8, gt=0, description="added to the root of the mean squared gradient")
-    clip_grad: Annotated[float, Unit("")] = Field(
-        1.0, ge=0, description="largest global gradient norm; 0 turns clipping off"
-    )
+    clip_grad: Annotated[float, Unit("")] = Field(1.0, ge=0, description="largest global gradient norm; 0: none")
 
     @property
     def rate(self) -> float:
@@ -242,9 +220,7 @@ class PlacementSettings(Section):
         "the same ranks; single: one process; auto: measure before the run which is fastest on this machine"
     )
     actor: ParallelConfig = ParallelConfig()
-    scorer: ParallelConfig | None = Field(
-        None, description="default: one rank if disaggregated, the actor's layout if colocated"
-    )
+    scorer: ParallelConfig | None = Field(None, description="default: one rank, or the actor's layout if colocated")
     reference: Literal["scorer", "actor"] = Field(
         "scorer", description="ranks and layout of the reference: the scorers', or the actor's, if a large reward "
         "model keeps the scorers busy"
@@ -280,12 +256,8 @@ class RuntimeConfig(Section):
         1800.0, gt=0, description="time limit of a message or collective; at the start, all ranks must meet within a "
         "sixth of it, or within a minute if that is longer"
     )
-    micro_batch_tokens: int = Field(
-        4096, ge=1, description="token budget of one packed micro-batch (training, prefill)"
-    )
-    kv_cache_mb: float | None = Field(
-        None, gt=0, description="budget of each role's KV cache per rank; null: room for the whole buffer"
-    )
+    micro_batch_tokens: int = Field(4096, ge=1, description="most tokens of a packed micro-batch")
+    kv_cache_mb: float | None = Field(None, gt=0, description="budget per role and rank; null: the whole buffer")
     decode_path: DecodePath = Field(
         "packed", description="computation of cached calls: megatron's modules, few calls over its parameters "
         "(fused), or over a copy laid out for the CPU's products (packed; fused if the CPU has none)"

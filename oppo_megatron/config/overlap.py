@@ -36,12 +36,8 @@ class DeltaConfig(Section):
         "eq4", description="rule that changes delta (docs/algorithm.md), or your own function (docs/extending.md)"
     )
     initial: Annotated[int, Unit("prompts")] = Field(4, ge=0, description="delta of the first step")
-    max: Annotated[int, Unit("prompts")] = Field(
-        8, ge=0, description="largest delta; at most the prompts of `max_staleness` batches"
-    )
-    window: Annotated[int, Unit("steps")] = Field(
-        5, ge=1, description="steps averaged by the rule (W or w in the paper)"
-    )
+    max: Annotated[int, Unit("prompts")] = Field(8, ge=0, description="largest delta, up to `max_staleness` batches")
+    window: Annotated[int, Unit("steps")] = Field(5, ge=1, description="steps averaged by the rule (paper's W, w)")
 
 
 class CarryConfig(Section):
@@ -76,7 +72,7 @@ class OverlapConfig(CarryConfig):
         "decode steps between two admissions, a multiple of `chunk.tokens`; true: `chunk.tokens`"
     )
     actor_kv: Literal["recompute", "keep"] = Field(
-        "recompute", description="the actor's KV cache of a carried rollout after an update: computed again, or kept"
+        "recompute", description="recompute or keep a carried KV cache after an update"
     )
 
     def rules(self, batch_size: int, group_size: int = 1) -> Iterator[str]:

@@ -13,9 +13,7 @@ from oppo_megatron.config.base import Section, Unit
 class RolloutConfig(Section):
     """The responses of a step, and how their tokens are drawn."""
 
-    batch_size: Annotated[int, Unit("rollouts")] = Field(
-        ..., ge=1, description="trained rollouts a step (the paper's B)"
-    )
+    batch_size: Annotated[int, Unit("rollouts")] = Field(..., ge=1, description="trained rollouts per step (paper's B)")
     group_size: Annotated[int, Unit("rollouts")] = Field(
         1, ge=1, description="responses to each prompt; must divide the batch size; `algorithm.baseline: greedy` adds "
         "one, which does not count; default: that of `algorithm.preset`"
@@ -23,9 +21,7 @@ class RolloutConfig(Section):
     max_response_tokens: int = Field(..., ge=1, description="longest response; a longer one is cut")
     temperature: Annotated[float, Unit("factor")] = Field(1.0, ge=0, description="0 means greedy")
     top_k: Annotated[int, Unit("tokens")] = Field(0, ge=0, description="0 turns it off")
-    top_p: Annotated[float, Unit("share")] = Field(
-        1.0, gt=0, le=1, description="smallest set of tokens with this mass; 1 turns it off"
-    )
+    top_p: Annotated[float, Unit("share")] = Field(1.0, gt=0, le=1, description="smallest set with this mass; 1: off")
     stop: Annotated[list[StrictStr | StrictInt], Unit("token ids")] = Field(
         default=[], description="texts and token ids that end a response, in addition to the EOS of the tokenizer and "
         "of the actor's `generation_config.json`; the stop text stays in the response"
@@ -65,7 +61,7 @@ class KLConfig(Section):
         "gradient of KL(actor || reference)"
     )
     coefficient: Annotated[float, Unit("reward a nat")] = Field(
-        0.05, ge=0, description="weight of the KL; the initial weight if it is adaptive"
+        0.05, ge=0, description="weight of the KL, or its start"
     )
     target: Annotated[float | None, Unit("nats a response")] = Field(
         None, gt=0, description="KL per response that the coefficient follows: by a tenth of the relative error, at "
@@ -77,16 +73,10 @@ class PPOConfig(Section):
     """The PPO update (paper eq. 1-2 and the usual companions)."""
 
     epochs: Annotated[int, Unit("passes")] = Field(1, ge=1, description="passes over a batch")
-    minibatches: Annotated[int, Unit("optimizer steps")] = Field(
-        1, ge=1, description="optimizer steps per epoch; must divide the batch size"
-    )
+    minibatches: Annotated[int, Unit("optimizer steps")] = Field(1, ge=1, description="must divide the batch size")
     gamma: Annotated[float, Unit("factor")] = Field(1.0, ge=0, le=1, description="discount of later rewards")
-    gae_lambda: Annotated[float, Unit("factor")] = Field(
-        0.95, ge=0, le=1, description="GAE's lambda: 0 trusts the critic, 1 the rewards"
-    )
-    clip: Annotated[float, Unit("factor")] = Field(
-        0.2, gt=0, description="the ratio counts within 1 - clip .. 1 + clip; default: that of `algorithm.preset`"
-    )
+    gae_lambda: Annotated[float, Unit("factor")] = Field(0.95, ge=0, le=1, description="0 trusts the critic, 1 rewards")
+    clip: Annotated[float, Unit("factor")] = Field(0.2, gt=0, description="ratio within 1 - clip .. 1 + clip")
     clip_high: Annotated[float | None, Unit("factor")] = Field(
         None, gt=0, description="the ratio counts up to 1 + clip_high, and with objective cispo, which needs it, this "
         "is the largest weight; null: 1 + clip; default: that of `algorithm.preset`"
@@ -99,12 +89,8 @@ class PPOConfig(Section):
     entropy_coefficient: Annotated[float, Unit("reward a nat")] = Field(
         0.0, ge=0, description="weight of the entropy bonus"
     )
-    reward_clip: Annotated[float | None, Unit("reward")] = Field(
-        None, gt=0, description="bound of the absolute score of a rollout, applied first"
-    )
-    truncated_score: Annotated[float | None, Unit("reward")] = Field(
-        None, description="score of a response cut at the limit, in place of its reward; null: its reward"
-    )
+    reward_clip: Annotated[float | None, Unit("reward")] = Field(None, gt=0, description="bound of the absolute score")
+    truncated_score: Annotated[float | None, Unit("reward")] = Field(None, description="score of a cut response")
     mask_truncated: bool = Field(
         False, description="leave responses cut at the limit out of the actor's loss; they still count in baselines "
         "and scales"
@@ -113,9 +99,7 @@ class PPOConfig(Section):
         "none", description="scale scores to mean 0 and variance 1, after `reward_clip`: over the batch, or over all "
         "batches so far"
     )
-    critic_warmup_steps: int = Field(
-        0, ge=0, description="number of initial steps that train only the critic; the policy does not change"
-    )
+    critic_warmup_steps: int = Field(0, ge=0, description="first steps, which train only the critic")
     kl: KLConfig = KLConfig()
     staleness: Literal["behaviour", "decoupled"] = Field(
         "behaviour", description="ratio of tokens that an older policy sampled: against their log-probs at sampling, "
@@ -127,9 +111,5 @@ class PPOConfig(Section):
 class PairLossConfig(Section):
     """The loss of a pair of responses (preset online_dpo; docs/preferences.md has the formulas)."""
 
-    loss: Literal["sigmoid", "hinge", "ipo"] = Field(
-        "sigmoid", description="loss of a pair's margin: DPO, SLiC's hinge, IPO"
-    )
-    beta: Annotated[float, Unit("")] = Field(
-        0.1, gt=0, description="factor of the margin; a larger one keeps the model nearer to the reference"
-    )
+    loss: Literal["sigmoid", "hinge", "ipo"] = Field("sigmoid", description="DPO, SLiC's hinge or IPO")
+    beta: Annotated[float, Unit("")] = Field(0.1, gt=0, description="larger: nearer to the reference")

@@ -14,7 +14,7 @@ class CheckpointConfig(Section):
 
     every_steps: int = Field(0, ge=0, description="steps from one checkpoint to the next; 0: as `every_minutes` says")
     every_minutes: Annotated[float, Unit("minutes")] = Field(
-        15.0, ge=0, description="save after the first step that ends this long after the last checkpoint; 0: never"
+        15.0, ge=0, description="time between checkpoints; 0: never"
     )
     final: bool | Literal["nothing"] = Field(
         True, description="save after the last step, so that the run can be given more steps later; false: only the "
@@ -30,9 +30,7 @@ class CheckpointConfig(Section):
         False, description="the run waits only until the content has been copied in host memory; a thread writes the "
         "copy while the run continues"
     )
-    resume: bool = Field(
-        False, description="continue from the last whole checkpoint of `run_dir`, if it has one (`--resume`)"
-    )
+    resume: bool = Field(False, description="continue from the last whole checkpoint, if any (`--resume`)")
 
     @property
     def saves_end(self) -> bool:
@@ -71,9 +69,7 @@ class GuardsConfig(Section):
         None, gt=0, description="largest `kl_mean` of a batch: beyond it the policy has left the reference; null: no "
         "limit"
     )
-    ratio_max: Annotated[float | None, Unit("factor")] = Field(
-        None, gt=1, description="largest `ratio_max` of an update, which has moved too far beyond it; null: no limit"
-    )
+    ratio_max: Annotated[float | None, Unit("factor")] = Field(None, gt=1, description="largest `ratio_max`")
     ess: Annotated[float | None, Unit("share of the tokens")] = Field(
         None, gt=0, lt=1, description="smallest `ess`: below it too little is left of the batch; null: no limit"
     )

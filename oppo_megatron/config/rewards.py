@@ -17,9 +17,7 @@ from oppo_megatron.config.data import STEP_SEPARATOR
 class RemoteRewardConfig(Section):
     """Requests to a reward service.  A failure is never a score: the sequence waits, or the run stops."""
 
-    timeout_s: float = Field(
-        30.0, gt=0, description="time limit of one request, from connecting to the last byte of its answer"
-    )
+    timeout_s: float = Field(30.0, gt=0, description="time limit of one request and its answer")
     max_batch: Annotated[int, Unit("responses")] = Field(32, ge=1, description="responses in one request")
     send_tokens: bool = Field(False, description="also send the token ids of prompt and response (for a reward model)")
     give_up_s: float = Field(
@@ -35,9 +33,7 @@ START_S = 60.0
 class IsolationConfig(Section):
     """Limits of the process of a user's reward function.  They contain accidents, not attackers: this is not a sandbox."""
 
-    wall_s: float = Field(
-        30.0, gt=0, description="time limit of one call, in wall-clock seconds and in processor seconds"
-    )
+    wall_s: float = Field(30.0, gt=0, description="time limit of one call, in wall-clock and processor seconds")
     memory_mb: int = Field(4096, ge=64, description="address space of the process, in MiB")
 
 
@@ -69,9 +65,7 @@ class RewardPart(Section):
         False, description="accept the last number if no answer is marked (rule `gsm8k`), a match of the pattern "
         "anywhere (rule `format`), or score the share of passed tests (rule `code`)"
     )
-    pattern: str | None = Field(
-        None, description="regular expression, of which `.` matches a line's end, too (rule `format`)"
-    )
+    pattern: str | None = Field(None, description="regular expression; `.` matches newlines (rule `format`)")
     buffer_tokens: int | None = Field(
         None, ge=1, description="the penalty grows from 0 to -1 over the last tokens before `max_tokens` (rule "
         "`length`)"
@@ -81,7 +75,7 @@ class RewardPart(Section):
         "`length`)"
     )
     processes: Annotated[int, Unit("processes")] = Field(
-        4, ge=1, description="responses that are checked at once (rules `math` and `code`)"
+        4, ge=1, description="responses checked at once (`math`, `code`)"
     )
     entry_point: str | None = Field(None, description="`package.module:function` or `folder/file.py:function` (python)")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the entry point")
@@ -90,17 +84,13 @@ class RewardPart(Section):
         "`math` and `code` always have processes, by default with `wall_s` 5 and 10)"
     )
     url: str | None = Field(None, description="address to which responses are posted: `http://HOST:PORT/score` (http)")
-    token_env: str | None = Field(
-        None, description="environment variable with the service's bearer token; null: none is sent (http)"
-    )
+    token_env: str | None = Field(None, description="environment variable with the bearer token (http)")
     remote: RemoteRewardConfig = RemoteRewardConfig()
     step_rewards: Literal["last", "min", "sum", "potential"] = Field(
         "last", description="reward made of the steps' scores p_k: the last or the lowest one, at the last token; "
         "sum: p_k at the end of step k; potential: p_k - p_(k-1) there, which sums to the last score (process)"
     )
-    separator: str = Field(
-        STEP_SEPARATOR, min_length=1, description="text between two steps, as the model was trained with (process)"
-    )
+    separator: str = Field(STEP_SEPARATOR, min_length=1, description="text between two steps (process)")
 
     @property
     def reads_model(self) -> bool:

@@ -57,20 +57,14 @@ def _of_dtype(role: Any, dtype: Any) -> Any:
 class LoggingConfig(Section):
     """Outputs of progress and metrics.  `metrics.jsonl` is always written."""
 
-    console: Literal["auto", "live", "plain", "off"] = Field(
-        "auto", description="progress as a live line or as plain lines; auto: live in a terminal"
-    )
+    console: Literal["auto", "live", "plain", "off"] = Field("auto", description="auto: live in a terminal")
     tensorboard: bool = Field(False, description="also write the metrics to `tensorboard/` in the run directory")
-    wandb_project: str | None = Field(
-        None, description="Weights & Biases project to log to, in the mode of the variable WANDB_MODE; null: none"
-    )
+    wandb_project: str | None = Field(None, description="Weights & Biases project (mode: WANDB_MODE); null: none")
     trace: bool | Literal["actions"] = Field(
         True, description="write trace.json: each rank's work over time; actions: every action of every round in it, "
         "and schedules.txt"
     )
-    rollouts: bool = Field(
-        False, description="write every trained rollout, and greedy ones that are a baseline, to rollouts.jsonl"
-    )
+    rollouts: bool = Field(False, description="write trained and greedy rollouts to rollouts.jsonl")
 
     @field_validator("console", mode="before")
     @classmethod
@@ -85,9 +79,7 @@ class RunConfig(Section):
     run_dir: Path = Field(..., description="folder for everything that the run writes; it must hold no finished run")
     seed: Annotated[int, Unit("")] = Field(1, ge=0, lt=2**63, description="seed of the data's order and of all draws")
     steps: int | None = Field(None, ge=1, description="end after this many steps; null: when `epochs` are over")
-    epochs: Annotated[float | None, Unit("passes")] = Field(
-        None, gt=0, description="passes over the data; null: as many as `steps` needs, or one"
-    )
+    epochs: Annotated[float | None, Unit("passes")] = Field(None, gt=0, description="null: as `steps` needs, or one")
     tokenizer: TokenizerConfig
     data: RowsConfig
     evaluation: MeasuringConfig | None = None
@@ -112,29 +104,21 @@ class RunConfig(Section):
 class TrainSettings(RunConfig):
     """`oppo train` as written in a configuration file: the placement may be `auto`."""
 
-    epochs: Annotated[int | None, Unit("passes")] = Field(
-        None, ge=1, description="passes over the prompts; null: as many as `steps` needs, or one"
-    )
+    epochs: Annotated[int | None, Unit("passes")] = Field(None, ge=1, description="null: as `steps` needs, or one")
     data: PromptDataConfig
     placement: PlacementSettings = PlacementSettings()
     actor: ActorConfig
-    critic: TrainedRoleConfig | None = Field(
-        None, description="required if `algorithm.preset` trains a critic, otherwise an error"
-    )
+    critic: TrainedRoleConfig | None = Field(None, description="needed if `algorithm.preset` trains a critic")
     reference: RoleConfig | None = Field(
         None, description="null: the actor's starting weights, `lora.adapter` included; there is none with "
         "`ppo.kl.mode: none`"
     )
-    reward: RoleConfig | None = Field(
-        None, description="the reward model, or process reward model, if `rewards` names one"
-    )
+    reward: RoleConfig | None = Field(None, description="the (process) reward model, if `rewards` names one")
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     ppo: PPOConfig = PPOConfig()
-    dpo: PairLossConfig | None = Field(
-        None, description="the loss of a pair of responses; default: DPO's with preset online_dpo, an error with others"
-    )
+    dpo: PairLossConfig | None = Field(None, description="the loss of pairs, for preset online_dpo only")
     overlap: OverlapConfig = OverlapConfig()
     filter: str | None = Field(
         None, description="dynamic sampling: drop groups whose responses all have the same score, and sample other "

@@ -22,24 +22,14 @@ class ServeConfig(Section):
     (docs/nemo_aligner.md).
     """
 
-    host: str = Field(
-        "127.0.0.1", description="address to listen on; one that other machines can reach needs `token_env`"
-    )
-    port: Annotated[int, Unit("")] = Field(
-        8900, ge=0, le=65535, description="port to listen on; 0: a free one, which is printed"
-    )
-    token_env: str | None = Field(
-        None, description="environment variable with the bearer token that every request must carry; null: none needed"
-    )
+    host: str = Field("127.0.0.1", description="address to listen on; if others can reach it, with `token_env`")
+    port: Annotated[int, Unit("")] = Field(8900, ge=0, le=65535, description="0: a free one, which is printed")
+    token_env: str | None = Field(None, description="environment variable with the bearer token of all requests")
     max_tokens: int = Field(4096, ge=2, description="longest prompt + response that the reward model reads")
     runtime: RuntimeConfig = RuntimeConfig()
-    rewards: list[RewardPart] = Field(
-        [], description="the reward is the weighted sum of these parts; empty: stream sequences to `reward`"
-    )
+    rewards: list[RewardPart] = Field([], description="parts of a weighted sum; empty: stream to `reward`")
     reward: RoleConfig | None = Field(None, description="the reward model, on one process; required without `rewards`")
-    tokenizer: TokenizerConfig | None = Field(
-        None, description="the reward model's tokenizer, for requests without token ids (with `rewards`)"
-    )
+    tokenizer: TokenizerConfig | None = Field(None, description="the reward model's, for requests without token ids")
     sequences: Annotated[int, Unit("sequences")] = Field(
         256, ge=1, description="without `rewards`: sequences whose KV caches are kept; the least recently used is "
         "dropped first"

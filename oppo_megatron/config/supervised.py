@@ -35,9 +35,7 @@ class SupervisedConfig(RunConfig):
     """Settings that `oppo sft`, `oppo rm`, `oppo prm`, `oppo dpo` and `oppo kto` share."""
 
     epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
-    batch_size: Annotated[int, Unit("rows")] = Field(
-        32, ge=1, description="rows (pairs for `rm` and `dpo`) per optimizer step"
-    )
+    batch_size: Annotated[int, Unit("rows")] = Field(32, ge=1, description="rows or pairs per optimizer step")
     max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -113,7 +111,7 @@ class DPOLossConfig(PairLossConfig):
         "than short"
     )
     nll: Annotated[float, Unit("factor")] = Field(
-        0.0, ge=0, description="factor of a second term: the chosen answer's mean negative log-prob per token"
+        0.0, ge=0, description="factor of the chosen answer's mean NLL per token"
     )
 
     def rules(self) -> Iterator[str]:
@@ -136,9 +134,7 @@ class KTOLossConfig(Section):
         "kto", description="kto: against the mean log-ratio of mismatched prompts and completions, read before each "
         "step; apo_zero_unpaired: against 0"
     )
-    beta: Annotated[float, Unit("")] = Field(
-        0.1, gt=0, description="factor of the log-ratio; the larger, the nearer the model stays to the reference"
-    )
+    beta: Annotated[float, Unit("")] = Field(0.1, gt=0, description="larger: nearer to the reference")
     wanted: Annotated[float, Unit("factor")] = Field(1.0, gt=0, description="weight of wanted completions")
     unwanted: Annotated[float, Unit("factor")] = Field(1.0, gt=0, description="weight of unwanted completions")
 
