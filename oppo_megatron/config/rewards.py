@@ -19,7 +19,6 @@ class RemoteRewardConfig(Section):
 
     timeout_s: float = Field(30.0, gt=0, description="time limit of one request and its answer")
     max_batch: Annotated[int, Unit("responses")] = Field(32, ge=1, description="responses in one request")
-    send_tokens: bool = Field(False, description="also send the token ids of prompt and response (for a reward model)")
     give_up_s: float = Field(
         600.0, ge=0, description="a failed request is sent again; the run ends after this long without an answer; 0: "
         "at the first failure"

@@ -66,13 +66,13 @@ class Request(BaseModel):
     items: list[Item] = Field(..., min_length=1)
 
 
-def encode_request(items: Sequence[ScoreItem], send_tokens: bool) -> bytes:
+def encode_request(items: Sequence[ScoreItem]) -> bytes:
     """The body of a request.  Raises RewardError, as `check_fields`, for columns that JSON cannot say."""
     rows = []
     for item in items:
         check_fields(item.fields)
         row = {"id": item.seq_id, "prompt": item.prompt, "response": item.response, "fields": dict(item.fields)}
-        rows.append(row | ({"tokens": list(item.tokens)} if send_tokens and item.tokens is not None else {}))
+        rows.append(row | ({"tokens": list(item.tokens)} if item.tokens is not None else {}))
     return json.dumps({"items": rows}, allow_nan=False).encode()
 
 

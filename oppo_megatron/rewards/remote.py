@@ -208,7 +208,7 @@ class RemoteReward:
 
     async def _deliver(self, client: httpx.AsyncClient, batch: Sequence[ScoreItem]) -> dict[int, float]:
         """The scores of a batch, however many attempts they take.  Raises RewardError once it is given up."""
-        body, ids = encode_request(batch, self.settings.send_tokens), [item.seq_id for item in batch]
+        body, ids = encode_request(batch), [item.seq_id for item in batch]
         await self._let_in(math.inf)  # if it is down, the requests that were refused decide when to give up
         until = self._clock() + self.settings.give_up_s
         failures: list[_Failure] = []

@@ -236,8 +236,8 @@ def test_retry_after_is_waited_for() -> None:
         assert score_all(remote, 1) == [1.0] and time.monotonic() - started >= 1.0
 
 
-def test_token_ids_are_sent_where_asked_for() -> None:
-    with reward_service() as service, client(service, send_tokens=True) as remote:
+def test_token_ids_are_sent_where_they_are_known() -> None:
+    with reward_service() as service, client(service) as remote:
         remote.request([ScoreItem(0, "p", "r", {}, [4, 5, 6])])
         assert remote.result(0) == 1.0
     assert service.requests[0]["items"][0]["tokens"] == [4, 5, 6]
