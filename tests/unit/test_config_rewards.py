@@ -64,14 +64,8 @@ def test_right(part: dict[str, Any]) -> None:
         (RULE, "without a `name`; add one of arithmetic, gsm8k, gsm8k_first, math, multiple_choice, format, length, code"),
         (RULE | {"name": "format"}, "without a `pattern`; add a regular expression"),
         (RULE | {"name": "length"}, "without `buffer_tokens`; add over how many tokens"),
-        (
-            RULE | {"name": "arithmetic", "lenient": True},
-            "of rule arithmetic and has lenient, but only rule gsm8k or format or code takes",
-        ),
-        (
-            RULE | {"name": "math", "pattern": "."},
-            "of rule math and has pattern, but only rule format takes it; remove it",
-        ),
+        (RULE | {"name": "arithmetic", "lenient": True}, "has lenient, but only rule gsm8k or format or code takes"),
+        (RULE | {"name": "math", "pattern": "."}, "of rule math and has pattern, but only rule format takes it; remove it"),
         (RULE | {"name": "code", "buffer_tokens": 3}, "has buffer_tokens, but only rule length takes it; remove it"),
         (RULE | {"name": "code", "max_tokens": 3}, "has max_tokens, but only rule length takes it; remove it"),
         (RULE | {"name": "math", "lenient": True}, "has lenient, but only rule gsm8k or format or code takes it; remove it"),
