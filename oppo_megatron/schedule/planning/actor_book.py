@@ -120,16 +120,9 @@ class ActorBook(Book):
         rows, run = self._ledger.rows(columns.seq_ids), self.runs(columns)
         going, ended = np.flatnonzero(run & ~columns.finished), rows[run & columns.finished]
         self._ledger[CACHED][rows[going]] = columns.num_tokens[going] - 1
-        self._remove(ended)
-
-    def stop(self, rollouts: Sequence[Rollout]) -> None:
-        """Stop decoding these sequences; called between two rounds."""
-        self._remove(self._ledger.rows(columns_of(rollouts).seq_ids))
-
-    def _remove(self, rows: Ints) -> None:
-        self._close(rows[self._ledger[CACHED][rows] != ABSENT])
-        self._ledger[REPLICA][rows] = ABSENT
-        self._ledger[OUTLIVED][rows] = 0
+        self._close(ended)
+        self._ledger[REPLICA][ended] = ABSENT
+        self._ledger[OUTLIVED][ended] = 0
 
     def invalidate(self) -> None:
         self._ledger[CACHED][self._ledger[CACHED] != ABSENT] = 0

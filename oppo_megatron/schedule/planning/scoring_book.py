@@ -111,13 +111,6 @@ class ScoringBook(Book):
         self._ledger[OUTPUTS][rows] = 0
         self._ledger[REPLICA][rows] = ABSENT
 
-    def beyond(self, rollouts: Sequence[Rollout]) -> list[int]:
-        """Return the sequences of shortened rollouts that this role has read completely, so that no plan closes them."""
-        columns = columns_of(rollouts)
-        _, cached, targets = self._state(columns)
-        found: list[int] = columns.seq_ids[cached >= targets].tolist()
-        return found
-
     def reset(self) -> None:
         self._ledger[OUTPUTS][:] = 0
         self._ledger[CACHED][:] = ABSENT
