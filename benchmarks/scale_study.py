@@ -34,8 +34,7 @@ from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.reading import ClusterConfig, build_cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.pricing.prices import Prices
-from oppo_megatron.sim.runs.sources import cluster_costs
-from oppo_megatron.sim.runs.step_costs import StepCosts
+from oppo_megatron.sim.runs.step_costs import StepCosts, cluster_costs
 from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep
 
 NODE, GPU, NIC_GB_PER_S, MARGIN = 8, "h200", 50, 0.1

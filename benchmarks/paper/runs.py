@@ -20,8 +20,7 @@ from oppo_megatron.records import StepSignals
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.pricing.prices import Prices
-from oppo_megatron.sim.runs.sources import cluster_costs
-from oppo_megatron.sim.runs.step_costs import StepCosts
+from oppo_megatron.sim.runs.step_costs import StepCosts, cluster_costs
 from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep
 from oppo_megatron.uniforms import uniforms
 

@@ -42,7 +42,7 @@ class Batch:
 
 
 def inference_s(model: LaidModel, batch: Batch) -> float:
-    """Return the seconds of all micro-batches through all stages; messages are sent during the next one's computation."""
+    """Seconds of all micro-batches through all stages; messages are sent during the next one's computation."""
     tokens = batch.micro_batch(outputs=True)
     stages = [model.forward_s(stage, tokens) for stage in range(model.placement.pp)]
     hops = [model.hop_s(stage, tokens.new) for stage in range(model.placement.pp)]
@@ -51,15 +51,13 @@ def inference_s(model: LaidModel, batch: Batch) -> float:
 
 @dataclass(frozen=True)
 class Update:
-    """`optimizer_steps`, each over `batch` on every replica."""
-
     batch: Batch
     optimizer_steps: int
     train: TrainingLayoutConfig
 
 
 def update_s(model: LaidModel, update: Update) -> float:
-    """Return the seconds of forward and backward of all micro-batches, gradients over the replicas, and the optimizer."""
+    """Seconds of forward and backward of all micro-batches, gradients over the replicas, and the optimizer."""
     placement, batch = model.placement, update.batch
     tokens = batch.micro_batch(outputs=True)
     stages = [_training_s(model, stage, tokens, update.train) for stage in range(placement.pp)]
@@ -99,14 +97,12 @@ def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's weights over some ranks, in a layout with `vpp` virtual stages."""
-
     placement: RolePlacement
     vpp: int = 1
 
 
 def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weights, *, scalar: bool) -> float:
-    """Return the seconds until every rank of `target` has the weights that it did not hold in `source`.
+    """Seconds until every rank of `target` has the weights that it did not hold in `source`.
 
     Weights come from a replica on the receiver's node if there is one, else from the replica of the same number.
     """
@@ -136,7 +132,6 @@ def _by_coordinates(placement: RolePlacement) -> Ints:
 
 
 def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:
-    """By stage, its layers and ends."""
     pp = weights.placement.pp
     return [
         {

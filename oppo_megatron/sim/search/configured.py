@@ -30,7 +30,6 @@ class _Pools(NamedTuple):
 
 
 def planned_config(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return the configuration with the plan's ranks, layouts and micro-batches."""
     roles = named_roles(config)
     blocks, options = dict(zip(roles, plan.blocks, strict=True)), dict(zip(roles, plan.options, strict=True))
     pools = _pools({name: (blocks[name], options[name].serving) for name in roles})
@@ -84,7 +83,6 @@ def _placement(pools: _Pools) -> dict[str, Any]:
 
 
 def _own(pools: _Pools, name: str, place: Place) -> dict[str, Any]:
-    """A role's own settings of ranks and layout."""
     if pools.mode == "single" or place == pools.of(name):
         return {"ranks": None, "parallel": None}
     ranks = None if place[0] == pools.of(name)[0] else format_ranks(place[0].ranks)
