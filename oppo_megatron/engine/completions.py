@@ -7,7 +7,7 @@ from itertools import islice
 
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.config.model import RuntimeConfig
-from oppo_megatron.engine.links import Links
+from oppo_megatron.engine.executor import Links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping

@@ -5,7 +5,7 @@ ended continues without effect: its draws are ignored and its position stays.  A
 continue, the host reads the drawn tokens, closes the gaps among the rows (`DecodeWorker`) and loads again.
 
 To keep the number of shapes small, rows are padded to a size of `batch_bucket`, and attended positions to a bound of the
-cache.  A step of one shape can therefore be captured and replayed (`mcore/cuda_graphs.py`).
+cache.  A step of one shape can therefore be captured and replayed (`mcore/device.py`).
 
 Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
 """
@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from oppo_megatron.engine.sampler import Sampling, draw_at, uniforms_at
-from oppo_megatron.mcore.cuda_graphs import StepRunner
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.device import StepRunner, on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.uniforms import row_state

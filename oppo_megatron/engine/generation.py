@@ -23,19 +23,21 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows, StopSignal
-from oppo_megatron.engine.decode_round import DecodeRound, Drawn, Growing
 from oppo_megatron.engine.device_decode import DeviceLane, Row
-from oppo_megatron.engine.row_words import DRAWN, gather_rows
+from oppo_megatron.engine.round_state import DecodeRound, Drawn, Growing, TakenUp
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.engine.stream import ChunkOutlet
-from oppo_megatron.engine.taking_up import TakenUp
-from oppo_megatron.mcore.cuda_graphs import CapturedSteps, run_eagerly
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.engine.stream import DRAWN, ChunkOutlet, gather_rows
+from oppo_megatron.mcore.device import (
+    CapturedSteps,
+    memory_for,
+    on_device,
+    run_eagerly,
+    too_many_sequences,
+    too_many_tokens,
+)
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import memory_for, too_many_sequences, too_many_tokens
-from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.book import ReplicaWork

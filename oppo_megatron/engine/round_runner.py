@@ -16,9 +16,8 @@ import torch.distributed as dist
 from oppo_megatron.chunks import Chunk, StopSignal
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.columns import Held, Ints
-from oppo_megatron.engine.executor import Executor
+from oppo_megatron.engine.executor import Executor, Links
 from oppo_megatron.engine.generation import DecodeWorker
-from oppo_megatron.engine.links import Links
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.engine.stopping import Stopping

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.errors import NumericsError
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.device import on_device
+from oppo_megatron.mcore.vocab import VocabShards
 from oppo_megatron.records import ALONE, Members
 from oppo_megatron.uniforms import uniforms
 

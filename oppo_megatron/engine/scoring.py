@@ -15,13 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from oppo_megatron.engine.taking_up import TakenUp
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.engine.round_state import TakenUp
+from oppo_megatron.mcore.device import memory_for, on_device, too_many_tokens
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
-from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import memory_for, too_many_tokens
-from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.model import RoleModel, step
+from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.schedule.planning.book import ReplicaWork

@@ -15,12 +15,18 @@ from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import Head, hf_tensors
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.mcore.weights.dist_writer import ALIGNER, MEGATRON, write_directory, write_dist
+from oppo_megatron.mcore.weights.dist_writer import (
+    ALIGNER,
+    CONFIG_NAME,
+    MEGATRON,
+    nemo_config,
+    write_directory,
+    write_dist,
+)
 from oppo_megatron.mcore.weights.hf_source import FreshHead, TensorSource, open_weights, side_files
 from oppo_megatron.mcore.weights.hf_weights import common_dtype, rewrite_weights
 from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, hf_config, require_empty
 from oppo_megatron.mcore.weights.lora_weights import has_head, merged
-from oppo_megatron.mcore.weights.nemo_config import CONFIG_NAME, nemo_config
 from oppo_megatron.modeldir.adapters import lora_of
 from oppo_megatron.modeldir.megatron import NEMO_WEIGHTS
 

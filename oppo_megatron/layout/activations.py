@@ -20,7 +20,7 @@ from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, num_kv_heads
 MASK_NUMBERS = 2**25
 """Upper bound on the elements of an attention mask, for calls on a GPU that need one (`mcore/kv/call_parts.py`)."""
 BLOCK_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
-"""The most logits that log-probs are made of at once (`mcore/layers/vocab_parallel.py`): on a GPU enough that kernels are
+"""The most logits that log-probs are made of at once (`mcore/vocab.py`): on a GPU enough that kernels are
 few, on a CPU what its cache holds."""
 DRAWN_BLOCK = 64
 """Sampled tokens are processed in blocks of this size (`engine/sampler.py`)."""

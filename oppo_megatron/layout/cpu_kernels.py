@@ -1,4 +1,4 @@
-"""Sizes and memory of a CPU's matrix products, for the memory plan and for `mcore/cpu/`.  None of this applies to a GPU."""
+"""Sizes and memory of a CPU's matrix products, for the memory plan and for `mcore/cpu.py`.  None of this applies to a GPU."""
 
 from __future__ import annotations
 

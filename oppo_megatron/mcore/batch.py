@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.schedule.packing import pack_by_tokens
 
 Answered = tuple[Sequence[int], Sequence[int]]

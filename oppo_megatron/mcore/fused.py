@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.mcore.cpu.prepacked import product
+from oppo_megatron.mcore.cpu import product
 from oppo_megatron.mcore.kv.cached_plan import CachedPlan
-from oppo_megatron.mcore.layers.rms_norm import Norm, fixed_norm
+from oppo_megatron.mcore.layers import Norm, fixed_norm
 from oppo_megatron.mcore.lora import Adapters, adapters_of
 
 Product = Callable[[Tensor], Tensor]

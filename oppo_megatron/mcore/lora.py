@@ -35,7 +35,7 @@ from torch import Tensor
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.layout.lora_layout import PRODUCTS, pair_sizes
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.mcore.layers.spec import tag_parameter
+from oppo_megatron.mcore.layers import tag_parameter
 
 Join = Callable[[Mapping[str, Tensor]], Tensor]
 

@@ -9,7 +9,7 @@ Legend: T packed tokens, H hidden, V vocabulary, R rows of interest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -34,18 +34,16 @@ from oppo_megatron.layout.cpu_kernels import WHOLE_MULTIPLE
 from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore import compat
-from oppo_megatron.mcore.cpu.prepacked import can_prepack, product
+from oppo_megatron.mcore.attention import AttentionPlan, PackedPlan, binding, rope_tables
+from oppo_megatron.mcore.cpu import can_prepack, product
 from oppo_megatron.mcore.fused import FusedStage
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.kv.cached_plan import CachedPlan
 from oppo_megatron.mcore.kv.dense import KVCache
-from oppo_megatron.mcore.kv.paged import PagedKVCache
-from oppo_megatron.mcore.kv.paged_kernels import find_kernel
-from oppo_megatron.mcore.layers.attention import AttentionPlan, PackedPlan
-from oppo_megatron.mcore.layers.rope import rope_tables
-from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec
-from oppo_megatron.mcore.layers.windows import binding
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.kv.paged import PagedKVCache, find_kernel
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.mcore.layers import ScalarHead, block_spec
+from oppo_megatron.mcore.vocab import VocabShards
 
 Head = Literal["lm", "scalar"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -377,3 +375,29 @@ def _mark_shards(model: RoleModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, True, 0, stride)
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
+
+
+@torch.inference_mode()
+def step(
+    model: RoleModel,
+    kv: SequenceCache,
+    seq_ids: Sequence[int],
+    lens: Sequence[int],
+    inputs: Tensor,
+    rows_R: Tensor | None = None,
+) -> Tensor:
+    """Append lens[s] tokens to each sequence's cache and return this stage's output.
+
+    `inputs` are tokens [T] on the first stage and hidden states [T, 1, H] on the others.  The output is hidden [T, 1, H]
+    before the last stage; there it is logits [R, V / tp] or values / scores [R] of `rows_R` (None: all T tokens).
+    The only communication is megatron's tensor-parallel reductions.
+    """
+    plan = kv.begin(seq_ids, lens)
+    if model.pre_process:
+        out = model(inputs, plan, rows_R)
+    else:
+        model.set_input_tensor(inputs)
+        out = model(None, plan, rows_R)
+        model.set_input_tensor(None)  # release it
+    kv.commit(plan)
+    return out

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.chunks import Chunk, ChunkRow
-from oppo_megatron.engine.chunk_codec import ChunkDecoder, ChunkEncoder
+from oppo_megatron.engine.stream import ChunkDecoder, ChunkEncoder
 from oppo_megatron.errors import StreamError
 
 PROMPTS = {7: (1, 2, 3), 12: (9,), 30: (4, 4)}

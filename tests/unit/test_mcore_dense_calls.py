@@ -9,9 +9,8 @@ import torch
 
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
-from oppo_megatron.engine.executor import Executor
+from oppo_megatron.engine.executor import Executor, build_links
 from oppo_megatron.engine.generation import DecodeWorker
-from oppo_megatron.engine.links import build_links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScoringWorker

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from oppo_megatron.layout.cpu_kernels import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
-from oppo_megatron.mcore.cpu import prepacked
-from oppo_megatron.mcore.cpu.prepacked import IN_PLACE_ROWS, can_prepack, product
+from oppo_megatron.mcore.cpu import IN_PLACE_ROWS, can_prepack, product
 
 ROWS = [1, IN_PLACE_ROWS, IN_PLACE_ROWS + 1, FEW_ROWS, FEW_ROWS + 1, FEW_ROWS + ROW_MULTIPLE, MOST_ROWS, MOST_ROWS + 1]
 
@@ -18,7 +17,7 @@ ROWS = [1, IN_PLACE_ROWS, IN_PLACE_ROWS + 1, FEW_ROWS, FEW_ROWS + 1, FEW_ROWS + 
 def test_every_number_of_rows_gives_the_plain_product(
     dtype: torch.dtype, tolerance: float, biased: bool, intel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepacked, "by_intel", lambda: intel)
+    monkeypatch.setattr("oppo_megatron.mcore.cpu.by_intel", lambda: intel)
     generator = torch.Generator().manual_seed(0)
     weight_OI, bias_O = (torch.randn(size, generator=generator).to(dtype) for size in ((40, 24), (40,)))
     if not can_prepack(weight_OI):

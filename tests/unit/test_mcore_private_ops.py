@@ -6,8 +6,7 @@ import pytest
 
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.mcore.cpu import private_ops
-from oppo_megatron.mcore.cpu.private_ops import require_private_ops
+from oppo_megatron.mcore.cpu import require_private_ops
 
 
 def test_this_torch_has_them_all() -> None:
@@ -15,8 +14,8 @@ def test_this_torch_has_them_all() -> None:
 
 
 def test_each_that_is_missing_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private_ops, "PACKING", ("mkldnn._linear_pointwise", "mkldnn._gone"))
-    monkeypatch.setattr(private_ops, "HALF_ATTENTION", ("aten._gone_too",))
+    monkeypatch.setattr("oppo_megatron.mcore.cpu.PACKING", ("mkldnn._linear_pointwise", "mkldnn._gone"))
+    monkeypatch.setattr("oppo_megatron.mcore.cpu.HALF_ATTENTION", ("aten._gone_too",))
     with pytest.raises(ConfigError) as found:
         require_private_ops(RuntimeConfig(decode_path="packed"), {"bfloat16"})
     packing, attention = found.value.problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.mcore.cpu.cpu_attention import stretches
+from oppo_megatron.mcore.cpu import stretches
 
 LENGTHS = st.lists(st.integers(0, 600), min_size=1, max_size=40)
 

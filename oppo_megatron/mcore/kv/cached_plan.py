@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.mcore.cpu.cpu_attention import CALL_NUMBERS, stretches
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.attention import WindowedAttention, apply_rope, binding
+from oppo_megatron.mcore.cpu import CALL_NUMBERS, stretches
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.call_parts import PartsOfCall, beyond_mask, hidden_keys, parts_of
-from oppo_megatron.mcore.layers.rope import apply_rope
-from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
 
 FEW_TOKENS = 48
 """New tokens a sequence, on average, below which a CPU attends for all sequences of a call at once: padding is then little,

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.layout.activations import MASK_NUMBERS
-from oppo_megatron.mcore.cpu.cpu_attention import blocks
-from oppo_megatron.mcore.layers.attention import torch_attention
-from oppo_megatron.mcore.layers.windows import binding
+from oppo_megatron.mcore.attention import binding, torch_attention
+from oppo_megatron.mcore.cpu import blocks
 
 
 def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:

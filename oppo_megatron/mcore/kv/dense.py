@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache, slots_within
 

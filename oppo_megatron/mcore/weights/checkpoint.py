@@ -39,7 +39,7 @@ from oppo_megatron.cluster.peers import is_lost_peer
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import TrainedModel
-from oppo_megatron.mcore.weights.checkpoint_index import INDEX, read_plain_index, reason_of
+from oppo_megatron.mcore.weights.dist_source import INDEX, read_plain_index, reason_of
 from oppo_megatron.mcore.weights.hf_writer import hf_config
 from oppo_megatron.modeldir.megatron import SHAPE
 

@@ -1,7 +1,8 @@
 """Hugging Face tensors read out of a Megatron `torch_dist` checkpoint, whatever layout wrote it, a saved piece at a time.
 
-The index is read with a closed table of classes (`checkpoint_index.py`) and each piece by torch's reader of tensors alone
-(`weights_only`): no pickle of the folder can call anything.  `common.pt`, which has a program's arguments, is not opened.
+A pickle can call any function that it names.  So the index (`.metadata`) is read with a closed table of classes, those of torch's
+own index (torch/distributed/checkpoint/metadata.py), and each piece by torch's reader of tensors alone (`weights_only`).
+`common.pt`, which has a program's arguments, is not opened.
 
 Layers of one kind are stacked: `decoder.layers.mlp.linear_fc2.weight` has all of them along its first dimension.  Newer
 checkpoints may name each layer (`decoder.layers.7...`).  Either way a tensor is whole: the shards of tensor ranks follow each
@@ -13,9 +14,12 @@ from __future__ import annotations
 
 import functools
 import io
+import pickle
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -23,8 +27,61 @@ import torch
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Part, param_shapes, stage_parts
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.mcore.weights.checkpoint_index import read_plain_index, reason_of
 from oppo_megatron.modeldir.megatron import TORCH_INDEX, MegatronFolder
+
+INDEX = ".metadata"
+ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint._extension": set(),
+    "torch.serialization": {"_get_layout"},
+    "torch._utils": {"_rebuild_dtype"},
+    "torch": {"Size", "device", "float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool", "strided"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+
+
+def read_plain_index(path: Path) -> Any:
+    """torch's `Metadata`.  Raises CheckpointError for an index that is not torch's, names other classes, or files outside."""
+    try:
+        index = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        files = {str(info.relative_path) for info in index.storage_data.values()}
+    except Exception as error:  # whatever bytes may lead the pickle machine to
+        raise CheckpointError(
+            f"{path}: not an index of weights that can be read ({type(error).__name__}: {str(error):.200}); use another "
+            "checkpoint, or restore the file from a copy"
+        ) from error
+    for name in files:
+        if PurePosixPath(name).name != name or not (path.parent / name).is_file():
+            raise CheckpointError(
+                f"{path}: names {name!r:.100}, which is not a file in its folder; use another checkpoint, or copy this one whole"
+            )
+    return index
+
+
+def reason_of(error: BaseException) -> str:
+    """The error of torch's readers in one line, without its advice to read a refused pickle unsafely."""
+    text = str(error)
+    if "weights_only" not in text:
+        return next(iter(text.splitlines()), type(error).__name__)
+    named = re.search(r"GLOBAL (\S+)", text)
+    what = f"it names {named[1]}" if named else "it does not hold tensors alone"
+    return f"{what}: it is damaged, or made to run code; do not load it with weights_only=False"
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Allows only the classes of `ALLOWED`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in it")
+        return super().find_class(module, name)
+
 
 LAYERS = "decoder.layers."
 HEAD = "output_layer.weight"

@@ -1,10 +1,12 @@
-"""Log-probs and entropy from vocabulary-parallel logits, in float32.
+"""The vocabulary over tensor ranks: its shards, and log-probs and entropy from sharded logits in float32.
 
-megatron's unfused cross entropy reads the global tensor-parallel group, and its fused one rounds gradients to bfloat16.
-Both hold several float32 numbers for each logit.  Here only some rows at a time do, and the backward pass keeps only the
-logits.
+Each rank has the same number of rows of embedding and output layer; if the vocabulary does not divide evenly, the last rank has
+padding rows.  megatron's unfused cross entropy reads the global tensor-parallel group, and its fused one rounds gradients to
+bfloat16.  Both hold several float32 numbers for each logit.  Here only some rows at a time do, and the backward pass keeps only
+the logits.
 
-Legend: R rows, V vocabulary shard of this rank, q the distribution softmax(logits / temperature) over the whole vocabulary.
+Legend: R rows, V vocabulary shard of this rank, S shards, q the distribution softmax(logits / temperature) over the whole
+vocabulary.
 """
 
 from __future__ import annotations
@@ -14,10 +16,51 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
-from oppo_megatron.mcore.vocab_shards import VocabShards
+
+
+class VocabShards:
+    """This rank's shard.  Without a group the only shard is the whole vocabulary."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
+        """`rows`: per rank; `vocab_size`: if it is less than the rows of all ranks."""
+        self.group, self.rows, self.vocab_size = group, rows, vocab_size
+        self.size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
+        self.num_tokens = rows if vocab_size is None else min(rows, vocab_size - self.first)
+        assert self.num_tokens > 0 or group is None, f"no token of {vocab_size} on rank {self.rank} of {self.size}"
+
+    @property
+    def first(self) -> int:
+        """Id of this shard's first token."""
+        return self.rank * self.rows
+
+    def of_tokens(self, rows_RV: Tensor) -> Tensor:
+        """Drop the last shard's padding columns."""
+        return rows_RV if self.num_tokens == self.rows else rows_RV[..., : self.num_tokens]
+
+    def filled_up(self, logits_RV: Tensor) -> Tensor:
+        """Pad to the other ranks' width, with logits that are never drawn."""
+        missing = self.rows - self.num_tokens
+        return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing and self.size > 1 else logits_RV
+
+    def globally(self, tokens: Tensor) -> Tensor:
+        """Vocabulary ids of this shard's tokens."""
+        return tokens + self.first
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Tensors of all ranks, stacked in their order: [S, ...]."""
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine.contiguous(), group=self.group)
+        return torch.stack(found)
+
+    def add(self, mine: Tensor) -> Tensor:
+        """The sum over the ranks.  `mine` is overwritten."""
+        dist.all_reduce(mine, group=self.group)
+        return mine
 
 
 class _LogProbEntropy(torch.autograd.Function):

@@ -1,15 +1,78 @@
-"""Steps of fixed shapes as CUDA graphs: captured once, then replayed without the host's launch cost of each kernel."""
+"""The device: copies that do not block the host, errors of full memory, and captured decode steps."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oppo_megatron.mcore.out_of_memory import is_out_of_memory
+from oppo_megatron.errors import CapacityError, OppoError
+
+
+def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Copy a tensor, or numbers as a tensor of `dtype`, to the device; a tensor that is there already is returned as is."""
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
+NO_KERNEL = "could not create a primitive"
+"""The whole message of oneDNN if it has no memory for a kernel's code.  (An unsupported kernel has a longer message.)"""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an allocator failed: torch's, on a GPU or on the host (which has no class of its own), numpy's or Python's."""
+    if isinstance(error, OppoError):
+        return False
+    text = str(error)
+    on_host = isinstance(error, RuntimeError) and (text == NO_KERNEL or any(words in text for words in CPU_WORDS))
+    return on_host or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+@contextmanager
+def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
+    """Raise CapacityError if memory runs out in the block.  `describe` returns the work and the remedy, each as a phrase."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        work, remedy = describe()
+        raise CapacityError(f"memory ran out in {work} ({_first_sentence(error)}); {remedy}") from error
+
+
+def too_many_tokens(work: str, lengths: Sequence[int], answers: int = 1) -> tuple[str, str]:
+    """Work and remedy for a micro-batch of sequences of `lengths` tokens; `answers` of them (2: a pair) stay together."""
+    tokens = sum(lengths)
+    if len(lengths) <= answers:
+        remedy = "lower the maximum lengths of prompts and responses"
+    else:
+        fewer = max(tokens // 2, answers * max(lengths))
+        remedy = f"set runtime.micro_batch_tokens to {fewer} or less"
+    return f"{work} of {tokens} tokens", f"{remedy}, or use more ranks"
+
+
+def too_many_sequences(work: str, sequences: int, cache_bytes: int) -> tuple[str, str]:
+    """Work and remedy for decoding `sequences` at once with a KV cache of `cache_bytes` on this rank."""
+    megabytes = max(1, cache_bytes // 2**21)
+    return (
+        f"{work} of {sequences} sequences",
+        f"set runtime.kv_cache_mb to {megabytes} or less (this cache takes {-(-cache_bytes // 2**20)} MiB) to decode fewer "
+        "sequences at once, or use more ranks",
+    )
+
+
+def _first_sentence(error: BaseException) -> str:
+    """The allocator's message without its source location."""
+    text = str(error).partition("\n")[0]
+    return text[max(0, text.find("DefaultCPUAllocator")) :].split(". ")[0] or type(error).__name__
+
 
 StepRunner = Callable[[Hashable, Callable[[], None]], None]
 """Does a step, which computes the same whenever it has the same key, in the same tensors."""
