@@ -129,16 +129,8 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
     for each in shards:
         each.prepare(updates[each.name], fresh=True)
         tree |= each.tree()
-    read_plain_index(folder / INDEX)
-    try:
-        loaded = dist_checkpointing.load(tree, str(folder))
-    except (Exception, CheckpointException) as error:  # malformed files lead to many kinds; torch's is no Exception
-        if isinstance(error, RuntimeError) and is_lost_peer(error):
-            raise
-        raise CheckpointError(
-            f"{folder}: the checkpoint does not hold the models of this configuration ({_reason(error)}); resume with the models "
-            "that the run began with (layouts may differ), or start a new run in another run_dir"
-        ) from error
+    remedy = "resume with the models that the run began with (layouts may differ), or start a new run in another run_dir"
+    loaded = _loaded(folder, tree, "the models of this configuration", remedy)
     for each in shards:
         each.take(loaded)
 
@@ -151,19 +143,23 @@ def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
     prefix = f"{name}."
     weights = model.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": model.groups.collection.dp_cp})
     adapters = {key: param for key, param in model.named_parameters() if _is_trained(param)}
-    read_plain_index(folder / INDEX)
-    try:
-        loaded = dist_checkpointing.load({key: weights[f"{prefix}{key}"] for key in adapters}, str(folder))
-    except (Exception, CheckpointException) as error:  # as in `load_models`
-        if isinstance(error, RuntimeError) and is_lost_peer(error):
-            raise
-        raise CheckpointError(
-            f"{folder}: the checkpoint does not hold the adapters of {name} ({_reason(error)}); name another of the run"
-        ) from error
+    tree = {key: weights[f"{prefix}{key}"] for key in adapters}
+    loaded = _loaded(folder, tree, f"the adapters of {name}", "name another of the run")
     with torch.no_grad():
         for key, param in adapters.items():
             param.copy_(loaded[key])
     model.end_weight_update()
+
+
+def _loaded(folder: Path, tree: dict[str, Any], what: str, remedy: str) -> Mapping[str, Any]:
+    read_plain_index(folder / INDEX)
+    try:
+        loaded: Mapping[str, Any] = dist_checkpointing.load(tree, str(folder))
+    except (Exception, CheckpointException) as error:  # malformed files lead to many kinds; torch's is not an Exception
+        if isinstance(error, RuntimeError) and is_lost_peer(error):
+            raise
+        raise CheckpointError(f"{folder}: the checkpoint does not hold {what} ({_reason(error)}); {remedy}") from error
+    return loaded
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):

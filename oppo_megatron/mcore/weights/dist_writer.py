@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -29,8 +27,6 @@ from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.weights.dist_source import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, saved_names
 from oppo_megatron.mcore.weights.hf_source import TensorSource
 from oppo_megatron.mcore.weights.hf_weights import put_part
-from oppo_megatron.mcore.weights.hf_writer import aside, require_empty
-from oppo_megatron.rundir.manifest import sync_folder
 
 
 @dataclass(frozen=True)
@@ -71,42 +67,15 @@ class _Saved:
 def write_dist(
     shape: ModelShape, source: TensorSource, weights: Path, *, head: Head, dtype: torch.dtype, naming: Naming = MEGATRON
 ) -> int:
-    """Write the tensors of `source` into the folder `weights`, which must not exist; returns their number.
-
-    Stacked layers count as one.
-    """
+    """Write the tensors of `source` into the folder `weights`; returns their number (stacked layers count as one)."""
     planned = list(_planned(shape, head, naming))
-    weights.mkdir(parents=True)
+    weights.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist asks for that
         save({}, storage_writer=FileSystemWriter(weights), planner=_LazyPlanner(planned, source, dtype), no_dist=True)
     torch.save({}, weights / COMMON_STATE_FNAME)
     (weights / CONFIG_FNAME).write_text(json.dumps(asdict(CheckpointingConfig("torch_dist", 1))), encoding="utf-8")
-    sync_folder(weights)
     return len({saved.key for saved in planned})
-
-
-def write_directory(
-    directory: Path, sub: str, texts: Mapping[str, str], extra_files: Iterable[Path], write: Callable[[Path], int]
-) -> int:
-    """Make `directory` with weights in its folder `sub`, and texts and other files by name; whole or not at all.
-
-    `write` makes the folder of its argument; returns its result.  Raises CheckpointError if the directory is not empty.
-    """
-    require_empty(directory)
-    partial = aside(directory)
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped while it wrote
-    try:
-        written = write(partial / sub)
-        for path in extra_files:
-            shutil.copyfile(path, partial / path.name)
-        for name, text in texts.items():
-            (partial / name).write_text(text, encoding="utf-8")
-        os.replace(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    sync_folder(directory.parent)
-    return written
 
 
 def _planned(shape: ModelShape, head: Head, naming: Naming) -> Iterator[_Saved]:

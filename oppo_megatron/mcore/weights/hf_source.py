@@ -123,27 +123,34 @@ class RandomSource(DrawnSource):
             tensor.fill_(1.0)
 
 
-class FreshHead:
+class OverlaidSource:
+    """A source in which tensors `over` are read from another source, by their name there."""
+
+    def __init__(self, base: TensorSource, over: Mapping[str, tuple[TensorSource, str]], without: Collection[str] = ()):
+        self._base, self._over = base, over
+        self._names = {*base.names(), *over} - set(without)
+
+    def names(self) -> Collection[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        source, stored = self._over.get(name, (self._base, name))
+        return source.shape(stored)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        source, stored = self._over.get(name, (self._base, name))
+        return source.dtype(stored)
+
+    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        source, stored = self._over.get(name, (self._base, name))
+        return source.read(stored, region)
+
+
+class FreshHead(OverlaidSource):
     """A causal LM's tensors with a random scalar head; its own `lm_head` is not read."""
 
     def __init__(self, source: TensorSource, shape: ModelShape, seed: int):
-        self._body = source
-        self._head = RandomSource(shape, seed, "scalar")
-
-    def names(self) -> Collection[str]:
-        return {*self._body.names(), SCALAR_HEAD} - {LM_HEAD}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._of(name).shape(name)
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        return self._of(name).dtype(name)
-
-    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        return self._of(name).read(name, region)
-
-    def _of(self, name: str) -> TensorSource:
-        return self._head if name == SCALAR_HEAD else self._body
+        super().__init__(source, {SCALAR_HEAD: (RandomSource(shape, seed, "scalar"), SCALAR_HEAD)}, without=(LM_HEAD,))
 
 
 def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
