@@ -1,10 +1,9 @@
 """Trained models in a checkpoint of megatron-core (`dist_checkpointing`, format torch_dist), for any layout to load.
 
-Weights and optimizer state are written under megatron-core's own names (`optimizer.state.exp_avg.<weight>`), as tensors of
-the whole model in pieces.  Two things differ from megatron-core 0.16.1:
-  - A distributed optimizer, which has flat shares of the state on each replica, is gathered to the shapes of the weights and
-    written like any other.  megatron-core's own format needs Apex or TE to load (distrib_optimizer.py:640), and gloo groups
-    to save.
+Weights and optimizer state have megatron-core's own names (`optimizer.state.exp_avg.<weight>`).  Two things differ from
+megatron-core 0.16.1:
+  - A distributed optimizer's flat shares are gathered to the shapes of the weights.  megatron-core's own format needs Apex or TE
+    to load (distrib_optimizer.py:640), and gloo groups to save.
   - This process writes the files.  megatron-core forks writers (filesystem_async.py:266), which is unsafe for a process with
     CUDA or with the threads of a process group.
 The caller stores everything but tensors (step counts): rank 0 alone would write them, and it may not hold the model.
@@ -51,8 +50,7 @@ MASTER = "fp32_param"
 class ModelShards:
     """This rank's part of trained models: tensors with their offsets in torch's format, and everything else.
 
-    `shapes`: the `config.json` of each model whose first rank this is.  `num_bytes`: approximate size on disk; tensors that
-    replicas share count for the first one.
+    `shapes`: the `config.json` of each model whose first rank this is.  `num_bytes`: approximate size on disk.
     """
 
     sharded: dict[str, Any]
@@ -86,10 +84,10 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
 
 
 def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
-    """Write the files of megatron-core's own strategy into an empty folder, in this process.
+    """Write the files into an empty folder, in this process.  Every rank of `group`, the world, makes the call.
 
-    Every rank of `group`, which is the world, makes the call.  Raises CheckpointError on all ranks if a shard could not be
-    written, OSError on one rank for a file that only it writes, after the last message, so that the ranks can still agree.
+    Raises CheckpointError on all ranks if a shard could not be written; OSError on one rank for a file that only it writes,
+    after the last message, so that the ranks can still agree.
     """
     try:
         torch_checkpoint.save(
@@ -120,9 +118,9 @@ def _size_bytes(models: Mapping[str, TrainedModel]) -> int:
 
 
 def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mapping[str, int]) -> None:
-    """Load weights and optimizers from a checkpoint; otherwise as `gather_models`.
+    """Load weights and optimizers, after `updates` optimizer steps; otherwise as `gather_models`.
 
-    `updates` are optimizer steps done.  Raises CheckpointError if the checkpoint has other models.
+    Raises CheckpointError if the checkpoint has other models.
     """
     shards = [_Shards(name, model, gather=False) for name, model in models.items()]
     tree: dict[str, Any] = {}
@@ -179,7 +177,7 @@ class _Writer(torch_checkpoint.FileSystemWriter):
 
 @dataclass(frozen=True)
 class _Piece:
-    """This rank's optimizer state of a weight: its flat elements start .. end."""
+    """A weight's optimizer state on this rank: its flat elements start .. end."""
 
     start: int
     end: int
@@ -212,7 +210,6 @@ class _Shards:
         self._pieces = dict(_pieces(self._model.optimizer))
 
     def tree(self) -> dict[str, Any]:
-        """Tensors with their offsets in the whole model."""
         groups = self._model.model.groups
         tree: dict[str, Any] = {}
         for number, chunk in enumerate(self._model.chunks):
@@ -226,7 +223,6 @@ class _Shards:
         return tree
 
     def take(self, loaded: Mapping[str, Any]) -> None:
-        """Copy loaded values into the optimizer."""
         with torch.no_grad():
             for number in range(len(self._model.chunks)):
                 for key, param in self._weights(number):
@@ -279,7 +275,6 @@ def _parts(piece: _Piece) -> dict[str, Tensor]:
 
 
 def _pieces(chained: Any) -> Iterator[tuple[Parameter, _Piece]]:
-    """The optimizer state of each weight."""
     for optimizer in chained.chained_optimizers:
         if hasattr(optimizer, "gbuf_ranges"):
             yield from _sharded_pieces(optimizer)

@@ -47,7 +47,10 @@ ALLOWED = {
 
 
 def read_plain_index(path: Path) -> Any:
-    """torch's `Metadata`.  Raises CheckpointError for an index that is not torch's, names other classes, or files outside."""
+    """torch's `Metadata`.
+
+    Raises CheckpointError for an index that is not torch's, names other classes, or files outside.
+    """
     try:
         index = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         files = {str(info.relative_path) for info in index.storage_data.values()}
@@ -75,8 +78,6 @@ def reason_of(error: BaseException) -> str:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Allows only the classes of `ALLOWED`."""
-
     def find_class(self, module: str, name: str) -> Any:
         if name not in ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in it")
@@ -91,7 +92,6 @@ _RENAMED = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_scheduler")
-"""Prefixes of keys that are not parameters."""
 
 
 def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
@@ -106,7 +106,7 @@ def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
 
 
 def is_weight(key: str) -> bool:
-    """True if the key is a parameter of the model: `_extra_state` belongs to transformer-engine's FP8."""
+    """True if the key is a parameter: `_extra_state` belongs to transformer-engine's FP8."""
     return not key.startswith(NO_WEIGHTS) and not key.endswith("_extra_state") and "._extra_state" not in key
 
 
@@ -126,7 +126,7 @@ class _Place:
 
 
 class DistSource:
-    """A `TensorSource`.  Opening reads the index and compares it with the shape; rows of a padded vocabulary are left out."""
+    """A `TensorSource`. Opening compares the index with the shape; rows of a padded vocabulary are left out."""
 
     def __init__(self, folder: MegatronFolder, shape: ModelShape):
         self._folder = folder.weights
@@ -165,7 +165,7 @@ class DistSource:
         return self._places[name]
 
     def _find(self, shape: ModelShape) -> Iterator[tuple[str, _Place]]:
-        """Find each Hugging Face tensor.  Raises CheckpointError for unexpected shapes or tensors."""
+        """Find each Hugging Face tensor. Raises CheckpointError for unexpected shapes or tensors."""
         parts = {part.hf_name: part for head in ("lm", "scalar") for part in stage_parts(shape, head)}
         shapes = {part.param: () for part in parts.values()} | param_shapes(
             [part for name, part in parts.items() if name not in (LM_HEAD, SCALAR_HEAD)]
@@ -193,7 +193,7 @@ class DistSource:
             )
 
     def _count_problems(self, depths: Mapping[str, int | None]) -> Iterator[str]:
-        """Problems: unused or missing tensors and layers.  `depths`: expected layers of each key, None: not stacked."""
+        """Unused or missing tensors and layers. `depths`: expected layers of each key, None: not stacked."""
         for key in sorted(self._saved.keys() - depths.keys() - {ALIGNER_BIAS}):
             tied = ", which ties it to the embeddings (tie_word_embeddings)" if key == HEAD else ""
             yield f"{key} has no place in the model of config.json{tied}"

@@ -33,7 +33,7 @@ from oppo_megatron.mcore.weights.hf_weights import put_part
 class Naming:
     """A program's names in checkpoints: the prefix of keys, and the scalar head.
 
-    `keeps_output`: a model with a scalar head keeps its unused output layer, and cannot be loaded without it.
+    `keeps_output`: a model with a scalar head cannot be loaded without its unused output layer.
     """
 
     prefix: str = ""
@@ -48,7 +48,7 @@ ALIGNER = Naming("model.", ALIGNER_HEAD, ALIGNER_BIAS, keeps_output=True)
 
 @dataclass(frozen=True)
 class _Saved:
-    """A parameter's place in the saved tensor `key` of shape `size`: all of it, or one layer.  Zeros without parts."""
+    """A parameter's place in the saved tensor `key` of shape `size`: all of it, or one layer. Zeros without parts."""
 
     key: str
     size: tuple[int, ...]
@@ -127,9 +127,10 @@ CONFIG_NAME = "model_config.yaml"
 
 
 def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]:
-    """The mapping; `tokenizer` is a Hugging Face tokenizer's folder or name.
+    """The `model_config.yaml` that NeMo 1 and NeMo-Aligner read next to `model_weights/`.
 
-    Raises ConfigError for what NeMo 1's configuration cannot say.
+    Keys and values follow NeMo's own converters of Llama, Mistral and Qwen2; a training run's configuration overrides them.
+    `tokenizer` is a Hugging Face tokenizer's folder or name.  Raises ConfigError for models that it cannot describe.
     """
     scaling, window = _scaling(shape), _window(shape)
     return {
@@ -188,5 +189,5 @@ def _window(shape: ModelShape) -> dict[str, Any]:
 
 
 def _divisor(vocab_size: int) -> int:
-    """Return the largest power of two up to 128 that divides the vocabulary, so that NeMo's padding adds no row."""
+    """The largest power of two up to 128 that divides the vocabulary, so that NeMo's padding adds no row."""
     return next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if vocab_size % size == 0)

@@ -31,7 +31,7 @@ BLOCK_ROWS = 1 << 13
 
 
 class TensorSource(Protocol):
-    """Tensors by their Hugging Face name.  Shapes are known without reading data."""
+    """Tensors by their Hugging Face name. Shapes are known without reading data."""
 
     def names(self) -> Collection[str]: ...
 
@@ -47,7 +47,7 @@ class TensorSource(Protocol):
 
 
 class SafetensorsSource:
-    """`model.safetensors`, or the shards in `model.safetensors.index.json`, of a directory.
+    """The safetensors of a directory.
 
     Opening reads the headers of all files, so that a missing, truncated or damaged file is found early.
     """
@@ -110,7 +110,7 @@ class DrawnSource(ABC):
 
 
 class RandomSource(DrawnSource):
-    """Tensors of a randomly initialised model: matrices normal(0, init_std), norms one, biases zero."""
+    """A randomly initialised model: matrices normal(0, init_std), norms one, biases zero."""
 
     def __init__(self, shape: ModelShape, seed: int, head: Head):
         super().__init__(hf_tensors(shape, head), seed)
@@ -124,7 +124,7 @@ class RandomSource(DrawnSource):
 
 
 class OverlaidSource:
-    """A source in which tensors `over` are read from another source, by their name there."""
+    """A source in which tensors `over` are read from other sources, by their names there."""
 
     def __init__(self, base: TensorSource, over: Mapping[str, tuple[TensorSource, str]], without: Collection[str] = ()):
         self._base, self._over = base, over
@@ -147,7 +147,7 @@ class OverlaidSource:
 
 
 class FreshHead(OverlaidSource):
-    """A causal LM's tensors with a random scalar head; its own `lm_head` is not read."""
+    """A causal LM with a random scalar head; its own `lm_head` is not read."""
 
     def __init__(self, source: TensorSource, shape: ModelShape, seed: int):
         super().__init__(source, {SCALAR_HEAD: (RandomSource(shape, seed, "scalar"), SCALAR_HEAD)}, without=(LM_HEAD,))
@@ -156,9 +156,9 @@ class FreshHead(OverlaidSource):
 def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
     """Shape and checked source of the weights of a `ModelConfig`.  Reads headers only.
 
-    `fresh_head` lets a causal LM be loaded with a new scalar head; a head that the checkpoint has is kept.  `shape_file`:
-    the `config.json` of a Megatron checkpoint that has none.
-    Raises ConfigError if neither `checkpoint` nor `init` is given, CheckpointError if the weights do not fit the shape.
+    With `fresh_head`, a head that the checkpoint has is kept.  `shape_file`: the `config.json` of a Megatron checkpoint that
+    has none.  Raises ConfigError if neither `checkpoint` nor `init` is given, CheckpointError if the weights do not fit the
+    shape.
     """
     source: TensorSource
     if model.checkpoint is not None:
@@ -200,12 +200,10 @@ def check_source(shape: ModelShape, source: TensorSource, head: Head) -> list[st
 
 
 def stored_of(source: TensorSource) -> dict[str, Tensor]:
-    """Shapes and types of a source's tensors."""
     return {name: Tensor(source.shape(name), source.dtype(name) is not None) for name in source.names()}
 
 
 def require_source(shape: ModelShape, source: TensorSource, head: Head, where: str) -> None:
-    """Raise CheckpointError with the problems of `check_source`."""
     if problems := check_source(shape, source, head):
         raise CheckpointError(f"{where}: the weights do not fit the model:\n{summary(problems)}")
 
@@ -218,7 +216,7 @@ def read_shape(directory: Path | str) -> ModelShape:
 
 
 def side_files(directory: Path) -> list[Path]:
-    """Files of tokenizer and generation settings in a Hugging Face directory, which are copied with the weights."""
+    """Files of tokenizer and generation settings, which are copied with the weights."""
     return [directory / name for name in SIDE_FILES if (directory / name).is_file()]
 
 

@@ -31,10 +31,8 @@ def load_weights(
 ) -> None:
     """Fill every parameter of one stage in place, cast to the parameter's dtype and device.
 
-    A model chunk of an interleaved pipeline is a stage like any other, number chunk * pp + pp_rank of vpp * pp.
-
-    `model` is the bare model, before DDP wraps it and before an optimizer copies its parameters.  Reads only this
-    rank's share of each tensor, one at a time.  Raises CheckpointError if the source or the model does not fit `shape`.
+    `model` is the bare model, before DDP wraps it and before an optimizer copies its parameters.  Reads only this rank's share
+    of each tensor, one at a time.  Raises CheckpointError if the source or the model does not fit `shape`.
     """
     require_source(shape, source, head, "load_weights")
     parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
@@ -178,7 +176,6 @@ def rewrite_weights(
 
 
 def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.dtype:
-    """The narrowest dtype that holds every tensor of a source exactly."""
     dtypes = [found for name in hf_tensors(shape, head) if (found := source.dtype(name)) is not None]
     return functools.reduce(torch.promote_types, dtypes)
 
@@ -194,14 +191,14 @@ def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
 
 
 def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
-    """A rank's share of a Hugging Face tensor, from its rows of the parameter: the inverse of `put_part`, padding included."""
+    """The inverse of `put_part`, padding included."""
     return torch.cat([param[rows] for rows in part.rows])
 
 
 def matching_params(
     model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that `parts` fill, after a check that they exist; `whole`: the check excludes others, too."""
+    """Check that the parameters that `parts` fill exist, and return them; `whole`: there must be no others."""
     filled = {part.param for part in parts}
     params = {name: param for name, param in model.named_parameters() if whole or name in filled}
     expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}

@@ -44,7 +44,7 @@ class FreshAdapters(DrawnSource):
 
 
 def open_adapters(directory: Path, shape: ModelShape, lora: LoraConfig, head: Head) -> TensorSource:
-    """The tensors of a peft directory.  Raises CheckpointError unless they fit the model; a scalar head may be missing."""
+    """The tensors of a peft directory. Raises CheckpointError unless they fit; a scalar head may be missing."""
     source = SafetensorsSource(directory, ADAPTER_WEIGHTS)
     if problems := adapter_problems(shape, lora, head, stored_of(source)):
         raise CheckpointError(f"{directory}: the adapters do not fit the model:\n{summary(problems)}")
@@ -52,16 +52,12 @@ def open_adapters(directory: Path, shape: ModelShape, lora: LoraConfig, head: He
 
 
 def has_head(directory: Path) -> bool:
-    """True if a peft directory has a scalar head."""
     return f"{PEFT}{SCALAR_HEAD}" in SafetensorsSource(directory, ADAPTER_WEIGHTS).names()
 
 
 @torch.no_grad()
 def fill_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
-    """Initialise the adapters of a stage, a RoleModel.
-
-    Raises CheckpointError for a directory that does not fit the model.
-    """
+    """Initialise the adapters of a RoleModel. Raises CheckpointError for a directory that does not fit it."""
     source: TensorSource
     if lora.adapter is None:
         source = FreshAdapters(adapter_parts(model.shape, lora, model.head), seed)
@@ -107,7 +103,6 @@ def export_adapters(
 
 
 def peft_config(lora: LoraConfig, head: Head, base: Path | None) -> dict[str, Any]:
-    """The `adapter_config.json` of adapters."""
     return {
         "peft_type": "LORA",
         "task_type": TASKS[head],
@@ -143,7 +138,7 @@ class MergedSource(OverlaidSource):
 
 
 def merged(base: TensorSource, shape: ModelShape, head: Head, lora: LoraConfig) -> MergedSource:
-    """`base` merged with the adapters of `lora.adapter`.  Raises CheckpointError if they do not fit."""
+    """`base` merged with the adapters of `lora.adapter`. Raises CheckpointError if they do not fit."""
     assert lora.adapter is not None
     adapters = open_adapters(lora.adapter, shape, lora, head)
     return MergedSource(base, adapters, lora.scale)
