@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 
 from oppo_megatron.cluster.activity import Activity
@@ -18,10 +19,10 @@ ROUND_STEPS = 64
 
 
 class PromptDecoder:
-    """Decodes on its own cache.  Every rank of the model makes the same calls with the same prompts, and gets the same responses.
+    """Decodes on its own cache.  Every rank of the model makes the same calls with the same prompts.
 
-    A response depends on the seed of `sampling` and on its prompt's `seq_id` and tokens alone, not on other prompts, the
-    layout or the steps of a round.
+    A response depends on the seed of `sampling` and on its prompt's `seq_id` and tokens alone, not on other prompts, the layout
+    or the steps of a round.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class PromptDecoder:
         self._clock = 0
 
     def decode(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
-        """Yield responses in the order in which they end; prompts are taken as slots become free.
+        """Yield responses as they end; prompts are taken as slots become free.
 
         Raises CapacityError if the budget holds no sequence, or if memory runs out.
         """
@@ -70,19 +71,16 @@ class PromptDecoder:
             active += [Rollout(prompt, admission=0) for prompt in islice(waiting, places - len(active))]
             if not active:
                 break
-            yield self._round(rounds, active)
+            decoding = Decoding(self._clock, 0, partial(_AllEnded, active))
+            chunk = rounds.run(active, [], self.round_steps, decoding)
+            assert chunk is not None
+            self._clock, by_id = chunk.clock, {r.seq_id: r for r in active}
+            for row in chunk.rows:
+                by_id[row.seq_id].extend(row)
+            rounds.recorded(active)
+            yield active
         rounds.executor.drain()
         self._rounds = rounds
-
-    def _round(self, rounds: RoundRunner, active: list[Rollout]) -> list[Rollout]:
-        decoding = Decoding(self._clock, 0, lambda: _AllEnded(active))
-        chunk = rounds.run(active, [], self.round_steps, decoding)
-        assert chunk is not None
-        self._clock, by_id = chunk.clock, {r.seq_id: r for r in active}
-        for row in chunk.rows:
-            by_id[row.seq_id].extend(row)
-        rounds.recorded(active)
-        return active
 
     def _new_rounds(self) -> RoundRunner:
         model, runtime = self._model, self._runtime

@@ -1,11 +1,10 @@
 """Decode steps that the host only starts: tokens, positions and draws stay on the device for several steps.
 
-A step is the model over one token of each row, the draw and the bookkeeping, all of them device operations.  A row that has
-ended continues without effect: its draws are ignored and its position stays.  After `sync_steps` steps, or when no row can
-continue, the host reads the drawn tokens, closes the gaps among the rows (`DecodeWorker`) and loads again.
+A row that has ended continues without effect: its draws are ignored and its position stays.  After `sync_steps` steps, or when
+no row can continue, the host reads the drawn tokens, closes the gaps among the rows (`DecodeWorker`) and loads again.
 
-To keep the number of shapes small, rows are padded to a size of `batch_bucket`, and attended positions to a bound of the
-cache.  A step of one shape can therefore be captured and replayed (`mcore/device.py`).
+To keep the number of shapes small, rows are padded to a size of `batch_bucket`, and attended positions to a bound of the cache,
+so that a step can be captured and replayed (`CapturedSteps`).
 
 Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
 """
@@ -102,7 +101,7 @@ class DeviceLane:
     def read(self) -> list[list[list[float]]]:
         """Tokens, log-probs, sampling log-probs and masses of the rows for each step of the window; the host waits for them.
 
-        Values past a row's end are meaningless, including its mass, which is finite if the token came from a valid distribution.
+        Values past a row's end are meaningless, but its mass is finite if the token came from a valid distribution.
         """
         assert self._done and not self.loaded
         drawn_K4R: list[list[list[float]]]

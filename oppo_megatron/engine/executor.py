@@ -1,8 +1,7 @@
 """Executes one rank's part of a schedule.  It has no policy of its own: the actions and their order decide.
 
-The `RoleWorker` of its role executes each action.  Sends are asynchronous: a rank waits for one only if it is many rounds old,
-or at the end of a step (`drain`); a recv waits for its message.  Nothing else waits except the tensor-parallel collectives
-inside a stage and the gather of the replicas' chunks.  If a wait times out, StallError names the action.
+Sends are asynchronous: a rank waits for one only if it is many rounds old, or at the end of a step (`drain`); a recv waits for
+its message.  Nothing else waits except the tensor-parallel collectives inside a stage and the gather of the replicas' chunks.
 
 On a GPU each worker has its own CUDA stream, so decoding and prefill run concurrently.
 """
@@ -33,20 +32,18 @@ from oppo_megatron.schedule.rounds import Site
 
 @dataclass(frozen=True)
 class Links:
-    """This rank's links, in the order of their first use."""
+    """This rank's links (`schedule/links.py`), in the order of their first use."""
 
     groups: dict[Link, dist.ProcessGroup]
 
     def of(self, action: Action) -> dist.ProcessGroup:
-        """The group of a send or recv."""
         return self.groups[link_of(action)]
 
     def use_once(self, device: torch.device) -> None:
         """Send one number over each link.  All ranks that have links make the call.
 
-        NCCL makes the communicator of a pair in its first message, and blocks both hosts until the other end has come; a
-        collective of the two would make another communicator.  So the first messages are sent here, in an order without
-        cycles of waiting ranks (`in_waves`), and not in a round.
+        NCCL makes the communicator of a pair in its first message, and blocks both hosts until the other end has come.  So the
+        first messages are sent here, in an order without cycles of waiting ranks (`in_waves`), and not in a round.
         """
         rank = dist.get_rank()
         for (source, destination, *_), group in self.groups.items():
@@ -57,7 +54,7 @@ class Links:
 
 
 def build_links(site: Site) -> Links:
-    """Create the groups of all links.  Every rank of the world makes the call."""
+    """Create the groups of all links. Every rank of the world makes the call."""
     rank, groups = dist.get_rank(), dict[Link, dist.ProcessGroup]()
     lanes = list(lanes_of(site))
     for lane in lanes:
@@ -71,10 +68,10 @@ class RoleWorker(Protocol):
     """One role on this rank, with its model, cache and sequences of the round."""
 
     def live(self, action: Action) -> bool:
-        """False if the action is void because its sequences have ended.  The same on all ranks of the action."""
+        """False if the action is void because its sequences have ended. The same on all ranks of the action."""
 
     def compute(self, action: Action) -> int:
-        """Do a decode, sample, prefill, score or gather.  Returns the number of tokens (rows).
+        """Do a decode, sample, prefill, score or gather; return the number of tokens (rows).
 
         Raises CapacityError if memory runs out.
         """
@@ -98,7 +95,7 @@ class _Shifted:
 
 
 ROUNDS_IN_FLIGHT = 64
-"""Rounds after which a rank waits for its sends.  A listener falls behind during the critic's update; this bounds the buffers."""
+"""Rounds after which a rank waits for its sends: a bound on buffers if a listener falls behind."""
 
 Observer = Callable[[Action, float, float, int], None]
 """Called after every action: start, end (by the executor's clock), number of tokens (0 for messages)."""
@@ -106,7 +103,7 @@ Observer = Callable[[Action, float, float, int], None]
 
 @dataclass
 class Executor:
-    """One rank's executor.  `timeout_s`: time limit of a message."""
+    """One rank's executor. `timeout_s`: time limit of a message."""
 
     rank: int
     workers: Mapping[str, RoleWorker]
@@ -160,7 +157,7 @@ class Executor:
         self._release(0)
 
     def _release(self, rounds: int) -> None:
-        """Wait for all sends before the last `rounds` rounds.  (gloo reports a completed send only to a wait.)"""
+        """Wait for all sends before the last `rounds` rounds. (gloo reports a completed send only to a wait.)"""
         while len(self._sent) > rounds:
             shift, sends = self._sent.popleft()
             for action, work, _ in sends:
@@ -180,7 +177,7 @@ class Executor:
             self._wait(action, work)
 
     def _tag(self, action: Action) -> int:
-        """The message's tag on both ends, so that on gloo no message replaces a lost one.  (NCCL has no tags.)"""
+        """The message's tag on both ends, so that on gloo no message replaces a lost one. (NCCL has no tags.)"""
         step = 0 if action.step is None else action.step + 1
         return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
 

@@ -1,16 +1,14 @@
 """The actor's decoding on one rank.
 
-Legend: R rows (running sequences of a micro-batch), V vocabulary.
-
 Every rank of a replica has the same state: the last pipeline stage draws the tokens, identically on its tensor ranks, and the
-other stages receive them.  A decode micro-step is one token for each running sequence of a micro-batch.
-
-If one rank (or the tensor ranks of one stage) holds all layers, several micro-steps may run on the device before their tokens
-are read (`device_decode.py`); the round's result is the same.
+other stages receive them.  A decode micro-step is one token for each running sequence of a micro-batch.  On one stage several
+may run on the device before their tokens are read (`device_decode.py`); the round's result is the same.
 
 A micro-step is *void*, and every rank of the replica skips it, once its micro-batch has no running sequence or the batch was
 complete by the micro-batch's previous step (ordered by step, then micro-batch: a rank must not use information about later
 micro-steps, which other ranks may not have yet).
+
+Legend: R rows (running sequences of a micro-batch), V vocabulary.
 """
 
 from __future__ import annotations
@@ -101,10 +99,10 @@ class DecodeWorker:
         halt: bool = False,
         outlived: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Begin a round of this replica's `work`.  `readiness()` returns a new signal of what the batch still waits for.
+        """Begin a round of this replica's `work`; `readiness()` returns a new signal of what the batch still waits for.
 
-        `halt` is sent with the chunk.  `version` is the policy's; tokens drawn over a cache that has `outlived` updates have
-        the version of the oldest weights in it.
+        `halt` is sent with the chunk.  Tokens have the policy's `version`; if drawn over a cache that has `outlived` updates,
+        that of the oldest weights in it.
         """
         taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}
@@ -153,7 +151,7 @@ class DecodeWorker:
             self._round.hidden[action.micro_batch] = hidden
 
     def end(self) -> Chunk:
-        """Return the chunk of all replicas; drop finished sequences and tokens beyond the chunk from this replica's cache."""
+        """Return the chunk of all replicas; drop finished sequences and tokens beyond the chunk from the cache."""
         chunk = self._round.merge()
         rows, finished = chunk.rows, []
         lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != GOES_ON).tolist()
@@ -193,7 +191,7 @@ class DecodeWorker:
     def _stage(
         self, micro_batch: int, seq_ids: list[int], lens: list[int], tokens: list[int], rows_R: Tensor | None
     ) -> None:
-        """Replace the micro-batch's input by this stage's output; the first stage's input are the tokens."""
+        """Replace the micro-batch's input (on the first stage, tokens) by this stage's output."""
         first = self.model.pre_process
         inputs = on_device(tokens, self.cache.device) if first else self._round.hidden[micro_batch]
         self._round.hidden[micro_batch] = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
@@ -207,7 +205,6 @@ class DecodeWorker:
         return self._absorb(action, [drawn])
 
     def _start_step(self, action: Action) -> int:
-        """Decode and draw on the device; the drawn tokens are read later."""
         assert action.step is not None
         lane, resident = self._round.lanes[action.micro_batch], self._resident_lane(action.micro_batch)
         if not resident.loaded:
@@ -237,8 +234,8 @@ class DecodeWorker:
     def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
         """Append the tokens of the last micro-steps; sequences that end leave the micro-batch.
 
-        They keep their slots until the end of the round: if their end lies beyond the chunk's, they continue.
-        `resident`: the cache's lengths have not been advanced yet.
+        They keep their slots until the end of the round: if their end lies beyond the chunk's, they continue.  `resident`: the
+        cache's lengths have not been advanced yet.
         """
         assert action.step is not None
         lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn)

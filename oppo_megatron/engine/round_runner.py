@@ -1,8 +1,4 @@
-"""One rank's part in the rounds of a run, which the planner plans and the executor executes.
-
-A round decodes a chunk of the active rollouts and scores the previous chunk: `run`, then the buffer records the chunk, then
-`recorded`.
-"""
+"""One rank's part in the rounds of a run, which the planner plans and the executor executes."""
 
 from __future__ import annotations
 
@@ -51,8 +47,9 @@ class Decoding:
 class RoundRunner:
     """The workers of this rank, and the planner of their rounds.
 
-    `decode` is None on ranks without the actor, `listen` on ranks with it; `scoring` are this rank's scorer roles.
-    `replicas`: this rank's replica of each role.  `planning_s`: seconds spent on planning and checking rounds.
+    A round decodes a chunk of the active rollouts and scores the previous one: `run`, then the buffer records the chunk, then
+    `recorded`.  `decode` is None on ranks without the actor, `listen` on ranks with it.  `planning_s`: seconds spent on
+    planning.
     """
 
     planner: RoundPlanner
@@ -85,12 +82,24 @@ class RoundRunner:
         self.planning_s += time.monotonic() - started
         if self.on_plan is not None:
             self.on_plan(planned)
-        self._begin(planned, active, score, decoding)
+        scoring = {name: worker for name, worker in self.scoring.items() if name in planned.works}
+        for name, worker in scoring.items():
+            read = planned.works[name][self.replicas[name]]
+            worker.begin(read, grown(read.prefill, score))
+        if self.decode is not None and active:
+            mine: ReplicaWork = planned.works["actor"][self.replicas["actor"]]
+            self.decode.begin(
+                mine, grown(mine.decode, active), decoding.readiness, index=planned.round.index, clock=decoding.clock,
+                version=decoding.version, halt=decoding.halt, outlived=self.planner.actor.outlived,
+            )  # fmt: skip
         self.executor.run(planned.schedule.of(self.executor.rank), shift=planned.round.index - 1)
-        for name, worker in self.scoring.items():
-            if name in planned.works:
-                worker.end()
-        return self._end() if active else None
+        for worker in scoring.values():
+            worker.end()
+        if not active:
+            return None
+        end = self.decode or self.listen
+        assert end is not None
+        return end.end()
 
     def recorded(self, rollouts: Sequence[Rollout]) -> None:
         """Update the planner after the chunk has been recorded in the active rollouts."""
@@ -115,7 +124,6 @@ class RoundRunner:
         return self.planner.owes(rollouts) if role is None else self.planner.scorers[role].owes(rollouts)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Admit new rollouts."""
         for end in self._stream_ends():
             end.admit(rollouts)
 
@@ -150,32 +158,10 @@ class RoundRunner:
         self.planner.actor.keep()
 
     def scorers_changed(self) -> None:
-        """Drop stale outputs and caches of trained scorers, because their weights changed."""
+        """Drop outputs and caches of trained scorers, because their weights changed."""
         for name in self.planner.reset_perishable():
             if name in self.scoring:
                 self.scoring[name].reset()
-
-    def _begin(
-        self, planned: PlannedRound, active: Sequence[Rollout], score: Sequence[Rollout], decoding: Decoding
-    ) -> None:
-        works = planned.works
-        for name, worker in self.scoring.items():
-            if name in works:
-                read = works[name][self.replicas[name]]
-                worker.begin(read, grown(read.prefill, score))
-        if self.decode is not None and active:
-            mine: ReplicaWork = works["actor"][self.replicas["actor"]]
-            index = planned.round.index
-            self.decode.begin(
-                mine, grown(mine.decode, active), decoding.readiness,
-                index=index, clock=decoding.clock, version=decoding.version, halt=decoding.halt,
-                outlived=self.planner.actor.outlived,
-            )  # fmt: skip
-
-    def _end(self) -> Chunk:
-        end = self.decode or self.listen
-        assert end is not None
-        return end.end()
 
     def _stream_ends(self) -> list[ListenWorker | ChunkOutlet]:
         outlet = None if self.decode is None else self.decode.outlet

@@ -40,7 +40,6 @@ class TakenUp:
             )
 
     def prefilled(self, batch: Batch) -> None:
-        """Fork prompts of a micro-batch that is now in the cache."""
         for growth in batch if self._forks.sources else ():
             self._make(growth.seq_id)
 
@@ -51,8 +50,7 @@ class TakenUp:
 
 
 Drawn = list[list[float]]
-"""[DRAWN][R]: token, log-prob and sampling log-prob of each row.  Steps on the device have a fourth row: a number that is finite
-if the token came from a valid distribution."""
+"""[DRAWN][R]: token, log-prob, sampling log-prob; from the device also a mass, finite for a valid distribution."""
 
 
 class Growing:
@@ -70,7 +68,7 @@ class Growing:
         return self.row.offset + len(self.row.tokens)
 
     def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:
-        """Append a drawn token.  Returns True if it is the last.  The round started at clock `start`."""
+        """Append a drawn token, in a round that started at clock `start`. Returns True if it is the last."""
         self.tokens.append(token)
         self.response.append(token)
         self.row.tokens.append(token)
@@ -86,9 +84,9 @@ class Growing:
 class DecodeRound:
     """A round of one replica's `work`, which started at clock `start` with the sequences `growing`.
 
-    `local`: this rank's knowledge of the batch's completion within the round; `stop`: the signal that the merge uses.
-    By micro-batch: `lanes` are the running sequences, `steps` the decode steps, `ended` the first void step, `hidden` the
-    stage's last output, `drawn` the tokens of the last step.
+    `local`: this rank's knowledge of the batch's completion within the round; `stop`: the signal that the merge uses. By
+    micro-batch: `lanes` are the running sequences, `steps` the decode steps, `ended` the first void step, `hidden` the stage's
+    last output, `drawn` the tokens of the last step.
     """
 
     work: ReplicaWork
@@ -115,7 +113,6 @@ class DecodeRound:
 
     @property
     def prefill(self) -> Sequence[Batch]:
-        """Prompts, or stale sequences, by micro-batch."""
         return self.work.prefill
 
     def live(self, action: Action) -> bool:

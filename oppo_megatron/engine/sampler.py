@@ -1,11 +1,11 @@
 """Drawing tokens with counter-based randomness.
 
-Legend: R rows (one per sequence), V vocabulary (this tensor rank's shard), S tensor ranks, K candidates kept by top-k, or blocks
-of W tokens of the shard.
+The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on the
+chunk size, on the rest of the batch, on the placement, or on a restart.  A token is found by inverting the cumulative
+distribution at that number.
 
-The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on
-the chunk size, on the rest of the batch, on the placement, or on a restart.  A token is found by inverting the
-cumulative distribution at that number.
+Legend: R rows (one per sequence), V vocabulary (this tensor rank's shard), S tensor ranks, K candidates kept by top-k, or
+blocks of W tokens of the shard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BELOW_ONE = 1 - 2.0**-24
 """A float32 times this number is the next smaller float32."""
 
 BLOCK = 64
-"""Tokens of a block.  A cumulative sum over blocks and then over one block is faster than over the whole vocabulary."""
+"""Tokens of a block. A cumulative sum over blocks and then over one block is faster than over the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Draw:
     """Tokens [R], two log-probs [R] each, and masses [R] that are finite exactly if the row is a valid distribution.
 
     `logprobs` are over the whole vocabulary at the configured temperature (1 if greedy), as the training forward recomputes
-    them, so PPO's ratio is 1 before the first update.  `sampling_logprobs` are of the distribution after top-k and top-p,
-    whose support changes with the weights, so ratios of it are undefined.
+    them, so PPO's ratio is 1 before the first update.  `sampling_logprobs` are of the distribution after top-k and top-p, whose
+    support changes with the weights, so ratios of it are undefined.
     """
 
     tokens: Tensor
@@ -85,7 +85,6 @@ class Draw:
 
 
 def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsError:
-    """The error for logits that are not a valid distribution."""
     return NumericsError(
         f"sequence {seq_id}, response token {position}: the logits at temperature {sampling.temperature:g} are not finite, "
         "but must give a distribution; check the actor's weights, lower the learning rate if training has diverged, or "
@@ -96,7 +95,7 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
 def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
     """Float64 [R] in [0, 1): the numbers of `uniforms`, from `row_state` and int64 positions, on their device.
 
-    No copy and no wait for the device.  torch's int64 arithmetic wraps around, so the numbers are bit-equal on every device.
+    torch's int64 arithmetic wraps around, so the numbers are bit-equal on every device.
     """
     return _shifted(_mix_int64(states_R ^ positions_R), 11).double() * 2.0**-53
 
@@ -146,18 +145,15 @@ def draw_at(
     logits_RV = shards.filled_up(logits_RV)
     if sampling.temperature == 0:
         return _greedy(logits_RV, shards)
-    drawn = _sampled(logits_RV, sampling, u_R, shards)
-    if greedy_R is None:
-        return drawn
-    return _greedy(logits_RV, shards).where(greedy_R, drawn)
-
-
-def _sampled(logits_RV: Tensor, sampling: Sampling, u_R: Tensor, shards: VocabShards) -> Draw:
     scaled_RV = logits_RV if sampling.temperature == 1 else logits_RV / sampling.temperature
     u_R1 = u_R.float()[:, None]
     if sampling.top_k == 0 and sampling.top_p == 1:
-        return _whole(scaled_RV, u_R1, shards)
-    return _truncated(scaled_RV, u_R1, sampling, shards)
+        drawn = _whole(scaled_RV, u_R1, shards)
+    else:
+        drawn = _truncated(scaled_RV, u_R1, sampling, shards)
+    if greedy_R is None:
+        return drawn
+    return _greedy(logits_RV, shards).where(greedy_R, drawn)
 
 
 def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
@@ -208,7 +204,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
 
 
 def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
-    """Draw from the candidates of top-k and top-p.  Ranks exchange their best k; without top-k, all logits."""
+    """Draw from the candidates of top-k and top-p. Ranks exchange their best k; without top-k, all logits."""
     vocab = scaled_RV.shape[-1] * shards.size
     mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
     if shards.size > 1:

@@ -1,9 +1,9 @@
 """The scorers on one rank: reward, reference and critic prefill the sequences chunk by chunk while the actor decodes.
 
-Legend: T tokens of a response, P tokens of its prompt, R output rows of a call.
+Response token t (0-based) is at position P + t.  Its reference log-prob and its value V(s_t) come from position P + t - 1, so
+reference and critic never need the last token; the reward model reads all and scores at the last one.
 
-Response token t (0-based) is at position P + t.  Its reference log-prob and its value V(s_t) come from position
-P + t - 1, so reference and critic never need the last token; the reward model reads all and scores at the last one.
+Legend: T tokens of a response, P tokens of its prompt, R output rows of a call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ScorerRole = Literal["reward", "reference", "critic"]
 
 @dataclass
 class _ScoringRound:
-    """A round: tokens of its sequences, micro-batches, the sequences complete at its end, forks, and the stage's last output."""
+    """A round: tokens of its sequences, micro-batches, complete sequences, forks, and the stage's last output."""
 
     sequences: Mapping[int, list[int]] = field(default_factory=dict)
     batches: Sequence[Batch] = ()
@@ -40,20 +40,12 @@ class _ScoringRound:
 
 
 class ScoringWorker:
-    """One scoring role on this rank, with its KV cache and its outputs so far.
+    """One scoring role on this rank, with its KV cache and its outputs so far: executes the plans of the role's `ScoringBook`.
 
-    Executes the plans of the role's `ScoringBook`.  The last stage keeps one output per response token (reference, critic) or
-    per response (reward).
+    The last stage keeps one output per response token (reference, critic) or per response (reward).
     """
 
-    def __init__(
-        self,
-        role: ScorerRole,
-        model: RoleModel,
-        cache: SequenceCache,
-        *,
-        temperature: float,
-    ):
+    def __init__(self, role: ScorerRole, model: RoleModel, cache: SequenceCache, *, temperature: float):
         self.role, self.model, self.cache, self.temperature = role, model, cache, temperature
         self._round = _ScoringRound()
         self._outputs: dict[int, list[Tensor]] = {}
@@ -92,11 +84,12 @@ class ScoringWorker:
         return torch.cat(parts) if parts else torch.empty(0, device=self.cache.device)
 
     def begin(self, work: ReplicaWork, rollouts: Sequence[Rollout]) -> None:
-        """Begin a round of this replica's `work`."""
         taken = TakenUp(self.cache, work)
         wanted = {g.seq_id for batch in work.prefill for g in batch}
         sequences = {r.seq_id: [*r.prompt.tokens, *r.tokens] for r in rollouts if r.seq_id in wanted}
-        self._round = _ScoringRound(sequences, [self._by_slot(batch) for batch in work.prefill], work.done, taken)
+        # by slot, so that the cache reads a slice
+        batches = [tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id))) for batch in work.prefill]
+        self._round = _ScoringRound(sequences, batches, work.done, taken)
 
     def end(self) -> None:
         """Close finished sequences, whose outputs are complete."""
@@ -120,10 +113,6 @@ class ScoringWorker:
         hidden = self._weight.new_empty(num_tokens, 1, self.model.shape.hidden_size)
         yield hidden
         self._round.hidden = hidden
-
-    def _by_slot(self, batch: Batch) -> Batch:
-        """Sort by slot, so that the cache reads a slice."""
-        return tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id)))
 
     def _prefill(self, batch: Batch) -> int:
         if self._round.taken is not None:

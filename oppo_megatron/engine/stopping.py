@@ -1,7 +1,7 @@
 """The end of responses: EOS ids, stop texts, limits.
 
 With a stop text a response ends at the first token at which its decoded text contains the text, wherever the tokens' borders
-are.  This depends on the response's tokens alone, not on the layout or on the number of tokens examined together.
+are.  This depends on the response's tokens alone.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ class StopText:
 
 @dataclass(frozen=True)
 class Stopping:
-    """A response ends at one of `eos_ids`, with one of the strings of `text`, or at its limit.
-
-    With `forced` lengths it ends at its limit only.
-    """
+    """A response ends at one of `eos_ids`, with a string of `text`, or at its limit; if `forced`, only there."""
 
     eos_ids: tuple[int, ...]
     max_response_tokens: int
@@ -95,5 +92,4 @@ class Stopping:
 
 
 def all_ids(eos_ids: Sequence[int], stop_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Each id that ends a response, once."""
     return tuple(dict.fromkeys([*eos_ids, *stop_token_ids]))

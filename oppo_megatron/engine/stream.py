@@ -35,6 +35,9 @@ from oppo_megatron.schedule.actions import Action
 
 DRAWN = 3
 """Numbers of a drawn token: itself, its log-prob, its sampling log-prob."""
+HEADER_SIZE = 7
+ROW_SIZE = FIELDS + 1
+MAGIC = 0x4F50504F
 
 
 def to_words(rows: ChunkRows) -> Ints:
@@ -56,11 +59,6 @@ def gather_rows(rows: ChunkRows, group: dist.ProcessGroup) -> ChunkRows:
     return ChunkRows.joined([from_words(words.numpy()) for words in gather_ragged(mine, group)])
 
 
-HEADER_SIZE = 7
-ROW_SIZE = FIELDS + 1
-MAGIC = 0x4F50504F
-
-
 @dataclass
 class Ledger:
     """Response tokens of one sequence so far, and their running checksum."""
@@ -70,7 +68,7 @@ class Ledger:
 
 
 class ChunkBooks:
-    """The state of both ends of a stream: a ledger for each open sequence, starting with its prompt."""
+    """The state of one end of a stream: a ledger for each open sequence, starting with its prompt."""
 
     def __init__(self) -> None:
         self.ledgers: dict[int, Ledger] = {}
@@ -82,13 +80,10 @@ class ChunkBooks:
         self.ledgers[seq_id] = Ledger(len(response), checksum)
 
     def close(self, seq_id: int) -> None:
-        """Drop a trained sequence."""
         del self.ledgers[seq_id]
 
 
 class ChunkEncoder(ChunkBooks):
-    """The sending end."""
-
     def encode(self, chunk: Chunk) -> tuple[Ints, Ints]:
         """(header, payload) of the next message."""
         rows = chunk.rows.packed()
@@ -110,10 +105,8 @@ class ChunkEncoder(ChunkBooks):
 
 
 class ChunkDecoder(ChunkBooks):
-    """The receiving end."""
-
     def payload_size(self, header: Ints) -> int:
-        """Integers of the payload that follows.  Raises StreamError for an unexpected header."""
+        """Integers of the payload that follows. Raises StreamError for an unexpected header."""
         magic, index, _, num_rows, num_tokens, _, checksum = (int(x) for x in header)
         if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
             raise StreamError(
@@ -124,7 +117,7 @@ class ChunkDecoder(ChunkBooks):
         return num_rows * ROW_SIZE + 3 * num_tokens
 
     def decode(self, header: Ints, payload: Ints) -> Chunk:
-        """The chunk.  Raises StreamError naming sequence and offset for a lost, repeated or corrupted one."""
+        """The chunk. Raises StreamError naming sequence and offset for a lost, repeated or corrupted one."""
         size = self.payload_size(header)
         if len(payload) != size:
             raise StreamError(
@@ -162,16 +155,20 @@ class ChunkDecoder(ChunkBooks):
         return due
 
     def _accept(self, rows: ChunkRows, checksums: Sequence[int], index: int) -> None:
-        """Advance the ledgers.  Raises StreamError for the first row that does not continue its sequence, to the bit."""
+        """Advance the ledgers. Raises StreamError for the first row that does not continue its sequence, to the bit."""
         sent = _Sent(rows)
         for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
             ledger = self.ledgers.get(seq_id)
-            if ledger is None or offset != ledger.offset:
-                raise StreamError(f"{_where(seq_id, offset, index)}: {_misplaced(offset, ledger)}")
+            where = f"sequence {seq_id}, offset {offset} (message {index})"
+            if ledger is None:
+                raise StreamError(f"{where}: the sequence is not open here; its admission differs between actor and scorers.")
+            if offset != ledger.offset:
+                kind = "lost" if offset > ledger.offset else "repeated"
+                raise StreamError(f"{where}: a chunk was {kind}; the next token due has offset {ledger.offset}.")
             found = sent.checksum(i, ledger.checksum)
             if found != checksums[i]:
                 raise StreamError(
-                    f"{_where(seq_id, offset, index)}: checksum {found:#010x} where {checksums[i]:#010x} was sent; the chunk "
+                    f"{where}: checksum {found:#010x} where {checksums[i]:#010x} was sent; the chunk "
                     "was corrupted on its way, or actor and scorers hold different prompts."
                 )
             ledger.offset += count
@@ -196,33 +193,29 @@ class _Sent:
         return before
 
 
-def _where(seq_id: int, offset: int, index: int) -> str:
-    return f"sequence {seq_id}, offset {offset} (message {index})"
+class _StreamEnd:
+    """One end of the stream, with the books of the sequences that both ends know."""
+
+    books: ChunkBooks
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """Open new sequences."""
+        for rollout in rollouts:
+            self.books.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
+
+    def retire(self, rollouts: Sequence[Rollout]) -> None:
+        """Close sequences that have been trained."""
+        for rollout in rollouts:
+            self.books.close(rollout.seq_id)
 
 
-def _misplaced(offset: int, ledger: Ledger | None) -> str:
-    if ledger is None:
-        return "the sequence is not open here; its admission differs between actor and scorers."
-    kind = "lost" if offset > ledger.offset else "repeated"
-    return f"a chunk was {kind}; the next token due has offset {ledger.offset}."
-
-
-class ChunkOutlet:
+class ChunkOutlet(_StreamEnd):
     """The sending end, on each rank of the actor that sends chunks: all encode the same message."""
 
     def __init__(self, device: torch.device):
-        self.device, self._encoder = device, ChunkEncoder()
+        self.device = device
+        self.books = self._encoder = ChunkEncoder()
         self._encoded: tuple[Chunk, list[Tensor]] | None = None
-
-    def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """New sequences, known at both ends."""
-        for rollout in rollouts:
-            self._encoder.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
-
-    def retire(self, rollouts: Sequence[Rollout]) -> None:
-        """Sequences that have been trained."""
-        for rollout in rollouts:
-            self._encoder.close(rollout.seq_id)
 
     def message(self, chunk: Chunk) -> list[Tensor]:
         """Header and payload; encoded once for all listeners."""
@@ -232,23 +225,14 @@ class ChunkOutlet:
         return self._encoded[1]
 
 
-class ListenWorker:
+class ListenWorker(_StreamEnd):
     """The receiving end on a rank without the actor; it may forward messages."""
 
     def __init__(self, device: torch.device):
-        self.device, self._decoder = device, ChunkDecoder()
+        self.device = device
+        self.books = self._decoder = ChunkDecoder()
         self._chunk: Chunk | None = None
         self._received: list[Tensor] = []
-
-    def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """New sequences, known at both ends."""
-        for rollout in rollouts:
-            self._decoder.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
-
-    def retire(self, rollouts: Sequence[Rollout]) -> None:
-        """Sequences that have been trained."""
-        for rollout in rollouts:
-            self._decoder.close(rollout.seq_id)
 
     def live(self, action: Action) -> bool:
         return True
@@ -262,7 +246,7 @@ class ListenWorker:
         return self._received
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        """Header, then payload.  Raises StreamError if the chunk is not the next one, whole."""
+        """Header, then payload. Raises StreamError if the chunk is not the next one, whole."""
         header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
         yield header
         words = header.cpu().numpy()
@@ -273,7 +257,6 @@ class ListenWorker:
         self._chunk = self._decoder.decode(words, payload.cpu().numpy())
 
     def end(self) -> Chunk:
-        """The round's chunk."""
         assert self._chunk is not None
         chunk, self._chunk, self._received = self._chunk, None, []
         return chunk

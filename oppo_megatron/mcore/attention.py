@@ -1,11 +1,10 @@
 """Attention over packed tokens: rotary positions, sliding windows, and the interface of a layer to its call's sequences.
 
-A layer passes q, k, v to an `AttentionPlan`, which has the position of each token.  `PackedPlan` has whole sequences and no cache
-(training, full forward); `CachedPlan` (`kv/cached_plan.py`) continues sequences from their cache (decode and chunked prefill).
-Both run through the same layers.
+`PackedPlan` has whole sequences and no cache (training, full forward); `CachedPlan` (`kv/cached_plan.py`) continues sequences
+from their cache (decode and chunked prefill).
 
-Legend: T packed tokens, N query heads, G key/value heads of this tensor rank, D head dimension, S sequences of the call, L cached
-positions; Q queries and K keys of a piece of a window.
+Legend: T packed tokens, N query heads, G key/value heads of this tensor rank, D head dimension, S sequences of the call, L
+cached positions; Q queries and K keys of a piece of a window.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from oppo_megatron.mcore.cpu import HalfOnCpu
 
 
 def rope_tables(shape: ModelShape, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos_LD and sin_LD in float32, the sine negated in the first half of D, as `apply_rope` takes it.
+    """cos_LD and sin_LD in float32 (Su et al. 2021), the sine negated in the first half of D, as `apply_rope` takes it.
 
     Scaled kinds (linear, llama3, yarn) take their frequencies from transformers.
     """
@@ -65,7 +64,7 @@ def binding(window: int | None, reach: int) -> int | None:
 
 @dataclass
 class WindowedAttention:
-    """Attention of a call's sequences, with the masks that its layers share."""
+    """Attention in pieces of queries, each of which reads few keys beyond its window, with masks that layers share."""
 
     dtype: torch.dtype
     device: torch.device
@@ -81,7 +80,7 @@ class WindowedAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
     def _mask(self, queries: int, keys: int, window: int) -> Tensor:
-        """0 or minus infinity.  The last key is the last query's own."""
+        """0 or minus infinity. The last key is the last query's own."""
         key = (queries, keys, window)
         if key not in self._masks:
             own = keys - queries  # the key of the first query
@@ -101,7 +100,7 @@ def _pieces(new: int, reach: int, window: int) -> Iterator[tuple[slice, slice]]:
 
 
 class AttentionPlan(Protocol):
-    """Positions of a call's tokens, and how they attend.  Travels through megatron's layers as `packed_seq_params`."""
+    """A call's positions, and how they attend. Travels through megatron's layers as `packed_seq_params`."""
 
     qkv_format: str
     cos_T1D: Tensor
@@ -110,17 +109,14 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """Rotated, causal attention of one layer -> [T, N * D].  `layer` counts from 0 on this pipeline stage.
+        """Rotated, causal attention of one layer of this pipeline stage -> [T, N * D].
 
         `window`: number of tokens that each token attends to, itself included; None: all before it.
         """
 
 
 class PackedPlan:
-    """Packed whole sequences, causal within each, without padding and cache; differentiable.
-
-    `lengths` are token counts S; the tokens of sequence s follow those of s - 1.
-    """
+    """Packed whole sequences of `lengths` tokens, causal within each; differentiable."""
 
     qkv_format = "thd"
 

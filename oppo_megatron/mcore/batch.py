@@ -23,8 +23,8 @@ class MicroBatch:
     """Sequences to run forward (and backward) together.
 
     `index` are the sequences' indices in their batch; `rows_R` the packed positions whose outputs are wanted; `targets_R` the
-    token that each of these rows predicts; `tokens` is `tokens_T` on the host, for responses; `counts` are the rows of each
-    response; `extra` holds tensors for the loss, aligned with the rows or the sequences.
+    token that each of these rows predicts; `tokens` is `tokens_T` on the host; `counts` are the rows of each response; `extra`
+    holds tensors for the loss, aligned with the rows or the sequences.
     """
 
     index: list[int]
@@ -60,8 +60,7 @@ def pack_responses(
 ) -> list[MicroBatch]:
     """Micro-batches of at most `budget` tokens (a longer sequence is alone in one), longest first.
 
-    The row of response token t is the position before it: its output predicts token t, and its value is V(s_t).  The last
-    token of a sequence predicts nothing and is left out.
+    The row of response token t is the position before it: its output predicts token t, and its value is V(s_t).
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     return [
@@ -82,7 +81,6 @@ def pack_together(units: Sequence[Sequence[Answered]], budget: int, device: torc
 def whole_responses(
     index: list[int], answered: Sequence[Answered], device: torch.device
 ) -> MicroBatch:
-    """One micro-batch of prompts with their responses, with rows as in `pack_responses`."""
     tokens: list[int] = []
     rows: list[int] = []
     targets: list[int] = []
@@ -123,7 +121,7 @@ def pack_at(
 
 
 def whole_sequences(index: list[int], sequences: Sequence[Sequence[int]], device: torch.device) -> MicroBatch:
-    """One micro-batch of sequences whose rows are their last tokens.  No targets."""
+    """One micro-batch of sequences whose rows are their last tokens, without targets."""
     lengths = [len(sequence) for sequence in sequences]
     tokens_T = on_device([token for sequence in sequences for token in sequence], device)
     last_S = on_device(lengths, device).cumsum(0) - 1

@@ -26,7 +26,7 @@ class HalfOnCpu(torch.autograd.Function):
     """torch's attention in bfloat16 on a CPU, causal without a mask, with its backward pass in float32.
 
     In bfloat16 a backward pass takes up to three times as long, and keeps hundreds of megabytes of kernels, one for every
-    length.  The forward pass is that of cached calls.
+    length.
     """
 
     @staticmethod
@@ -54,7 +54,11 @@ CALL_NUMBERS = 2**16
 
 
 def stretches(lengths: Sequence[int], call: float) -> list[slice]:
-    """Cut rows wherever that saves more than `call` positions, the cost of one attention call, greedily by the best cut."""
+    """Cut rows wherever that saves more than `call` positions, the cost of one attention call, greedily by the best cut.
+
+    Sequences that attend together all read the positions of the longest, but a separate call costs time, too.  Neighbouring
+    slots have similar lengths, so a few cuts save most of the waste.
+    """
     return blocks([(length,) for length in lengths], call)
 
 
@@ -81,10 +85,8 @@ def _costs(rows: Sequence[tuple[int, ...]]) -> list[int]:
 
 TYPICAL_ROWS = 16  # a hint for the layout, which serves 1 to `MOST_ROWS` rows
 IN_PLACE_ROWS = 3
-"""Up to this number of rows torch's float32 product reads the weights in their own layout.
-
-On an Intel processor that takes three quarters of the packed product's time, which is faster from four rows on (Xeon with AMX,
-0.1 to 3 M weights).  On others (AMD EPYC), and in bfloat16, the packed one is faster from the first row.
+"""Up to this number of rows torch's float32 product reads the weights in their own layout: on an Intel processor that takes
+three quarters of the packed product's time.  On others (AMD EPYC), and in bfloat16, the packed one is faster from the first row.
 """
 
 
@@ -104,7 +106,11 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:
-    """x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a packed copy of the weight, made now."""
+    """x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a packed copy of the weight, made now.
+
+    torch's float32 product packs the weights in every call, which in a decode step costs more than the product itself; its
+    bfloat16 product looks up their layout in every call.  oneDNN takes packed weights.
+    """
     if not packed:
         return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), TYPICAL_ROWS)
@@ -125,8 +131,7 @@ def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) ->
 def _filled_up(x_TI: Tensor) -> Tensor:
     """Pad with arbitrary rows, so that prefill has few sizes.
 
-    oneDNN builds a kernel for each size, which takes as long as a small product, and keeps about a thousand
-    (`layout/cpu_kernels.py` counts them).
+    oneDNN builds a kernel for each size, which takes as long as a small product, and keeps about a thousand.
     """
     num_rows = x_TI.shape[0]
     filled_TI = x_TI.new_empty(-(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE, x_TI.shape[1])
@@ -143,8 +148,6 @@ HALF_ATTENTION = (
 
 @dataclass(frozen=True)
 class Need:
-    """Operations that a setting needs, and the alternative."""
-
     setting: str
     instead: str
     names: tuple[str, ...]
@@ -161,7 +164,7 @@ def needs(runtime: RuntimeConfig, dtypes: set[Dtype]) -> list[Need]:
 
 
 def require_private_ops(runtime: RuntimeConfig, dtypes: set[Dtype]) -> None:
-    """Raises ConfigError, naming each operation that this torch lacks."""
+    """Raises ConfigError, naming each undocumented operation that this torch lacks."""
     problems = [
         f"{need.setting} calls torch.ops.{name}, which torch {torch.__version__} does not have; {need.instead}, or install "
         "another torch, 2.6 or newer"

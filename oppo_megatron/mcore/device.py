@@ -14,7 +14,11 @@ from oppo_megatron.errors import CapacityError, OppoError
 
 
 def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy a tensor, or numbers as a tensor of `dtype`, to the device; a tensor that is there already is returned as is."""
+    """Copy a tensor, or numbers as a tensor of `dtype`, to the device, without blocking the host.
+
+    From ordinary memory CUDA copies after all earlier work of the stream, and the host waits; from pinned memory the copy is
+    queued. torch's allocator does not reuse a pinned block before it is copied.
+    """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -23,11 +27,11 @@ def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch
 
 CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
 NO_KERNEL = "could not create a primitive"
-"""The whole message of oneDNN if it has no memory for a kernel's code.  (An unsupported kernel has a longer message.)"""
+"""oneDNN's whole message if it has no memory for a kernel's code; for an unsupported kernel it is longer."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an allocator failed: torch's, on a GPU or on the host (which has no class of its own), numpy's or Python's."""
+    """True if an allocator failed: torch's, on a GPU or on the host (without a class of its own), numpy's or Python's."""
     if isinstance(error, OppoError):
         return False
     text = str(error)
@@ -37,7 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Raise CapacityError if memory runs out in the block.  `describe` returns the work and the remedy, each as a phrase."""
+    """Raise CapacityError if memory runs out in the block; `describe` returns the work and the remedy as phrases."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -48,7 +52,7 @@ def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
 
 
 def too_many_tokens(work: str, lengths: Sequence[int], answers: int = 1) -> tuple[str, str]:
-    """Work and remedy for a micro-batch of sequences of `lengths` tokens; `answers` of them (2: a pair) stay together."""
+    """Work and remedy for a micro-batch; `answers` of its sequences (2: a pair) stay together."""
     tokens = sum(lengths)
     if len(lengths) <= answers:
         remedy = "lower the maximum lengths of prompts and responses"
@@ -59,7 +63,7 @@ def too_many_tokens(work: str, lengths: Sequence[int], answers: int = 1) -> tupl
 
 
 def too_many_sequences(work: str, sequences: int, cache_bytes: int) -> tuple[str, str]:
-    """Work and remedy for decoding `sequences` at once with a KV cache of `cache_bytes` on this rank."""
+    """Work and remedy for decoding with a KV cache of `cache_bytes` on this rank."""
     megabytes = max(1, cache_bytes // 2**21)
     return (
         f"{work} of {sequences} sequences",
@@ -69,7 +73,6 @@ def too_many_sequences(work: str, sequences: int, cache_bytes: int) -> tuple[str
 
 
 def _first_sentence(error: BaseException) -> str:
-    """The allocator's message without its source location."""
     text = str(error).partition("\n")[0]
     return text[max(0, text.find("DefaultCPUAllocator")) :].split(". ")[0] or type(error).__name__
 
@@ -78,20 +81,18 @@ StepRunner = Callable[[Hashable, Callable[[], None]], None]
 """Does a step, which computes the same whenever it has the same key, in the same tensors."""
 
 WARM_UPS = 2
-"""Runs of a step before it is captured: libraries choose kernels and make their workspaces in them."""
+"""Runs of a step before it is captured: in them libraries choose kernels and make workspaces."""
 
 
 def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
-    """Run a step without graphs."""
     step()
 
 
 class CapturedSteps:
-    """Runs the first steps of a key eagerly, then captures one and replays it.
+    """Runs the first steps of a key eagerly, then captures one as a CUDA graph and replays it.
 
-    A graph holds the addresses of its inputs.  An optimizer updates weights in place, so graphs stay valid; if weights have
-    moved (`weights` are compared at each `renew`), all graphs are dropped.  Graphs of one object share their memory, because
-    they never run at the same time.
+    A graph holds the addresses of its inputs.  An optimizer updates weights in place; if weights have moved (`weights` are
+    compared at each `renew`), all graphs are dropped.  Graphs share their memory, because they never run at the same time.
 
     If CUDA refuses a capture (a library's kernel that waits for the device), a warning goes to stderr, and steps of new keys
     run eagerly: slower, with the same tokens.
@@ -128,7 +129,6 @@ class CapturedSteps:
         step()
 
     def _try_capture(self, key: Hashable, step: Callable[[], None]) -> Any | None:
-        """The step's graph, or None if CUDA refuses to capture it."""
         try:
             graph = self._graphs[key] = self._capture(step)
         except RuntimeError as error:
@@ -142,7 +142,7 @@ class CapturedSteps:
         return graph
 
     def _capture(self, step: Callable[[], None]) -> Any:
-        """Capture the step without computing it.  `thread_local`: NCCL's watchdog may query its events meanwhile."""
+        """Capture the step without computing it. `thread_local`: NCCL's watchdog may query its events meanwhile."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

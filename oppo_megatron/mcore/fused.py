@@ -1,10 +1,10 @@
 """Cached calls of a stage in few operations, over the parameters of its megatron modules.
 
-megatron's modules make some fifteen nested calls per layer, which dominate a decode step of few tokens.  Training and full
-forwards use them, and so does `decode_path: module`, the reference of the parity tests.
+megatron's modules make some fifteen nested calls per layer, which dominate a decode step of few tokens.  Training, full
+forwards and `decode_path: module`, the reference of the parity tests, use them.
 
-Legend: T packed tokens, H hidden, G key/value heads of this tensor rank, R query heads per key/value head, X = R + 2 (the query
-heads, the key, the value), D head dimension, V vocabulary shard.
+Legend: T packed tokens, H hidden, G key/value heads of this tensor rank, X = the query heads of one, the key, the value, D head
+dimension.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ Product = Callable[[Tensor], Tensor]
 class FusedStage:
     """The layers of a stage, and the final norm on the last stage.  It is made again after the weights changed.
 
-    Apart from the weights it holds only copies for the CPU: captured steps (`cuda_graphs.py`) need that there are none on a GPU.
+    Captured steps need that it holds no copies of weights on a GPU; for the CPU it does (`packed`).
     """
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
-        """`packed`: use copies of the weights that are laid out for the CPU's products."""
         self._bare = [_fused_layer(layer, packed) for layer in layers]
         self.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
         self.final_norm = None if final_norm is None else fixed_norm(final_norm.weight, final_norm.eps)
@@ -62,8 +61,6 @@ class FusedStage:
 
 @dataclass(frozen=True)
 class _FusedLayer:
-    """The operations of a layer, without its modules."""
-
     norm: Norm
     qkv: Product
     head_norms: tuple[Norm, Norm] | None  # of queries and keys

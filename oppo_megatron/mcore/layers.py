@@ -31,17 +31,18 @@ Norm = Callable[[Tensor], Tensor]
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """The norm of each row, in the dtype of `x`; differentiable."""
+    """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, in float32 inside; differentiable.
+
+    torch has a CUDA kernel for it.  On a CPU torch makes twenty-five passes over float32 tensors for norm and gradient, and
+    keeps several of them.  This version makes twelve passes and keeps the input, as x / hypot(|x|, sqrt(H eps)) * sqrt(H) w.
+    """
     if x.device.type != "cpu":
         return F.rms_norm(x, (x.shape[-1],), weight_H, eps)
     return _OnCpu.apply(x, weight_H, eps)
 
 
 def fixed_norm(weight_H: Tensor, eps: float) -> Norm:
-    """The norm with a constant weight, without gradient: for cached calls of few rows, in which each operation counts.
-
-    On a CPU it holds a copy of the weight.
-    """
+    """The norm with a constant weight (on a CPU a copy), without gradient, bit-equal to `rms_norm`: for cached calls."""
     if weight_H.device.type != "cpu":
         return lambda x: F.rms_norm(x, (weight_H.shape[-1],), weight_H, eps)
     floor, scaled_H = _constants(weight_H, eps)
@@ -84,14 +85,14 @@ class _OnCpu(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """SwiGLU (Shazeer 2020), silu(gate) * up, of gate and up side by side: [T, ..., 2 F] -> [T, ..., F]; differentiable once."""
+    """SwiGLU (Shazeer 2020), silu(gate) * up, of gate and up side by side: [T, ..., 2 F] -> [T, ..., F]."""
     return _SwiGLU.apply(gate_up)
 
 
 class _SwiGLU(torch.autograd.Function):
     """Keeps only gate and up, and computes the silu again in the backward pass.
 
-    megatron-core composes it of several operations and keeps their results, two more tensors of the feed-forward size.
+    megatron-core's composition keeps two more tensors of the feed-forward size.
     """
 
     @staticmethod
@@ -114,17 +115,15 @@ class _SwiGLU(torch.autograd.Function):
 def tag_parameter(
     parameter: torch.Tensor, name: Literal["sequence_parallel", "partition_stride"], value: bool | int
 ) -> None:
-    """Set an attribute that megatron looks for and torch's types do not declare.
+    """Set an attribute that megatron looks for.
 
-    `sequence_parallel`: the gradient is summed over tensor ranks, because each has seen a part of the tokens.
-    `partition_stride`: the number of separate pieces in a tensor-parallel shard.
+    `sequence_parallel`: the gradient is summed over tensor ranks, each of which has seen a part of the tokens.
+    `partition_stride`: separate pieces in a tensor-parallel shard.
     """
     setattr(parameter, name, value)
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm with the constructor that megatron's specs call."""
-
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
         self.eps = eps
@@ -173,10 +172,10 @@ class ScalarHead(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
-    """Spec of one pipeline stage of `num_layers` layers, final norm included; attention's middle part is the plan's.
+    """Spec of one pipeline stage of `num_layers` layers, final norm included.
 
-    `kind`: the library of linear layers and norms.  Of transformer-engine's, those that do not fuse a norm into the next
-    product are used, so that parameters keep their names, which loading, saving and cached calls use.
+    `kind`: the library of linear layers and norms.  transformer-engine's layers that fuse a norm into the next product are not
+    used, so that parameters keep their names, which loading, saving and cached calls use.
     """
     linears = (BiasedLinear, ColumnParallelLinear, RowParallelLinear)
     norm: Any = RMSNorm
@@ -211,7 +210,7 @@ def _block(
 
 
 class BiasedLinear(ColumnParallelLinear):
-    """The projection with a bias (queries, keys and values of Qwen2), rounded once; without a bias it is megatron's own.
+    """The projection with a bias (queries, keys and values of Qwen2), rounded once.
 
     megatron-core adds the bias to a rounded product.  In bfloat16 this second rounding, which neither Hugging Face's forward
     nor cached decoding has, would make log-probs of decoding and training differ.

@@ -1,16 +1,15 @@
-"""Low-rank adapters of megatron-core's parallel products; only the adapters are trained.
+"""Low-rank adapters of megatron-core's parallel products: y = W x + s B A x (Hu et al. 2021); only the adapters are trained.
 
-y = W x + s B A x (Hu et al. 2021).  A product that is several in Hugging Face (queries, keys and values; gate and up) has a
-pair for each of these targets, so that every pair is a tensor of a peft directory.  Over tensor ranks a column-parallel
-product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole B:
+A product that is several in Hugging Face (queries, keys and values; gate and up) has a pair for each of these targets.  Over
+tensor ranks a column-parallel product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole B:
 
     column   A x is the same on all ranks; the gradient of B's input is summed over them
     row      B A x is summed with the product (cached calls), or A x is, which is smaller (training)
 
 With sequence parallelism a whole factor has a share of the tokens on each rank, and megatron sums its gradient.
 
-Legend: T packed tokens, I inputs, O outputs and K rank of a pair, G key/value heads of this tensor rank, R query heads of
-each, D head dimension.
+Legend: T packed tokens, I inputs, O outputs and K rank of a pair, G key/value heads of this tensor rank, R query heads of each,
+D head dimension.
 """
 
 from __future__ import annotations
@@ -60,14 +59,12 @@ class Pair(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The tensor ranks that share a product."""
-
     group: dist.ProcessGroup
     sequence_parallel: bool
 
 
 class Adapters(torch.nn.Module):
-    """The pairs of one product, in training and in cached calls."""
+    """The pairs of one product."""
 
     def __init__(
         self, pairs: Mapping[str, Pair], cut: Literal["rows", "columns"], join: Join, scale: float, ranks: Ranks
@@ -84,7 +81,7 @@ class Adapters(torch.nn.Module):
         return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
 
     def cached(self, x_TI: Tensor) -> Tensor:
-        """The addition to this rank's own product, before any sum over tensor ranks."""
+        """The addition to this rank's own product in cached calls, before any sum over tensor ranks."""
         return self._join({name: self._product(self.get_submodule(name), x_TI) for name in self._names})
 
     def sharded_state_dict(
@@ -120,9 +117,9 @@ class Adapters(torch.nn.Module):
 
 
 def attach_adapters(model: Any, lora: LoraConfig) -> None:
-    """Attach adapters, values not yet set, to a built stage; of its other weights only a scalar head stays trainable.
+    """Attach adapters, values not yet set, to a RoleModel; of its other weights only a scalar head stays trainable.
 
-    `model` is a RoleModel: the adapters of `linear_qkv` are the attribute `linear_qkv_lora` of the same module.
+    The adapters of `linear_qkv` are the attribute `linear_qkv_lora` of the same module.
     """
     model.requires_grad_(False)
     if model.head == "scalar" and model.post_process:
@@ -145,7 +142,6 @@ def attach_adapters(model: Any, lora: LoraConfig) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """True if the parameter belongs to an adapter."""
     return name.endswith((".lora_A", ".lora_B"))
 
 

@@ -1,12 +1,10 @@
-"""The vocabulary over tensor ranks: its shards, and log-probs and entropy from sharded logits in float32.
+"""The vocabulary over tensor ranks, and log-probs and entropy from sharded logits in float32.
 
-Each rank has the same number of rows of embedding and output layer; if the vocabulary does not divide evenly, the last rank has
-padding rows.  megatron's unfused cross entropy reads the global tensor-parallel group, and its fused one rounds gradients to
-bfloat16.  Both hold several float32 numbers for each logit.  Here only some rows at a time do, and the backward pass keeps only
-the logits.
+Each rank has the same number of rows of embedding and output layer; the last one's may be padding.  megatron's unfused cross
+entropy reads the global tensor-parallel group, and its fused one rounds gradients to bfloat16.  Both hold several float32
+numbers for each logit.  Here only some rows at a time do, and the backward pass keeps only the logits.
 
-Legend: R rows, V vocabulary shard of this rank, S shards, q the distribution softmax(logits / temperature) over the whole
-vocabulary.
+Legend: R rows, V vocabulary shard of this rank, S shards, q = softmax(logits / temperature) over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
 
 
 class VocabShards:
-    """This rank's shard.  Without a group the only shard is the whole vocabulary."""
+    """This rank's shard of `rows` rows. Without a group the only shard is the whole vocabulary."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
-        """`rows`: per rank; `vocab_size`: if it is less than the rows of all ranks."""
         self.group, self.rows, self.vocab_size = group, rows, vocab_size
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
@@ -48,17 +45,16 @@ class VocabShards:
         return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing and self.size > 1 else logits_RV
 
     def globally(self, tokens: Tensor) -> Tensor:
-        """Vocabulary ids of this shard's tokens."""
         return tokens + self.first
 
     def gather(self, mine: Tensor) -> Tensor:
-        """Tensors of all ranks, stacked in their order: [S, ...]."""
+        """Tensors of all ranks, [S, ...]."""
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine.contiguous(), group=self.group)
         return torch.stack(found)
 
     def add(self, mine: Tensor) -> Tensor:
-        """The sum over the ranks.  `mine` is overwritten."""
+        """The sum over the ranks. `mine` is overwritten."""
         dist.all_reduce(mine, group=self.group)
         return mine
 
@@ -119,7 +115,6 @@ def _block_rows(logits_RV: Tensor) -> int:
 
 
 def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
-    """A float32 copy, divided by the temperature."""
     copied_BV = logits_BV.to(torch.float32, copy=True)
     return copied_BV if temperature == 1.0 else copied_BV.div_(temperature)
 
@@ -127,15 +122,12 @@ def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
 def token_logprobs(
     logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(log q(target), entropy of q), each [R], equal on every rank of the shards.  V are this rank's tokens.
-
-    A temperature of 0 (greedy decoding) means temperature 1.
-    """
+    """(log q(target), entropy of q), each [R], equal on every rank. Temperature 0 (greedy decoding) means 1."""
     return _LogProbEntropy.apply(logits_RV, targets_R, shards, temperature or 1.0)
 
 
 def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
-    """The largest absolute logit of the whole vocabulary, [R], equal on every rank of the shards; without gradient."""
+    """The largest absolute logit of the whole vocabulary, [R], equal on every rank; without gradient."""
     logits_RV = logits_RV.detach()
     largest_R = torch.maximum(logits_RV.amax(-1), -logits_RV.amin(-1)).float()
     if shards.size > 1:
@@ -144,10 +136,10 @@ def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
 
 
 def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
-    """1 / n if the target is one of the n likeliest tokens of the vocabulary, else 0 [R]; equal on every rank of the shards.
+    """1 / n if the target is one of the n likeliest tokens of the vocabulary, else 0 [R]; equal on every rank.
 
-    Logits within rounding of the largest count as equal, because their order would depend on the processor and the layout:
-    four roundings of the largest in float32, and one in bfloat16, whose products are rounded once.
+    Logits within rounding of the largest count as equal, because their order would depend on the processor and the layout: four
+    roundings of the largest in float32, one in bfloat16, whose products are rounded once.
     """
     local_R = targets_R - shards.first
     here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])

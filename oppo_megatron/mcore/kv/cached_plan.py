@@ -23,20 +23,17 @@ from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.call_parts import PartsOfCall, beyond_mask, hidden_keys, parts_of
 
 FEW_TOKENS = 48
-"""New tokens a sequence, on average, below which a CPU attends for all sequences of a call at once: padding is then little,
-and calls are many."""
+"""New tokens a sequence, on average, below which a CPU attends for all sequences at once: there is little padding."""
 
 
 class Cache(Protocol):
-    """Interface of a cache for a plan: rotary tables (cosine, sine), type and device."""
-
     rope: tuple[Tensor, Tensor]
     dtype: torch.dtype
     device: torch.device
 
 
 class CachedPlan(ABC):
-    """An `AttentionPlan` that continues sequences from their cache.  Made once per call, used by every layer."""
+    """An `AttentionPlan` that continues sequences from their cache. Made once per call, used by every layer."""
 
     qkv_format = "thd"
 
@@ -53,7 +50,7 @@ class CachedPlan(ABC):
         return self._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
 
     def attend_grouped(self, layer: int, qkv_TGXD: Tensor, window: int | None = None) -> Tensor:
-        """As `attend`, for queries, keys and values in one tensor: X = the group's query heads, the key, the value."""
+        """As `attend`, for a group's query heads, key and value in one tensor."""
         cos, sin = self.cos_T1D.unsqueeze(1), self.sin_T1D.unsqueeze(1)
         qk_TGXD = apply_rope(qkv_TGXD[:, :, :-1], cos, sin).to(qkv_TGXD.dtype)
         scale = qkv_TGXD.shape[-1] ** -0.5
@@ -105,7 +102,7 @@ class CallPlan(CachedPlan):
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v.  Returns all cached keys and values of the call's sequences, each [S, G, longest, D]."""
+        """Cache k and v. Returns all cached keys and values of the call's sequences, each [S, G, longest, D]."""
 
     def _stretches(self, cached_SGLD: Tensor) -> list[slice]:
         """Sequences that attend together: on a CPU neighbours of similar length, elsewhere all."""
@@ -128,7 +125,7 @@ class CallPlan(CachedPlan):
         return WindowedAttention(self._dtype, self._device)
 
     def _attend_each(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend sequence by sequence, without padding and invisible positions."""
+        """Attend sequence by sequence, without padding."""
         q_NTD, outputs, first = q_TGRD.flatten(1, 2).transpose(0, 1), [], 0
 
         def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -211,7 +208,7 @@ class _Together:
     places: tuple[Tensor, Tensor] | None = None
 
     def attend(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
-        """-> [T, N * D].  Only queries are padded to the longest chunk, and only here."""
+        """-> [T, N * D]. Only queries are padded to the longest chunk, and only here."""
         if self.places is None or self.mask is None:
             return attend_one(q_TGRD, k_SGLD, v_SGLD, self.mask, scale)
         num_seqs, groups, _, dim = k_SGLD.shape
@@ -226,10 +223,10 @@ class _Together:
 
 
 class StepPlan(CachedPlan):
-    """One new token per row, at positions known only to the device; all shapes are fixed.
+    """One new token per row, at positions known only to the device, below `reach`; all shapes are fixed.
 
-    `reach` bounds the positions that are attended to.  It consists of device operations alone, so it can be captured in a CUDA
-    graph and replayed with other numbers in `position_B`.
+    It consists of device operations alone, so it can be captured in a CUDA graph and replayed with other numbers in
+    `position_B`.
     """
 
     def __init__(self, cache: Cache, position_B: Tensor, reach: int):
@@ -248,7 +245,7 @@ class StepPlan(CachedPlan):
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v.  Returns the rows' cached keys and values, each [B, G, reach, D]."""
+        """Cache k and v. Returns the rows' cached keys and values, each [B, G, reach, D]."""
 
 
 class StepRows(ABC):

@@ -70,8 +70,10 @@ class Part:
 def parts_of(
     past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, call: int = CALL_SCORES
 ) -> list[Part]:
-    """Parts of a call that appends lens[s] tokens to past[s], with `repeat` query heads per key head.  The mask of each has at
-    most MASK_NUMBERS numbers, or one query."""
+    """Parts of a call that appends lens[s] tokens to past[s], with `repeat` query heads per key head.
+
+    The mask of each has at most MASK_NUMBERS numbers, or one query.
+    """
     parts: list[Part] = []
     for rows in _groups(past, lens, call):
         parts += _bounded(past, lens, repeat, window, rows)
@@ -130,7 +132,6 @@ class PartsOfCall:
         self._masks = [self._mask(part) for part in parts] if numbers <= MASK_NUMBERS else None
 
     def attend(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
-        """-> [T, N * D]."""
         outputs = []
         for number, part in enumerate(self._parts):
             mask = self._mask(part) if self._masks is None else self._masks[number]

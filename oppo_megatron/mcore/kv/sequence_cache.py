@@ -9,7 +9,8 @@ its slot.  All state follows from the calls, so every tensor- and pipeline-paral
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -25,10 +26,24 @@ class SequenceCache(ABC):
     """`num_slots` sequences of up to `max_length` tokens each."""
 
     def __init__(
-        self, num_slots: int, max_length: int, rope: tuple[Tensor, Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        shape: Callable[[int], tuple[int, ...]],
+        *,
+        num_layers: int,
+        num_slots: int,
+        max_length: int,
+        rope: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        budget_bytes: int | None = None,
     ):
-        self.num_slots, self.max_length = num_slots, max_length
-        self.rope, self.dtype, self.device = rope, dtype, device
+        """`shape` of a layer's keys (or values) for a number of slots.  Raises CapacityError if the budget holds no slot."""
+        slot_bytes = 2 * num_layers * prod(shape(1)) * dtype.itemsize
+        self.num_slots = slots_within(budget_bytes, slot_bytes, num_slots, max_length)
+        self.max_length, self.rope, self.dtype, self.device = max_length, rope, dtype, device
+        self.k, self.v = (
+            [torch.zeros(shape(self.num_slots), dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(2)
+        )
         self._slots: dict[int, int] = {}
         self._ids: list[int] = []
         self._lengths: list[int] = []
@@ -37,9 +52,14 @@ class SequenceCache(ABC):
         return seq_id in self._slots
 
     @property
-    @abstractmethod
+    def stores(self) -> list[Tensor]:
+        """Keys of all layers, then values."""
+        return [*self.k, *self.v]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all slots on this rank."""
+        return sum(store.nbytes for store in self.stores)
 
     @property
     def num_free(self) -> int:
@@ -51,7 +71,7 @@ class SequenceCache(ABC):
         return list(self._ids)
 
     def slot(self, seq_id: int) -> int:
-        """The sequence's current slot.  A call over sequences in the order of neighbouring slots is the cheapest."""
+        """The sequence's current slot. A call over sequences in the order of neighbouring slots is the cheapest."""
         return self._slots[seq_id]
 
     def length(self, seq_id: int) -> int:
@@ -120,7 +140,7 @@ class SequenceCache(ABC):
             self._lengths[slot] = start + new
 
     def reserve(self, seq_id: int, new: int) -> None:
-        """Reserve places for `new` more tokens.  Raises CapacityError beyond `max_length`."""
+        """Reserve places for `new` more tokens. Raises CapacityError beyond `max_length`."""
         slot = self._slots[seq_id]
         start = self._lengths[slot]
         if start + new > self.max_length:
@@ -138,7 +158,7 @@ class SequenceCache(ABC):
         return self._read(self._slots[seq_id], self.length(seq_id))
 
     def restore(self, seq_id: int, stored: Tensor) -> None:
-        """Open the sequence with the result of `stored`.  Raises CheckpointError and opens nothing for another model's cache."""
+        """Open the sequence with the result of `stored`. Raises CheckpointError for another model's cache."""
         self.open(seq_id)
         try:
             self._fill(seq_id, stored)
@@ -147,7 +167,6 @@ class SequenceCache(ABC):
             raise
 
     def _fill(self, seq_id: int, stored: Tensor) -> None:
-        """`restore` for an open, empty sequence."""
         slot = self._slots[seq_id]
         ours = self._read(slot, 0)
         fits = stored.dim() == 4 and stored.shape[0] == ours.shape[0] and stored.shape[2:] == ours.shape[2:]
@@ -200,7 +219,7 @@ class SequenceCache(ABC):
 
 
 def slots_within(budget_bytes: int | None, slot_bytes: int, asked: int, max_length: int) -> int:
-    """Number of slots that the budget holds.  Raises CapacityError if it holds none."""
+    """Number of slots that the budget holds. Raises CapacityError if it holds none."""
     held = asked if budget_bytes is None else min(asked, budget_bytes // slot_bytes)
     if held < 1:
         raise CapacityError(
