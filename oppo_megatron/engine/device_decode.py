@@ -67,7 +67,6 @@ class DeviceLane:
 
     @property
     def loaded(self) -> bool:
-        """True if rows on the device can continue."""
         return self._done < self._window
 
     def load(self, rows: Sequence[Row], steps: int) -> None:
@@ -92,7 +91,6 @@ class DeviceLane:
         self._load_state([*state, *[(0, aside, 0, 0, 0, 0)] * filled])
 
     def step(self) -> None:
-        """Decode one token of each running row."""
         assert self.loaded
         with torch.inference_mode():
             self._run((self._name, self._size, self._reach, self._places.key), self._advance)
@@ -123,7 +121,6 @@ class DeviceLane:
         self._step_1.zero_()
 
     def _advance(self) -> None:
-        """One step, by device operations alone."""
         size = self._size
         token_B, cached_B, position_B, limit_B, chain_B, greedy_B = self._state_6M[:, :size].unbind(0)
         ended_B = self._ended_M[:size]
@@ -143,7 +140,6 @@ class DeviceLane:
 
 
 def batch_bucket(rows: int) -> int:
-    """Padded number of rows of a step."""
     for size in SMALL_BATCHES:
         if rows <= size:
             return size

@@ -153,7 +153,6 @@ class Executor:
         self.observe(action, start, self.clock(), size)
 
     def drain(self) -> None:
-        """Wait until every message has been sent."""
         self._release(0)
 
     def _release(self, rounds: int) -> None:

@@ -122,7 +122,7 @@ class DecodeWorker:
 
     def compute(self, action: Action) -> int:
         if action.op is Op.GATHER:
-            self._gather()
+            self._round.rows = gather_rows(ChunkRows.of(self._round.rows), self.model.groups.collection.dp)
             return 0
         with memory_for(lambda: self._exhausted(action)):
             if action.op is Op.PREFILL:
@@ -170,12 +170,12 @@ class DecodeWorker:
 
     def _exhausted(self, action: Action) -> tuple[str, str]:
         if action.op is Op.PREFILL:
-            return too_many_tokens("the actor's prefill", [growth.new for growth in self._round.prefill[action.micro_batch]])
+            return too_many_tokens("the actor's prefill", [growth.new for growth in self._round.work.prefill[action.micro_batch]])
         return too_many_sequences("a decode step", self._round.num_tokens(action), self.cache.num_bytes)
 
     def _prefill(self, micro_batch: int) -> int:
         """Prefill prompts, or stale sequences, without output."""
-        batch = tuple(sorted(self._round.prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
+        batch = tuple(sorted(self._round.work.prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
         self._round.taken.check(batch)
         tokens = [t for g in batch for t in self._round.growing[g.seq_id].tokens[g.past : g.past + g.new]]
         no_rows = torch.empty(0, dtype=torch.int64, device=self.cache.device)
@@ -191,7 +191,6 @@ class DecodeWorker:
     def _stage(
         self, micro_batch: int, seq_ids: list[int], lens: list[int], tokens: list[int], rows_R: Tensor | None
     ) -> None:
-        """Replace the micro-batch's input (on the first stage, tokens) by this stage's output."""
         first = self.model.pre_process
         inputs = on_device(tokens, self.cache.device) if first else self._round.hidden[micro_batch]
         self._round.hidden[micro_batch] = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
@@ -214,7 +213,6 @@ class DecodeWorker:
         return len(lane)
 
     def _read(self, action: Action) -> int:
-        """Read the drawn tokens if the window is over."""
         lane, resident = self._round.lanes[action.micro_batch], self._resident[action.micro_batch]
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
 
@@ -273,6 +271,3 @@ class DecodeWorker:
                 self.cache.exchange(growing.seq_id, last.seq_id)  # so that the micro-batch keeps neighbouring slots
                 if self.model.groups.dp == 1:  # else other replicas have a say in when the batch is complete
                     self._round.hear(growing.seq_id, (step_, micro_batch))
-
-    def _gather(self) -> None:
-        self._round.rows = gather_rows(ChunkRows.of(self._round.rows), self.model.groups.collection.dp)

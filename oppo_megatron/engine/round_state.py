@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -64,7 +63,6 @@ class Growing:
 
     @property
     def position(self) -> int:
-        """Response position of the next token."""
         return self.row.offset + len(self.row.tokens)
 
     def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:
@@ -111,19 +109,13 @@ class DecodeRound:
         self.steps = [max(g.new for g in batch) for batch in self.work.decode]
         self.rows = [g.row for g in self.growing.values()]
 
-    @property
-    def prefill(self) -> Sequence[Batch]:
-        return self.work.prefill
-
     def live(self, action: Action) -> bool:
-        """True if the micro-step is not void."""
         return action.step is None or action.step < self.ended.get(action.micro_batch, action.step + 1)
 
     def num_tokens(self, action: Action) -> int:
-        """Tokens that the action moves through the stage."""
         if action.step is not None:
             return len(self.lanes[action.micro_batch])
-        return sum(g.new for g in self.prefill[action.micro_batch])
+        return sum(g.new for g in self.work.prefill[action.micro_batch])
 
     def hear(self, seq_id: int, where: tuple[int, int]) -> None:
         """Note that a sequence has finished at `where`, (step, micro-batch)."""

@@ -108,7 +108,6 @@ def _mix_int64(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Unsigned right shift."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 

@@ -58,7 +58,6 @@ class ScoringWorker:
             self.cache.close(seq_id)
 
     def forget(self, seq_id: int) -> None:
-        """Drop the outputs of a trained sequence."""
         self._outputs.pop(seq_id, None)
 
     def give_up(self, *seq_ids: int) -> None:
@@ -92,7 +91,6 @@ class ScoringWorker:
         self._round = _ScoringRound(sequences, batches, work.done, taken)
 
     def end(self) -> None:
-        """Close finished sequences, whose outputs are complete."""
         for seq_id in self._round.done:
             self.cache.close(seq_id)
 
@@ -133,7 +131,6 @@ class ScoringWorker:
         return len(tokens)
 
     def _score(self, batch: Batch) -> int:
-        """Store the last stage's output rows as log-probs, values or scores of their sequences."""
         assert self._round.hidden is not None
         outputs_R = self._reduce(batch, self._round.hidden)
         for growth, part in zip(batch, outputs_R.split([g.rows for g in batch]), strict=True):

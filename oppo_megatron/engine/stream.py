@@ -41,7 +41,6 @@ MAGIC = 0x4F50504F
 
 
 def to_words(rows: ChunkRows) -> Ints:
-    """Encode as number of rows, table, body."""
     rows = rows.packed()
     return np.concatenate([np.array([len(rows)], dtype=np.int64), rows.table.T.reshape(-1), rows.body.reshape(-1)])
 
@@ -85,7 +84,6 @@ class ChunkBooks:
 
 class ChunkEncoder(ChunkBooks):
     def encode(self, chunk: Chunk) -> tuple[Ints, Ints]:
-        """(header, payload) of the next message."""
         rows = chunk.rows.packed()
         table = np.vstack([rows.table, np.array(list(self._checksums(rows)), dtype=np.int64)])
         words = np.array([MAGIC, self._next_index, chunk.clock, len(rows), rows.num_tokens, chunk.halt], dtype=np.int64)
@@ -94,7 +92,6 @@ class ChunkEncoder(ChunkBooks):
         return header, np.concatenate([table.T.reshape(-1), rows.body.reshape(-1)])
 
     def _checksums(self, rows: ChunkRows) -> Iterator[int]:
-        """The checksum of each row; the ledgers advance."""
         sent = _Sent(rows)
         for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
             ledger = self.ledgers[seq_id]
@@ -148,7 +145,6 @@ class ChunkDecoder(ChunkBooks):
         raise StreamError(f"a chunk message was {kind}: message {index} came where {self._due()}.")
 
     def _due(self) -> str:
-        """Describe the message that is due, for an error."""
         due = f"{self._next_index} was due"
         for seq_id, ledger in self.ledgers.items():
             return f"{due}; the first sequence waiting is sequence {seq_id} at offset {ledger.offset}"
@@ -199,12 +195,10 @@ class _StreamEnd:
     books: ChunkBooks
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Open new sequences."""
         for rollout in rollouts:
             self.books.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
 
     def retire(self, rollouts: Sequence[Rollout]) -> None:
-        """Close sequences that have been trained."""
         for rollout in rollouts:
             self.books.close(rollout.seq_id)
 
@@ -218,7 +212,6 @@ class ChunkOutlet(_StreamEnd):
         self._encoded: tuple[Chunk, list[Tensor]] | None = None
 
     def message(self, chunk: Chunk) -> list[Tensor]:
-        """Header and payload; encoded once for all listeners."""
         if self._encoded is None or self._encoded[0] is not chunk:
             words = self._encoder.encode(chunk)
             self._encoded = chunk, [on_device(torch.from_numpy(part), self.device) for part in words if len(part)]
@@ -241,7 +234,6 @@ class ListenWorker(_StreamEnd):
         raise AssertionError(f"{action}: this rank does not hold the actor")
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
-        """The round's message as received."""
         assert self._received, f"{action}: no chunk has come"
         return self._received
 

@@ -80,7 +80,6 @@ class WindowedAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
     def _mask(self, queries: int, keys: int, window: int) -> Tensor:
-        """0 or minus infinity. The last key is the last query's own."""
         key = (queries, keys, window)
         if key not in self._masks:
             own = keys - queries  # the key of the first query

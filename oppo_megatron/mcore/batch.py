@@ -96,36 +96,31 @@ def whole_responses(
     return MicroBatch(index, lengths, tensors[0], tensors[1], tensors[2], tokens, counts)
 
 
-def pack_sequences(sequences: Sequence[Sequence[int]], budget: int, device: torch.device) -> list[MicroBatch]:
-    """As `pack_responses`, for whole sequences whose only row is the last token, without targets."""
-    lengths = [len(sequence) for sequence in sequences]
-    return [whole_sequences(index, [sequences[i] for i in index], device) for index in pack_by_tokens(lengths, budget)]
-
-
 def pack_at(
     sequences: Sequence[Sequence[int]], places: Sequence[Sequence[int]], budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """As `pack_sequences`, but each sequence has rows at its own `places`."""
-    lengths = [len(sequence) for sequence in sequences]
-    batches = []
-    for index in pack_by_tokens(lengths, budget):
-        batch = whole_sequences(index, [sequences[i] for i in index], device)
-        rows: list[int] = []
-        start = 0
-        for i in index:
-            rows += [start + place for place in places[i]]
-            start += lengths[i]
-        batch.rows_R = on_device(rows, device)
-        batches.append(batch)
-    return batches
+    """As `pack_responses`, for whole sequences with rows at `places` in each, without targets."""
+    return [
+        whole_sequences(index, [sequences[i] for i in index], device, [places[i] for i in index])
+        for index in pack_by_tokens([len(sequence) for sequence in sequences], budget)
+    ]
 
 
-def whole_sequences(index: list[int], sequences: Sequence[Sequence[int]], device: torch.device) -> MicroBatch:
-    """One micro-batch of sequences whose rows are their last tokens, without targets."""
-    lengths = [len(sequence) for sequence in sequences]
+def whole_sequences(
+    index: list[int],
+    sequences: Sequence[Sequence[int]],
+    device: torch.device,
+    places: Sequence[Sequence[int]] | None = None,
+) -> MicroBatch:
+    """One micro-batch of sequences with rows at `places` (None: their last tokens), without targets."""
+    rows: list[int] = []
+    start = 0
+    for number, sequence in enumerate(sequences):
+        rows += [start + place for place in ([len(sequence) - 1] if places is None else places[number])]
+        start += len(sequence)
     tokens_T = on_device([token for sequence in sequences for token in sequence], device)
-    last_S = on_device(lengths, device).cumsum(0) - 1
-    return MicroBatch(index, lengths, tokens_T, last_S, targets_R=tokens_T.new_empty(0))
+    lengths = [len(sequence) for sequence in sequences]
+    return MicroBatch(index, lengths, tokens_T, on_device(rows, device), targets_R=tokens_T.new_empty(0))
 
 
 def split_rows(values_T: Tensor, lengths: Sequence[int], batches: Sequence[MicroBatch]) -> list[Tensor]:

@@ -6,7 +6,6 @@ Legend: T rows, I inputs, O outputs of this tensor rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import prod
@@ -78,7 +77,6 @@ def _cut(sizes: Sequence[tuple[int, ...]], first: int, end: int, call: float) ->
 
 
 def _costs(rows: Sequence[tuple[int, ...]]) -> list[int]:
-    """Cost of a row in a block with all rows before it."""
     largest = [accumulate(column, max) for column in zip(*rows, strict=True)]
     return [prod(each) for each in zip(*largest, strict=True)]
 
@@ -146,36 +144,21 @@ HALF_ATTENTION = (
 )
 
 
-@dataclass(frozen=True)
-class Need:
-    setting: str
-    instead: str
-    names: tuple[str, ...]
-
-
-def needs(runtime: RuntimeConfig, dtypes: set[Dtype]) -> list[Need]:
-    """Operations that a run on a CPU calls."""
-    found = []
-    if runtime.decode_path == "packed" and torch.backends.mkldnn.is_available():
-        found.append(Need("runtime.decode_path packed", "set it to fused", PACKING))
-    if "bfloat16" in dtypes:
-        found.append(Need("bfloat16 on a CPU", "set runtime.dtype to float32", HALF_ATTENTION))
-    return found
-
-
 def require_private_ops(runtime: RuntimeConfig, dtypes: set[Dtype]) -> None:
-    """Raises ConfigError, naming each undocumented operation that this torch lacks."""
-    problems = [
-        f"{need.setting} calls torch.ops.{name}, which torch {torch.__version__} does not have; {need.instead}, or install "
-        "another torch, 2.6 or newer"
-        for need in needs(runtime, dtypes)
-        for name in need.names
-        if not _there(name)
-    ]
+    """Raises ConfigError, naming each undocumented operation of torch that a run on this CPU calls and this torch lacks."""
+    needed: list[tuple[str, str, tuple[str, ...]]] = []
+    if runtime.decode_path == "packed" and torch.backends.mkldnn.is_available():
+        needed.append(("runtime.decode_path packed", "set it to fused", PACKING))
+    if "bfloat16" in dtypes:
+        needed.append(("bfloat16 on a CPU", "set runtime.dtype to float32", HALF_ATTENTION))
+    problems = []
+    for setting, instead, names in needed:
+        for name in names:
+            namespace, _, operation = name.partition(".")
+            if not hasattr(getattr(torch.ops, namespace), operation):
+                problems.append(
+                    f"{setting} calls torch.ops.{name}, which torch {torch.__version__} does not have; {instead}, or install "
+                    "another torch, 2.6 or newer"
+                )
     if problems:
         raise ConfigError(problems)
-
-
-def _there(name: str) -> bool:
-    namespace, _, operation = name.partition(".")
-    return hasattr(getattr(torch.ops, namespace), operation)

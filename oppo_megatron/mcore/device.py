@@ -111,7 +111,6 @@ class CapturedSteps:
         return len(self._graphs)
 
     def renew(self) -> None:
-        """Called before the first step of a round."""
         addresses = [weight.data_ptr() for weight in self._weights()]
         if addresses != self._addresses:
             self._graphs.clear()

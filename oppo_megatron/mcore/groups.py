@@ -37,7 +37,6 @@ class RoleGroups:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's replica of the model."""
         return int(self.collection.dp.rank())
 
     @property

@@ -50,7 +50,6 @@ def fixed_norm(weight_H: Tensor, eps: float) -> Norm:
 
 
 def _constants(weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """sqrt(H eps), and sqrt(H) w."""
     size, wide_H = weight_H.shape[-1], weight_H.detach().float()
     return wide_H.new_full((), math.sqrt(size * eps)), wide_H * math.sqrt(size)
 
@@ -177,21 +176,12 @@ def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "to
     `kind`: the library of linear layers and norms.  transformer-engine's layers that fuse a norm into the next product are not
     used, so that parameters keep their names, which loading, saving and cached calls use.
     """
-    linears = (BiasedLinear, ColumnParallelLinear, RowParallelLinear)
-    norm: Any = RMSNorm
+    modules: tuple[Any, ...] = (BiasedLinear, ColumnParallelLinear, RowParallelLinear, RMSNorm)
     if kind == "transformer_engine":
         from megatron.core.extensions import transformer_engine as te
 
-        linears = (te.TEColumnParallelLinear, te.TEColumnParallelLinear, te.TERowParallelLinear)
-        norm = te.TENorm
-    return _block(config, num_layers, linears, norm)
-
-
-def _block(
-    config: TransformerConfig, num_layers: int, linears: tuple[Any, Any, Any], norm: Any
-) -> TransformerBlockSubmodules:
-    """`linears`: for queries, keys and values; for gate and up; row-parallel."""
-    qkv, column, row = linears
+        modules = (te.TEColumnParallelLinear, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm)
+    qkv, column, row, norm = modules
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = layer.submodules
     parts.input_layernorm = norm

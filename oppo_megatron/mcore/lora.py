@@ -15,7 +15,6 @@ D head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -57,24 +56,25 @@ class Pair(torch.nn.Module):
         return self.lora_A if getattr(self.lora_B, "tensor_model_parallel", False) else self.lora_B
 
 
-@dataclass(frozen=True)
-class Ranks:
-    group: dist.ProcessGroup
-    sequence_parallel: bool
-
-
 class Adapters(torch.nn.Module):
     """The pairs of one product."""
 
     def __init__(
-        self, pairs: Mapping[str, Pair], cut: Literal["rows", "columns"], join: Join, scale: float, ranks: Ranks
+        self,
+        pairs: Mapping[str, Pair],
+        cut: Literal["rows", "columns"],
+        join: Join,
+        scale: float,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
     ):
         super().__init__()
         for name, pair in pairs.items():
             self.add_module(name, pair)
-            if ranks.sequence_parallel:
+            if sequence_parallel:
                 tag_parameter(pair.whole, "sequence_parallel", True)
-        self._names, self._cut, self._join, self._scale, self._ranks = list(pairs), cut, join, scale, ranks
+        self._names, self._cut, self._join, self._scale = list(pairs), cut, join, scale
+        self._group, self._sequence_parallel = group, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """The addition to the product's output in a forward pass of megatron's modules."""
@@ -82,7 +82,9 @@ class Adapters(torch.nn.Module):
 
     def cached(self, x_TI: Tensor) -> Tensor:
         """The addition to this rank's own product in cached calls, before any sum over tensor ranks."""
-        return self._join({name: self._product(self.get_submodule(name), x_TI) for name in self._names})
+        pairs: list[Any] = [self.get_submodule(name) for name in self._names]
+        outputs = [F.linear(F.linear(x_TI, pair.lora_A), pair.lora_B) * self._scale for pair in pairs]
+        return self._join(dict(zip(self._names, outputs, strict=True)))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Mapping[str, Any] | None = None
@@ -95,21 +97,18 @@ class Adapters(torch.nn.Module):
             prefix,
             {f"{name}.{matrix}": axis for name in self._names},
             sharded_offsets,
-            tp_group=self._ranks.group,
+            tp_group=self._group,
             dp_cp_group=metadata["dp_cp_group"],
         )
         return sharded
 
-    def _product(self, pair: Any, x_TI: Tensor) -> Tensor:
-        return F.linear(F.linear(x_TI, pair.lora_A), pair.lora_B) * self._scale
-
     def _one(self, pair: Any, x: Tensor) -> Tensor:
-        z, group = F.linear(x, pair.lora_A), self._ranks.group
-        if self._cut == "rows" and self._ranks.sequence_parallel:
+        z, group = F.linear(x, pair.lora_A), self._group
+        if self._cut == "rows" and self._sequence_parallel:
             z = gather_from_sequence_parallel_region(z, tensor_parallel_output_grad=True, group=group)
         elif self._cut == "rows":
             z = copy_to_tensor_model_parallel_region(z, group=group)
-        elif self._ranks.sequence_parallel:
+        elif self._sequence_parallel:
             z = reduce_scatter_to_sequence_parallel_region(z, group=group)
         else:
             z = reduce_from_tensor_model_parallel_region(z, group=group)
@@ -124,7 +123,6 @@ def attach_adapters(model: Any, lora: LoraConfig) -> None:
     model.requires_grad_(False)
     if model.head == "scalar" and model.post_process:
         model.output_layer.weight.requires_grad_(True)
-    ranks = Ranks(model.groups.collection.tp, bool(model.config.sequence_parallel))
     for layer in model.decoder.layers:
         for product in PRODUCTS:
             targets = [target for target in product.targets if target in lora.projections]
@@ -135,7 +133,8 @@ def attach_adapters(model: Any, lora: LoraConfig) -> None:
             sizes = pair_sizes(model.shape, lora.rank, model.groups.tp)
             pairs: dict[str, Pair] = {target: Pair(sizes[target], product.cut, linear.weight) for target in targets}
             join = _join(product.targets, model.shape, model.groups.tp)
-            adapters = Adapters(pairs, product.cut, join, lora.scale, ranks)
+            group, sequence_parallel = model.groups.collection.tp, bool(model.config.sequence_parallel)
+            adapters = Adapters(pairs, product.cut, join, lora.scale, group, sequence_parallel)
             owner.add_module(f"{product.linear}_lora", adapters)
             linear.register_forward_hook(lambda _, args, out, a=adapters: (out[0] + a(args[0]), *out[1:]))
     model.adapters = lora

@@ -122,7 +122,6 @@ class RoleModel(GPTModel):
             self.fused = self._fused_head = None
 
     def end_weight_update(self) -> None:
-        """Make the tensors derived from the weights again."""
         if self._path == "module":
             self.fused = None
             return

@@ -32,11 +32,9 @@ class VocabShards:
 
     @property
     def first(self) -> int:
-        """Id of this shard's first token."""
         return self.rank * self.rows
 
     def of_tokens(self, rows_RV: Tensor) -> Tensor:
-        """Drop the last shard's padding columns."""
         return rows_RV if self.num_tokens == self.rows else rows_RV[..., : self.num_tokens]
 
     def filled_up(self, logits_RV: Tensor) -> Tensor:
@@ -105,7 +103,6 @@ class _LogProbEntropy(torch.autograd.Function):
 
 
 def _blocks(logits_RV: Tensor) -> Iterator[slice]:
-    """Rows that are computed together."""
     size = _block_rows(logits_RV)
     return (slice(first, first + size) for first in range(0, len(logits_RV), size))
 

@@ -85,7 +85,6 @@ class CallPlan(CachedPlan):
 
     @cached_property
     def row_T(self) -> Tensor:
-        """Index of each token's sequence in the call."""
         number_S = torch.arange(len(self.lens), device=self._device)
         return number_S if self.decode else torch.repeat_interleave(number_S, self.lens_S, output_size=sum(self.lens))
 
@@ -166,7 +165,6 @@ class CallPlan(CachedPlan):
     def _attend_together(
         self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Attend with few new tokens per sequence: many sequences in a call, up to the longest."""
         parts = self._together.get(window)
         if parts is None:
             parts = [self._padded(rows, q_TGRD.shape[2], window) for rows in self._stretches(k_SGLD)]

@@ -81,7 +81,6 @@ def parts_of(
 
 
 def _groups(past: Sequence[int], lens: Sequence[int], call: int) -> Iterator[slice]:
-    """Large sequences alone, and runs of small ones between them in blocks."""
     sizes = [(new, before + new) for before, new in zip(past, lens, strict=True)]
     large = [s for s, (new, reach) in enumerate(sizes) if new * reach >= call]
     first = 0

@@ -100,7 +100,6 @@ def flash_attn(
 
 
 def _beside(window: int | None) -> tuple[int, int]:
-    """Positions before and after its own that a token attends to; -1: all."""
     return (-1 if window is None else window - 1, 0)
 
 
@@ -221,7 +220,6 @@ class _Places:
         self._offset_T = pos_T % cache.block_tokens
 
     def write(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v. Returns the whole pools."""
         pools = self._cache.k[layer], self._cache.v[layer]
         for pool, new_TGD in zip(pools, (k_TGD, v_TGD), strict=True):
             pool[self._block_T, self._offset_T] = new_TGD

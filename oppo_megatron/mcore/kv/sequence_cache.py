@@ -53,12 +53,10 @@ class SequenceCache(ABC):
 
     @property
     def stores(self) -> list[Tensor]:
-        """Keys of all layers, then values."""
         return [*self.k, *self.v]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots on this rank."""
         return sum(store.nbytes for store in self.stores)
 
     @property
@@ -75,11 +73,9 @@ class SequenceCache(ABC):
         return self._slots[seq_id]
 
     def length(self, seq_id: int) -> int:
-        """Tokens cached for the sequence."""
         return self._lengths[self._slots[seq_id]]
 
     def open(self, seq_id: int) -> None:
-        """Give the sequence an empty slot."""
         assert seq_id not in self._slots, f"sequence {seq_id} is already open"
         if not self.num_free:
             raise CapacityError(

@@ -234,7 +234,6 @@ class _Shards:
                         target.copy_(loaded[f"{part}:{key}"].flatten()[piece.start : piece.end].view(target.shape))
 
     def _weights(self, number: int) -> Iterator[tuple[str, Parameter]]:
-        """The trained weights; with adapters the others stay in the model's own files."""
         for name, param in self._model.chunks[number].named_parameters():
             if _is_trained(param):
                 yield f"{number}:{self.name}.{name}", param
@@ -286,7 +285,6 @@ def _pieces(chained: Any) -> Iterator[tuple[Parameter, _Piece]]:
 
 
 def _sharded_pieces(optimizer: Any) -> Iterator[tuple[Parameter, _Piece]]:
-    """The shares of weights that this replica updates with a distributed optimizer."""
     for param, (group, order) in optimizer.model_param_group_index_map.items():
         share = optimizer._get_model_param_range_map(param)["param"]
         main = optimizer.optimizer.param_groups[group]["params"][order]

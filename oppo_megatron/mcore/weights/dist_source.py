@@ -212,12 +212,10 @@ class DistSource:
         return None
 
     def _size(self, place: _Place) -> tuple[int, ...]:
-        """Shape of a tensor, or of one layer if layers are stacked."""
         size = tuple(self._saved[place.key].size)
         return size if place.layer is None else size[1:]
 
     def _require_no_bias(self) -> None:
-        """NeMo-Aligner's scalar head has a bias, which a *ForSequenceClassification has not."""
         if ALIGNER_BIAS in self._saved:
             bias = self._region(ALIGNER_BIAS, tuple((0, size) for size in self._saved[ALIGNER_BIAS].size))
             if bool(bias.any()):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -132,7 +133,17 @@ def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]
     Keys and values follow NeMo's own converters of Llama, Mistral and Qwen2; a training run's configuration overrides them.
     `tokenizer` is a Hugging Face tokenizer's folder or name.  Raises ConfigError for models that it cannot describe.
     """
-    scaling, window = _scaling(shape), _window(shape)
+    (window, *others), kind = set(shape.windows), shape.rope["rope_type"]
+    lacking = None
+    if shape.qk_norm or kind not in ("default", "linear"):
+        lacking = "norms of queries and keys" if shape.qk_norm else f"RoPE of the kind {kind}"
+    elif others:
+        lacking = "a sliding window in some of its layers"
+    if lacking is not None:
+        raise ConfigError(
+            f"the model has {lacking}, which NeMo 1's model_config.yaml cannot say; convert --to megatron, and import that with "
+            "a program that computes it"
+        )
     return {
         "target": TARGETS[head],
         "mcore_gpt": True,
@@ -157,37 +168,11 @@ def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]
         "position_embedding_type": "rope",
         "rotary_percentage": 1.0,
         "rotary_base": shape.rope["rope_theta"],
-        **scaling,
-        **window,
+        **({"seq_len_interpolation_factor": shape.rope["factor"]} if kind == "linear" else {}),
+        # numbers of positions before and after a token's own
+        **({} if window is None else {"window_size": [window - 1, 0]}),
         "share_embeddings_and_output_weights": shape.tied_embeddings,
-        "make_vocab_size_divisible_by": _divisor(shape.vocab_size),
+        "make_vocab_size_divisible_by": math.gcd(shape.vocab_size, 128),  # so that NeMo adds no row
         "apply_query_key_layer_scaling": False,
         "tokenizer": {"library": "huggingface", "type": tokenizer, "use_fast": True},
     }
-
-
-def _scaling(shape: ModelShape) -> dict[str, Any]:
-    kind = shape.rope["rope_type"]
-    if shape.qk_norm or kind not in ("default", "linear"):
-        what = "norms of queries and keys" if shape.qk_norm else f"RoPE of the kind {kind}"
-        raise ConfigError(
-            f"the model has {what}, which NeMo 1's model_config.yaml cannot say; convert --to megatron, and import that "
-            "with a program that computes it"
-        )
-    return {"seq_len_interpolation_factor": shape.rope["factor"]} if kind == "linear" else {}
-
-
-def _window(shape: ModelShape) -> dict[str, Any]:
-    """NeMo's window: numbers of positions before and after a token's own."""
-    window, *others = set(shape.windows)
-    if others:
-        raise ConfigError(
-            "the model has a sliding window in some of its layers, which NeMo 1's model_config.yaml cannot say; convert --to "
-            "megatron, and import that with a program that computes it"
-        )
-    return {} if window is None else {"window_size": [window - 1, 0]}
-
-
-def _divisor(vocab_size: int) -> int:
-    """The largest power of two up to 128 that divides the vocabulary, so that NeMo's padding adds no row."""
-    return next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if vocab_size % size == 0)

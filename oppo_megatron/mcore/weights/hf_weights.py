@@ -116,7 +116,6 @@ def _gathered(
     pp_group: dist.ProcessGroup | None,
     whole: bool,
 ) -> Values:
-    """The tensors of one replica, on its first rank; others take part and get none."""
     (tp_rank, tp_size), (pp_rank, pp_size) = _place(tp_group), _place(pp_group)
     num_stages = pp_size * len(chunks)
     stages = [parts_of(tp_size, stage, num_stages) for stage in range(num_stages)]

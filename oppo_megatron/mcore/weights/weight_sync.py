@@ -60,7 +60,7 @@ class Reallocation:
         if self.shared:
             share_parameters(training[0], serving)
             return
-        self._source, self._target = _trained_weights(training), _serving_weights(serving)
+        self._source, self._target = _weights(training, serving=False), _weights([serving], serving=True)
         self._world, self._service = _RoleWorld(ours.all), GroupCopy(ours.all)
         plan = self._plan()
         self._rounds = list(_rounds(plan, self._source, self._target, round_bytes))
@@ -163,36 +163,31 @@ class _Weights:
         return ()
 
     def piece(self, op: TransferOp) -> Tensor:
-        """This rank's side of a transfer."""
         return self.named[op.param_name].data[op.my_slice]
 
 
-def _trained_weights(chunks: Sequence[RoleModel]) -> _Weights:
-    named = {name: p for chunk in chunks for name, p in _by_layer_number(chunk) if name != _tied_copy(chunk)}
+def _weights(chunks: Sequence[RoleModel], *, serving: bool) -> _Weights:
+    """The parameters that change.
+
+    A last stage's copy of tied embeddings equals these: it is not sent, and is filled from them.
+    """
+    named: dict[str, Parameter] = {}
+    for chunk in chunks:
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        tied = chunk.share_embeddings_and_output_weights and not chunk.pre_process
+        for name, param in chunk.named_parameters():
+            is_head = name == "output_layer.weight"
+            if chunk.adapters is not None and not is_adapter(name) and not (is_head and chunk.head == "scalar"):
+                continue  # frozen: both models have loaded it
+            if is_head and tied:
+                if not serving:
+                    continue
+                name = "embedding.word_embeddings.weight"
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(numbers[int(parts[2])])
+            named[".".join(parts)] = param
     return _Weights(chunks[0], named)
-
-
-def _serving_weights(model: RoleModel) -> _Weights:
-    embedding = "embedding.word_embeddings.weight"
-    named = {embedding if name == _tied_copy(model) else name: p for name, p in _by_layer_number(model)}
-    return _Weights(model, named)
-
-
-def _tied_copy(model: RoleModel) -> str | None:
-    """The copy of the embeddings on a stage without them; it is not sent, but filled from the embeddings."""
-    return "output_layer.weight" if model.share_embeddings_and_output_weights and not model.pre_process else None
-
-
-def _by_layer_number(model: RoleModel) -> Iterator[tuple[str, Parameter]]:
-    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    scalar = "output_layer.weight" if model.head == "scalar" else None
-    for name, param in model.named_parameters():
-        if model.adapters is not None and not is_adapter(name) and name != scalar:
-            continue  # frozen: both models have loaded it
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(numbers[int(parts[2])])
-        yield ".".join(parts), param
 
 
 def _rounds(plan: ReshardPlan, source: _Weights, target: _Weights, round_bytes: int) -> Iterator[ReshardPlan]:
