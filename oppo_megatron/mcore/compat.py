@@ -85,12 +85,6 @@ def _parameter_type() -> None:
     _replace(torch.nn.Parameter, "type", type_name)
 
 
-def _random_state() -> None:
-    """Recomputed activations save the state of the CPU's generator without the missing CUDA generator's."""
-    _replace("tensor_parallel.random", "_get_cuda_rng_state", lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8))
-    _replace("tensor_parallel.random", "_set_cuda_rng_state", lambda *args, **kwargs: None)
-
-
 PATCHES = (
     Patch("tensor_parallel/mappings.py:91", "torch.cuda.current_device()",
           lambda: _replace(torch.cuda, "current_device", lambda: torch.device("cpu"))),
@@ -104,8 +98,11 @@ PATCHES = (
     Patch("utils.py:1207", 'device="cuda"', _replace_torch("utils")),
     Patch("optimizer/clip_grads.py:167", "param.grad.type() == 'torch.cuda.FloatTensor'", _clip_by_norm),
     Patch("optimizer/optimizer.py:671", "'torch.cuda.BFloat16Tensor'", _parameter_type),
-    Patch("tensor_parallel/random.py:55", "torch.cuda.random.get_rng_state(device=device)", _random_state),
-    Patch("tensor_parallel/random.py:111", "_lazy_call(cb)", _random_state),
+    # Recomputed activations save the state of the CPU's generator without the missing CUDA generator's.
+    Patch("tensor_parallel/random.py:55", "torch.cuda.random.get_rng_state(device=device)", lambda: _replace(
+        "tensor_parallel.random", "_get_cuda_rng_state", lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8))),
+    Patch("tensor_parallel/random.py:111", "_lazy_call(cb)", lambda: _replace(
+        "tensor_parallel.random", "_set_cuda_rng_state", lambda *args, **kwargs: None)),
 )  # fmt: skip
 
 
