@@ -1,8 +1,8 @@
-"""The only room that imports megatron-core, without parts that a rank never calls: they take half of the import's time.
+"""The only room that imports megatron-core, without parts that a rank never calls: half of the import's time.
 
-- megatron-core's fusions are decorated by `torch.compile`, which loads torch's compiler.  Here that waits for the first call.
-- It expects an ImportError of a transformer-engine or apex that cannot be used, but their loaders raise other errors too.
-- Its timers name the types of TensorBoard's and Weights & Biases' writers; `train/logs/trackers.py` loads these on request.
+Its fusions are decorated by `torch.compile`, which loads torch's compiler: here at the first call.  It expects an ImportError
+of a transformer-engine or apex that cannot be used, but their loaders raise other errors, too.  Its timers import TensorBoard
+and Weights & Biases.
 """
 
 from __future__ import annotations

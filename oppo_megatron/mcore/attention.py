@@ -1,10 +1,7 @@
 """Attention over packed tokens: rotary positions, sliding windows, and the interface of a layer to its call's sequences.
 
-`PackedPlan` has whole sequences and no cache (training, full forward); `CachedPlan` (`kv/cached_plan.py`) continues sequences
-from their cache (decode and chunked prefill).
-
-Legend: T packed tokens, N query heads, G key/value heads of this tensor rank, D head dimension, S sequences of the call, L
-cached positions; Q queries and K keys of a piece of a window.
+Legend: T packed tokens, N query heads, G key/value heads of this tensor rank, D head dimension, L cached positions; Q queries
+and K keys of a piece of a window.
 """
 
 from __future__ import annotations
@@ -153,7 +150,6 @@ class PackedPlan:
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """torch's attention, causal if there is no mask."""
     grouped = q.shape[1] != k.shape[1]
     # CUDA's fast kernels for masks, or float32, do not support groups.
     if grouped and q.device.type == "cuda" and (mask is not None or q.dtype == torch.float32):

@@ -24,7 +24,7 @@ class MicroBatch:
 
     `index` are the sequences' indices in their batch; `rows_R` the packed positions whose outputs are wanted; `targets_R` the
     token that each of these rows predicts; `tokens` is `tokens_T` on the host; `counts` are the rows of each response; `extra`
-    holds tensors for the loss, aligned with the rows or the sequences.
+    holds tensors for the loss, aligned with rows or sequences.
     """
 
     index: list[int]
@@ -47,7 +47,7 @@ class MicroBatch:
         return not self.index
 
     def padded(self, num_tokens: int, longest: int) -> tuple[list[int], Tensor]:
-        """Lengths and tokens [num_tokens], padded by sequences of at most `longest` tokens without rows."""
+        """Lengths and tokens [num_tokens], padded by sequences of at most `longest` tokens."""
         missing = num_tokens - len(self.tokens_T)
         assert missing >= 0, f"{len(self.tokens_T)} tokens do not fit into {num_tokens}"
         full, rest = divmod(missing, longest)
@@ -60,7 +60,7 @@ def pack_responses(
 ) -> list[MicroBatch]:
     """Micro-batches of at most `budget` tokens (a longer sequence is alone in one), longest first.
 
-    The row of response token t is the position before it: its output predicts token t, and its value is V(s_t).
+    The row of response token t is the position before it, which predicts token t and has the value V(s_t).
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     return [
@@ -124,7 +124,7 @@ def whole_sequences(
 
 
 def split_rows(values_T: Tensor, lengths: Sequence[int], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Split values per response token of a whole batch into values of each micro-batch, in the order of its rows."""
+    """Values per response token of a whole batch -> values of each micro-batch's rows."""
     pieces = values_T.split(list(lengths))
     return [torch.cat([pieces[i] for i in batch.index]) for batch in batches]
 

@@ -1,7 +1,6 @@
 """Patches that megatron-core 0.16.1 needs to run without a CUDA device, and nothing more.
 
-`install()` makes the CPU of what megatron-core names `torch.cuda.current_device()` or `device="cuda"`; with a CUDA device it
-changes nothing.  A test reads megatron-core's source and fails when a `Patch` is no longer needed.
+A test reads megatron-core's source and fails when a `Patch` is no longer needed.
 """
 
 from __future__ import annotations
@@ -119,10 +118,7 @@ def install() -> bool:
 
 
 def make_scratch_memory() -> None:
-    """Make the process-wide buffer that an initialised `parallel_state` has for sequence parallelism (needed on GPU as well).
-
-    tensor_parallel/layers.py:482 gathers activations into it.
-    """
+    """Make the process-wide buffer into which tensor_parallel/layers.py:482 gathers activations (on GPUs, too)."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
@@ -130,7 +126,7 @@ def make_scratch_memory() -> None:
 def keep_norms_on_device() -> None:
     """Sum the gradients' norms on the GPU if there is neither transformer-engine nor apex.
 
-    utils.py:1206 reads the norm of each parameter's gradient separately, and the host waits for each.
+    utils.py:1206 has the host wait for the norm of each parameter's gradient.
     """
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     plain = getattr(clip_grads, "local_multi_tensor_l2_norm", None)
@@ -144,20 +140,16 @@ def norm_on_device(_chunk: int, _overflow: torch.Tensor, lists: list[list[torch.
 
 @contextlib.contextmanager
 def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
-    """In the block, `step` of a chained optimizer uses `norm` as its gradients' norm (needed on GPU only).
-
-    optimizer/optimizer.py:1314 computes it again, and the host waits again.
-    """
+    """In the block, `step` of a chained optimizer uses `norm`: optimizer.py:1314 computes it again, and the host waits."""
     with mock.patch.object(optimizer, "get_grad_norm", lambda: norm):
         yield
 
 
 @contextlib.contextmanager
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Narrow "the world" to a model's own ranks while its optimizer is built (needed on GPU as well).
+    """Narrow "the world" to a model's own ranks while its optimizer is built (on GPUs, too).
 
-    optimizer/__init__.py:180 aligns parameter groups by an `all_gather_object` over WORLD, which would wait for ranks that hold
-    other models.
+    optimizer/__init__.py:180 gathers over WORLD, which would wait for ranks that hold other models.
     """
     gather = dist.all_gather_object
 

@@ -24,8 +24,7 @@ from oppo_megatron.layout.cpu_kernels import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 class HalfOnCpu(torch.autograd.Function):
     """torch's attention in bfloat16 on a CPU, causal without a mask, with its backward pass in float32.
 
-    In bfloat16 a backward pass takes up to three times as long, and keeps hundreds of megabytes of kernels, one for every
-    length.
+    In bfloat16 this takes up to three times as long, and keeps hundreds of megabytes of kernels, one for every length.
     """
 
     @staticmethod
@@ -55,8 +54,7 @@ CALL_NUMBERS = 2**16
 def stretches(lengths: Sequence[int], call: float) -> list[slice]:
     """Cut rows wherever that saves more than `call` positions, the cost of one attention call, greedily by the best cut.
 
-    Sequences that attend together all read the positions of the longest, but a separate call costs time, too.  Neighbouring
-    slots have similar lengths, so a few cuts save most of the waste.
+    Sequences that attend together all read the positions of the longest.
     """
     return blocks([(length,) for length in lengths], call)
 
@@ -104,10 +102,10 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:
-    """x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a packed copy of the weight, made now.
+    """x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a copy of the weight that oneDNN packs now.
 
-    torch's float32 product packs the weights in every call, which in a decode step costs more than the product itself; its
-    bfloat16 product looks up their layout in every call.  oneDNN takes packed weights.
+    torch's float32 product packs it in every call, which in a decode step costs more than the product itself; its bfloat16
+    product looks up the layout in every call.
     """
     if not packed:
         return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
@@ -127,10 +125,7 @@ def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) ->
 
 
 def _filled_up(x_TI: Tensor) -> Tensor:
-    """Pad with arbitrary rows, so that prefill has few sizes.
-
-    oneDNN builds a kernel for each size, which takes as long as a small product, and keeps about a thousand.
-    """
+    """Pad with arbitrary rows: oneDNN builds a kernel for each size, which takes as long as a small product."""
     num_rows = x_TI.shape[0]
     filled_TI = x_TI.new_empty(-(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE, x_TI.shape[1])
     filled_TI[:num_rows] = x_TI

@@ -17,7 +17,7 @@ def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch
     """Copy a tensor, or numbers as a tensor of `dtype`, to the device, without blocking the host.
 
     From ordinary memory CUDA copies after all earlier work of the stream, and the host waits; from pinned memory the copy is
-    queued. torch's allocator does not reuse a pinned block before it is copied.
+    queued.
     """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type != "cuda" or tensor.device.type != "cpu":
@@ -31,7 +31,7 @@ NO_KERNEL = "could not create a primitive"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an allocator failed: torch's, on a GPU or on the host (without a class of its own), numpy's or Python's."""
+    """True if an allocator failed: torch's, numpy's or Python's."""
     if isinstance(error, OppoError):
         return False
     text = str(error)
@@ -91,11 +91,9 @@ def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
 class CapturedSteps:
     """Runs the first steps of a key eagerly, then captures one as a CUDA graph and replays it.
 
-    A graph holds the addresses of its inputs.  An optimizer updates weights in place; if weights have moved (`weights` are
-    compared at each `renew`), all graphs are dropped.  Graphs share their memory, because they never run at the same time.
-
-    If CUDA refuses a capture (a library's kernel that waits for the device), a warning goes to stderr, and steps of new keys
-    run eagerly: slower, with the same tokens.
+    A graph holds the addresses of its inputs: if weights have moved (compared at each `renew`), all graphs are dropped.  Graphs
+    share their memory, because they never run at the same time.  If CUDA refuses a capture (a library's kernel that waits for
+    the device), a warning goes to stderr, and steps of new keys run eagerly: slower, with the same tokens.
     """
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]]):

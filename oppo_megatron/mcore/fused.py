@@ -1,7 +1,6 @@
 """Cached calls of a stage in few operations, over the parameters of its megatron modules.
 
-megatron's modules make some fifteen nested calls per layer, which dominate a decode step of few tokens.  Training, full
-forwards and `decode_path: module`, the reference of the parity tests, use them.
+megatron's modules make some fifteen nested calls per layer, which dominate a decode step of few tokens.
 
 Legend: T packed tokens, H hidden, G key/value heads of this tensor rank, X = the query heads of one, the key, the value, D head
 dimension.
@@ -30,7 +29,7 @@ Product = Callable[[Tensor], Tensor]
 class FusedStage:
     """The layers of a stage, and the final norm on the last stage.  It is made again after the weights changed.
 
-    Captured steps need that it holds no copies of weights on a GPU; for the CPU it does (`packed`).
+    It holds no copies of weights on a GPU, as captured steps need; for the CPU it does (`packed`).
     """
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):

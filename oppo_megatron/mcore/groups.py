@@ -14,10 +14,7 @@ from oppo_megatron.layout.groups import model_groups
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """A role's groups on one of its ranks.  `ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank.
-
-    `made`: all groups of this rank, in the order of creation.
-    """
+    """A role's groups on one of its ranks; `ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank."""
 
     collection: ProcessGroupCollection
     all: dist.ProcessGroup
@@ -54,8 +51,8 @@ def build_groups(
 ) -> RoleGroups | None:
     """Groups of a model on `ranks` (order: tensor fastest, then data, then pipeline); None on a rank outside of them.
 
-    Every rank of the world makes the call for every role in the same order.  `shared`: the groups of the run so far; those with
-    the same ranks and part are reused (`layout/groups.py`).
+    Every rank of the world makes the call for every role in the same order.  Groups in `shared` with the same ranks and part
+    are reused.
     """
     parts, found = list(model_groups(ranks, tp, pp, role)), dict[str, dist.ProcessGroup]()
     shared = shared or SharedGroups()

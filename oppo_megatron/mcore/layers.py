@@ -33,8 +33,8 @@ Norm = Callable[[Tensor], Tensor]
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, in float32 inside; differentiable.
 
-    torch has a CUDA kernel for it.  On a CPU torch makes twenty-five passes over float32 tensors for norm and gradient, and
-    keeps several of them.  This version makes twelve passes and keeps the input, as x / hypot(|x|, sqrt(H eps)) * sqrt(H) w.
+    On a CPU torch makes twenty-five passes over float32 tensors for norm and gradient, and keeps several of them.  This version
+    makes twelve and keeps the input, as x / hypot(|x|, sqrt(H eps)) * sqrt(H) w.
     """
     if x.device.type != "cpu":
         return F.rms_norm(x, (x.shape[-1],), weight_H, eps)
@@ -89,10 +89,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps only gate and up, and computes the silu again in the backward pass.
-
-    megatron-core's composition keeps two more tensors of the feed-forward size.
-    """
+    """Computes the silu again in the backward pass: megatron-core's composition keeps two more tensors."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -114,11 +111,6 @@ class _SwiGLU(torch.autograd.Function):
 def tag_parameter(
     parameter: torch.Tensor, name: Literal["sequence_parallel", "partition_stride"], value: bool | int
 ) -> None:
-    """Set an attribute that megatron looks for.
-
-    `sequence_parallel`: the gradient is summed over tensor ranks, each of which has seen a part of the tokens.
-    `partition_stride`: separate pieces in a tensor-parallel shard.
-    """
     setattr(parameter, name, value)
 
 
@@ -171,10 +163,9 @@ class ScalarHead(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
-    """Spec of one pipeline stage of `num_layers` layers, final norm included.
+    """Spec of one pipeline stage of `num_layers` layers, final norm included; `kind`: the library of linear layers and norms.
 
-    `kind`: the library of linear layers and norms.  transformer-engine's layers that fuse a norm into the next product are not
-    used, so that parameters keep their names, which loading, saving and cached calls use.
+    transformer-engine's layers that fuse a norm into the next product are not used, so that parameters keep their names.
     """
     modules: tuple[Any, ...] = (BiasedLinear, ColumnParallelLinear, RowParallelLinear, RMSNorm)
     if kind == "transformer_engine":

@@ -1,4 +1,4 @@
-"""Low-rank adapters of megatron-core's parallel products: y = W x + s B A x (Hu et al. 2021); only the adapters are trained.
+"""Low-rank adapters of megatron-core's parallel products: y = W x + s B A x (Hu et al. 2021).
 
 A product that is several in Hugging Face (queries, keys and values; gate and up) has a pair for each of these targets.  Over
 tensor ranks a column-parallel product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole B:
@@ -6,10 +6,7 @@ tensor ranks a column-parallel product has a whole A and B cut by rows, a row-pa
     column   A x is the same on all ranks; the gradient of B's input is summed over them
     row      B A x is summed with the product (cached calls), or A x is, which is smaller (training)
 
-With sequence parallelism a whole factor has a share of the tokens on each rank, and megatron sums its gradient.
-
-Legend: T packed tokens, I inputs, O outputs and K rank of a pair, G key/value heads of this tensor rank, R query heads of each,
-D head dimension.
+Legend: T packed tokens, I inputs, G key/value heads of this tensor rank, R query heads of each, D head dimension.
 """
 
 from __future__ import annotations
@@ -89,7 +86,7 @@ class Adapters(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The pairs with their offsets in the whole model, for megatron-core's `dist_checkpointing`."""
+        """The pairs with their offsets in the whole model."""
         assert metadata is not None
         matrix, axis = ("lora_B", 0) if self._cut == "rows" else ("lora_A", 1)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -118,7 +115,7 @@ class Adapters(torch.nn.Module):
 def attach_adapters(model: Any, lora: LoraConfig) -> None:
     """Attach adapters, values not yet set, to a RoleModel; of its other weights only a scalar head stays trainable.
 
-    The adapters of `linear_qkv` are the attribute `linear_qkv_lora` of the same module.
+    Those of `linear_qkv` are the attribute `linear_qkv_lora` of the same module.
     """
     model.requires_grad_(False)
     if model.head == "scalar" and model.post_process:
@@ -145,7 +142,6 @@ def is_adapter(name: str) -> bool:
 
 
 def adapters_of(owner: Any, linear: str) -> Adapters | None:
-    """The adapters of the product `linear` of an attention or MLP module, or None."""
     found = getattr(owner, f"{linear}_lora", None)
     assert found is None or isinstance(found, Adapters)
     return found

@@ -116,7 +116,7 @@ class RoleModel(GPTModel):
     def begin_weight_update(self) -> None:
         """Free the tensors derived from the weights before these change.
 
-        With adapters they stay valid: the other weights do not change.
+        With adapters the other weights do not.
         """
         if self.adapters is None:
             self.fused = self._fused_head = None
@@ -148,9 +148,8 @@ class RoleModel(GPTModel):
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
         """Hidden states [T, 1, H] before the last stage; on it logits [R, V / tp] or scalars [R] of the rows (None: all T).
 
-        If tp does not divide V, the last rank has fewer logits.  Stages after the first take their input from
-        `set_input_tensor`.  Logits of cached calls are float32, for drawing; those of whole sequences keep their type, so that
-        they are not held twice.
+        If tp does not divide V, the last rank has fewer logits.  Logits of cached calls are float32, for drawing; those of
+        whole sequences keep their type, so that they are not held twice.
         """
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
@@ -201,10 +200,7 @@ class RoleModel(GPTModel):
         first_stage_word_emb_key: str,
         metadata: dict[str, Any],
     ) -> None:
-        """In a checkpoint, the last stage's output layer is a copy of the embedding.
-
-        megatron-core's `LanguageModel` numbers the copies by its global groups; here the role's own are used.
-        """
+        """In a checkpoint, the last stage's output layer is a copy of the embedding, numbered in the role's own groups."""
         if not self.post_process or self.pre_process:
             return
         replicas = metadata["dp_cp_group"]
@@ -337,10 +333,7 @@ def build_chunks(
 
 
 def _mark_shards(model: RoleModel) -> None:
-    """Mark the tensor-parallel shards, so that gradient norms count each weight once.
-
-    megatron does so when it initialises weights, which this runtime skips; transformer-engine's layers mark their own.
-    """
+    """Mark the tensor-parallel shards, so that gradient norms count each weight once: megatron does so in initialisation."""
     for name, module in model.named_modules():
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
             stride = 2 if name.endswith("linear_fc1") else 1  # gate and up are sharded separately
@@ -360,8 +353,7 @@ def step(
 ) -> Tensor:
     """Append lens[s] tokens to each sequence's cache and return this stage's output: actor decode and scorer prefill.
 
-    `inputs` are tokens [T] on the first stage, hidden states [T, 1, H] on the others.  The only communication is megatron's
-    tensor-parallel reductions.
+    `inputs` are tokens [T] on the first stage, hidden states [T, 1, H] on the others.
     """
     plan = kv.begin(seq_ids, lens)
     if model.pre_process:

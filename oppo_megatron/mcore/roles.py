@@ -40,10 +40,9 @@ def load_training(
 ) -> list[RoleModel]:
     """This rank's chunks of the model in `config`, in evaluation mode, for training on `groups` in `layout` (None: serving).
 
-    `vocab_multiple` (`ModelShape`): if weights move between layouts, a multiple of all their tensor ranks.
-
-    Raises CheckpointError for weights that are missing or do not fit, CapacityError for too few positions, ConfigError for
-    layers of a library that cannot be used here.
+    `vocab_multiple` (`ModelShape`): if weights move between layouts, a multiple of all their tensor ranks.  Raises
+    CheckpointError for weights that do not fit, CapacityError for too few positions, ConfigError for layers of a library that
+    cannot be used here.
     """
     shape, source = open_weights(config, head)
     lora = _lora(config)
@@ -69,7 +68,7 @@ def load_training(
 def as_it_began(adapted: RoleModel, groups: RoleGroups, config: ModelConfig) -> RoleModel:
     """The initial model of a model with adapters, for scoring, in the same layout and sharing its weights.
 
-    `config` has the adapters that the run started from, if any; new adapters add 0 at the start.
+    `config` has the adapters that the run started from, if any.
     """
     device = next(adapted.parameters()).device
     model = build_model(

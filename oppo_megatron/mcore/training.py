@@ -76,7 +76,7 @@ def _run(
 ) -> list[dict[str, Tensor]]:
     """Run the pipeline over the micro-batches; return `finish`'s report of each, on the last stage.
 
-    `modules` are the chunks or their wrappers.  Dummies have weight 0 and no report.  Raises CapacityError if memory runs out.
+    `modules` are the chunks or their wrappers.  Raises CapacityError if memory runs out.
     """
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
@@ -209,8 +209,7 @@ class TrainedModel:
     def ahead(self, batch: MicroBatch) -> None:
         """Run the forward pass of one micro-batch of the next `step`, which continues from it.
 
-        All tensor ranks of the replica make the call.  Its activations are held until the step; weights must not change in
-        between.
+        All tensor ranks of the replica make the call.  The weights must not change in between.
         """
         assert self.goes_ahead
         self._ahead = None
@@ -259,7 +258,7 @@ class TrainedModel:
     def _finalize(
         self, model: list[torch.nn.Module], num_tokens: Tensor | None, *, pg_collection: Any, force_all_reduce: bool
     ) -> None:
-        """Sum the gradients over replicas and over the copies of shared weights; never divide by a token count."""
+        """Sum the gradients over replicas and copies of shared weights; never divide by a token count."""
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
     def _checked_step(self) -> float:
@@ -343,7 +342,7 @@ def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Opt
 class StageMessages(P2PCommunicator):
     """Pipeline messages without an exchange of shapes, for which the host would wait (p2p_communication.py:242).
 
-    Every stage knows the sizes (in tokens) of the micro-batches, in whose order activations and gradients come.
+    Every stage knows the sizes of the micro-batches, in whose order activations and gradients come.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, sizes: Sequence[int]):

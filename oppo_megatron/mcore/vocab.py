@@ -1,8 +1,7 @@
 """The vocabulary over tensor ranks, and log-probs and entropy from sharded logits in float32.
 
-Each rank has the same number of rows of embedding and output layer; the last one's may be padding.  megatron's unfused cross
-entropy reads the global tensor-parallel group, and its fused one rounds gradients to bfloat16.  Both hold several float32
-numbers for each logit.  Here only some rows at a time do, and the backward pass keeps only the logits.
+megatron's unfused cross entropy reads the global tensor-parallel group, and its fused one rounds gradients to bfloat16.  Both
+hold several float32 numbers for each logit; here only some rows at a time do, and the backward pass keeps only the logits.
 
 Legend: R rows, V vocabulary shard of this rank, S shards, q = softmax(logits / temperature) over the whole vocabulary.
 """
@@ -21,7 +20,7 @@ from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
 
 
 class VocabShards:
-    """This rank's shard of `rows` rows. Without a group the only shard is the whole vocabulary."""
+    """This rank's shard, of `rows` rows like the others; the last one's may be padding. Without a group it is all."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
         self.group, self.rows, self.vocab_size = group, rows, vocab_size
@@ -135,8 +134,7 @@ def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
 def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
     """1 / n if the target is one of the n likeliest tokens of the vocabulary, else 0 [R]; equal on every rank.
 
-    Logits within rounding of the largest count as equal, because their order would depend on the processor and the layout: four
-    roundings of the largest in float32, one in bfloat16, whose products are rounded once.
+    Logits within rounding of the largest count as equal, because their order would depend on the processor and the layout.
     """
     local_R = targets_R - shards.first
     here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])

@@ -1,9 +1,4 @@
-"""Attention of a call's tokens to cached positions: the common part of dense and paged caches.
-
-Legend: T packed tokens of a call, S sequences of the call, C longest chunk of the call, B rows of a decode step, G key/value
-heads of this rank, N query heads, R query heads per key/value head, L cached positions, D head dimension, X = R + 2 (query
-heads, key, value).
-"""
+"""Attention of a call's tokens to cached positions: the common part of dense and paged caches."""
 
 from __future__ import annotations
 
@@ -124,7 +119,6 @@ class CallPlan(CachedPlan):
         return WindowedAttention(self._dtype, self._device)
 
     def _attend_each(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend sequence by sequence, without padding."""
         q_NTD, outputs, first = q_TGRD.flatten(1, 2).transpose(0, 1), [], 0
 
         def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -147,7 +141,6 @@ class CallPlan(CachedPlan):
 
     @staticmethod
     def parts_on(device: torch.device) -> bool:
-        """True if sequences with several new tokens attend in parts."""
         return device.type != "cpu"
 
     def _attend_in_parts(
@@ -221,11 +214,7 @@ class _Together:
 
 
 class StepPlan(CachedPlan):
-    """One new token per row, at positions known only to the device, below `reach`; all shapes are fixed.
-
-    It consists of device operations alone, so it can be captured in a CUDA graph and replayed with other numbers in
-    `position_B`.
-    """
+    """One new token per row, at positions known only to the device, below `reach`, for captured and replayed steps."""
 
     def __init__(self, cache: Cache, position_B: Tensor, reach: int):
         super().__init__(cache, position_B)

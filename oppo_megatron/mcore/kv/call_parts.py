@@ -1,12 +1,8 @@
 """Attention of a call with many new tokens by torch's kernels on a GPU, in parts that waste little time and memory.
 
 Queries that attend together are padded to the longest chunk and read the longest sequence's positions.  So a sequence whose
-attention takes longer than the launch of a call attends alone, and small neighbours attend together.  New sequences need no
-mask; continued ones do, and no fused kernel with a mask supports grouped heads: the query heads of a group take the place of
-query positions.  Taking the queries in pieces bounds the mask.
-
-Legend: T packed tokens of the call, S sequences of a part, C its query positions, N query heads, G key/value heads, R query
-heads per key/value head, L cached positions, D head dimension.
+attention takes longer than the launch of a call attends alone, and small neighbours attend together.  No fused kernel with a
+mask, which continued sequences need, supports grouped heads: the query heads of a group take the place of query positions.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ CALL_SCORES = 2**20
 class Part:
     """The sequences `rows` of a call, which read the cached positions `keys`; `queries`: new tokens, if it is one sequence.
 
-    `window` is None if it does not bind; `causal`: the part needs no mask, because all its sequences are new.
+    `causal`: it needs no mask, because all its sequences are new.
     """
 
     rows: slice

@@ -2,9 +2,6 @@
 
 A decode step over sequences in neighbouring slots reads one slice and never gathers.  In return, changing a sequence's slot
 copies it, and so does forking a prompt.
-
-Legend: T packed tokens of a call, S sequences of the call, B rows of a decode step, M slots, G key/value heads of this rank,
-L cached positions, D head dimension.
 """
 
 from __future__ import annotations
@@ -64,8 +61,6 @@ class KVCache(SequenceCache):
 
 
 class DensePlan(CallPlan):
-    """A call over slots of a `KVCache`."""
-
     def __init__(self, cache: KVCache, slots: list[int], past: list[int], lens: list[int]):
         super().__init__(cache, slots, past, lens)
         self.cache = cache

@@ -1,13 +1,8 @@
 """The paged key/value cache: a pool of blocks, a table of blocks for each sequence, and flash-attn's kernel over tables.
 
-Changing a sequence's slot moves its table and copies nothing.  A sequence takes a block when it grows into it and returns it
-when it is rolled back or closed; the pool has enough for all slots at full length.  Sequences with the same prompt share the
-blocks that it fills.  Each sequence has its own copy of a partly filled block, so only one sequence ever writes to a block.
-
-The kernel does not run on a CPU; the tests compare it with the cache without a kernel.
-
-Legend: T packed tokens of a call, S sequences of the call, B rows of a decode step, M slots, P blocks, K positions of a block,
-W blocks of a table, N query heads, G key/value heads of this rank, L cached positions, D head dimension.
+Changing a sequence's slot moves its table and copies nothing.  The pool has enough blocks for all slots at full length.
+Sequences with the same prompt share the blocks that it fills.  Each has its own copy of a partly filled block, so only one
+sequence ever writes to a block.
 """
 
 from __future__ import annotations
@@ -58,7 +53,6 @@ PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None], T
 
 
 def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
-    """flash-attn's kernel, or None. torch's own kernels do not support tables."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
@@ -108,10 +102,7 @@ def _ends(counts_S: Tensor) -> Tensor:
 
 
 class PagedKVCache(SequenceCache):
-    """Storage k, v: per layer [P, K, G, D].  Raises CapacityError if the byte budget does not hold one sequence.
-
-    `kernel` attends over tables; without one, the tables' blocks are gathered and attended to as in a dense cache.
-    """
+    """Storage k, v: per layer [P, K, G, D]. Without a `kernel`, the tables' blocks are gathered."""
 
     def __init__(
         self,

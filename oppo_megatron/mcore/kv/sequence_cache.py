@@ -2,8 +2,8 @@
 
 Life of a sequence:  open -> [fork] -> (begin .. commit)* -> [truncate -> (begin .. commit)*]* -> close
 
-Sequences have an id and a slot.  The occupied slots are the first ones, without a gap: closing a sequence moves another into
-its slot.  All state follows from the calls, so every tensor- and pipeline-parallel rank has the same state without messages.
+The occupied slots are the first ones, without a gap: closing a sequence moves another into its slot.  All state follows from
+the calls, so every tensor- and pipeline-parallel rank has the same state without messages.
 """
 
 from __future__ import annotations
