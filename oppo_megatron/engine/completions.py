@@ -21,8 +21,7 @@ ROUND_STEPS = 64
 class PromptDecoder:
     """Decodes on its own cache.  Every rank of the model makes the same calls with the same prompts.
 
-    A response depends on the seed of `sampling` and on its prompt's `seq_id` and tokens alone, not on other prompts, the layout
-    or the steps of a round.
+    A response depends on the seed of `sampling` and on its prompt's `seq_id` and tokens alone.
     """
 
     def __init__(
@@ -57,10 +56,7 @@ class PromptDecoder:
             yield from sorted((r for r in rollouts if r.finished), key=_order)
 
     def rounds(self, prompts: Iterable[Prompt]) -> Iterator[list[Rollout]]:
-        """Yield the rollouts after each round, while they grow; otherwise as `decode`.
-
-        A caller that stops before the end abandons the others.
-        """
+        """Yield the rollouts after each round, while they grow; a caller that stops before the end abandons the others."""
         rounds, waiting = self._rounds or self._new_rounds(), iter(prompts)
         assert rounds.decode is not None
         self._rounds = None  # these caches and books hold the abandoned sequences

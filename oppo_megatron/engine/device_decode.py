@@ -1,10 +1,8 @@
 """Decode steps that the host only starts: tokens, positions and draws stay on the device for several steps.
 
-A row that has ended continues without effect: its draws are ignored and its position stays.  After `sync_steps` steps, or when
-no row can continue, the host reads the drawn tokens, closes the gaps among the rows (`DecodeWorker`) and loads again.
-
-To keep the number of shapes small, rows are padded to a size of `batch_bucket`, and attended positions to a bound of the cache,
-so that a step can be captured and replayed (`CapturedSteps`).
+A row that has ended continues without effect.  After `sync_steps` steps, or when no row can continue, the host reads the drawn
+tokens, closes the gaps among the rows (`DecodeWorker`) and loads again.  To keep the number of shapes small, rows are padded to
+a size of `batch_bucket`, and attended positions to a bound of the cache, so that a step can be captured and replayed.
 
 Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
 """
@@ -99,7 +97,7 @@ class DeviceLane:
     def read(self) -> list[list[list[float]]]:
         """Tokens, log-probs, sampling log-probs and masses of the rows for each step of the window; the host waits for them.
 
-        Values past a row's end are meaningless, but its mass is finite if the token came from a valid distribution.
+        Values past a row's end are meaningless.
         """
         assert self._done and not self.loaded
         drawn_K4R: list[list[list[float]]]

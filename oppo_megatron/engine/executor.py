@@ -1,9 +1,8 @@
 """Executes one rank's part of a schedule.  It has no policy of its own: the actions and their order decide.
 
-Sends are asynchronous: a rank waits for one only if it is many rounds old, or at the end of a step (`drain`); a recv waits for
-its message.  Nothing else waits except the tensor-parallel collectives inside a stage and the gather of the replicas' chunks.
-
-On a GPU each worker has its own CUDA stream, so decoding and prefill run concurrently.
+Sends are asynchronous: a rank waits for one only if it is many rounds old, or at the end of a step (`drain`).  Nothing else
+waits except a recv, the tensor-parallel collectives inside a stage and the gather of the replicas' chunks.  On a GPU each
+worker has its own CUDA stream, so decoding and prefill run concurrently.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class Executor:
     def run(self, actions: Sequence[Action], shift: int = 0) -> None:
         """Do the actions of a round in order.  Raises StallError, naming the action, if a peer does not come.
 
-        `shift` is added to the chunk numbers in that name (`Schedule.shifted`).
+        `shift` is added to the chunk numbers in that name.
         """
         self._num_rounds += 1
         self._sent.append((shift, []))
@@ -206,7 +205,6 @@ class Executor:
     def _stalled(
         self, action: Action, error: RuntimeError, shift: int | None = None, seconds: float | None = None
     ) -> StallError:
-        """`shift`: of the action's round, by default the current one."""
         shift = self._sent[-1][0] if shift is None else shift
         return stalled(self.rank, str(_Shifted(action, shift)), error, self.timeout_s, seconds)
 

@@ -1,8 +1,8 @@
 """The actor's decoding on one rank.
 
-Every rank of a replica has the same state: the last pipeline stage draws the tokens, identically on its tensor ranks, and the
-other stages receive them.  A decode micro-step is one token for each running sequence of a micro-batch.  On one stage several
-may run on the device before their tokens are read (`device_decode.py`); the round's result is the same.
+The last pipeline stage draws the tokens, identically on its tensor ranks, and the other stages receive them.  A decode
+micro-step is one token for each running sequence of a micro-batch.  On one stage several may run on the device before their
+tokens are read (`device_decode.py`); the round's result is the same.
 
 A micro-step is *void*, and every rank of the replica skips it, once its micro-batch has no running sequence or the batch was
 complete by the micro-batch's previous step (ordered by step, then micro-batch: a rank must not use information about later
@@ -56,7 +56,7 @@ class DecodeWorker:
     ):
         """`outlet` encodes the messages for ranks without the actor, on the rank that sends them.
 
-        The host reads drawn tokens every `sync_steps` micro-steps if the model has one pipeline stage, else in each.
+        On one pipeline stage, the host reads drawn tokens every `sync_steps` micro-steps.
         """
         self.model, self.cache, self.outlet = model, cache, outlet
         self.sampling, self.stopping = sampling, stopping
@@ -101,8 +101,7 @@ class DecodeWorker:
     ) -> None:
         """Begin a round of this replica's `work`; `readiness()` returns a new signal of what the batch still waits for.
 
-        `halt` is sent with the chunk.  Tokens have the policy's `version`; if drawn over a cache that has `outlived` updates,
-        that of the oldest weights in it.
+        Tokens have the policy's `version`; if drawn over a cache that has `outlived` updates, that of the oldest weights in it.
         """
         taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}

@@ -34,7 +34,7 @@ from oppo_megatron.schedule.rounds import Batch, Site
 class Decoding:
     """Parameters of a round's decoding: logical clock, the policy's version, and when to end.
 
-    `halt`: the run stops after this round; the chunk carries this to the ranks that only listen.
+    `halt`: the run stops after this round; the chunk tells the ranks that only listen.
     """
 
     clock: int
@@ -45,11 +45,9 @@ class Decoding:
 
 @dataclass
 class RoundRunner:
-    """The workers of this rank, and the planner of their rounds.
+    """The workers of this rank, and the planner of their rounds: `run`, then the buffer records the chunk, then `recorded`.
 
-    A round decodes a chunk of the active rollouts and scores the previous one: `run`, then the buffer records the chunk, then
-    `recorded`.  `decode` is None on ranks without the actor, `listen` on ranks with it.  `planning_s`: seconds spent on
-    planning.
+    `decode` is None on ranks without the actor, `listen` on ranks with it.  `planning_s`: seconds spent on planning.
     """
 
     planner: RoundPlanner

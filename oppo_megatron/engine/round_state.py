@@ -82,9 +82,9 @@ class Growing:
 class DecodeRound:
     """A round of one replica's `work`, which started at clock `start` with the sequences `growing`.
 
-    `local`: this rank's knowledge of the batch's completion within the round; `stop`: the signal that the merge uses. By
-    micro-batch: `lanes` are the running sequences, `steps` the decode steps, `ended` the first void step, `hidden` the stage's
-    last output, `drawn` the tokens of the last step.
+    `local`: this rank's knowledge of the batch's completion; `stop`: the signal that the merge uses.  By micro-batch: `lanes`
+    are the running sequences, `steps` the decode steps, `ended` the first void step, `hidden` the stage's last output, `drawn`
+    the tokens of the last step.
     """
 
     work: ReplicaWork

@@ -1,8 +1,7 @@
 """Drawing tokens with counter-based randomness.
 
 The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on the
-chunk size, on the rest of the batch, on the placement, or on a restart.  A token is found by inverting the cumulative
-distribution at that number.
+chunk size, the rest of the batch, the placement, or a restart.  The cumulative distribution is inverted at that number.
 
 Legend: R rows (one per sequence), V vocabulary (this tensor rank's shard), S tensor ranks, K candidates kept by top-k, or
 blocks of W tokens of the shard.
@@ -33,10 +32,7 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings.  Temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary.
-
-    Sequences that `members` marks as greedy are greedy at any temperature.
-    """
+    """Temperature 0 is greedy, and so are the sequences that `members` marks; top_k 0 and top_p 1 keep all tokens."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -95,7 +91,7 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
 def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
     """Float64 [R] in [0, 1): the numbers of `uniforms`, from `row_state` and int64 positions, on their device.
 
-    torch's int64 arithmetic wraps around, so the numbers are bit-equal on every device.
+    torch's int64 arithmetic wraps around, so they are bit-equal on every device.
     """
     return _shifted(_mix_int64(states_R ^ positions_R), 11).double() * 2.0**-53
 
@@ -120,7 +116,7 @@ def draw(
 ) -> Draw:
     """Draw one token per row from float32 logits (this rank's shard of them, with `shards`).
 
-    Every rank of the shards makes the call and gets the same result.  `Draw.read` checks that rows are valid distributions.
+    Every rank of the shards makes the call and gets the same result.
     """
     u_R = on_device(uniforms(sampling.seed, seq_ids, positions), logits_RV.device, torch.float64)
     greedy_R: Tensor | None = None

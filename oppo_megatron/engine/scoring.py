@@ -1,9 +1,9 @@
 """The scorers on one rank: reward, reference and critic prefill the sequences chunk by chunk while the actor decodes.
 
-Response token t (0-based) is at position P + t.  Its reference log-prob and its value V(s_t) come from position P + t - 1, so
-reference and critic never need the last token; the reward model reads all and scores at the last one.
+Response token t (0-based) is at position P + t after P prompt tokens.  Its reference log-prob and its value V(s_t) come from
+position P + t - 1; the reward model reads all and scores at the last one.
 
-Legend: T tokens of a response, P tokens of its prompt, R output rows of a call.
+Legend: T tokens of a response, R output rows of a call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _ScoringRound:
 
 
 class ScoringWorker:
-    """One scoring role on this rank, with its KV cache and its outputs so far: executes the plans of the role's `ScoringBook`.
+    """One scoring role on this rank, with its KV cache and its outputs so far.
 
     The last stage keeps one output per response token (reference, critic) or per response (reward).
     """
@@ -78,7 +78,7 @@ class ScoringWorker:
         self._outputs = {seq_id: [values.to(self.cache.device)] for seq_id, values in outputs.items()}
 
     def collect(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Outputs of finished rollouts of this replica, concatenated in their order; last stage only."""
+        """Outputs of finished rollouts, concatenated in their order; last stage only."""
         parts = [part for r in rollouts for part in self._outputs[r.seq_id]]
         return torch.cat(parts) if parts else torch.empty(0, device=self.cache.device)
 
@@ -139,7 +139,7 @@ class ScoringWorker:
         return sum(g.rows for g in batch)
 
     def _reduce(self, batch: Batch, out_R: Tensor) -> Tensor:
-        """The part of the output rows to keep: for the reference the log-probs of the next tokens, else the rows themselves."""
+        """The output rows to keep: for the reference the log-probs of the next tokens, else the rows themselves."""
         if self.role != "reference":
             return out_R
         ends = [g.past + g.new for g in batch]

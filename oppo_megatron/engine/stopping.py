@@ -1,7 +1,7 @@
 """The end of responses: EOS ids, stop texts, limits.
 
 With a stop text a response ends at the first token at which its decoded text contains the text, wherever the tokens' borders
-are.  This depends on the response's tokens alone.
+are.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Stopping:
     ) -> Stopping:
         """`eos_ids` and `decode` are the tokenizer's; without `decode` the texts of `rollout.stop` have no effect.
 
-        `forced` lengths replace EOS; `trace` has the lengths of the file that `forced` names, if it names one.
+        `forced` lengths replace EOS; `trace` has the lengths of the file that `forced` names.
         """
         if forced is None:
             text = StopText(rollout.stop_texts, decode) if rollout.stop_texts and decode is not None else None

@@ -10,8 +10,7 @@ If every rank holds the actor, nothing is sent.  A message is a header of HEADER
     body     all tokens, then all log-probs, then all sampling log-probs (float64 bits)
 
 A row's checksum is the CRC-32 of everything sent for its sequence so far, the prompt first.  The offset reveals a lost or
-repeated chunk, the checksum a corrupted one (or a peer with another prompt); either raises StreamError and never gives a
-wrong score.
+repeated chunk, the checksum a corrupted one, or a peer with another prompt.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def from_words(words: Ints) -> ChunkRows:
 
 
 def gather_rows(rows: ChunkRows, group: dist.ProcessGroup) -> ChunkRows:
-    """Rows of all ranks of the group, in the order of ranks."""
     mine = torch.from_numpy(to_words(rows))
     return ChunkRows.joined([from_words(words.numpy()) for words in gather_ragged(mine, group)])
 

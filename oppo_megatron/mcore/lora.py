@@ -115,7 +115,7 @@ class Adapters(torch.nn.Module):
 def attach_adapters(model: Any, lora: LoraConfig) -> None:
     """Attach adapters, values not yet set, to a RoleModel; of its other weights only a scalar head stays trainable.
 
-    Those of `linear_qkv` are the attribute `linear_qkv_lora` of the same module.
+    The adapters of `linear_qkv` are the attribute `linear_qkv_lora` of the same module.
     """
     model.requires_grad_(False)
     if model.head == "scalar" and model.post_process:
