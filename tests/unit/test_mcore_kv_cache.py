@@ -415,7 +415,7 @@ def test_sequences_attend_alike_one_by_one_all_at_once_and_in_stretches(
             cache.commit(plan)
         found.append(torch.cat(outputs))
     each, all_at_once, stretches = cuts[:3], cuts[3:6], cuts[6:]
-    assert each == [[1] * LAYERS * len(order)] * 3
+    assert each == [[1] * LAYERS * len(order)] * 2 + [[len(order)] * LAYERS], "decode steps attend at once"
     assert all_at_once == [[len(order)] * LAYERS] * 3
     assert all(len(sizes) > LAYERS and sum(sizes) == LAYERS * len(order) for sizes in stretches)
     for other in found[1:]:
