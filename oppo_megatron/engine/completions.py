@@ -57,7 +57,14 @@ class PromptDecoder:
 
     def rounds(self, prompts: Iterable[Prompt]) -> Iterator[list[Rollout]]:
         """Yield the rollouts after each round, while they grow; a caller that stops before the end abandons the others."""
-        rounds, waiting = self._rounds or self._new_rounds(), iter(prompts)
+        rounds, waiting = self._rounds, iter(prompts)
+        if rounds is None:
+            runtime, cache = self._runtime, self._model.new_cache(self._num_slots, self._kv_budget_bytes, self._runtime.kv_layout)
+            rounds = decoder(
+                self._model, cache, sampling=self.sampling, stopping=self.stopping, links=self._links,
+                micro_batch_tokens=runtime.micro_batch_tokens, timeout_s=runtime.timeout_s,
+                sync_steps=runtime.sync_steps(cache.device.type), activity=self._activity,
+            )  # fmt: skip
         assert rounds.decode is not None
         self._rounds = None  # these caches and books hold the abandoned sequences
         places = rounds.decode.cache.num_slots * self._model.groups.dp
@@ -77,21 +84,6 @@ class PromptDecoder:
             yield active
         rounds.executor.drain()
         self._rounds = rounds
-
-    def _new_rounds(self) -> RoundRunner:
-        model, runtime = self._model, self._runtime
-        cache = model.new_cache(self._num_slots, self._kv_budget_bytes, runtime.kv_layout)
-        return decoder(
-            model,
-            cache,
-            sampling=self.sampling,
-            stopping=self.stopping,
-            links=self._links,
-            micro_batch_tokens=runtime.micro_batch_tokens,
-            timeout_s=runtime.timeout_s,
-            sync_steps=runtime.sync_steps(cache.device.type),
-            activity=self._activity,
-        )
 
 
 class _AllEnded:

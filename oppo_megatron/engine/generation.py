@@ -117,7 +117,14 @@ class DecodeWorker:
         if action.op is Op.GATHER:
             self._round.rows = gather_rows(ChunkRows.of(self._round.rows), self.model.groups.collection.dp)
             return 0
-        with memory_for(lambda: self._exhausted(action)):
+
+        def describe() -> tuple[str, str]:
+            if action.op is Op.PREFILL:
+                batch = self._round.work.prefill[action.micro_batch]
+                return too_many_tokens("the actor's prefill", [growth.new for growth in batch])
+            return too_many_sequences("a decode step", self._round.num_tokens(action), self.cache.num_bytes)
+
+        with memory_for(describe):
             if action.op is Op.PREFILL:
                 return self._prefill(action.micro_batch)
             if action.op is Op.DECODE:
@@ -161,11 +168,6 @@ class DecodeWorker:
             self.cache.close(seq_id)
         return chunk
 
-    def _exhausted(self, action: Action) -> tuple[str, str]:
-        if action.op is Op.PREFILL:
-            return too_many_tokens("the actor's prefill", [growth.new for growth in self._round.work.prefill[action.micro_batch]])
-        return too_many_sequences("a decode step", self._round.num_tokens(action), self.cache.num_bytes)
-
     def _prefill(self, micro_batch: int) -> int:
         """Prefill prompts, or stale sequences, without output."""
         batch = tuple(sorted(self._round.work.prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
@@ -198,7 +200,12 @@ class DecodeWorker:
 
     def _start_step(self, action: Action) -> int:
         assert action.step is not None
-        lane, resident = self._round.lanes[action.micro_batch], self._resident_lane(action.micro_batch)
+        lane, resident = self._round.lanes[action.micro_batch], self._resident.get(action.micro_batch)
+        if resident is None:
+            resident = self._resident[action.micro_batch] = DeviceLane(
+                self.model, self.cache, self.captured or run_eagerly, sampling=self.sampling,
+                eos_ids=self.stopping.eos_ids, sync_steps=self._sync_steps, name=action.micro_batch,
+            )  # fmt: skip
         if not resident.loaded:
             rows = [Row(g.seq_id, g.tokens[-1], g.position, g.limit) for g in lane]
             resident.load(rows, self._round.steps[action.micro_batch] - action.step)
@@ -208,19 +215,6 @@ class DecodeWorker:
     def _read(self, action: Action) -> int:
         lane, resident = self._round.lanes[action.micro_batch], self._resident[action.micro_batch]
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
-
-    def _resident_lane(self, micro_batch: int) -> DeviceLane:
-        if micro_batch not in self._resident:
-            self._resident[micro_batch] = DeviceLane(
-                self.model,
-                self.cache,
-                self.captured or run_eagerly,
-                sampling=self.sampling,
-                eos_ids=self.stopping.eos_ids,
-                sync_steps=self._sync_steps,
-                name=micro_batch,
-            )
-        return self._resident[micro_batch]
 
     def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
         """Append the tokens of the last micro-steps; sequences that end leave the micro-batch.
