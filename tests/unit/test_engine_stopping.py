@@ -119,18 +119,10 @@ def test_forced_lengths_are_log_normal_and_ignore_eos() -> None:
     assert distance < 1.95 / math.sqrt(len(logs))  # Kolmogorov-Smirnov at the level 0.001
 
 
-def test_forced_lengths_stay_within_one_and_the_limit() -> None:
+def test_forced_lengths_stay_within_one_and_the_limit_and_depend_on_seed_and_sequence_only() -> None:
     lengths = [stopping(limit=64, median=20, sigma=3).limit(seq_id) for seq_id in range(500)]
-    assert min(lengths) == 1 and max(lengths) == 64
-    assert len(set(lengths)) > 20
-
-
-def test_forced_lengths_depend_on_seed_and_sequence_only() -> None:
-    first, again = (stopping(median=100, sigma=1), stopping(median=100, sigma=1))
+    assert min(lengths) == 1 and max(lengths) == 64 and len(set(lengths)) > 20
+    first, again, other = (stopping(median=100, sigma=1, seed=seed) for seed in (3, 3, 4))
     assert [first.limit(i) for i in range(50)] == [again.limit(i) for i in reversed(range(50))][::-1]
-    other = stopping(median=100, sigma=1, seed=4)
     assert [first.limit(i) for i in range(50)] != [other.limit(i) for i in range(50)]
-
-
-def test_sigma_zero_makes_all_lengths_equal() -> None:
     assert {stopping(median=12, sigma=0).limit(seq_id) for seq_id in range(20)} == {12}

@@ -58,15 +58,9 @@ def new_model(path: DecodePath, dtype: str, **changes: Any) -> RoleModel:
 
 def new_rounds(model: RoleModel, sampling: Sampling, sync_steps: int, layout: KVLayout) -> RoundRunner:
     return decoder(
-        model,
-        model.new_cache(9, layout=layout),
-        sampling=sampling,
-        stopping=OwnLimits((17, 41), 50),
-        links=Links({}),
-        micro_batch_tokens=200,
-        timeout_s=60.0,
-        sync_steps=sync_steps,
-    )
+        model, model.new_cache(9, layout=layout), sampling=sampling, stopping=OwnLimits((17, 41), 50), links=Links({}),
+        micro_batch_tokens=200, timeout_s=60.0, sync_steps=sync_steps,
+    )  # fmt: skip
 
 
 def decode(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
