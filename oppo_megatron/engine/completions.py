@@ -37,9 +37,9 @@ class PromptDecoder:
         round_steps: int = ROUND_STEPS,
         activity: Activity | None = None,
     ):
-        """`num_slots`: sequences that a replica decodes at once, if `kv_budget_bytes` (None: no limit) holds them.
+        """`num_slots` per replica, if `kv_budget_bytes` (None: no limit) holds them.
 
-        `round_steps`: decode steps after which new prompts may take the slots of ended responses.
+        Ended responses give way after `round_steps`.
         """
         self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
         self._num_slots, self._kv_budget_bytes = num_slots, kv_budget_bytes
@@ -48,10 +48,7 @@ class PromptDecoder:
         self._clock = 0
 
     def decode(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
-        """Yield responses as they end; prompts are taken as slots become free.
-
-        Raises CapacityError if the budget holds no sequence, or if memory runs out.
-        """
+        """Yield responses as they end. Raises CapacityError if the budget holds no sequence, or if memory runs out."""
         for rollouts in self.rounds(prompts):
             yield from sorted((r for r in rollouts if r.finished), key=_order)
 
@@ -87,7 +84,7 @@ class PromptDecoder:
 
 
 class _AllEnded:
-    """Ends a round before its last step if all responses have ended."""
+    """Ends a round early if all responses have ended."""
 
     def __init__(self, active: Sequence[Rollout]):
         self._going_on = {r.seq_id for r in active}

@@ -110,7 +110,6 @@ class DeviceLane:
         return row.token, length, row.position, row.limit, chain, int(greedy)
 
     def _load_state(self, state: list[tuple[int, ...]]) -> None:
-        """The `_state` of each row, in one copy."""
         size, num_rows = len(state), len(self._rows)
         table_6B = np.array(state, dtype=np.uint64).view(np.int64).T
         self._state_6M[:, :size] = on_device(torch.from_numpy(table_6B), self._cache.device)

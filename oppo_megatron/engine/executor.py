@@ -53,7 +53,6 @@ class Links:
 
 
 def build_links(site: Site) -> Links:
-    """Create the groups of all links. Every rank of the world makes the call."""
     rank, groups = dist.get_rank(), dict[Link, dist.ProcessGroup]()
     lanes = list(lanes_of(site))
     for lane in lanes:
@@ -70,10 +69,7 @@ class RoleWorker(Protocol):
         """False if the action is void because its sequences have ended. The same on all ranks of the action."""
 
     def compute(self, action: Action) -> int:
-        """Do a decode, sample, prefill, score or gather; return the number of tokens (rows).
-
-        Raises CapacityError if memory runs out.
-        """
+        """Return the number of tokens (rows). Raises CapacityError if memory runs out."""
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
         """Tensors of a send."""
@@ -84,8 +80,6 @@ class RoleWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Shifted:
-    """An action `shift` rounds later than its chunk's number."""
-
     action: Action
     shift: int
 
@@ -155,7 +149,7 @@ class Executor:
         self._release(0)
 
     def _release(self, rounds: int) -> None:
-        """Wait for all sends before the last `rounds` rounds. (gloo reports a completed send only to a wait.)"""
+        """(gloo reports a completed send only to a wait.)"""
         while len(self._sent) > rounds:
             shift, sends = self._sent.popleft()
             for action, work, _ in sends:

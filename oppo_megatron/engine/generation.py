@@ -42,8 +42,6 @@ from oppo_megatron.schedule.planning.book import ReplicaWork
 
 
 class DecodeWorker:
-    """The actor's worker: prefills prompts, decodes micro-steps and returns a round's chunk."""
-
     def __init__(
         self,
         model: RoleModel,
@@ -72,12 +70,10 @@ class DecodeWorker:
         return sorted(seq_ids, key=lambda i: self.cache.slot(i) if i in self.cache else self.cache.num_slots)
 
     def invalidate(self) -> None:
-        """Empty the caches, because the weights changed."""
         for seq_id in self.cache.seq_ids:
             self.cache.truncate(seq_id, 0)
 
     def resume(self, stored: Mapping[int, Tensor]) -> None:
-        """Open sequences with their stored caches, in the order of their slots."""
         for seq_id, cached in stored.items():
             self.cache.restore(seq_id, cached)
 
@@ -169,7 +165,6 @@ class DecodeWorker:
         return chunk
 
     def _prefill(self, micro_batch: int) -> int:
-        """Prefill prompts, or stale sequences, without output."""
         batch = tuple(sorted(self._round.work.prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
         self._round.taken.check(batch)
         tokens = [t for g in batch for t in self._round.growing[g.seq_id].tokens[g.past : g.past + g.new]]

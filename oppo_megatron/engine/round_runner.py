@@ -100,7 +100,7 @@ class RoundRunner:
         return end.end()
 
     def recorded(self, rollouts: Sequence[Rollout]) -> None:
-        """Update the planner after the chunk has been recorded in the active rollouts."""
+        """Update the planner after the buffer has recorded the chunk."""
         self.planner.actor.record(rollouts)
 
     def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
@@ -112,7 +112,6 @@ class RoundRunner:
             end.admit(rollouts)
 
     def retire(self, rollouts: Sequence[Rollout]) -> None:
-        """Drop rollouts whose scores all ranks have."""
         for end in self._stream_ends():
             end.retire(rollouts)
         seq_ids = [rollout.seq_id for rollout in rollouts]
@@ -123,7 +122,7 @@ class RoundRunner:
                 worker.forget(seq_id)
 
     def give_up(self, rollouts: Sequence[Rollout]) -> None:
-        """Drop finished rollouts that will not be trained, whether or not they have been read."""
+        """Drop finished rollouts that will not be trained, read or not."""
         seq_ids = [rollout.seq_id for rollout in rollouts]
         for book in self.planner.scorers.values():
             book.forget(*seq_ids, unread=True)
@@ -142,7 +141,6 @@ class RoundRunner:
         self.planner.actor.keep()
 
     def scorers_changed(self) -> None:
-        """Drop outputs and caches of trained scorers, because their weights changed."""
         for name in self.planner.reset_perishable():
             if name in self.scoring:
                 self.scoring[name].reset()
@@ -153,7 +151,6 @@ class RoundRunner:
 
 
 def grown(batches: Sequence[Batch], rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts in the micro-batches of this rank's replica."""
     by_id = rollouts.by_id if isinstance(rollouts, Held) else {rollout.seq_id: rollout for rollout in rollouts}
     return [by_id[growth.seq_id] for batch in batches for growth in batch]
 

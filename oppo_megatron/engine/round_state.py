@@ -31,7 +31,7 @@ class TakenUp:
             self._make(source)
 
     def check(self, batch: Batch) -> None:
-        """Assert that the cache has what the plan says: otherwise other tokens would be computed."""
+        """The cache must have what the plan says: otherwise other tokens would be computed."""
         for growth in batch:
             held = self._cache.length(growth.seq_id)
             assert held == growth.past, (
@@ -53,8 +53,6 @@ Drawn = list[list[float]]
 
 
 class Growing:
-    """A running sequence within a round."""
-
     def __init__(self, rollout: Rollout, limit: int, version: int):
         self.seq_id, self.limit, self.num_prompt_tokens = rollout.seq_id, limit, len(rollout.prompt.tokens)
         self.tokens = [*rollout.prompt.tokens, *rollout.tokens]
@@ -118,7 +116,6 @@ class DecodeRound:
         return sum(g.new for g in self.work.prefill[action.micro_batch])
 
     def hear(self, seq_id: int, where: tuple[int, int]) -> None:
-        """Note that a sequence has finished at `where`, (step, micro-batch)."""
         self.local.finish(seq_id)
         if self.local.ready and self.ready is None:
             self.ready = where

@@ -27,7 +27,7 @@ BELOW_ONE = 1 - 2.0**-24
 """A float32 times this number is the next smaller float32."""
 
 BLOCK = 64
-"""Tokens of a block. A cumulative sum over blocks and then over one block is faster than over the whole vocabulary."""
+"""Tokens of a block: two cumulative sums, over blocks and over one, are faster than one over the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,14 @@ class Draw:
     masses: Tensor
 
     def table(self) -> Tensor:
-        """All four as rows of a float64 table [4, R], which holds tokens exactly."""
         return torch.stack([x.double() for x in (self.tokens, self.logprobs, self.sampling_logprobs, self.masses)])
 
     def where(self, mask_R: Tensor, other: Draw) -> Draw:
-        """These rows where the mask is true, else the rows of `other`."""
         pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return Draw(*(torch.where(mask_R, mine_R, theirs_R) for mine_R, theirs_R in pairs))
 
     def read(self, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> list[list[float]]:
-        """Copy tokens, log-probs and sampling log-probs to the host at once.
-
-        Raises NumericsError for the first row that is not a valid distribution.
-        """
+        """Copy to the host at once. Raises NumericsError for the first row that is not a valid distribution."""
         *drawn, masses = self.table().tolist()
         for mass, seq_id, position in zip(masses, seq_ids, positions, strict=True):
             if not math.isfinite(mass):
@@ -224,7 +219,6 @@ def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: Voca
 
 
 def _in_blocks(probs_RV: Tensor) -> Tensor:
-    """The vocabulary in blocks of `BLOCK` tokens [R, K, W], the last one padded with probability 0."""
     missing = -probs_RV.shape[-1] % BLOCK
     padded_RV = torch.nn.functional.pad(probs_RV, (0, missing)) if missing else probs_RV
     return padded_RV.view(len(probs_RV), -1, BLOCK)

@@ -30,8 +30,6 @@ ScorerRole = Literal["reward", "reference", "critic"]
 
 @dataclass
 class _ScoringRound:
-    """A round: tokens of its sequences, micro-batches, complete sequences, forks, and the stage's last output."""
-
     sequences: Mapping[int, list[int]] = field(default_factory=dict)
     batches: Sequence[Batch] = ()
     done: Sequence[int] = ()
@@ -52,7 +50,6 @@ class ScoringWorker:
         self._weight = next(model.parameters())
 
     def reset(self) -> None:
-        """Drop all outputs and caches, because the weights changed."""
         self._outputs.clear()
         for seq_id in self.cache.seq_ids:
             self.cache.close(seq_id)
@@ -61,18 +58,15 @@ class ScoringWorker:
         self._outputs.pop(seq_id, None)
 
     def give_up(self, *seq_ids: int) -> None:
-        """Drop sequences that will not be trained, whether or not they have been prefilled."""
         for seq_id in seq_ids:
             self.forget(seq_id)
             if seq_id in self.cache:
                 self.cache.close(seq_id)
 
     def outputs(self) -> dict[int, Tensor]:
-        """Outputs so far by sequence, each [R]."""
         return {seq_id: torch.cat(parts) for seq_id, parts in self._outputs.items()}
 
     def resume(self, stored: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
-        """Open sequences with their stored caches, in the order of their slots, and restore their outputs."""
         for seq_id, cached in stored.items():
             self.cache.restore(seq_id, cached)
         self._outputs = {seq_id: [values.to(self.cache.device)] for seq_id, values in outputs.items()}

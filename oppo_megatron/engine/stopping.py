@@ -21,8 +21,6 @@ FIRST_TOKENS = 16
 
 
 class StopText:
-    """Finds whether a response contains one of `strings`."""
-
     def __init__(self, strings: Sequence[str], decode: Decode):
         assert strings and all(strings)
         self.strings, self._decode = tuple(strings), decode
@@ -30,7 +28,7 @@ class StopText:
         self._completing = Completing(strings, decode)
 
     def ends(self, response: Sequence[int]) -> bool:
-        """True if the last token ends the response; earlier tokens have not ended it."""
+        """True if the last token ends the response; earlier tokens have not."""
         if response[-1] not in self._completing:
             return False
         size = FIRST_TOKENS + self._longest
@@ -87,7 +85,7 @@ class Stopping:
         return "length" if len(response) == limit else None
 
     def limit(self, seq_id: int) -> int:
-        """Maximum response of the sequence, in tokens; a forced one depends on (seed, sequence id) alone."""
+        """Maximum tokens of the sequence's response; a forced one depends on (seed, sequence id) alone."""
         return self.max_response_tokens if self.forced is None else self.forced(seq_id)
 
 

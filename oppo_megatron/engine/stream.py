@@ -58,21 +58,18 @@ def gather_rows(rows: ChunkRows, group: dist.ProcessGroup) -> ChunkRows:
 
 @dataclass
 class Ledger:
-    """Response tokens of one sequence so far, and their running checksum."""
-
     offset: int
     checksum: int
 
 
 class ChunkBooks:
-    """The state of one end of a stream: a ledger for each open sequence, starting with its prompt."""
+    """One end of a stream: a ledger for each open sequence, starting with its prompt."""
 
     def __init__(self) -> None:
         self.ledgers: dict[int, Ledger] = {}
         self._next_index = 0
 
     def open(self, seq_id: int, prompt: Sequence[int], response: Sequence[int] = ()) -> None:
-        """Admit a sequence, in a resumed run with its partial response."""
         checksum = zlib.crc32(struct.pack(f"={len(prompt) + len(response)}q", *prompt, *response))
         self.ledgers[seq_id] = Ledger(len(response), checksum)
 
@@ -112,7 +109,6 @@ class ChunkDecoder(ChunkBooks):
         return num_rows * ROW_SIZE + 3 * num_tokens
 
     def decode(self, header: Ints, payload: Ints) -> Chunk:
-        """The chunk. Raises StreamError naming sequence and offset for a lost, repeated or corrupted one."""
         size = self.payload_size(header)
         if len(payload) != size:
             raise StreamError(
@@ -170,7 +166,7 @@ class ChunkDecoder(ChunkBooks):
 
 
 class _Sent:
-    """The bytes that the checksums of packed rows cover: their numbers without the count, tokens and log-probs."""
+    """The bytes that the checksums of packed rows cover: all but the count."""
 
     def __init__(self, rows: ChunkRows):
         self._heads = memoryview(np.ascontiguousarray(rows.table[[0, 1, 3, 4, 5]].T).tobytes())
@@ -179,7 +175,6 @@ class _Sent:
         self._ends = (8 * (rows.starts + rows.counts)).tolist()
 
     def checksum(self, row: int, before: int) -> int:
-        """Checksum of one row, continuing the checksum of its sequence."""
         size = 8 * (FIELDS - 1)
         before = zlib.crc32(self._heads[size * row : size * (row + 1)], before)
         for part in self._body:
@@ -253,7 +248,7 @@ class ListenWorker(_StreamEnd):
 
 
 def share(values: Tensor | None, size: int, source: int, device: torch.device) -> Tensor:
-    """Broadcast a vector of `size` float64 numbers from rank `source` to the world."""
+    """Broadcast `size` float64 numbers from rank `source` to the world."""
     vector = torch.empty(size, dtype=torch.float64, device=device)
     if dist.get_rank() == source:
         assert values is not None and values.numel() == size
