@@ -34,7 +34,6 @@ _COMPILE = torch.compile
 
 
 def compiled_when_called(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """`torch.compile` of a function, at its first call."""
     if function is None:
         return functools.partial(compiled_when_called, **options)
     compiled = functools.cache(lambda: _COMPILE(function, **options))

@@ -88,7 +88,6 @@ class WindowedAttention:
 
 
 def _pieces(new: int, reach: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Queries of the last `new` of `reach` positions, and the keys that at least one of them attends to."""
     size, past = min(max(window, LEAST_PIECE), MOST_PIECE), reach - new
     for first in range(0, new, size):
         stop = min(first + size, new)
@@ -112,7 +111,7 @@ class AttentionPlan(Protocol):
 
 
 class PackedPlan:
-    """Packed whole sequences of `lengths` tokens, causal within each; differentiable."""
+    """Packed whole sequences, causal within each; differentiable."""
 
     qkv_format = "thd"
 

@@ -15,7 +15,6 @@ from oppo_megatron.mcore.device import on_device
 from oppo_megatron.schedule.packing import pack_by_tokens
 
 Answered = tuple[Sequence[int], Sequence[int]]
-"""Tokens of a prompt and of a response."""
 
 
 @dataclass
@@ -38,7 +37,6 @@ class MicroBatch:
 
     @classmethod
     def dummy(cls, device: torch.device) -> MicroBatch:
-        """One token of no sequence, for a rank without work in a step."""
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         return cls([], [1], zero, zero, zero)
 
@@ -112,7 +110,6 @@ def whole_sequences(
     device: torch.device,
     places: Sequence[Sequence[int]] | None = None,
 ) -> MicroBatch:
-    """One micro-batch of sequences with rows at `places` (None: their last tokens), without targets."""
     rows: list[int] = []
     start = 0
     for number, sequence in enumerate(sequences):

@@ -52,7 +52,6 @@ class _TorchOnCpu(types.ModuleType):
 
 
 def _replace(owner: object, name: str, stand_in: object) -> None:
-    """Replace `name` of a class, a module, or a module of megatron-core by its path."""
     setattr(importlib.import_module(f"megatron.core.{owner}") if isinstance(owner, str) else owner, name, stand_in)
 
 
@@ -106,7 +105,7 @@ PATCHES = (
 
 
 def install() -> bool:
-    """Apply every patch once if no CUDA device is present. Returns True if the patches are applied."""
+    """Apply every patch if no CUDA device is present. Returns True if they are applied."""
     if torch.cuda.is_available():
         return False
     if not getattr(torch.cuda.current_device, "__module__", "").startswith(__name__):

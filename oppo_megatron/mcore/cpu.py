@@ -88,12 +88,10 @@ three quarters of the packed product's time.  On others (AMD EPYC), and in bfloa
 
 @cache
 def by_intel() -> bool:
-    """True if torch's own product, MKL's, has its best kernels for this processor."""
     return processor()[0] == "GenuineIntel"
 
 
 def can_prepack(weight: Tensor) -> bool:
-    """True if this build of torch, on this processor, supports packed weights of the tensor's type."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -140,7 +138,7 @@ HALF_ATTENTION = (
 
 
 def require_private_ops(runtime: RuntimeConfig, dtypes: set[Dtype]) -> None:
-    """Raises ConfigError, naming each undocumented operation of torch that a run on this CPU calls and this torch lacks."""
+    """Raises ConfigError, naming each undocumented operation of torch that this run calls and torch lacks."""
     needed: list[tuple[str, str, tuple[str, ...]]] = []
     if runtime.decode_path == "packed" and torch.backends.mkldnn.is_available():
         needed.append(("runtime.decode_path packed", "set it to fused", PACKING))

@@ -63,7 +63,6 @@ def too_many_tokens(work: str, lengths: Sequence[int], answers: int = 1) -> tupl
 
 
 def too_many_sequences(work: str, sequences: int, cache_bytes: int) -> tuple[str, str]:
-    """Work and remedy for decoding with a KV cache of `cache_bytes` on this rank."""
     megabytes = max(1, cache_bytes // 2**21)
     return (
         f"{work} of {sequences} sequences",
@@ -78,7 +77,7 @@ def _first_sentence(error: BaseException) -> str:
 
 
 StepRunner = Callable[[Hashable, Callable[[], None]], None]
-"""Does a step, which computes the same whenever it has the same key, in the same tensors."""
+"""Does a step, which computes the same whenever it has the same key."""
 
 WARM_UPS = 2
 """Runs of a step before it is captured: in them libraries choose kernels and make workspaces."""
@@ -139,7 +138,7 @@ class CapturedSteps:
         return graph
 
     def _capture(self, step: Callable[[], None]) -> Any:
-        """Capture the step without computing it. `thread_local`: NCCL's watchdog may query its events meanwhile."""
+        """`thread_local`: NCCL's watchdog may query its events meanwhile."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

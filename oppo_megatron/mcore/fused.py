@@ -39,14 +39,12 @@ class FusedStage:
         self.tp_group = tp_group if tp_group.size() > 1 else None
 
     def of(self, layers: Sequence[Any], tp_group: dist.ProcessGroup) -> FusedStage:
-        """The same products with the adapters of `layers`, which belong to another model over the same weights."""
         stage = copy.copy(self)
         stage.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
         stage.tp_group = tp_group if tp_group.size() > 1 else None
         return stage
 
     def __call__(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
-        """The hidden states after the stage, [T, H]."""
         for number, layer in enumerate(self.layers):
             x_TH = x_TH + self._reduced(layer.attend(x_TH, plan, number))
             x_TH = x_TH + self._reduced(layer.transform(x_TH))
@@ -111,7 +109,6 @@ def _bias(linear: Any) -> Tensor | None:
 
 
 def _adapted(bare: _FusedLayer, layer: Any) -> _FusedLayer:
-    """The layer with its adapters added before any sum over tensor ranks; each call reads the adapters' weights."""
     attention, mlp = layer.self_attention, layer.mlp
     return replace(
         bare,

@@ -36,8 +36,6 @@ Join = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 class Pair(torch.nn.Module):
-    """A and B of one target on this rank, values not yet set."""
-
     def __init__(self, sizes: tuple[tuple[int, int], tuple[int, int]], cut: Literal["rows", "columns"], like: Tensor):
         """`sizes` of A and B on this rank; `cut`: B by rows, or A by columns."""
         super().__init__()
@@ -49,13 +47,10 @@ class Pair(torch.nn.Module):
 
     @property
     def whole(self) -> torch.nn.Parameter:
-        """The factor that is the same on all tensor ranks."""
         return self.lora_A if getattr(self.lora_B, "tensor_model_parallel", False) else self.lora_B
 
 
 class Adapters(torch.nn.Module):
-    """The pairs of one product."""
-
     def __init__(
         self,
         pairs: Mapping[str, Pair],
@@ -86,7 +81,6 @@ class Adapters(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The pairs with their offsets in the whole model."""
         assert metadata is not None
         matrix, axis = ("lora_B", 0) if self._cut == "rows" else ("lora_A", 1)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(

@@ -108,7 +108,6 @@ class RoleModel(GPTModel):
         return WHOLE_MULTIPLE if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else 1
 
     def decode_by(self, path: DecodePath) -> None:
-        """Set how cached calls compute, after the weights are set."""
         self._path = path
         self.fused = self._fused_head = None
         self.end_weight_update()
@@ -137,7 +136,7 @@ class RoleModel(GPTModel):
             self._fused_head = product(weight, packed=packed)
 
     def compute_as(self, adapted: RoleModel) -> None:
-        """In cached calls, use the derived tensors of `adapted`, which shares its weights, with this model's adapters."""
+        """In cached calls, use the derived tensors of `adapted`, which shares its weights."""
         self._path, self._fused_head = adapted._path, adapted._fused_head
         if adapted.fused is not None:
             self.fused = adapted.fused.of(self.decoder.layers, self.groups.collection.tp)
@@ -216,7 +215,6 @@ class RoleModel(GPTModel):
     def new_cache(
         self, num_slots: int, budget_bytes: int | None = None, layout: KVLayout = "dense"
     ) -> KVCache | PagedKVCache:
-        """A KV cache for this stage's layers.  Raises CapacityError if the budget holds no sequence."""
         weight = next(self.parameters())
         sizes: dict[str, Any] = {
             "num_layers": len(self.decoder.layers),
@@ -238,7 +236,6 @@ class RoleModel(GPTModel):
 def transformer_config(
     shape: ModelShape, groups: RoleGroups, dtype: torch.dtype, layout: TrainingLayoutConfig | None = None
 ) -> TransformerConfig:
-    """megatron-core's configuration, for serving or for training in `layout`."""
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -295,7 +292,6 @@ def _training_options(layout: TrainingLayoutConfig, groups: RoleGroups) -> dict[
 
 
 def build_model(shape: ModelShape, groups: RoleGroups, **options: Any) -> RoleModel:
-    """This rank's stage of a model that serves; `options` as in `build_chunks`."""
     return build_chunks(shape, groups, None, **options)[0]
 
 

@@ -21,7 +21,7 @@ from oppo_megatron.mcore.weights.weight_sync import share_parameters
 
 
 def load_role(config: ModelConfig, groups: RoleGroups, *, path: DecodePath = "packed", **options: Any) -> RoleModel:
-    """This rank's stage of a model that serves; `path`: computation of cached calls, `options` as in `load_training`."""
+    """This rank's stage of a model that serves; `path`: computation of cached calls."""
     (model,) = load_training(config, None, groups, **options)
     model.decode_by(path)
     return model

@@ -36,7 +36,6 @@ Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 micro-batches and over replicas."""
 
 Chunks = RoleModel | Sequence[RoleModel]
-"""The model chunks of this rank, in the order of their layers, or the only one."""
 
 
 @dataclass
@@ -59,7 +58,6 @@ class Ahead:
     output: Tensor | None
 
     def take(self, batch: MicroBatch) -> Tensor | None:
-        """Release the output if it belongs to this micro-batch, else return None."""
         if batch.index != self.batch.index or batch.tokens != self.batch.tokens:
             return None
         output, self.output = self.output, None
@@ -113,8 +111,6 @@ def _forward(model: RoleModel, module: torch.nn.Module, batch: MicroBatch, size:
 
 
 def _forward_step(model: RoleModel, finish: Loss, ahead: Ahead | None) -> Callable[..., Any]:
-    """megatron's `forward_step_func`."""
-
     def forward_step(
         work_left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -167,7 +163,7 @@ def forward_rows(
 
 
 class TrainedModel:
-    """A role's chunks on this rank with their optimizer; `model` is the first chunk."""
+    """A role's chunks on this rank with their optimizer."""
 
     def __init__(
         self, model: Chunks, config: OptimizerConfig, total_steps: int, layout: TrainingLayoutConfig | None = None
@@ -251,7 +247,6 @@ class TrainedModel:
         return int(self.scheduler.num_steps)
 
     def resume_schedule(self, updates: int) -> None:
-        """Set the number of optimizer steps done, which determines the learning rate."""
         self.scheduler.num_steps = updates
         self.scheduler.step(increment=0)
 
@@ -299,7 +294,7 @@ def _added(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, groups: RoleGroups, sharded: bool) -> Any:
-    """Adam over all chunks; `sharded`: each replica keeps the state of a share of the weights."""
+    """`sharded`: each replica keeps the state of a share of the weights."""
     settings = ddp[0].config
     compat.keep_norms_on_device()
     optimizer_config = McoreOptimizerConfig(

@@ -45,7 +45,6 @@ class VocabShards:
         return tokens + self.first
 
     def gather(self, mine: Tensor) -> Tensor:
-        """Tensors of all ranks, [S, ...]."""
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine.contiguous(), group=self.group)
         return torch.stack(found)

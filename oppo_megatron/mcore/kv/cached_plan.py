@@ -27,7 +27,7 @@ class Cache(Protocol):
 
 
 class CachedPlan(ABC):
-    """An `AttentionPlan` that continues sequences from their cache. Made once per call, used by every layer."""
+    """An `AttentionPlan` that continues sequences from their cache, for one call of all layers."""
 
     qkv_format = "thd"
 
@@ -44,7 +44,6 @@ class CachedPlan(ABC):
         return self._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
 
     def attend_grouped(self, layer: int, qkv_TGXD: Tensor, window: int | None = None) -> Tensor:
-        """As `attend`, for a group's query heads, key and value in one tensor."""
         cos, sin = self.cos_T1D.unsqueeze(1), self.sin_T1D.unsqueeze(1)
         qk_TGXD = apply_rope(qkv_TGXD[:, :, :-1], cos, sin).to(qkv_TGXD.dtype)
         scale = qkv_TGXD.shape[-1] ** -0.5
@@ -107,7 +106,6 @@ class CallPlan(CachedPlan):
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:
-        """Mask [C, L] of each sequence, 0 or minus infinity; None if all its tokens are new."""
         return [
             torch.full((new, past + new), -torch.inf, dtype=self._dtype).triu_(past + 1) if past else None
             for past, new in zip(self.past, self.lens, strict=True)
@@ -160,7 +158,6 @@ class CallPlan(CachedPlan):
         return parts.attend(q_TGRD, k_SGLD, v_SGLD, scale)
 
     def _attend_last(self, q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend with one new token per sequence."""
         steps = self._steps.get(window)
         if steps is None:
             steps = self._steps[window] = []
@@ -175,7 +172,6 @@ class CallPlan(CachedPlan):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _keys(self, rows: slice, window: int | None) -> slice:
-        """The cached positions that some token of these sequences attends to."""
         past, lens = self.past[rows], self.lens[rows]
         first = 0 if window is None else max(0, min(past) + 1 - window)
         return slice(first, max(p + n for p, n in zip(past, lens, strict=True)))
@@ -220,8 +216,7 @@ class StepRows(ABC):
         """A bound on positions, at least `longest`, one of few values."""
 
     @abstractmethod
-    def plan(self, position_B: Tensor, reach: int) -> StepPlan:
-        """A step of the first B rows."""
+    def plan(self, position_B: Tensor, reach: int) -> StepPlan: ...
 
 
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -58,7 +58,6 @@ class Part:
         return self.rows.stop - self.rows.start == 1
 
     def mask_numbers(self, repeat: int) -> int:
-        """Numbers of the mask for `repeat` query heads per key head."""
         queries, keys = (each.stop - each.start for each in (self.queries, self.keys))
         return 0 if self.causal else (self.rows.stop - self.rows.start) * repeat * queries * keys
 
@@ -89,7 +88,6 @@ def _groups(past: Sequence[int], lens: Sequence[int], call: int) -> Iterator[sli
 
 
 def _bounded(past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, rows: slice) -> list[Part]:
-    """Divide sequences into parts until the masks are within bounds."""
     pasts, news = past[rows], lens[rows]
     reach, longest = max(p + n for p, n in zip(pasts, news, strict=True)), max(news)
     bound = binding(window, reach)
@@ -114,13 +112,10 @@ def _pieces(rows: slice, past: int, new: int, window: int | None, size: int) -> 
 
 
 class PartsOfCall:
-    """The parts of a call, with the tensors that all layers of one window share."""
-
     def __init__(
         self, parts: Sequence[Part], lens: Sequence[int], past_S: Tensor, places: tuple[Tensor, Tensor], repeat: int,
         dtype: torch.dtype,
     ):  # fmt: skip
-        """`places`: sequence and column of each token of the call."""
         self._parts, self._past_S, self._places, self._repeat, self._dtype = parts, past_S, places, repeat, dtype
         self._first = [sum(lens[:s]) for s in range(len(lens) + 1)]
         numbers = sum(part.mask_numbers(repeat) for part in parts)

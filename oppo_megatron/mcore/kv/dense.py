@@ -80,8 +80,6 @@ class DensePlan(CallPlan):
 
 
 class _DenseRows(StepRows):
-    """Rows in neighbouring slots, which a step reads as one slice."""
-
     def __init__(self, cache: KVCache):
         self._cache = cache
         self._slot_M = torch.zeros(cache.num_slots, dtype=torch.int64, device=cache.device)
@@ -103,8 +101,6 @@ class _DenseRows(StepRows):
 
 
 class _DenseStep(StepPlan):
-    """Rows that write into `slot_B` and read slots from `first` on."""
-
     def __init__(self, cache: KVCache, slot_B: Tensor, first: int, position_B: Tensor, reach: int):
         super().__init__(cache, position_B, reach)
         self._cache, self._slot_B, self._span = cache, slot_B, slice(first, first + len(slot_B))

@@ -22,7 +22,6 @@ from oppo_megatron.mcore.kv.cached_plan import CachedPlan, CallPlan, StepPlan, S
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
 LEAST_CAPABILITY = (8, 0)
-"""The compute capability that FlashAttention-2 needs."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
 def flash_attn(
     q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None
 ) -> Tensor:
-    """flash-attn (2.5 or newer): its decoding kernel for one query per sequence, else the one for packed queries."""
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
     if call.most_new == 1:
@@ -203,8 +201,6 @@ class PagedKVCache(SequenceCache):
 
 
 class _Places:
-    """Places of new tokens, and the tables of their sequences."""
-
     def __init__(self, cache: PagedKVCache, table_SW: Tensor, row_T: Tensor, pos_T: Tensor):
         self._cache, self._table_SW = cache, table_SW
         self._block_T = table_SW[row_T, pos_T // cache.block_tokens].long()
@@ -224,8 +220,6 @@ class _Places:
 
 
 class _OverTables(CachedPlan):
-    """Attention by a kernel over tables, if there is one."""
-
     _kernel: PagedKernel | None
     _places: _Places
     _call: PagedCall

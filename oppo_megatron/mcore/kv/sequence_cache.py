@@ -23,8 +23,6 @@ REACH = 256
 
 
 class SequenceCache(ABC):
-    """`num_slots` sequences of up to `max_length` tokens each."""
-
     def __init__(
         self,
         shape: Callable[[int], tuple[int, ...]],
@@ -97,7 +95,6 @@ class SequenceCache(ABC):
             self._slots[mover], self._ids[slot], self._lengths[slot] = slot, mover, length
 
     def exchange(self, one: int, other: int) -> None:
-        """Exchange the slots of two sequences, so that running ones can have neighbouring slots."""
         a, b = self._slots[one], self._slots[other]
         if a == b:
             return
@@ -107,7 +104,6 @@ class SequenceCache(ABC):
         self._lengths[a], self._lengths[b] = self._lengths[b], self._lengths[a]
 
     def truncate(self, seq_id: int, length: int) -> None:
-        """Roll the sequence back to its first `length` tokens."""
         assert 0 <= length <= self.length(seq_id), (seq_id, length, self.length(seq_id))
         slot = self._slots[seq_id]
         self._shorten(slot, length)
@@ -131,7 +127,6 @@ class SequenceCache(ABC):
         return self._plan(slots, [self._lengths[s] for s in slots], list(lens))
 
     def commit(self, plan: CallPlan) -> None:
-        """Note that the planned tokens are cached on every layer of this stage."""
         for slot, start, new in zip(plan.slots, plan.past, plan.lens, strict=True):
             self._lengths[slot] = start + new
 
@@ -176,12 +171,10 @@ class SequenceCache(ABC):
         self._lengths[slot] = stored.shape[1]
 
     def bucket(self, longest: int) -> int:
-        """Round `longest` up to one of few values."""
         return min(-(-longest // REACH) * REACH, self.max_length)
 
     @abstractmethod
-    def step_rows(self) -> StepRows:
-        """Static places for up to `num_slots` rows of decode steps."""
+    def step_rows(self) -> StepRows: ...
 
     @abstractmethod
     def _plan(self, slots: list[int], past: list[int], lens: list[int]) -> CallPlan: ...
@@ -194,28 +187,23 @@ class SequenceCache(ABC):
     def _swap(self, one: int, other: int, length: int) -> None: ...
 
     @abstractmethod
-    def _share(self, source: int, targets: list[int], length: int) -> None:
-        """Give empty slots the first `length` tokens of a slot."""
+    def _share(self, source: int, targets: list[int], length: int) -> None: ...
 
     @abstractmethod
-    def _extend(self, slot: int, length: int) -> None:
-        """Provide places for the first `length` tokens of the slot."""
+    def _extend(self, slot: int, length: int) -> None: ...
 
     @abstractmethod
     def _read(self, slot: int, length: int) -> Tensor:
         """The first `length` tokens of the slot, [2 * layers, length, G, D]."""
 
     @abstractmethod
-    def _write(self, slot: int, stored: Tensor) -> None:
-        """Write the result of `_read` into a slot that has places for it."""
+    def _write(self, slot: int, stored: Tensor) -> None: ...
 
     @abstractmethod
-    def _shorten(self, slot: int, length: int) -> None:
-        """Drop all but the first `length` tokens of the slot."""
+    def _shorten(self, slot: int, length: int) -> None: ...
 
 
 def slots_within(budget_bytes: int | None, slot_bytes: int, asked: int, max_length: int) -> int:
-    """Number of slots that the budget holds. Raises CapacityError if it holds none."""
     held = asked if budget_bytes is None else min(asked, budget_bytes // slot_bytes)
     if held < 1:
         raise CapacityError(

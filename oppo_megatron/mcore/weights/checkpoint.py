@@ -177,7 +177,7 @@ class _Writer(torch_checkpoint.FileSystemWriter):
 
 @dataclass(frozen=True)
 class _Piece:
-    """A weight's optimizer state on this rank: its flat elements start .. end."""
+    """A weight's flat elements start .. end, whose optimizer state this rank has."""
 
     start: int
     end: int
@@ -186,8 +186,6 @@ class _Piece:
 
 
 class _Shards:
-    """The tensors of one model on this rank, under the names of the checkpoint."""
-
     def __init__(self, name: str, model: TrainedModel, gather: bool):
         """`gather`: with values; else with memory to load them into."""
         self.name, self._model, self._gather = name, model, gather
@@ -262,7 +260,6 @@ def _is_trained(param: Parameter) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """torch's report of the ranks' errors, in one line."""
     failures = getattr(error, "failures", None) or {}
     first = next((wrapped[0] for wrapped in failures.values()), error)
     return reason_of(first)

@@ -106,7 +106,7 @@ def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
 
 
 def is_weight(key: str) -> bool:
-    """True if the key is a parameter: `_extra_state` belongs to transformer-engine's FP8."""
+    """`_extra_state` belongs to transformer-engine's FP8."""
     return not key.startswith(NO_WEIGHTS) and not key.endswith("_extra_state") and "._extra_state" not in key
 
 
@@ -118,8 +118,6 @@ _SHOWN_PROBLEMS = 8
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of a Hugging Face tensor: saved tensor `key`, and `layer` if it is stacked."""
-
     part: Part
     key: str
     layer: int | None
@@ -165,7 +163,6 @@ class DistSource:
         return self._places[name]
 
     def _find(self, shape: ModelShape) -> Iterator[tuple[str, _Place]]:
-        """Find each Hugging Face tensor. Raises CheckpointError for unexpected shapes or tensors."""
         parts = {part.hf_name: part for head in ("lm", "scalar") for part in stage_parts(shape, head)}
         shapes = {part.param: () for part in parts.values()} | param_shapes(
             [part for name, part in parts.items() if name not in (LM_HEAD, SCALAR_HEAD)]
@@ -232,7 +229,6 @@ class DistSource:
         return self._region(place.key, ((place.layer, place.layer + 1), *spans))[0]
 
     def _region(self, key: str, spans: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        """The box `spans` (start, stop of each dimension) of a saved tensor, from the pieces that it overlaps."""
         entry = self._saved[key]
         out = torch.empty([stop - start for start, stop in spans], dtype=entry.properties.dtype)
         filled = 0
@@ -279,7 +275,6 @@ class DistSource:
 
 
 def _spans(part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The rows of the parameter that hold rows start .. stop of a Hugging Face tensor, in order."""
     first = 0
     for rows in part.rows:
         size = rows.stop - rows.start

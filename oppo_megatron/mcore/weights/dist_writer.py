@@ -95,8 +95,6 @@ def _planned(shape: ModelShape, head: Head, naming: Naming) -> Iterator[_Saved]:
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Plans tensors that are read later, when torch's writer writes them."""
-
     def __init__(self, planned: Sequence[_Saved], source: TensorSource, dtype: torch.dtype):
         super().__init__(flatten_state_dict=False)
         self._planned = {(saved.key, saved.offset): saved for saved in planned}

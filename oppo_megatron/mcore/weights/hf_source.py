@@ -53,7 +53,6 @@ class SafetensorsSource:
     """
 
     def __init__(self, directory: Path | str, file: str | None = None):
-        """`file`: a single file with another name than `model.safetensors`."""
         self.directory = Path(directory)
         _require_directory(self.directory)
         self._stored = stored_tensors(
@@ -178,7 +177,6 @@ def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None)
 
 
 def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
-    """Shape and tensors of a Hugging Face or Megatron directory; `shape_file`: shape of the latter."""
     _require_directory(directory)
     refuse_adapters(directory)
     megatron = find_megatron(directory, shape_file)
@@ -209,14 +207,12 @@ def require_source(shape: ModelShape, source: TensorSource, head: Head, where: s
 
 
 def read_shape(directory: Path | str) -> ModelShape:
-    """The shape in a Hugging Face directory's `config.json`."""
     _require_directory(Path(directory))
     path = Path(directory) / "config.json"
     return ModelShape.from_hf(read_mapping(path, "the checkpoint's configuration"), str(path))
 
 
 def side_files(directory: Path) -> list[Path]:
-    """Files of tokenizer and generation settings, which are copied with the weights."""
     return [directory / name for name in SIDE_FILES if (directory / name).is_file()]
 
 

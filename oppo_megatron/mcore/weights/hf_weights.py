@@ -76,7 +76,6 @@ def export_weights(
 
 
 Values = Iterator[tuple[str, torch.Tensor]]
-"""Tensors by their Hugging Face names."""
 PartsOf = Callable[[int, int, int], list[Part]]
 """(tensor ranks, stage, stages) -> the parts of the stage."""
 
@@ -145,7 +144,6 @@ def _gathered(
 
 
 def _over_tensor_ranks(share: torch.Tensor, part: Part, tp_group: dist.ProcessGroup | None) -> torch.Tensor | None:
-    """The whole tensor on the group's first rank, without padding rows; None on the others."""
     rank, size = _place(tp_group)
     if size == 1 or part.cut is None:
         return share[: part.hf_shape[0]] if rank == 0 else None

@@ -32,7 +32,6 @@ _LABEL_KEYS = ("num_labels", "id2label", "label2id", "problem_type")
 
 
 def require_empty(directory: Path) -> None:
-    """Raises CheckpointError if weights would overwrite something."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(
             f"{directory} exists and is not empty: weights are never overwritten. Remove or rename it."
@@ -115,7 +114,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def hf_config(shape: ModelShape, head: Head, dtype: torch.dtype) -> dict[str, Any]:
-    """The `config.json` of a model of this shape with this head."""
     config = {key: value for key, value in shape.hf.items() if key not in ("torch_dtype", *_LABEL_KEYS)}
     config["architectures"] = [shape.causal_lm_class if head == "lm" else shape.classifier_class]
     config["dtype"] = str(dtype).removeprefix("torch.")
@@ -127,7 +125,6 @@ def hf_config(shape: ModelShape, head: Head, dtype: torch.dtype) -> dict[str, An
 def _plan_shards(
     tensors: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int, single: str
 ) -> dict[str, Sequence[str]]:
-    """File names with the tensors of each: at most `max_bytes`, and at least one tensor."""
     shards: list[list[str]] = []
     size = 0
     for name, shape in tensors.items():

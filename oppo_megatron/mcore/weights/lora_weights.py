@@ -57,7 +57,6 @@ def has_head(directory: Path) -> bool:
 
 @torch.no_grad()
 def fill_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
-    """Initialise the adapters of a RoleModel. Raises CheckpointError for a directory that does not fit it."""
     source: TensorSource
     if lora.adapter is None:
         source = FreshAdapters(adapter_parts(model.shape, lora, model.head), seed)

@@ -132,7 +132,6 @@ class GroupCopy(CopyService):
         self._receives.append((dest_tensor, src_rank))
 
     def run(self) -> None:
-        """Make all submitted copies; the received tensors may be read when it returns."""
         me = self._group.rank()
         own = ([tensor for tensor, peer in copies if peer == me] for copies in (self._receives, self._sends))
         for target, source in zip(*own, strict=True):
@@ -150,8 +149,6 @@ class GroupCopy(CopyService):
 
 
 class _Weights:
-    """A rank's parameters by layout-independent names, with the planner's interface."""
-
     def __init__(self, model: RoleModel, named: dict[str, Parameter]):
         self.named, self.pg_collection = named, model.pg_collection
 
