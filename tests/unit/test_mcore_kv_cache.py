@@ -285,25 +285,6 @@ def test_what_fails_in_the_middle_changes_no_sequence(work: Callable[[SequenceCa
     assert at < 199
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 2, 1]])
-def test_a_micro_batch_keeps_neighbouring_slots_as_its_sequences_end(order: list[int]) -> None:
-    """Two micro-batches of three: one that ends changes places with the last that goes on, and keeps what it has."""
-    cache = new_cache(6)
-    for seq_id in range(6):
-        cache.open(seq_id)
-    lanes = [[0, 1, 2], [3, 4, 5]]
-    for member in order:
-        for lane, first in zip(lanes, (0, 3), strict=True):
-            seq_id = first + member
-            cache.exchange(seq_id, lane[-1])
-            lane[lane.index(seq_id)] = lane[-1]
-            lane.pop()
-            assert [cache.slot(i) for i in lane] == list(range(first, first + len(lane)))
-            if lane:
-                assert cache.begin(lane, [1] * len(lane)).span == (first, first + len(lane))
-    assert cache.num_free == 0 and sorted(cache.seq_ids) == list(range(6))
-
-
 def test_sequences_of_a_paged_cache_change_their_slots_without_a_copy() -> None:
     cache = new_paged(4)
     for seq_id in range(4):
