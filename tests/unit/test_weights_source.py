@@ -95,7 +95,7 @@ def shard(folder: Path, number: int = 1) -> Path:
 def moved_in_the_index(folder: Path) -> None:
     path = folder / "model.safetensors.index.json"
     places = json.loads(path.read_text())["weight_map"]
-    edit(path, weight_map=places | {NORM: next(file for file in places.values() if file != places[NORM])})
+    edit(path, weight_map=places | {NORM: min({*places.values()} - {places[NORM]})})
 
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 123456789\n"

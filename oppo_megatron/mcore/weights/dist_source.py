@@ -16,7 +16,7 @@ import functools
 import io
 import pickle
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -27,6 +27,7 @@ import torch
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Part, param_shapes, stage_parts
 from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.stored_weights import summary
 from oppo_megatron.modeldir.megatron import TORCH_INDEX, MegatronFolder
 
 INDEX = ".metadata"
@@ -113,7 +114,6 @@ def is_weight(key: str) -> bool:
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _PADDED = (WORD_EMBEDDING, HEAD)
-_SHOWN_PROBLEMS = 8
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,8 @@ class DistSource:
         shapes = {part.param: () for part in parts.values()} | param_shapes(
             [part for name, part in parts.items() if name not in (LM_HEAD, SCALAR_HEAD)]
         )
-        problems, depths = [], dict[str, int | None]()
+        problems: list[str] = []
+        depths: dict[str, int | None] = {}  # expected layers of each key, None: not stacked
         for name, part in parts.items():
             place = self._place_of(name, part)
             if place is None:
@@ -181,22 +182,17 @@ class DistSource:
             else:
                 layer = "" if place.layer is None else f" (layer {place.layer})"
                 problems.append(f"{place.key}{layer} has shape {list(size)}, config.json asks for {list(due)}")
-        problems += self._count_problems(depths)
-        if problems:
-            more = [f"... and {len(problems) - _SHOWN_PROBLEMS} more"] if len(problems) > _SHOWN_PROBLEMS else []
-            lines = "\n".join(f"  - {problem}" for problem in problems[:_SHOWN_PROBLEMS] + more)
-            raise CheckpointError(
-                f"{self._folder}: the weights do not fit the model:\n{lines}\nUse the config.json that belongs to them."
-            )
-
-    def _count_problems(self, depths: Mapping[str, int | None]) -> Iterator[str]:
-        """Unused or missing tensors and layers. `depths`: expected layers of each key, None: not stacked."""
         for key in sorted(self._saved.keys() - depths.keys() - {ALIGNER_BIAS}):
             tied = ", which ties it to the embeddings (tie_word_embeddings)" if key == HEAD else ""
-            yield f"{key} has no place in the model of config.json{tied}"
+            problems.append(f"{key} has no place in the model of config.json{tied}")
         for key, layers in depths.items():
             if layers is not None and self._saved[key].size[0] != layers:
-                yield f"{key} holds {self._saved[key].size[0]} layers, config.json asks for {layers}"
+                problems.append(f"{key} holds {self._saved[key].size[0]} layers, config.json asks for {layers}")
+        if problems:
+            raise CheckpointError(
+                f"{self._folder}: the weights do not fit the model:\n{summary(problems)}\n"
+                "Use the config.json that belongs to them."
+            )
 
     def _place_of(self, name: str, part: Part) -> _Place | None:
         if name == SCALAR_HEAD and ALIGNER_HEAD in self._saved:
