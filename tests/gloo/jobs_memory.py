@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.groups import build_groups
-from oppo_megatron.mcore.layers.attention import PackedPlan
 from oppo_megatron.mcore.model import Head, build_chunks, build_model
 from oppo_megatron.mcore.training import TrainedModel
 

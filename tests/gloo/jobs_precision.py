@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.config.model import OptimizerConfig
-from oppo_megatron.mcore.layers.attention import PackedPlan
+from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import TrainedModel
 from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
