@@ -1,9 +1,7 @@
 """Lengths of recorded requests, from CSV, for `debug.forced_lengths`: benchmarks whose responses end as real ones do.
 
-Two kinds of file, by the header:
-
-- one row per request, with a column of tokens (`GeneratedTokens`, as in Azure's LLM inference traces);
-- a histogram `kind,tokens,requests`: the number of requests of a kind (`output`, `input`) with this many tokens.
+A file has one row per request, with a column of tokens (`GeneratedTokens`, as in Azure's LLM inference traces); or it is a
+histogram with the columns `kind`, `tokens` and `requests`.
 """
 
 from __future__ import annotations
@@ -29,20 +27,19 @@ WHOLE_NUMBER = re.compile(r"[0-9]{1,15}")
 
 @dataclass(frozen=True)
 class LengthTrace:
-    """An empirical distribution: lengths in tokens, ascending, and the number of requests that had at most each of them."""
+    """Lengths in tokens, ascending, and the number of requests that had at most each of them."""
 
     tokens: tuple[int, ...]
     requests: tuple[int, ...]
 
     @classmethod
     def of(cls, counts: Mapping[int, int]) -> LengthTrace:
-        """Build from the number of requests of each length; at least one request is needed."""
         lengths = sorted(length for length, requests in counts.items() if requests)
         assert lengths, "a distribution of no request"
         return cls(tuple(lengths), tuple(accumulate(counts[length] for length in lengths)))
 
     def quantile(self, u: float) -> int:
-        """Return the smallest length that a share of at least `u` does not exceed."""
+        """The smallest length that a share of at least `u` does not exceed."""
         return self.tokens[bisect_left(self.requests, u * self.requests[-1])]
 
     @property
@@ -52,9 +49,9 @@ class LengthTrace:
 
 
 def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> Callable[[float], float] | None:
-    """Quantile function of the response lengths that `debug.forced_lengths` asks for; None without a trace.
+    """Quantile function of the lengths that `debug.forced_lengths` asks for; None without a trace.  Raises DataError.
 
-    With `scale: auto` the trace's 99th percentile becomes `rollout.max_response_tokens`.  Raises DataError.
+    With `scale: auto` the trace's 99th percentile becomes `rollout.max_response_tokens`.
     """
     if forced is None or forced.trace is None:
         return None
@@ -69,7 +66,7 @@ def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> C
 
 
 def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> list[str]:
-    """The faults of the file that `debug.forced_lengths` names, except that it is missing (a cross-check reports that)."""
+    """The faults of the trace, except that it is missing (a cross-check reports that)."""
     if forced is None or forced.trace is None or not forced.trace.exists():
         return []
     try:
@@ -80,11 +77,7 @@ def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> li
 
 
 def read_length_trace(path: Path, column: str | None = None) -> LengthTrace:
-    """Read a distribution; `column` is the column of tokens, or the kind of a histogram (None: the usual one).
-
-    Blank lines are skipped.  Raises DataError, naming file and line, for a missing file, header, column or kind, a value that
-    is not a whole number of at least 0, or no request.
-    """
+    """Read a distribution; `column`: the column of tokens, or the kind of a histogram.  Raises DataError with file and line."""
     lines = _lines(path)
     line, names = next(lines, (1, []))
     header = [name.strip() for name in names]
@@ -135,7 +128,7 @@ def _whole_number(column: str, text: str) -> int:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line from 1, cells) of the lines that are not blank.  Raises DataError if the file is not CSV text."""
+    """(line from 1, cells) of the lines that are not blank."""
     if not path.is_file():
         raise DataError(f"{path} is not a file; {SETTING} must be a CSV file: correct the path")
     number = 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.data import KNOWN_NAMES, ColumnsConfig, DataConfig
-from oppo_megatron.data.columns import find_column, require_column
+from oppo_megatron.data.columns import Table
 from oppo_megatron.data.examples import read_completions, read_pairs, read_prompts
 from oppo_megatron.data.rows import Quarantine, Row, RowProblems
 from oppo_megatron.errors import ConfigError, DataError
@@ -39,23 +39,23 @@ def test_known_names_in_the_documented_order(part: str) -> None:
     names = KNOWN_NAMES[part]
     for i, name in enumerate(names):
         rows = rows_of({later: "x" for later in reversed(names[i:])})
-        assert find_column(part, ColumnsConfig(), rows) == name
+        assert Table(rows).find(part, ColumnsConfig()) == name
 
 
 def test_one_stray_row_does_not_choose_the_column() -> None:
     rows = rows_of({"prompt": "x"}, {"question": "x"}, {"question": "x"})
-    assert find_column("prompt", ColumnsConfig(), rows) == "question"
+    assert Table(rows).find("prompt", ColumnsConfig()) == "question"
 
 
 def test_no_column_names_what_there_is_the_setting_and_the_nearest() -> None:
     with pytest.raises(
         DataError, match=r"it has: qestion, other.*nearest is 'qestion': set data.columns.prompt=qestion"
     ):
-        require_column("prompt", ColumnsConfig(), rows_of({"qestion": "x", "other": "y"}))
+        Table(rows_of({"qestion": "x", "other": "y"})).require("prompt", ColumnsConfig())
     with pytest.raises(DataError, match=r"data.columns.prompt=questio is not a column.*nearest is 'question'"):
-        require_column("prompt", ColumnsConfig(prompt="questio"), rows_of({"question": "x"}))
+        Table(rows_of({"question": "x"})).require("prompt", ColumnsConfig(prompt="questio"))
     with pytest.raises(DataError, match=r"it has: zzz\. Set data.columns.chosen"):
-        require_column("chosen", ColumnsConfig(), rows_of({"zzz": "x"}))
+        Table(rows_of({"zzz": "x"})).require("chosen", ColumnsConfig())
 
 
 def test_each_bad_value_is_refused_with_its_reason(tmp_path: Path) -> None:

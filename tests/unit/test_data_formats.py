@@ -13,7 +13,7 @@ from oppo_megatron.config.data import DataConfig, PromptDataConfig
 from oppo_megatron.data.examples import read_completions, read_pairs, read_prompts
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine, RowProblems
-from oppo_megatron.data.supervised_rows import load_completions
+from oppo_megatron.data.supervised_rows import RowLoader
 from oppo_megatron.errors import DataError
 from tests.support.tokenizers import CharacterTokenizer
 
@@ -181,12 +181,12 @@ def test_real_dialogues_compressed(
 def test_the_first_row_is_shown_as_it_was_cut(tmp_path: Path) -> None:
     path, quarantine = tmp_path / "rows.jsonl", Quarantine()
     path.write_text('{"prompt": ""}\n{"prompt": "abcdef", "completion": "ghi"}\n')
-    config = DataConfig(path=path, bad_rows="quarantine")
+    config = DataConfig(path=path, bad_rows="quarantine", long_rows="truncate")
     prompts = PromptDataConfig(path=path, max_prompt_tokens=3, long_rows="truncate", bad_rows="quarantine")
     load_prompts(prompts, CharacterTokenizer(), quarantine=quarantine)
     assert quarantine.first == {"prompt": "def"}
-    load_completions(config, CharacterTokenizer(), max_tokens=8, long_rows="truncate", quarantine=quarantine)
+    RowLoader(config, CharacterTokenizer(), 8, quarantine).completions()
     assert quarantine.first == {"prompt": "def"}, "of the first data set that was read"
     quarantine = Quarantine()
-    load_completions(config, CharacterTokenizer(), max_tokens=8, long_rows="truncate", quarantine=quarantine)
+    RowLoader(config, CharacterTokenizer(), 8, quarantine).completions()
     assert quarantine.first == {"prompt": "cdef", "completion": "ghi"}, "cut to 8 tokens, EOS counted"

@@ -11,7 +11,7 @@ import pytest
 from oppo_megatron.config.data import DataConfig, PromptDataConfig, RewardPart, TokenizerConfig
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import load_completions, load_pairs, load_steps
+from oppo_megatron.data.supervised_rows import RowLoader
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.rewards.functions import build_reward_functions
@@ -25,10 +25,10 @@ def load(kind: str, path: Path | list[Path], **settings: Any) -> Any:
     if kind == "train":
         return load_prompts(PromptDataConfig(path=path, **settings), tokenizer, quarantine=aside)
     config = DataConfig(path=path, **settings)
+    loader = RowLoader(config, tokenizer, 1000, aside)
     if kind == "prm":
-        return load_steps(config, tokenizer, separator="\n", max_tokens=1000, long_rows="error", quarantine=aside)
-    reader = load_completions if kind == "sft" else load_pairs
-    return reader(config, tokenizer, max_tokens=1000, long_rows="error", quarantine=aside)
+        return loader.steps("\n")
+    return loader.completions() if kind == "sft" else loader.pairs()
 
 
 MISTAKES: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
