@@ -7,10 +7,11 @@ histogram with the columns `kind`, `tokens` and `requests`.
 from __future__ import annotations
 
 import csv
+import io
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -83,7 +84,18 @@ def read_length_trace(path: Path, column: str | None = None) -> LengthTrace:
     header = [name.strip() for name in names]
     is_histogram = set(HISTOGRAM) <= set(header)
     wanted = column or (KIND if is_histogram else COLUMN)
-    places = [_place(path, line, header, name) for name in (HISTOGRAM if is_histogram else (wanted,))]
+    places = []
+    for name in HISTOGRAM if is_histogram else (wanted,):
+        if header.count(name) != 1:
+            found, again = ", ".join(header) or "none", name in header
+            reason = f"the column `{name}` must be once in the header ({found}); rename one"
+            if not again:
+                reason = (
+                    f"there must be a column `{name}`, but the columns are: {found}; name the one that holds tokens, as in "
+                    f"{SETTING}: [FILE, COLUMN], or give a histogram {','.join(HISTOGRAM)}"
+                )
+            raise DataError(f"{path}, line {line}: {reason}")
+        places.append(header.index(name))
     counts: Counter[int] = Counter()
     kinds: set[str] = set()
     problems = RowProblems(Quarantine(), configured=False)
@@ -104,21 +116,9 @@ def read_length_trace(path: Path, column: str | None = None) -> LengthTrace:
     if is_histogram:
         raise DataError(
             f"{path}: a histogram with 0 requests of kind `{wanted}`, but at least one is needed; its kinds are "
-            f"{', '.join(sorted(kinds)) or 'none'}: name another, as in debug.forced_lengths: [FILE, KIND], or another file"
+            f"{', '.join(sorted(kinds)) or 'none'}: name another, as in {SETTING}: [FILE, KIND], or another file"
         )
     raise DataError(f"{path}: no row follows the header, but at least one request is needed; add rows, or name another file")
-
-
-def _place(path: Path, line: int, header: Sequence[str], name: str) -> int:
-    if header.count(name) == 1:
-        return header.index(name)
-    found = ", ".join(header) or "none"
-    if name in header:
-        raise DataError(f"{path}, line {line}: the column `{name}` must be once in the header ({found}); rename one")
-    raise DataError(
-        f"{path}, line {line}: there must be a column `{name}`, but the columns are: {found}; name the one that holds "
-        f"tokens, as in debug.forced_lengths: [FILE, COLUMN], or give a histogram {','.join(HISTOGRAM)}"
-    )
 
 
 def _whole_number(column: str, text: str) -> int:
@@ -131,19 +131,12 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line from 1, cells) of the lines that are not blank."""
     if not path.is_file():
         raise DataError(f"{path} is not a file; {SETTING} must be a CSV file: correct the path")
-    number = 0
-
-    def decoded(raw_lines: Iterator[bytes]) -> Iterator[str]:
-        nonlocal number
-        for number, raw in enumerate(raw_lines, start=1):
-            yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
-
-    with path.open("rb") as stream:
-        reader = csv.reader(decoded(stream))
-        try:
-            yield from ((reader.line_num, cells) for cells in reader if cells)
-        except UnicodeDecodeError as error:
-            where = f"{path}, line {number}: not UTF-8 (byte {error.start} of the line)"
-            raise DataError(f"{where}; save the file as UTF-8 text") from error
-        except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: not CSV ({error}); correct the line") from error
+    raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    try:
+        reader = csv.reader(io.StringIO(raw.decode("utf-8"), newline=""))
+        yield from ((reader.line_num, cells) for cells in reader if cells)
+    except UnicodeDecodeError as error:
+        line, byte = raw.count(b"\n", 0, error.start) + 1, error.start - raw.rfind(b"\n", 0, error.start) - 1
+        raise DataError(f"{path}, line {line}: not UTF-8 (byte {byte} of the line); save the file as UTF-8 text") from error
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: not CSV ({error}); correct the line") from error

@@ -1,4 +1,4 @@
-"""Responses to held-out prompts, scored by every part of a reward by itself.  No torch when imported."""
+"""Responses to held-out prompts, scored by every part of a reward by itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ Grade = Callable[[Sequence[Answer]], list[dict[str, float]]]
 
 
 class Grader:
-    """`parts` tried before anything is decoded.  Raises ConfigError for those that cannot be had."""
+    """`parts` tried before anything is decoded; `summed`: their sum is a figure, too.  Raises ConfigError for those that cannot
+    be had.
+    """
 
     def __init__(self, config: ServeConfig, environment: Mapping[str, str], *, summed: bool):
         """`summed`: the parts belong to one reward, whose sum is a figure, too."""
@@ -52,8 +54,7 @@ class Grader:
     def check(self, rows: Mapping[int, Mapping[str, Any]], longest: int, tell: Callable[[str], None]) -> dict[int, str]:
         """Return the numbers of the `rows` (their columns by number) that cannot be scored, with the reason.
 
-        Raises DataError if none can be scored, and ConfigError if the reward model does not read `longest` tokens (a prompt
-        and its response).
+        Raises DataError if none can be scored, ConfigError if the reward model does not read `longest` tokens.
         """
         if self._rewards.needs_model and longest > self._config.max_tokens:
             raise ConfigError(
@@ -75,7 +76,7 @@ class Grader:
 
     @contextmanager
     def opened(self) -> Iterator[Grade]:
-        """Open the reward model, if there is one, on this process.  Raises ConfigError or CheckpointError."""
+        """Open the reward model, if there is one.  Raises ConfigError or CheckpointError."""
         with ExitStack() as stack:
             stack.callback(self._rewards.close)
             if not self._rewards.needs_model:
@@ -87,7 +88,7 @@ class Grader:
             yield lambda answers: self._grade(answers, model.scores(self._items(answers)))
 
     def _items(self, answers: Sequence[Answer]) -> list[Item]:
-        """With the ids that the reward model's tokenizer has for the texts; a response that was cut has no end."""
+        """With the ids of the reward model's tokenizer; a response that was cut has no end."""
         assert self._config.tokenizer is not None
         tokenizer = load_tokenizer(self._config.tokenizer)
         items = []

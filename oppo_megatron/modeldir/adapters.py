@@ -39,7 +39,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 def adapter_problems(name: str, lora: LoraConfig) -> list[str]:
-    """Return why the adapters in `lora.adapter` do not match `lora` (the section `name`), one sentence per mismatch."""
+    """Why the adapters in `lora.adapter` do not match `lora` (the section `name`), one sentence per mismatch."""
     if lora.adapter is None:
         return []
     try:
@@ -74,8 +74,7 @@ def _uncomputed(where: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def lora_of(directory: Path) -> LoraConfig:
-    """The settings of a peft directory's adapters.  Raises CheckpointError for one that is not of LoRA, or not computed
-    here."""
+    """The settings of a peft directory's adapters.  Raises CheckpointError if they are not supported here."""
     found = read_adapter_config(directory)
     try:
         lora = LoraConfig(

@@ -1,4 +1,4 @@
-"""The token ids that end a response, read from a model's directory.  Pure; no weights and no tokenizer are loaded."""
+"""The token ids that end a response, read from a model's directory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ FIELD = "eos_token_id"
 
 
 def model_eos_ids(directory: Path) -> tuple[int, ...]:
-    """The `eos_token_id` of `generation_config.json`, or if it has none, of `config.json`: a number or a list.
-
-    Without either there are no ids.  Raises CheckpointError for a file or an entry that is neither.
+    """The `eos_token_id` of `generation_config.json`, or if it has none, of `config.json`.  Raises CheckpointError for one that
+    is not an id or a list of them.
     """
     for name in (GENERATION_CONFIG, MODEL_CONFIG):
         path = directory / name
@@ -25,7 +24,7 @@ def model_eos_ids(directory: Path) -> tuple[int, ...]:
 
 
 def distinct(ids: Iterable[int]) -> tuple[int, ...]:
-    """Return each id once, in order of first appearance."""
+    """Each id once, in order of first appearance."""
     return tuple(dict.fromkeys(ids))
 
 

@@ -1,7 +1,7 @@
-"""Finds the folder of a Megatron checkpoint that a path names, and the model's `config.json`.  Pure; no tensor is read.
+"""Finds the folder of a Megatron checkpoint that a path names, and the model's `config.json`.
 
-A `torch_dist` checkpoint (megatron-core's `dist_checkpointing`) is a folder with `metadata.json`, torch's index `.metadata`
-and `*.distcp` files.  A path may name it directly, or the folders that its writers put around it:
+A `torch_dist` checkpoint is a folder with `metadata.json`, torch's index `.metadata` and `*.distcp` files.  A path may name it
+directly, or the folders that its writers put around it:
 
     Megatron-LM     DIR/latest_checkpointed_iteration.txt, DIR/iter_0000010/
     NeMo            DIR/model_weights/ of an unpacked .nemo; a trainer's megatron_gpt-step=... is such a folder itself
@@ -28,7 +28,7 @@ SHAPE = "config.json"
 
 @dataclass(frozen=True)
 class MegatronFolder:
-    """`weights`: the folder of index and tensors.  `prefix`: prefix of the model's keys; None if it follows from the keys."""
+    """`weights`: the folder of index and tensors.  `prefix`: of the model's keys; None if it follows from the keys."""
 
     weights: Path
     shape: Path
@@ -36,7 +36,7 @@ class MegatronFolder:
 
 
 def find_megatron(directory: Path, shape: Path | None = None) -> MegatronFolder | None:
-    """Return the Megatron checkpoint that `directory` names; None for any other folder.  Raises CheckpointError if unreadable.
+    """The Megatron checkpoint that `directory` names; None for any other folder.  Raises CheckpointError if unreadable.
 
     `shape`: a `config.json` to use instead of searching for one.
     """

@@ -1,7 +1,7 @@
-"""Checks that the run's tokenizer is the one of each role's model.  Reads files, no model; without torch.
+"""Checks that the run's tokenizer is the one of each role's model, from files.
 
-Two tokenizers are the same if each id maps to the same piece, and sample texts become the same ids.  One may have added
-tokens that the other lacks, or has under a reserved name; one may be a fast tokenizer and the other its sentencepiece model.
+Two tokenizers are the same if each id maps to the same piece, and sample texts become the same ids.  One may have added tokens
+that the other lacks, or has under a reserved name; one may be a fast tokenizer and the other its sentencepiece model.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ SAMPLE = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`added`: ids of tokens in addition to the trained pieces.  `eos`: all ids that end a response; empty or None if
-    unspecified.
-    """
+    """`added`: ids of tokens besides the trained pieces.  `eos`: all ids that end a response; empty if unspecified."""
 
     pieces: Mapping[int, str]
     added: frozenset[int]
@@ -43,8 +41,7 @@ class Vocabulary:
 
 
 def compare_tokenizers(path: Path, directories: Mapping[str, Path]) -> tuple[list[str], list[str]]:
-    """Problems of the directories (by the setting that names each) whose tokenizer is not that at `path`; and, in a line
-    each, what was compared.
+    """Problems of the directories (by the setting that names each) whose tokenizer is not that at `path`; and what was compared.
     """
     problems: list[str] = []
     lines: list[str] = []
@@ -87,7 +84,6 @@ def _without(name: str, directory: Path, lacking: Path) -> str:
 
 
 def _difference(own: Vocabulary, there: Vocabulary) -> str | None:
-    """The first difference as a clause, or None."""
     own_ids, their_ids = _ids(own), _ids(there)
     for i in sorted(own.pieces.keys() | there.pieces.keys()):
         ours, theirs = own.pieces.get(i), there.pieces.get(i)
@@ -125,7 +121,7 @@ def _listed(ids: Iterable[int]) -> str:
 
 
 def _tokenizer_file(path: Path) -> Path | None:
-    """The file that holds the pieces; None for a path without one."""
+    """The file that holds the pieces."""
     if path.is_file():
         return path
     return next((path / name for name in (FAST, SENTENCEPIECE, SLOW) if (path / name).is_file()), None)
@@ -142,7 +138,6 @@ def _identity(path: Path, file: Path) -> tuple[str, str]:
 
 
 def _special(path: Path, name: str) -> str | None:
-    """Text of a special token as `tokenizer_config.json` has it."""
     if not (path / SETTINGS).is_file():
         return None
     value = read_mapping(path / SETTINGS, "the tokenizer's settings").get(name)
@@ -151,7 +146,6 @@ def _special(path: Path, name: str) -> str | None:
 
 
 def _read(path: Path, file: Path) -> Vocabulary:
-    """Read a vocabulary file.  Raises CheckpointError if the content does not match the file's name."""
     if file.name not in (FAST, SLOW):
         return _sentencepiece(path, file)
     pieces, added = _fast_pieces(file) if file.name == FAST else _slow_pieces(path, file)

@@ -33,7 +33,6 @@ WAITING_S = 7 * 24 * 3600.0
 
 
 def run_rank(kind: str, request: Request) -> int:
-    """Answer on this rank; rank 0 reads and shows."""
     runtime = request.runtime
     if isinstance(request.to, Conversation):
         runtime = runtime.model_copy(update={"timeout_s": WAITING_S})
@@ -74,7 +73,6 @@ def _sampling(drawing: Drawing) -> Sampling:
 
 
 def _show(request: Request, to: Terminal, policy: LoadedPolicy, world: World) -> None:
-    """Show the responses, in the order of the prompts."""
     speaks, prompts = world.rank == 0, request.prompts
     if len(prompts) == 1 and not to.as_json:
         _grow(_decoder(request, policy, SHOWN_STEPS), prompts[0], policy.tokenizer.decode, speaks)
@@ -120,7 +118,6 @@ def _grow(
 
 
 def _fill(request: Request, to: OutputFile, policy: LoadedPolicy, world: World) -> None:
-    """Decode the requests; rank 0 writes each response as soon as it ends."""
     decode = policy.tokenizer.decode
     file = ResponseFile(to, request.prompts, request.samples, decode)
     left, meter = file.left, Meter(len(file), len(request.prompts))

@@ -1,4 +1,4 @@
-"""Output of responses: to the terminal, or to a file that appears whole or not at all.  No torch."""
+"""Output of responses: to the terminal, or to a file that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class GrowingText:
 
 
 def answer_of(rollout: Rollout, samples: int, decode: Decode) -> dict[str, Any]:
-    """A line of the output."""
     prompt = rollout.prompt
     return {
         "row": prompt.row,
@@ -51,7 +50,6 @@ def answer_of(rollout: Rollout, samples: int, decode: Decode) -> dict[str, Any]:
 
 
 def partial_path(path: Path) -> Path:
-    """Where responses are while some are missing."""
     return path.with_name(f"{path.name}.partial")
 
 
@@ -97,8 +95,7 @@ def _require_same(partial: Path, settings: Mapping[str, Any]) -> None:
 
 
 class ResponseFile:
-    """A JSONL file of responses, in the order of prompts once all are there; until then finished responses are in a file next
-    to it."""
+    """A JSONL file of responses in the order of prompts; until all are there they are in a file next to it."""
 
     def __init__(self, to: OutputFile, prompts: Sequence[Prompt], samples: int, decode: Decode):
         """Raises DataError if the file answers other prompts."""
@@ -112,7 +109,6 @@ class ResponseFile:
 
     @property
     def left(self) -> list[Prompt]:
-        """Prompts that have no response yet."""
         return [prompt for key, prompt in self._prompts.items() if key not in self._done]
 
     def __len__(self) -> int:
@@ -120,7 +116,7 @@ class ResponseFile:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[Rollout], None]]:
-        """Takes responses; with the block's regular end the file is whole."""
+        """Yields a function that takes responses; with the block's regular end the file is whole."""
         partial = partial_path(self._to.path)
         with _naming(partial):
             with partial.open("w", encoding="utf-8") as file:
@@ -151,7 +147,7 @@ class ResponseFile:
 
 
 def _read(partial: Path) -> list[dict[str, Any]]:
-    """The lines that are whole; a process that was killed may have left half of the last.  Raises DataError."""
+    """The lines that are whole; a process that was killed may have left half of the last."""
     lines: list[dict[str, Any]] = []
     with partial.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -181,7 +177,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 class Meter:
-    """Tells on the standard error how far it is: now and then, and at the end."""
+    """Reports on the standard error how far it is: now and then, and at the end."""
 
     def __init__(self, done: int, total: int, clock: Callable[[], float] = time.monotonic):
         self._total, self._clock = total, clock

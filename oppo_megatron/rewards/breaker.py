@@ -15,8 +15,8 @@ from tenacity import RetryCallState, wait_exponential
 class Pauses:
     """When a failed request is sent again.
 
-    `retry_s`: pause before the second attempt, doubled for each further one up to `retry_max_s`.  After `breaker_failures`
-    failures in a row only a single request is tried, every `breaker_pause_s`, to see if the service is back.
+    `retry_s`: before the second attempt, doubled for each further one up to `retry_max_s`.  After `breaker_failures` in a row
+    only one request is tried, every `breaker_pause_s`.
     """
 
     retry_s: float = 0.5
@@ -44,7 +44,6 @@ class CircuitBreaker:
 
     @property
     def state(self) -> str:
-        """`closed`, `open` or `half open`."""
         if self._opened_at is None:
             return "closed"
         return "half open" if self._probing or self._left_s() <= 0 else "open"
@@ -75,15 +74,13 @@ class CircuitBreaker:
 
 
 def growing_pauses(first_s: float, longest_s: float, chance: random.Random) -> Callable[[RetryCallState], float]:
-    """Pauses after a failed attempt: each is twice the one before, and is shortened by up to a half at random, so that
-    senders which failed together do not come back together.
-    """
+    """Pauses that double, shortened by up to a half at random, so that senders do not come back together."""
     full_s = wait_exponential(multiplier=first_s, max=longest_s)
     return lambda state: full_s(state) * chance.uniform(0.5, 1.0)
 
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float:
-    """Return the seconds that a `Retry-After` header asks for (RFC 9110: seconds or a date); 0.0 if it cannot be read."""
+    """The seconds that a `Retry-After` header asks for (RFC 9110: seconds or a date); 0.0 if it cannot be read."""
     if value is None:
         return 0.0
     text = value.strip()

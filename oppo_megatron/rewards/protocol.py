@@ -67,7 +67,7 @@ class Request(BaseModel):
 
 
 def encode_request(items: Sequence[ScoreItem], send_tokens: bool) -> bytes:
-    """The body of a request.  Raises RewardError, as `check_fields`, for columns that JSON cannot say."""
+    """The body of a request.  Raises RewardError as `check_fields`."""
     rows = []
     for item in items:
         check_fields(item.fields)

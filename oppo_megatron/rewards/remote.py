@@ -1,14 +1,11 @@
-"""Scores from a service over HTTP.
-
-The run hands in responses as they finish and takes the scores when it needs them.  Between the two, one thread with an
-event loop sends them:
+"""Scores from a service over HTTP, by one thread with an event loop:
 
     request() --> waiting --> at most `max_in_flight` requests of at most `max_batch` responses --> result()
                      ^                        |
                      +-- pause, breaker <-----+ failed: the same request again, until `give_up_s` are over
 
-A failure is never a score.  A permanent failure (refused token, wrong address) and one that lasts too long end the run:
-`request` and `result` raise it from then on.
+A permanent failure (refused token, wrong address) and one that lasts too long end the run: `request` and `result` raise it from
+then on.
 """
 
 from __future__ import annotations
@@ -30,7 +27,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 from oppo_megatron.config.remote import RemoteRewardConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.breaker import PAUSES, CircuitBreaker, Pauses, growing_pauses, retry_after_s
-from oppo_megatron.rewards.protocol import ScoreItem, encode_request, read_answer
+from oppo_megatron.rewards.parts import Fields, Part
+from oppo_megatron.rewards.protocol import ScoreItem, check_fields, encode_request, read_answer
 
 if TYPE_CHECKING:
     import httpx
@@ -59,11 +57,10 @@ class _Failure(Exception):
         self.transient, self.retry_after_s = transient, retry_after_s
 
 
-class RemoteReward:
-    """A reward service at `url`.  `label` names it in messages.  The thread starts with the first request.
+class RemoteReward(Part):
+    """A reward service at `url`.  `label` names it in messages.  The thread starts with the first request."""
 
-    `pauses` lie between attempts, `clock` gives seconds, `chance` the jitter of pauses.
-    """
+    waits = names_itself = True
 
     def __init__(
         self,
@@ -96,15 +93,17 @@ class RemoteReward:
     def __repr__(self) -> str:
         return f"RemoteReward({self.url})"
 
+    def check(self, fields: Fields) -> None:
+        check_fields(fields)
+
+    def score(self, item: ScoreItem, num_tokens: int | None) -> float:
+        return self.result(item.seq_id)
+
     def requested(self, seq_id: int) -> bool:
-        """True if the score of this sequence has been asked for and not yet taken."""
         return seq_id in self._scores
 
     def request(self, items: Sequence[ScoreItem]) -> None:
-        """Ask for scores; returns at once.  A sequence that is being scored is not asked for again.
-
-        Raises RewardError if the service has failed for good.
-        """
+        """Raises RewardError if the service has failed for good."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -114,14 +113,18 @@ class RemoteReward:
         if new:
             self._start().call_soon_threadsafe(self._enqueue, new)
 
+    def _enqueue(self, items: Sequence[ScoreItem]) -> None:
+        for item in items:
+            self._waiting.put_nowait(item)
+
     def result(self, seq_id: int) -> float:
-        """The score of a sequence that was asked for; waits for it.  Raises RewardError if the service has failed."""
+        """Wait for the requested score of a sequence."""
         score = self._scores[seq_id].result()
         del self._scores[seq_id]
         return score
 
     def forget(self, seq_id: int) -> None:
-        """The score of a sequence will not be taken, whether it has been asked for, has come, or neither."""
+        """Whether the score has been asked for, has come, or neither."""
         score = self._scores.get(seq_id)
         if score is not None:
             score.add_done_callback(lambda _: self._scores.pop(seq_id, None))
@@ -144,10 +147,6 @@ class RemoteReward:
             self._thread.start()
         return self._loop
 
-    def _enqueue(self, items: Sequence[ScoreItem]) -> None:
-        for item in items:
-            self._waiting.put_nowait(item)
-
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         try:
@@ -159,7 +158,7 @@ class RemoteReward:
             loop.run_until_complete(loop.shutdown_asyncgens())
 
     def _fail(self, error: Exception) -> None:
-        """From now on every waiting and every further request raises `error`; the first one counts."""
+        """From now on every waiting and every further request raises the first `error`."""
         with self._lock:
             if self._failure is None:
                 self._failure = error
@@ -168,7 +167,6 @@ class RemoteReward:
                     score.set_exception(self._failure)
 
     async def _serve(self) -> None:
-        """Send requests until asked to stop.  Raises the error of a request that has failed for good."""
         import httpx
 
         assert self._stop is not None
@@ -205,7 +203,6 @@ class RemoteReward:
                 self._scores[item.seq_id].set_result(scores[item.seq_id])
 
     async def _deliver(self, client: httpx.AsyncClient, batch: Sequence[ScoreItem]) -> dict[int, float]:
-        """The scores of a batch, however many attempts they take.  Raises RewardError once it is given up."""
         body, ids = encode_request(batch, self.settings.send_tokens), [item.seq_id for item in batch]
         await self._let_in(math.inf)  # if it is down, the requests that were refused decide when to give up
         until = self._clock() + self.settings.give_up_s
@@ -230,7 +227,7 @@ class RemoteReward:
         return await AsyncRetrying(retry=retry_if_exception_type(_Failure), wait=pause_s, sleep=asyncio.sleep)(ask)
 
     def _give_up_where_due(self, failure: _Failure, ids: Sequence[int], attempt: int, left_s: float) -> None:
-        """Return if the request is to be sent again.  Raises RewardError."""
+        """Return if the request is to be sent again."""
         settings = self.settings
         what = f"{self.label}: {self.url} {failure}"
         where = f"sequence {ids[0]}" + (f" and {len(ids) - 1} more" if len(ids) > 1 else "")
@@ -249,7 +246,7 @@ class RemoteReward:
             _log.warning("%s; %s: it is asked again for %.0f s more", what, where, left_s)
 
     async def _let_in(self, until: float) -> bool:
-        """Wait for the breaker.  Return False if it has not admitted the request by then."""
+        """Wait for the breaker; False if it has not admitted the request by then."""
         while (wait_s := self._breaker.enter()) > 0:
             left_s = until - self._clock()
             if left_s <= 0:
@@ -258,7 +255,6 @@ class RemoteReward:
         return True
 
     async def _attempt(self, client: httpx.AsyncClient, body: bytes, ids: Sequence[int]) -> dict[int, float]:
-        """One request.  Raises _Failure, whatever goes wrong."""
         import httpx
 
         try:
@@ -308,5 +304,5 @@ class RemoteReward:
 
 
 def _authorities(url: str) -> ssl.SSLContext:
-    """Return the certificate authorities to trust; none for plain http, because loading the system's list takes time."""
+    """The certificate authorities to trust; none for plain http, because loading the system's list takes time."""
     return ssl.create_default_context() if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

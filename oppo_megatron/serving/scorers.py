@@ -1,7 +1,4 @@
-"""The scorer of a service: the weighted sum of its parts, with a reward model on this process if one is named.
-
-Importing this file, and `try_parts`, need none of the packages that serve.
-"""
+"""The scorer of a service: the weighted sum of its parts.  Importing this needs none of the packages that serve."""
 
 from __future__ import annotations
 
@@ -19,16 +16,13 @@ if TYPE_CHECKING:
 
 
 def build_rewards(config: ServeConfig, environment: Mapping[str, str]) -> RewardSum:
-    """The service's sum.  Its isolated parts do not see the service's token.  Raises ConfigError."""
+    """The service's sum.  Its isolated parts do not see the service's token."""
     inherited = {name: value for name, value in environment.items() if name != config.token_env}
     return build_reward_functions(config.rewards, inherited)
 
 
 def try_parts(config: ServeConfig, environment: Mapping[str, str]) -> list[str]:
-    """Try token, rewards and tokenizer without loading a model or listening.  Returns a line about the rewards.
-
-    Raises ConfigError.
-    """
+    """Try token, rewards and tokenizer without loading a model or listening.  Returns a line about the rewards."""
     if config.token_env is not None:
         read_token(config.token_env, environment)
     if config.streams:

@@ -55,21 +55,18 @@ def choice(response: str) -> str | None:
 
 
 def verify(response: str, expected: Any) -> float:
-    """1.0 if the response states the expected letter, else 0.0.  Raises `RewardError` as `expected_letter`."""
+    """1.0 if the response states the expected letter, else 0.0.  Raises as `expected_letter`."""
     return 1.0 if choice(response) == expected_letter(expected) else 0.0
 
 
 def settled(prefix: str) -> float | None:
-    """Return 0.0 once the closed marks after the thoughts state two letters, or one states none: more text cannot change it."""
+    """0.0 once the closed marks after the thoughts state two letters, or one states none: more text cannot change it."""
     found = {letter for text in closed_marks(prefix) for letter in _marked(text)}
     return 0.0 if len(found) > 1 or None in found else None
 
 
 def expected_letter(value: Any) -> str:
-    """The letter in a row's answer column; a whole number counts the choices from 0, as MMLU's does.
-
-    Raises `RewardError` if it is neither.
-    """
+    """The letter in a row's answer column; a whole number counts the choices from 0, as MMLU's.  Raises RewardError."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(LETTERS):
         return LETTERS[value]
     letter = _WHOLE.fullmatch(value) if isinstance(value, str) else None
@@ -98,7 +95,7 @@ def _stated(text: str) -> list[str]:
 
 
 def _in_line(text: str) -> list[str]:
-    """Return the letter that a line begins with, and the letters in brackets after it."""
+    """The letter that a line begins with, and the letters in brackets after it."""
     text = bare(text.lstrip("✅ "))
     found = _LINE.fullmatch(text)
     if not found:

@@ -1,7 +1,7 @@
 """Rule `code`: the last block of Python in a response passes the row's tests, each in a process of its own.
 
-`grade` runs in the process of an `IsolatedFunction` and starts `code_runner` for each response, under limits of time and
-memory and, if the kernel supports it, without sockets.  This is not a sandbox: docs/rewards.md lists its limits.
+`grade` runs in the process of an `IsolatedFunction` and starts `code_runner` for each response.  This is not a sandbox:
+docs/rewards.md lists its limits.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def program_of(response: str) -> str | None:
 
 
 def read_tests(value: Any) -> Tests:
-    """The tests in a row's column: asserts (a text, or a list of them), a list of pairs {input, output}, or one mapping
-    {inputs, outputs} of lists, all of them also as JSON in a text.
+    """The tests in a row's column: asserts (a text, or a list of them), a list of {input, output}, or {inputs, outputs}, also as
+    JSON.
 
-    Raises `RewardError` for anything else, and where there is no test.
+    Raises `RewardError` for anything else, and if there is no test.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):
@@ -117,7 +117,6 @@ def grade(
 
 
 def about_network() -> str:
-    """Return a sentence that says whether programs are kept from the network on this host."""
     probe = subprocess.run(  # noqa: S603  (this package's own file, and no shell)
         [sys.executable, "-I", RUNNER], input=b'{"tests": []}', stdout=subprocess.PIPE, check=True
     )
@@ -168,7 +167,6 @@ def _running(job: Mapping[str, Any], wall_s: float) -> Iterator[Iterator[dict[st
 
 
 def _verdicts(descriptor: int, deadline: float) -> Iterator[dict[str, Any]]:
-    """Return the runner's output after its first line."""
     poll, data, first = select.poll(), b"", True
     poll.register(descriptor, select.POLLIN)
     while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
@@ -183,7 +181,6 @@ def _verdicts(descriptor: int, deadline: float) -> Iterator[dict[str, Any]]:
 
 
 def _end_children() -> None:
-    """Kill all descendants, and those that they start meanwhile."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with suppress(psutil.NoSuchProcess):

@@ -36,10 +36,7 @@ def literals(pattern: str) -> list[str]:
 
 
 class FormatRule:
-    """`pattern` on a whole response (`whole`), or on any stretch of it.  Raises ValueError for an invalid pattern.
-
-    `can_settle`: True if `settled` can return more than None.
-    """
+    """`pattern` on a whole response (`whole`), or on any stretch of it.  `can_settle`: `settled` can return more than None."""
 
     def __init__(self, pattern: str, *, whole: bool):
         self._pattern, self._whole = compile_pattern(pattern), whole
