@@ -84,10 +84,7 @@ def _user_function(part: RewardPart, environment: Mapping[str, str]) -> UserFunc
         isolated.try_start()
         return isolated
     function, options = load_entry_point(part.entry_point, part.options), part.options
-    early = load_entry_point(f"{part.entry_point}.settled", options) if hasattr(function, "settled") else None
-    if not options:
-        return UserFunction(function, early)
-    return UserFunction(partial(function, **options), partial(early, **options) if early is not None else None)
+    return UserFunction(partial(function, **options) if options else function)
 
 
 class RewardSum:
@@ -130,31 +127,6 @@ class RewardSum:
         for summand in self.summands:
             for place, reason in summand.function.unusable(rows, tell).items():
                 found.setdefault(place, f"reward part {summand.label!r}: {reason}")
-        return found
-
-    def never_settle(self) -> dict[str, str]:
-        """The parts that no prefix ever settles, by label, with the reason."""
-        reasons = {summand.label: summand.function.never_settles for summand in self.summands}
-        return {label: why for label, why in reasons.items() if why is not None}
-
-    def settled(self, item: ScoreItem, place: str = "") -> dict[str, float]:
-        """By label, the value of each part that is the same for every response beginning with the response of `item`.
-
-        Raises `RewardError` naming sequence, `place` (file:line of the prompt's row) and part.
-        """
-        found = dict[str, float]()
-        for summand in self.summands:
-            if summand.function.never_settles is not None:
-                continue
-            try:
-                value = summand.function.settled(item.prompt, item.response, item.fields)
-                if value is not None:
-                    found[summand.label] = _finite(value, "it")
-            except RewardError as error:
-                raise RewardError(
-                    f"{_named(item, place)}: `settled` of reward part {summand.label!r} failed: {error}; it must give a finite "
-                    "number or None for every prefix: correct it"
-                ) from (error.__cause__ or error)
         return found
 
     def reads_model(self, labels: Collection[str]) -> bool:

@@ -24,7 +24,7 @@ from oppo_megatron.config.remote import START_S, IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.nesting import read_json
 from oppo_megatron.rewards.isolated_child import MARK, MAX_ANSWER_BYTES, end_marked
-from oppo_megatron.rewards.parts import NO_SETTLED, Fields, Part
+from oppo_megatron.rewards.parts import Fields, Part
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields
 
 CHILD = "oppo_megatron.rewards.isolated_child"
@@ -57,7 +57,6 @@ class IsolatedFunction(Part):
         self._cpu_s = math.ceil(limits.wall_s) if cpu_s is None else cpu_s
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
-        self._settles = False
         self._mark = ""
         self._thread = self._to_child = self._from_child = -1
         self._shows: threading.Thread | None = None
@@ -80,25 +79,14 @@ class IsolatedFunction(Part):
         """Raises RewardError, naming the function, for an exception or a result that is not a number; once the process has
         started, Unanswered for a crash or a limit.
         """
-        return float(self._called({"prompt": prompt, "response": response, "fields": dict(fields)}))
-
-    @property
-    def never_settles(self) -> str | None:
-        """Known once the process has started, as in `try_start`."""
-        return None if self._settles else NO_SETTLED
-
-    def settled(self, prompt: str, prefix: str, fields: Fields) -> float | None:
-        value = self._called({"prompt": prompt, "response": prefix, "fields": dict(fields), "settled": True})
-        return None if value is None else float(value)
-
-    def _called(self, call: Mapping[str, Any]) -> Any:
         if self._process is None:
             self._start()
         assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"
+        call = {"prompt": prompt, "response": response, "fields": dict(fields)}
         answer = self._ask(call, self.limits.wall_s, f"{self.entry_point} gave no score within isolate.wall_s")
         if "error" in answer:
             raise RewardError(f"{self.entry_point} failed in its process: {answer['error']}")
-        return answer["value"]
+        return float(answer["value"])
 
     def interrupt(self) -> None:
         """Kill the process, from any thread: a call that is under way fails."""
@@ -154,7 +142,6 @@ class IsolatedFunction(Part):
         if answer.get("ready") is not True:
             self.close()
             raise RewardError(f"{self.entry_point} cannot be loaded in its process: {answer.get('error', answer)}")
-        self._settles = bool(answer.get("settles"))
 
     def _ask(self, message: Mapping[str, Any], limit_s: float, late: str) -> dict[str, Any]:
         """Send a line and read the next one.  Whatever goes wrong ends the process; all but a wrong line is `Unanswered`."""

@@ -17,9 +17,6 @@ from oppo_megatron.rewards.protocol import ScoreItem
 
 Fields = Mapping[str, Any]
 """The columns of a prompt's row, other than the prompt's."""
-UserCode = Callable[..., Any]
-"""Called with (prompt, response, fields)."""
-NO_SETTLED, AT_THE_END = "the function has no `settled`", "it is known at the end of a response only"
 
 
 class Part:
@@ -30,11 +27,6 @@ class Part:
 
     waits: ClassVar[bool] = False
     names_itself: ClassVar[bool] = False
-
-    @property
-    def never_settles(self) -> str | None:
-        """Why no prefix ever settles the score, if so."""
-        return AT_THE_END
 
     def about(self) -> str:
         """A line that a user should know before the run; empty: there is nothing to say."""
@@ -50,10 +42,6 @@ class Part:
     def score(self, item: ScoreItem, num_tokens: int | None) -> Any:
         """The score of a response of `num_tokens`, which has been requested; waits for it.  Raises RewardError."""
         raise NotImplementedError
-
-    def settled(self, prompt: str, prefix: str, fields: Fields) -> Any:
-        """The score of every response that begins with `prefix`, or None.  Asked only if `never_settles` is None."""
-        return None
 
     def requested(self, seq_id: int) -> bool:
         """True if the score of this sequence has been asked for and not yet taken."""
@@ -75,16 +63,10 @@ class ModelScore(Part):
 
 @dataclass(frozen=True)
 class RulePart(Part):
-    """A rule in this process.  `early(prefix, fields)` settles scores; without it, `unsettled` says why not."""
+    """A rule in this process; `expected` reads the columns that it needs."""
 
     rate: Callable[[ScoreItem, int | None], float]
     expected: Callable[[Fields], Any] | None = None
-    early: Callable[[str, Fields], float | None] | None = None
-    unsettled: str = AT_THE_END
-
-    @property
-    def never_settles(self) -> str | None:
-        return self.unsettled if self.early is None else None
 
     def check(self, fields: Fields) -> None:
         if self.expected is not None:
@@ -93,23 +75,12 @@ class RulePart(Part):
     def score(self, item: ScoreItem, num_tokens: int | None) -> float:
         return self.rate(item, num_tokens)
 
-    def settled(self, prompt: str, prefix: str, fields: Fields) -> float | None:
-        return None if self.early is None else self.early(prefix, fields)
-
 
 @dataclass(frozen=True)
 class UserFunction(Part):
-    """A user's function, called in this process.  Raises RewardError if it raises, or asks to end the process.
+    """A user's function, called in this process.  Raises RewardError if it raises, or asks to end the process."""
 
-    `early`: its `settled`, which takes a prefix in place of the response, and may return None.
-    """
-
-    function: UserCode
-    early: UserCode | None = None
-
-    @property
-    def never_settles(self) -> str | None:
-        return None if self.early is not None else NO_SETTLED
+    function: Callable[..., Any]
 
     def about(self) -> str:
         """The first line of its docstring."""
@@ -117,16 +88,9 @@ class UserFunction(Part):
         return (inspect.getdoc(called) or "").partition("\n")[0]
 
     def score(self, item: ScoreItem, num_tokens: int | None) -> Any:
-        return self._call(self.function, item.prompt, item.response, item.fields)
-
-    def settled(self, prompt: str, prefix: str, fields: Fields) -> Any:
-        return self._call(self.early, prompt, prefix, fields)
-
-    def _call(self, function: UserCode | None, *arguments: Any) -> Any:
-        assert function is not None, "asked only if there is one"
         try:
             with staying():
-                return function(*arguments)
+                return self.function(item.prompt, item.response, item.fields)
         except (SystemExit, ProcessExit) as error:
             raise RewardError(f"it asked to end the process ({said_of(error)}); return a number, or raise") from error
         except Exception as error:

@@ -14,9 +14,8 @@ from oppo_megatron.rewards.isolated_rule import IsolatedRule, Trial
 from oppo_megatron.rewards.isolation import IsolatedFunction
 from oppo_megatron.rewards.parts import Fields, Part, RulePart
 from oppo_megatron.rewards.rules import choices, code_tests, math_answers
-from oppo_megatron.rewards.rules.formats import FormatRule
-from oppo_megatron.rewards.rules.lengths import LengthRule
-from oppo_megatron.rewards.verifiers import expected_answer, first_settled, verify
+from oppo_megatron.rewards.rules.formats import FormatRule, LengthRule
+from oppo_megatron.rewards.verifiers import expected_answer, verify
 
 VERLS_ANSWER = "reward_model.ground_truth"
 """The expected answer in rows of verl's layout, if they have no column `answer`."""
@@ -49,9 +48,7 @@ def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_to
     if part.name == "format":
         assert part.pattern is not None, "check_rewards asks for it"
         form = FormatRule(part.pattern, whole=not part.lenient)
-        why = "its pattern looks around, refers to groups or has anchors within, and a prefix says nothing of its match"
-        early = (lambda prefix, fields: form.settled(prefix)) if form.can_settle else None
-        return RulePart(lambda item, _: form.score(item.response), early=early, unsettled=why)
+        return RulePart(lambda item, _: form.score(item.response))
     if part.name == "length":
         return RulePart(_length_rule(part, max_response_tokens))
     if part.isolation is not None:
@@ -60,15 +57,11 @@ def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_to
         return RulePart(
             lambda item, _: choices.verify(item.response, column(item.fields, part.answer)),
             lambda fields: choices.expected_letter(column(fields, part.answer)),
-            lambda prefix, fields: choices.settled(prefix),
         )
     name = "flexible" if part.lenient else part.name
-    first = part.name == "gsm8k_first"
     return RulePart(
         lambda item, _: verify(name, item.response, column(item.fields, part.answer)),
         lambda fields: expected_answer(column(fields, part.answer)),
-        (lambda prefix, fields: first_settled(prefix, column(fields, part.answer))) if first else None,
-        "its rule cannot tell before the end",
     )
 
 
