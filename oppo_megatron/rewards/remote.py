@@ -124,7 +124,7 @@ class RemoteReward(Part):
         return score
 
     def forget(self, seq_id: int) -> None:
-        """Whether the score has been asked for, has come, or neither."""
+        """Drop a request: the score may have been asked for, have come, or neither."""
         score = self._scores.get(seq_id)
         if score is not None:
             score.add_done_callback(lambda _: self._scores.pop(seq_id, None))
