@@ -2,7 +2,7 @@
 
     request() --> waiting --> at most `max_in_flight` requests of at most `max_batch` responses --> result()
                      ^                        |
-                     +-- pause, breaker <-----+ failed: the same request again, until `give_up_s` are over
+                     +-------- pause <--------+ failed: the same request again, until `give_up_s` are over
 
 A permanent failure (refused token, wrong address) and one that lasts too long end the run: `request` and `result` raise it from
 then on.
@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
 from oppo_megatron.config.remote import RemoteRewardConfig
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.rewards.breaker import PAUSES, CircuitBreaker, Pauses, growing_pauses, retry_after_s
 from oppo_megatron.rewards.parts import Fields, Part
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, encode_request, read_answer
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 TRANSIENT_STATUS = {408, 425, 429}
 ANSWER_BYTES, ANSWER_BYTES_PER_ITEM = 1 << 16, 1 << 12
 SHOWN_CHARACTERS = 200
-LOOK_AGAIN_S = 0.25
 REDIRECTED = "redirects are not followed: write the address that it leads to as url"
 REMEDIES = {
     **dict.fromkeys((301, 302, 303, 307, 308), REDIRECTED),
@@ -69,19 +67,18 @@ class RemoteReward(Part):
         token: SecretStr | None = None,
         settings: RemoteRewardConfig | None = None,
         *,
-        pauses: Pauses = PAUSES,
+        pauses_s: tuple[float, float] = (0.5, 30.0),
         clock: Callable[[], float] = time.monotonic,
-        chance: random.Random | None = None,
     ):
+        """`pauses_s`: after the first failed attempt, doubled for each further one up to the second."""
         try:
             import httpx  # noqa: F401  (used by `_serve`; fails before anything starts if it is not installed)
         except ImportError as error:
             raise ConfigError(f"{label} is a reward of kind http, which needs the package httpx; install it") from error
         self.label, self.url, self.settings = label, url, settings or RemoteRewardConfig()
         self._token, self._clock = token, clock
-        chance = chance or random.Random()  # noqa: S311  (spreads retries; not to be secret)
-        self._pause_s = growing_pauses(pauses.retry_s, pauses.retry_max_s, chance)
-        self._breaker = CircuitBreaker(pauses.breaker_failures, pauses.breaker_pause_s, clock)
+        self._first_pause_s, self._longest_pause_s = pauses_s
+        self._chance = random.Random()  # noqa: S311  (spreads retries; not to be secret)
         self._scores: dict[int, Future[float]] = {}
         self._failure: Exception | None = None
         self._lock = threading.Lock()
@@ -204,27 +201,18 @@ class RemoteReward(Part):
 
     async def _deliver(self, client: httpx.AsyncClient, batch: Sequence[ScoreItem]) -> dict[int, float]:
         body, ids = encode_request(batch, self.settings.send_tokens), [item.seq_id for item in batch]
-        await self._let_in(math.inf)  # if it is down, the requests that were refused decide when to give up
-        until = self._clock() + self.settings.give_up_s
-        failures: list[_Failure] = []
-
-        def pause_s(state: RetryCallState) -> float:
-            return max(0.0, min(max(self._pause_s(state), failures[-1].retry_after_s), until - self._clock()))
-
-        async def ask() -> dict[int, float]:
-            if failures and not await self._let_in(until):
-                self._give_up_where_due(failures[-1], ids, len(failures), 0.0)
+        until, attempt, pause_s = self._clock() + self.settings.give_up_s, 0, self._first_pause_s
+        while True:
+            attempt += 1
             try:
-                scores = await self._attempt(client, body, ids)
+                return await self._attempt(client, body, ids)
             except _Failure as failure:
-                failures.append(failure)
-                self._breaker.failed()
-                self._give_up_where_due(failure, ids, len(failures), until - self._clock())
-                raise
-            self._breaker.succeeded()
-            return scores
-
-        return await AsyncRetrying(retry=retry_if_exception_type(_Failure), wait=pause_s, sleep=asyncio.sleep)(ask)
+                left_s = until - self._clock()
+                self._give_up_where_due(failure, ids, attempt, left_s)
+                # A random part of the pause is left out, so that senders which failed together do not come back together.
+                wait_s = max(pause_s * self._chance.uniform(0.5, 1.0), failure.retry_after_s)
+            await asyncio.sleep(max(0.0, min(wait_s, left_s)))
+            pause_s = min(2 * pause_s, self._longest_pause_s)
 
     def _give_up_where_due(self, failure: _Failure, ids: Sequence[int], attempt: int, left_s: float) -> None:
         """Return if the request is to be sent again."""
@@ -244,15 +232,6 @@ class RemoteReward(Part):
             )
         if attempt == 1:
             _log.warning("%s; %s: it is asked again for %.0f s more", what, where, left_s)
-
-    async def _let_in(self, until: float) -> bool:
-        """Wait for the breaker; False if it has not admitted the request by then."""
-        while (wait_s := self._breaker.enter()) > 0:
-            left_s = until - self._clock()
-            if left_s <= 0:
-                return False
-            await asyncio.sleep(min(wait_s, LOOK_AGAIN_S, left_s))
-        return True
 
     async def _attempt(self, client: httpx.AsyncClient, body: bytes, ids: Sequence[int]) -> dict[int, float]:
         import httpx
@@ -306,3 +285,17 @@ class RemoteReward(Part):
 def _authorities(url: str) -> ssl.SSLContext:
     """The certificate authorities to trust; none for plain http, because loading the system's list takes time."""
     return ssl.create_default_context() if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def retry_after_s(value: str | None, now: datetime | None = None) -> float:
+    """The seconds that a `Retry-After` header asks for (RFC 9110: seconds or a date); 0.0 if it cannot be read."""
+    if value is None:
+        return 0.0
+    text = value.strip()
+    if text.isascii() and text.isdigit():
+        return float(text[:9])
+    try:
+        date = parsedate_to_datetime(text)
+        return max(0.0, (date - (now or datetime.now(timezone.utc))).total_seconds())
+    except (TypeError, ValueError, OverflowError):
+        return 0.0

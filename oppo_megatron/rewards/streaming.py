@@ -15,6 +15,7 @@ import json
 import math
 import struct
 import threading
+import time
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
-from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_exponential
 
 from oppo_megatron.config.aligner import StreamConfig
 from oppo_megatron.errors import ConfigError, RewardError
@@ -160,19 +160,16 @@ class ScorerStream:
                     sequence.waiting = True  # the service has forgotten a part: again, from what it knows
 
     def _post(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        limit = stop_before_delay(self._give_up_s)
-        asking = Retrying(
-            retry=retry_if_exception_type(_NoAnswer),
-            wait=wait_exponential(multiplier=RETRY_S, max=RETRY_MAX_S),
-            stop=lambda state: self._closed or limit(state),
-            reraise=True,
-        )
-        try:
-            return asking(self._post_once, json.dumps(request), request)
-        except _NoAnswer as failure:
-            raise RewardError(
-                f"the scorer at {self._settings.url} {failure}, for {self._give_up_s:g} s; start it"
-            ) from failure
+        body, until, pause_s = json.dumps(request), time.monotonic() + self._give_up_s, RETRY_S
+        while True:
+            try:
+                return self._post_once(body, request)
+            except _NoAnswer as failure:
+                if self._closed or time.monotonic() + pause_s > until:
+                    what = f"the scorer at {self._settings.url} {failure}, for {self._give_up_s:g} s"
+                    raise RewardError(f"{what}; start it") from failure
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_MAX_S)
 
     def _post_once(self, body: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         import httpx
