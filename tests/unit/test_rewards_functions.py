@@ -84,14 +84,10 @@ def test_needs_model_only_where_a_part_is_one() -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (math.nan, "finite"),
-        (math.inf, "finite"),
-        (None, "NoneType"),
-        ("1", "str"),
-        ([1.0], "list"),
+        (math.nan, "finite"), (math.inf, "finite"), (None, "NoneType"), ("1", "str"), ([1.0], "list"),
         (10**400, "inf; a reward must be finite"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_finite_number_is_an_error(user_module: str, value: Any, reason: str) -> None:
     rewards = build_reward_functions([python(f"{user_module}:column")])
     with pytest.raises(RewardError, match=rf"sequence 42.*{user_module}:column.*{reason}"):

@@ -123,13 +123,10 @@ def ask(address: tuple[str, int], token: str | None = None) -> int:
         (HEALTH + b"\r\n" + HEALTH, until_closed, b"HTTP/1.1 200 OK"),
     ],
     ids=[
-        "nothing",
-        "half of the headers",
-        "headers byte by byte",
-        "a body after its answer",
+        "nothing", "half of the headers", "headers byte by byte", "a body after its answer",
         "half of the next headers",
     ],
-)
+)  # fmt: skip
 def test_what_does_not_come_in_time_ends_the_connection(
     sent: bytes, end: Callable[[socket.socket], bytes], said: bytes
 ) -> None:
