@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.nesting import DEEPEST, check_value, read_json, too_deep_at
+from oppo_megatron.nesting import DEEPEST, check_value, read_json, read_strict_json, too_deep_at
 
 BOM, GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
 SPACES = re.compile("[ \t\r\n\ufeff]*")
@@ -108,9 +108,7 @@ def _parsed(raw: bytes) -> dict[str, Any] | DataError:
     if raw.startswith(BOM):
         return DataError("a byte order mark, which only the first line of a file may begin with; remove it")
     try:
-        value = read_json(
-            raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_distinct
-        )
+        value = read_strict_json(raw.decode("utf-8"), parse_float=_finite)
         if not isinstance(value, dict):
             kind = type(value).__name__
             return DataError(f'a JSON {kind}, not an object; each row is written {{"column": value, ...}}')
@@ -127,24 +125,11 @@ def _parsed(raw: bytes) -> dict[str, Any] | DataError:
     return value
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object, refusing a name that comes twice: JSON does not say which value is meant."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        twice = next(name for i, (name, _) in enumerate(pairs) if any(name == other for other, _ in pairs[:i]))
-        raise ValueError(f"the name {twice!r:.60} comes twice in one object")
-    return value
-
-
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not a finite number")
     return number
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def plain_row(row: dict[str, Any]) -> dict[str, Any] | DataError:

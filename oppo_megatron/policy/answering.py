@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import World, choose_device, open_world
-from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, StopText, all_ids
 from oppo_megatron.policy.answers import Decode, GrowingText, Meter, ResponseFile, answer_of
-from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
+from oppo_megatron.policy.asked import Conversation, OutputFile, Request, Terminal
 from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted
 from oppo_megatron.policy.finding import policy_tokenizer
 from oppo_megatron.policy.given_prompts import require_room
@@ -40,7 +39,8 @@ def run_rank(kind: str, request: Request) -> int:
     with open_world(runtime) as world:
         if world.rank == 0:
             show_hosts(world.hosts)
-        policy = _load(request, runtime, world)
+        tokenizer, place = policy_tokenizer(request.policy), build_place(world, request.parallel)
+        policy = load_policy(request.policy, place, runtime, tokenizer, max_length=request.max_length)
         if isinstance(request.to, Conversation):
             _converse(request, request.to, policy, world)
         elif isinstance(request.to, OutputFile):
@@ -50,26 +50,15 @@ def run_rank(kind: str, request: Request) -> int:
     return 0
 
 
-def _load(request: Request, runtime: RuntimeConfig, world: World) -> LoadedPolicy:
-    tokenizer = policy_tokenizer(request.policy)
-    return load_policy(
-        request.policy, build_place(world, request.parallel), runtime, tokenizer, max_length=request.max_length
-    )
-
-
 def _decoder(request: Request, policy: LoadedPolicy, round_steps: int) -> PromptDecoder:
     drawing, tokenizer = request.drawing, policy.tokenizer
     text = StopText(drawing.stop, tokenizer.decode) if drawing.stop else None
     return policy.decoder(
-        _sampling(drawing),
+        Sampling(drawing.temperature, drawing.top_k, drawing.top_p, drawing.seed),
         Stopping(all_ids(tokenizer.eos_ids, drawing.stop_token_ids), drawing.max_tokens, text=text),
         num_slots=min(request.num_slots, max(1, len(request.prompts))),
         round_steps=round_steps,
     )
-
-
-def _sampling(drawing: Drawing) -> Sampling:
-    return Sampling(drawing.temperature, drawing.top_k, drawing.top_p, drawing.seed)
 
 
 def _show(request: Request, to: Terminal, policy: LoadedPolicy, world: World) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StrictFloat, StrictInt, StrictStr, ValidationError
 
 from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.nesting import read_json
+from oppo_megatron.nesting import read_strict_json
 
 MIN_TOKEN_CHARACTERS = 16
 
@@ -92,7 +92,7 @@ def read_answer(
 ) -> dict[int, float]:
     """The score of each of `ids`, all of them finite and within `low`..`high`.  Raises RewardError for anything else."""
     try:
-        answer = Answer.model_validate(parse_json(body))
+        answer = Answer.model_validate(read_strict_json(body.decode("utf-8")))
     except ValidationError as error:
         raise RewardError(f"the answer is not of the form of a score list: {first_problem(error)}") from None
     except (ValueError, OverflowError) as error:
@@ -110,11 +110,6 @@ def read_answer(
     return scores
 
 
-def parse_json(body: bytes) -> Any:
-    """As json.loads, but for what parsers read differently.  Raises ValueError."""
-    return read_json(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
-
-
 def read_token(variable: str, environment: Mapping[str, str]) -> SecretStr:
     """The bearer token in an environment variable.  Raises ConfigError, which never shows the token."""
     token = environment.get(variable)
@@ -128,17 +123,6 @@ def read_token(variable: str, environment: Mapping[str, str]) -> SecretStr:
             "characters, all of them visible ASCII; make one with `openssl rand -hex 32`"
         )
     return SecretStr(token)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _difference(found: Collection[int], asked: Sequence[int]) -> str:

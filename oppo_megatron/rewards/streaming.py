@@ -27,7 +27,8 @@ from pydantic import SecretStr
 
 from oppo_megatron.config.aligner import StreamConfig
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.rewards.protocol import parse_json, read_token
+from oppo_megatron.nesting import read_strict_json
+from oppo_megatron.rewards.protocol import read_token
 
 if TYPE_CHECKING:
     import httpx
@@ -190,7 +191,7 @@ class ScorerStream:
 
 def _read_rows(answer: httpx.Response, request: Mapping[str, Any]) -> list[dict[str, Any]]:
     try:
-        rows = parse_json(answer.content)["rows"]
+        rows = read_strict_json(answer.content.decode("utf-8"))["rows"]
         asked = {row["id"]: row for row in request["rows"]}
         for row in rows:
             known, sent = row["known"], asked.pop(row["id"])

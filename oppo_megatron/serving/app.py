@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 
 from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import RewardError
+from oppo_megatron.nesting import read_strict_json
 from oppo_megatron.rewards import protocol
 
 Scorer = Callable[[Sequence[protocol.Item]], list[float]]
@@ -131,7 +132,7 @@ class Gate(Generic[Asked, Found]):
 def read_message(kind: type[Message], body: bytes, what: str) -> Message:
     """The body as a message of this kind.  Raises Refusal, which does not repeat what was sent."""
     try:
-        return kind.model_validate(protocol.parse_json(body))
+        return kind.model_validate(read_strict_json(body.decode("utf-8")))
     except ValidationError as error:
         raise Refusal(422, f"not a request for {what}: {first_problem(error)}") from None
     except ValueError as error:
