@@ -124,9 +124,7 @@ def test_a_request_is_of_few_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_caches_that_memory_does_not_hold_are_a_capacity_error(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", "scalar")
-    config = ServeConfig(
-        reward={"checkpoint": tmp_path}, sequences=10**9, max_tokens=64, runtime={"device": "cpu"}
-    )
+    config = ServeConfig(reward={"checkpoint": tmp_path}, sequences=10**9, max_tokens=64, runtime={"device": "cpu"})
     with (
         pytest.raises(CapacityError, match="caches for 1000000000 sequences of 64 tokens.*lower sequences"),
         open_stream_scorer(config),
@@ -238,10 +236,7 @@ def test_a_slot_that_could_not_be_given_up_is_given_up_later(tmp_path: Path) -> 
     config = ServeConfig(reward={"checkpoint": tmp_path}, sequences=1, max_tokens=64, runtime={"device": "cpu"})
     with open_stream_scorer(config) as scorer:
         whole = Piece(**piece(final=True))
-        with (
-            mock.patch.object(scorer.cache, "close", side_effect=MemoryError),
-            pytest.raises(MemoryError),
-        ):
+        with (mock.patch.object(scorer.cache, "close", side_effect=MemoryError), pytest.raises(MemoryError)):
             scorer.extend("s", [whole])
         first, other = scorer.extend("s", [whole]), scorer.extend("s", [Piece(**piece(2, final=True))])
     assert first[0].score == other[0].score

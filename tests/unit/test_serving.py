@@ -105,11 +105,7 @@ def test_what_is_too_large_is_answered_with_413() -> None:
             for _ in range(100):
                 yield b" " * 1000
 
-        chunked = HTTP.post(
-            f"{address}/score",
-            content=unannounced(),
-            headers={"content-type": "application/json"},
-        )
+        chunked = HTTP.post(f"{address}/score", content=unannounced(), headers={"content-type": "application/json"})
         assert chunked.status_code == 413
 
 
