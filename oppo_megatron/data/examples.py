@@ -69,9 +69,7 @@ def read_pairs(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) 
     examples = _pairs(read_rows(config, problems, ["prompt", "completion"]), config, tokenizer, problems)
     same = sum(example.answers[0] == example.answers[1] for example in examples)
     if same:
-        problems.quarantine.note(
-            f"{same} of {len(examples)} pairs have the same text as chosen and rejected: they teach nothing"
-        )
+        problems.quarantine.note(f"{same} of {len(examples)} pairs have the same text as chosen and rejected: they teach nothing")
     return examples
 
 

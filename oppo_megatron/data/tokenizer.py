@@ -226,17 +226,13 @@ class SentencePieceTokenizer:
                 f"tokenizer.path={path} is not a sentencepiece model ({error}); train one with `oppo tokenizer`"
             ) from error
         if self._processor.eos_id() < 0:
-            raise ConfigError(
-                f"tokenizer.path={path} has no EOS, and a response needs an end; train it with eos_id >= 0"
-            )
+            raise ConfigError(f"tokenizer.path={path} has no EOS, and a response needs an end; train it with eos_id >= 0")
         self._path, self._chat_template = path, config.chat_template
         # Control symbols are never read from text: the template's have none.
         self.chat = ChatTemplate(config, lambda with_tools: config.chat_template, {"bos_token": "", "eos_token": ""})
         self.eos_id: int = self._processor.eos_id()
         self.eos_ids: tuple[int, ...] = (self.eos_id,)
-        self.bos_id, self.pad_id = (
-            i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.pad_id())
-        )
+        self.bos_id, self.pad_id = (i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.pad_id()))
         self.adds_bos = False  # the library's own way
         self.other_ids: tuple[int, ...] = (self._processor.unk_id(),)
         self.vocab_size: int = self._processor.get_piece_size()

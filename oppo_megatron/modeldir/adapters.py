@@ -82,9 +82,7 @@ def lora_of(directory: Path) -> LoraConfig:
         )
     except ValidationError as error:
         told = "; ".join(explain(LoraConfig, error))
-        raise CheckpointError(
-            f"`{directory / ADAPTER_CONFIG}` describes adapters that are not computed here ({told})"
-        ) from error
+        raise CheckpointError(f"`{directory / ADAPTER_CONFIG}` describes adapters that are not computed here ({told})") from error
     if problems := _uncomputed(f"`{directory}`", found):
         raise CheckpointError("\n".join(problems))
     return lora
@@ -108,7 +106,5 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     content = read_mapping(path, "the adapter's settings")
     kind = content.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(
-            f"`{path}`: peft_type is {kind!r:.40}, but LORA alone is computed; name an adapter of LoRA"
-        )
+        raise CheckpointError(f"`{path}`: peft_type is {kind!r:.40}, but LORA alone is computed; name an adapter of LoRA")
     return content

@@ -89,17 +89,13 @@ def _iteration(directory: Path) -> Path:
     tracker = directory / TRACKER
     text = tracker.read_text(encoding="utf-8", errors="replace")[:64].strip()
     if text != "release" and not (text.isascii() and text.isdecimal()):
-        raise CheckpointError(
-            f"`{tracker}` holds {text!r}, but must name an iteration or `release`; name iter_* itself"
-        )
+        raise CheckpointError(f"`{tracker}` holds {text!r}, but must name an iteration or `release`; name iter_* itself")
     folder = directory / (text if text == "release" else f"iter_{int(text):07d}")
     if is_index(folder):
         return folder
     if folder.is_dir() and any(folder.glob("mp_rank_*")):
         _weights(folder)  # says what it is
-    raise CheckpointError(
-        f"`{tracker}` names {folder.name}, which holds no torch_dist checkpoint; name another iter_* itself"
-    )
+    raise CheckpointError(f"`{tracker}` names {folder.name}, which holds no torch_dist checkpoint; name another iter_* itself")
 
 
 def _refuse_several(weights: Path) -> None:
@@ -123,9 +119,7 @@ def _check_backend(weights: Path) -> None:
             "wrote it (NeMo: model.dist_ckpt_format=torch_dist)"
         )
     if not (weights / TORCH_INDEX).is_file():
-        raise CheckpointError(
-            f"`{weights}` has {BACKENDS} but no index ({TORCH_INDEX}); copy it whole from where it was saved"
-        )
+        raise CheckpointError(f"`{weights}` has {BACKENDS} but no index ({TORCH_INDEX}); copy it whole from where it was saved")
 
 
 def _shape(directory: Path, weights: Path) -> Path:

@@ -65,9 +65,7 @@ def require_output(to: OutputFile) -> bool:
     if not partial.exists():
         return True
     if not to.resume:
-        raise ConfigError(
-            f"{partial} holds the responses of an interrupted call; add --resume to go on from them, or remove it"
-        )
+        raise ConfigError(f"{partial} holds the responses of an interrupted call; add --resume to go on from them, or remove it")
     _require_same(partial, to.settings)
     return True
 
@@ -89,9 +87,7 @@ def _require_same(partial: Path, settings: Mapping[str, Any]) -> None:
         if then.get(name) != settings.get(name)
     ]
     if changed:
-        raise ConfigError(
-            f"{partial} was begun with other settings: {'; '.join(changed)}; go on with those, or remove the file"
-        )
+        raise ConfigError(f"{partial} was begun with other settings: {'; '.join(changed)}; go on with those, or remove the file")
 
 
 class ResponseFile:
@@ -156,9 +152,7 @@ def _read(partial: Path) -> list[dict[str, Any]]:
             try:
                 content = read_json(line)
             except ValueError as error:
-                raise DataError(
-                    f"{partial}, line {number}: not JSON ({error}); remove the file, and begin anew"
-                ) from error
+                raise DataError(f"{partial}, line {number}: not JSON ({error}); remove the file, and begin anew") from error
             if not isinstance(content, dict):
                 raise DataError(f"{partial}, line {number}: no JSON object; remove the file, and begin anew")
             lines.append(content)

@@ -150,9 +150,7 @@ def _of_run(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
 def _of_checkpoint(folder: Path, run: RunConfig | None, choice: Choice) -> _Weights:
     entries = read_manifest(folder)
     if damage := find_damage(folder, entries, checksums=False):
-        raise CheckpointError(
-            f"`{folder}`: {damage}; name another checkpoint of the run, or restore the file from a copy"
-        )
+        raise CheckpointError(f"`{folder}`: {damage}; name another checkpoint of the run, or restore the file from a copy")
     role = next((name for name in ROLES if (folder / MODELS / name / SHAPE).is_file()), None)
     if role is None:
         raise CheckpointError(f"`{folder}` holds no policy (no {MODELS}/actor); name another checkpoint, or an export")

@@ -114,9 +114,7 @@ def read_token(variable: str, environment: Mapping[str, str]) -> SecretStr:
     """The bearer token in an environment variable.  Raises ConfigError, which never shows the token."""
     token = environment.get(variable)
     if not token:
-        raise ConfigError(
-            f"the environment variable {variable} is not set, but is to hold a token; export it on this host"
-        )
+        raise ConfigError(f"the environment variable {variable} is not set, but is to hold a token; export it on this host")
     if len(token) < MIN_TOKEN_CHARACTERS or not all("!" <= character <= "~" for character in token):
         raise ConfigError(
             f"the environment variable {variable} holds no usable token: it must have at least {MIN_TOKEN_CHARACTERS} "

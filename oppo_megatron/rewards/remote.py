@@ -222,9 +222,7 @@ class RemoteReward(Part):
         if not failure.transient:
             raise RewardError(f"{what}; {where} cannot be scored, and asking again would not help")
         if settings.give_up_s == 0:
-            raise RewardError(
-                f"{what}; {where} cannot be scored, and remote.give_up_s is 0: mend the service, or give it time"
-            )
+            raise RewardError(f"{what}; {where} cannot be scored, and remote.give_up_s is 0: mend the service, or give it time")
         if left_s <= 0:
             raise RewardError(
                 f"{what}; {where} had no score after {attempt} attempts in {settings.give_up_s:g} s (remote.give_up_s): "

@@ -203,9 +203,7 @@ def _read_rows(answer: httpx.Response, request: Mapping[str, Any]) -> list[dict[
         if asked:
             raise ValueError(f"no answer for sequence {min(asked)}")
     except (ValueError, KeyError, TypeError) as error:
-        raise RewardError(
-            f"the scorer's answer is not of the form ({error}); is the address `oppo serve`'s?"
-        ) from error
+        raise RewardError(f"the scorer's answer is not of the form ({error}); is the address `oppo serve`'s?") from error
     return list(rows)
 
 

@@ -68,9 +68,7 @@ class ModelScorer:
         if tokens is None:
             tokens = [*encode_prompt(self.tokenizer, item.prompt + item.response), self.tokenizer.eos_id]
         if not 1 <= len(tokens) <= self.max_tokens:
-            raise RewardError(
-                f"sequence {item.id} has {len(tokens)} tokens, but must have 1 to max_tokens {self.max_tokens}"
-            )
+            raise RewardError(f"sequence {item.id} has {len(tokens)} tokens, but must have 1 to max_tokens {self.max_tokens}")
         if max(tokens) >= self.model.shape.vocab_size:
             raise RewardError(
                 f"sequence {item.id} has token id {max(tokens)}, but the reward model knows {self.model.shape.vocab_size}: the "

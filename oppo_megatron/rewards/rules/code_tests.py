@@ -77,9 +77,7 @@ def read_tests(value: Any) -> Tests:
 
 def _of_lists(value: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if value.get("fn_name"):
-        raise RewardError(
-            f"the tests call a function {value['fn_name']!r} by `fn_name`, which is not supported; {_FORMS}"
-        )
+        raise RewardError(f"the tests call a function {value['fn_name']!r} by `fn_name`, which is not supported; {_FORMS}")
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
         raise RewardError(f"the tests {str(value)[:100]!r} have not as many `inputs` as `outputs`; {_FORMS}")
@@ -122,9 +120,7 @@ def about_network() -> str:
     )
     if read_json(probe.stdout)["network"] == "cut":
         return "the programs reach no network"
-    return (
-        "the programs can reach the network: this kernel or machine has no filter for it; take a host that you can lose"
-    )
+    return ("the programs can reach the network: this kernel or machine has no filter for it; take a host that you can lose")
 
 
 def _same(said: str | None, wanted: str) -> bool:

@@ -93,9 +93,7 @@ def expected_text(value: Any) -> str:
         text = _expected(value)
         if any(character.isalnum() for character in text) and len(text) <= MAX_CHARACTERS:
             return text
-    raise RewardError(
-        f"the expected answer {value!r:.200} is no mathematics; give a number, an expression, or `\\boxed{{...}}`"
-    )
+    raise RewardError(f"the expected answer {value!r:.200} is no mathematics; give a number, an expression, or `\\boxed{{...}}`")
 
 
 def needs_library(fields: Mapping[str, Any]) -> bool:
