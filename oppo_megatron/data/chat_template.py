@@ -151,10 +151,8 @@ def require_syntax(template: str) -> None:
 
 
 def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages in the forms that templates expect.
-
-    Templates differ in whether a call's arguments are an object or its JSON, and in the content of a message with calls alone; a
-    template may refuse the other form, hide the calls, or write `null`.
+    """Yield the messages in the forms that templates expect, which differ in a call's arguments (an object or its JSON) and in
+    the content of a message with calls alone.
     """
     has_calls = any(message.get("tool_calls") for message in messages)
     for as_object in (True, False) if has_calls else (True,):
@@ -244,7 +242,6 @@ class _TemplateProcess:
         weakref.finalize(self, _close, process, self._owner)
 
     def _end(self) -> str:
-        """End the process and return how it ended."""
         assert self._process is not None
         try:
             code = self._process.wait(timeout=1.0)

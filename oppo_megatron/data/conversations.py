@@ -91,7 +91,6 @@ class Conversations:
 
 
 def _read_json(value: Any, name: str, kind: type) -> Any:
-    """A column that holds a list or an object, or its JSON, without null keys.  Raises DataError."""
     if isinstance(value, str):
         try:
             value = read_json(value) if value.strip() else None

@@ -85,7 +85,6 @@ def _digests(model: bytes, tokenizer: bytes) -> dict[str, str]:
 
 
 def _keeps_text(proto: Any) -> bool:
-    """True if the model does not normalize, prefix or drop text."""
     normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
     changes = (
         normalizer.precompiled_charsmap, normalizer.add_dummy_prefix, normalizer.remove_extra_whitespaces,

@@ -111,7 +111,6 @@ def file_rows(path: Path) -> Iterator[Numbered]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open the file, decompressed according to its first bytes."""
     if irregular := irregular_path("the file of rows", path):
         raise DataError(irregular)
     with path.open("rb") as raw:

@@ -139,7 +139,6 @@ def _layout(config: RowsConfig, table: Table, wanted: Wanted) -> Layout:
 
 
 def _holds_prompt(config: RowsConfig, table: Table, chosen: str) -> bool:
-    """True if chosen answers are whole dialogues, or no other column can be their prompt."""
     if config.format == "hh" or table.form(chosen) in SPOKEN or any(is_dialogue(row.get(chosen)) for row in table.rows):
         return True
     return {*table.usable()} <= {chosen, *KNOWN_NAMES["rejected"], *SYSTEM}
@@ -170,7 +169,6 @@ def _prompt_column(config: RowsConfig, table: Table, chosen: str | None, rejecte
 
 
 def _are_whole(table: Table, column: str) -> bool:
-    """True if the column has messages, and most of its values do not begin with the assistant's turn."""
     begins = [role_of(dialogue[0]) for dialogue in table.dialogues(column)]
     return len(begins) > begins.count("assistant") * 2
 
@@ -220,7 +218,6 @@ def _two_ways(table: Table, part: str, one: str, other: str) -> str:
 
 
 def _asked(messages: Any) -> list[tuple[Any, str]]:
-    """Roles and texts of a dialogue before its final answer."""
     turns = [] if form_of(messages) == "columns" or isinstance(messages, dict) else list(messages)
     if turns and role_of(turns[-1]) == "assistant":
         turns.pop()

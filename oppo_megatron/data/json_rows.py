@@ -165,7 +165,6 @@ def _plain(value: Any, column: str) -> Any:
 
 
 def _plain_number(value: float | Decimal, column: str) -> float | int | str | None:
-    """A number of the same value, or text if no number has all of its digits."""
     if math.isnan(value):
         return None
     if math.isinf(value):

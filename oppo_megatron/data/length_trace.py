@@ -128,7 +128,6 @@ def _whole_number(column: str, text: str) -> int:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line from 1, cells) of the lines that are not blank."""
     if not path.is_file():
         raise DataError(f"{path} is not a file; {SETTING} must be a CSV file: correct the path")
     raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")

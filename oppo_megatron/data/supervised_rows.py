@@ -148,7 +148,6 @@ class RowLoader:
         return tokenized
 
     def _tokens(self, example: Example) -> list[list[int]] | None:
-        """Prompt and answers; None if the row is refused."""
         tokenizer, row, max_tokens = self._tokenizer, example.row, self._max_tokens
         self._quarantine.progress(f"{row.file}: row {row.index + 1} is tokenized")
         prompt, *answers = encode_answers(tokenizer, example.prompt, example.answers)
@@ -177,10 +176,7 @@ class RowLoader:
         self._problems.report(example.row.file, example.row.line, reason, self._config.bad_rows, once=once)
 
     def _show_first(self, row: Completion | Pair, texts: Mapping[str, str] | None = None, **more: str) -> None:
-        """Record the first row as it is trained: texts that are its very tokens, else the tokens decoded.
-
-        The row may have been cut, and the recorded texts may belong to a row that was set aside.
-        """
+        """Record the first row as it is trained (perhaps cut): texts that are its very tokens, else the tokens decoded."""
         if not self._is_first:
             return
         texts, parts = texts or self._quarantine.first, row._asdict()

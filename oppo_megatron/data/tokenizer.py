@@ -188,7 +188,6 @@ class HuggingFaceTokenizer:
         return list(self._loaded.encode(text, add_special_tokens=False, verbose=False))
 
     def _choose_template(self, with_tools: bool) -> str | None:
-        """Choose one of several named templates: by its name, else the one for tools or the default one."""
         if self._chat_template is None and not self._loaded.chat_template:
             return None
         try:

@@ -111,7 +111,7 @@ def _is_silent_system(message: Message) -> bool:
 
 
 def _checked_message(message: Message, what: str) -> Message:
-    """The message with `role` and `content`, its other keys, and `weight` 0 if it is not to be learned."""
+    """The message with `role` and `content`, and `weight` 0 if it is not to be learned."""
     role, content = role_of(message), _content_of(message)
     if not isinstance(role, str) or not role:
         raise DataError(f"{what} has no role (it has: {', '.join(message) or 'nothing'}); give it role and content")

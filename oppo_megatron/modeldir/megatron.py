@@ -85,7 +85,6 @@ def _weights(directory: Path) -> Path | None:
 
 
 def _iteration(directory: Path) -> Path:
-    """The folder that Megatron-LM's tracker names: a number, or `release`."""
     tracker = directory / TRACKER
     text = tracker.read_text(encoding="utf-8", errors="replace")[:64].strip()
     if text != "release" and not (text.isascii() and text.isdecimal()):
@@ -99,7 +98,6 @@ def _iteration(directory: Path) -> Path:
 
 
 def _refuse_several(weights: Path) -> None:
-    """The models of a run's checkpoint are named by their roles."""
     roles = sorted(path.parent.name for path in weights.glob(f"*/{SHAPE}"))
     if roles:
         names = " or ".join(f"`{weights / role}`" for role in roles)

@@ -102,7 +102,6 @@ def _difference(own: Vocabulary, there: Vocabulary) -> str | None:
 
 
 def _tokenizer_file(path: Path) -> Path | None:
-    """The file that holds the pieces."""
     if path.is_file():
         return path
     return next((path / name for name in (FAST, SENTENCEPIECE) if (path / name).is_file()), None)
@@ -119,7 +118,6 @@ def _identity(path: Path, file: Path) -> tuple[str, str]:
 
 
 def _special(path: Path, name: str) -> str | None:
-    """Text of a special token as `tokenizer_config.json` has it."""
     if not (path / SETTINGS).is_file():
         return None
     value = read_mapping(path / SETTINGS, "the tokenizer's settings").get(name)
@@ -128,7 +126,6 @@ def _special(path: Path, name: str) -> str | None:
 
 
 def _read(path: Path, file: Path) -> Vocabulary:
-    """Read a vocabulary file.  Raises CheckpointError if the content does not match the file's name."""
     if file.name != FAST:
         return _sentencepiece(path, file)
     content = read_mapping(file, "the tokenizer")

@@ -124,7 +124,6 @@ def _fill(request: Request, to: OutputFile, policy: LoadedPolicy, world: World) 
 
 
 def _converse(request: Request, to: Conversation, policy: LoadedPolicy, world: World) -> None:
-    """Rank 0 reads; the others hear of each turn's prompt from it."""
     turns = _Turns(request, policy, world)
     if world.rank != 0:
         while (prompt := turns.hear()) is not None:

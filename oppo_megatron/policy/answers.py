@@ -94,7 +94,6 @@ class ResponseFile:
     """A JSONL file of responses in the order of prompts; until all are there they are in a file next to it."""
 
     def __init__(self, to: OutputFile, prompts: Sequence[Prompt], samples: int, decode: Decode):
-        """Raises DataError if the file answers other prompts."""
         self._to, self._samples, self._decode = to, samples, decode
         self._prompts = {(prompt.row, prompt.seq_id % samples): prompt for prompt in prompts}
         self._done: dict[tuple[int, int], str] = {}

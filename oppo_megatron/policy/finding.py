@@ -133,7 +133,6 @@ def _run_above(directory: Path) -> Path | None:
 
 
 def _of_run(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
-    """Its final weights, else its last checkpoint."""
     for weights in (directory / WEIGHTS / "actor", directory / WEIGHTS):
         if any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)):
             found = _of_directory(weights, run, choice)
@@ -166,7 +165,6 @@ def _of_checkpoint(folder: Path, run: RunConfig | None, choice: Choice) -> _Weig
 
 
 def _of_directory(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
-    """An export, a Megatron checkpoint, or adapters."""
     if (directory / ADAPTER_CONFIG).is_file() and not (directory / SHAPE).is_file():
         return _of_adapters(directory, run, choice)
     if not (directory / SHAPE).is_file() and find_megatron(directory) is None:

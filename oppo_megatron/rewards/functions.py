@@ -31,8 +31,6 @@ class NonFiniteRewardError(RewardError):
 
 @dataclass(frozen=True, slots=True)
 class Summand:
-    """One part of the sum."""
-
     label: str
     weight: float
     function: Part
@@ -51,7 +49,7 @@ def build_reward_functions(
 ) -> RewardSum:
     """The sum that `parts` describe; tokens of services come from `environment`, and processes do not inherit them.
 
-    `max_response_tokens`: the longest response, if known, for rule `length`.  Raises ConfigError with every problem.
+    `max_response_tokens`: the longest response, for rule `length`.  Raises ConfigError with every problem.
     """
     found = check_rewards(parts, has_reward_model=any(part.reads_model for part in parts))
     summands: list[Summand] = []
@@ -109,7 +107,6 @@ class RewardSum:
         return any(summand.function.waits for summand in self.summands)
 
     def describe(self) -> list[str]:
-        """What a user should know of the parts before the run, a line each."""
         lines = ((summand.label, summand.function.about()) for summand in self.summands)
         return [f"reward {label}: {about}" for label, about in lines if about]
 
@@ -138,10 +135,7 @@ class RewardSum:
         return all(summand.function.requested(seq_id) for summand in self.summands)
 
     def request(self, items: Sequence[ScoreItem], known: Collection[str] = ()) -> None:
-        """Ask services and processes for scores, which `evaluate` takes later; returns at once, asks for nothing twice.
-
-        Parts that are `known` are not asked for.  Raises `RewardError` if a service has failed for good.
-        """
+        """Ask services and processes for scores, except of `known` parts; returns at once, asks for nothing twice."""
         for summand in self.summands:
             if summand.label not in known:
                 summand.function.request(items)
@@ -152,12 +146,10 @@ class RewardSum:
             summand.function.forget(seq_id)
 
     def close(self) -> None:
-        """End threads and processes."""
         for summand in self.summands:
             summand.function.close()
 
     def score(self, prompt: str, response: str, fields: Fields, model_score: float | None, seq_id: int) -> float:
-        """The reward of one response."""
         return self.evaluate(prompt, response, fields, model_score, seq_id).total
 
     def evaluate(
@@ -177,7 +169,6 @@ class RewardSum:
         return Reward(_finite(self.total(parts), f"{_named(item, place)}: the weighted sum of {parts}"), parts)
 
     def total(self, parts: Mapping[str, float]) -> float:
-        """The weighted sum of all parts."""
         return sum(summand.weight * parts[summand.label] for summand in self.summands)
 
     def parts(
@@ -192,8 +183,7 @@ class RewardSum:
     ) -> dict[str, float]:
         """The parts `of` a response (None: all), by label; waits for what was requested, and requests what was not.
 
-        `num_tokens`: of the response, for rule `length`.  Raises `RewardError` naming sequence, `place` (file:line of the
-        prompt's row), part and value.
+        `num_tokens`: of the response, for rule `length`.  Raises `RewardError` naming sequence, `place` (file:line) and part.
         """
         sequence, parts = _named(item, place), dict[str, float]()
         wanted = [summand for summand in self.summands if of is None or summand.label in of]

@@ -21,9 +21,8 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Finds out if a row's expected answer can be compared, by the score of `response`: NaN if as text only.
-
-    `needed`, called with the columns that are read, is True for a row that has to be tried.
+    """Finds out if a row's expected answer can be compared, by the score of `response` (NaN: as text only), if the columns are
+    `needed`.
     """
 
     response: str
@@ -31,10 +30,10 @@ class Trial:
 
 
 class IsolatedRule(Part):
-    """Asked as a service is: `request` hands in responses, `result` takes a score.
+    """A response that outruns the limits, or over which the process ends, has the score 0.0.
 
-    A response that outruns the limits, or over which the process ends, has the score 0.0.  `make` gives a function for each of
-    `processes` threads, which start with the first request.  `read` returns the columns that it needs, or raises RewardError.
+    `make` gives a function for each of `processes` threads, which start with the first request.  `read` returns the columns that
+    it needs, or raises RewardError.
     """
 
     waits = True
@@ -99,7 +98,6 @@ class IsolatedRule(Part):
             thread.start()
 
     def result(self, seq_id: int) -> float:
-        """Wait for the requested score of a sequence and return it.  Raises RewardError if there is none."""
         return self._scores.pop(seq_id).result()
 
     def forget(self, seq_id: int) -> None:

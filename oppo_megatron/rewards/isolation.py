@@ -40,9 +40,8 @@ class Unanswered(RewardError):
 class IsolatedFunction(Part):
     """`entry_point` with the keyword arguments `options`, as a function of (prompt, response, fields).
 
-    The process starts with the first call; after a failure the next call starts another.  `environment`: inherited by the
-    process; `cpu_s`: processor time of a call, by default `wall_s`.  All calls come from one thread, with which the process
-    ends: the kernel ties PR_SET_PDEATHSIG to the thread that starts a process, not to that thread's process (prctl(2)).
+    The process starts with the first call, and again after a failure; it inherits `environment`.  All calls come from one thread,
+    with which the process ends: the kernel ties PR_SET_PDEATHSIG to the thread that starts a process (prctl(2)).
     """
 
     def __init__(
@@ -76,9 +75,7 @@ class IsolatedFunction(Part):
         return self(item.prompt, item.response, item.fields)
 
     def __call__(self, prompt: str, response: str, fields: Fields) -> float:
-        """Raises RewardError, naming the function, for an exception or a result that is not a number; once the process has
-        started, Unanswered for a crash or a limit.
-        """
+        """Raises RewardError, naming the function; once the process has started, Unanswered for a crash or a limit."""
         if self._process is None:
             self._start()
         assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"

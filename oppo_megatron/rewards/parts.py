@@ -20,9 +20,7 @@ Fields = Mapping[str, Any]
 
 
 class Part:
-    """A part of a reward.  What a kind of part has no use for does nothing.
-
-    `waits`: scores take time, so they are requested as soon as responses are known.  `names_itself`: its errors need no label.
+    """`waits`: scores take time, so they are requested as soon as responses are known.  `names_itself`: its errors need no label.
     """
 
     waits: ClassVar[bool] = False

@@ -34,7 +34,7 @@ class ScoreItem:
 
 
 class _Message(BaseModel):
-    """Keys beyond those declared are allowed in answers, so that a service may say more."""
+    """Keys beyond those declared are allowed, so that a service may say more."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -49,8 +49,6 @@ class Answer(_Message):
 
 
 class Item(BaseModel):
-    """An item of a request; unlike answers, requests have no other keys."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     id: StrictInt

@@ -215,7 +215,6 @@ class RemoteReward(Part):
             pause_s = min(2 * pause_s, self._longest_pause_s)
 
     def _give_up_where_due(self, failure: _Failure, ids: Sequence[int], attempt: int, left_s: float) -> None:
-        """Return if the request is to be sent again."""
         settings = self.settings
         what = f"{self.label}: {self.url} {failure}"
         where = f"sequence {ids[0]}" + (f" and {len(ids) - 1} more" if len(ids) > 1 else "")
@@ -253,7 +252,6 @@ class RemoteReward(Part):
             raise _Failure(f"gave no usable answer: {self._shown(str(error))}") from None
 
     async def _post(self, client: httpx.AsyncClient, body: bytes, num_items: int) -> tuple[int, httpx.Headers, bytes]:
-        """Status, headers and body, read no further than an answer can be long."""
         limit = ANSWER_BYTES + ANSWER_BYTES_PER_ITEM * num_items
         async with client.stream("POST", self.url, content=body) as response:
             answer = bytearray()

@@ -1,12 +1,10 @@
 """Rewards from a service of `oppo serve`: sequences are sent while they grow, scores are taken when they are whole.
 
-POST URL/extend, with a bearer token if the service needs one:
-
-    {"session": "...", "rows": [{"id": 7, "offset": 12, "tokens": [...], "checksum": 123, "final": false}]}
+    {"session": "...", "rows": [{"id": 7, "offset": 12, "tokens": [...], "checksum": 123, "final": false}]}    POST URL/extend
     200 {"rows": [{"id": 7, "known": 20, "score": null}]}
 
-`checksum` is the CRC-32 of the whole sequence up to the end of `tokens`.  `known` is the number of tokens that the service holds;
-if it had to forget some, the client sends the rest again.
+`checksum` is that of the whole sequence up to the end of `tokens`.  `known` is the number of tokens that the service holds; if it
+had to forget some, the client sends the rest again.
 """
 
 from __future__ import annotations

@@ -65,7 +65,6 @@ def _read(text: str, forms: Sequence[str]) -> Fraction | None:
 
 
 def _number(text: str) -> Fraction | None:
-    """The number, or what is marked or stated as the answer in this text."""
     number = parse_number(text)
     found = texts(text, ["marked", "stated"])[1] if number is None else []
     return parse_number(found[-1]) if found else number

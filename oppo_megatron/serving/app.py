@@ -97,7 +97,6 @@ class Gate(Generic[Asked, Found]):
             self._waiting -= 1
 
     def _refused(self, request: Request) -> Refusal | None:
-        """Why a request is refused by its headers, or because too many are there."""
         given = request.headers.get("authorization", "").encode("latin-1", errors="replace")
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
             return Refusal(401, "the Authorization header does not carry this service's token")

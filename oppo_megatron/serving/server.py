@@ -68,7 +68,6 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort()
 
     def _look(self) -> None:
-        """Update whether the connection waits for a request."""
         if (self.cycle is not None and not self.cycle.response_complete) or self.transport.is_closing():
             self._end_wait()
         elif self._deadline is None:
@@ -89,7 +88,6 @@ class GuardedProtocol(H11Protocol):
         self.transport.abort()
 
     def _late(self) -> None:
-        """Close; with a reason if part of the headers has come."""
         self._end_wait()
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0] and not self.transport.is_closing():
             head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain\r\ncontent-length: {len(LATE)}\r\n"

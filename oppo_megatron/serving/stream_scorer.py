@@ -110,7 +110,6 @@ class StreamScorer:
         self.cache.close(self._held.pop(name).number)
 
     def _prefill(self, held: _Held, tokens: Sequence[int]) -> float:
-        """The model's number at the last of the tokens."""
         score = 0.0
         for start in range(0, len(tokens), self.micro_batch_tokens):
             part = tokens[start : start + self.micro_batch_tokens]

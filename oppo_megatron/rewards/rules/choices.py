@@ -72,7 +72,6 @@ def expected_letter(value: Any) -> str:
 
 
 def _marked(text: str) -> list[str | None]:
-    """The letter of a marked answer; None if it holds anything else."""
     text = bare(text)
     whole, label = _WHOLE.fullmatch(text), labelled(text)[0]
     letters = [whole[1].upper()] if whole else [label] if label else _in_line(text) or _stated_in(text)
@@ -89,7 +88,6 @@ def _stated(text: str) -> list[str]:
 
 
 def _in_line(text: str) -> list[str]:
-    """The letter that a line begins with, and the letters in brackets after it."""
     text = bare(text.lstrip("✅ "))
     found = _LINE.fullmatch(text)
     if not found:

@@ -57,7 +57,6 @@ def _tell(answers: int, line: dict[str, Any]) -> None:
 
 
 def _run(job: dict[str, Any], test: dict[str, str]) -> dict[str, Any]:
-    """The verdict of one test, by a process that is gone when this returns."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output:
         given.write(test.get("stdin", "").encode())
