@@ -151,7 +151,15 @@ def _plain(value: Any, column: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(part, column) for part in value]
     if isinstance(value, (float, Decimal)):
-        return _plain_number(value, column)
+        if math.isnan(value):
+            return None
+        if math.isinf(value):
+            raise DataError(f"column {column!r:.60} is infinite; correct it, or leave the column out")
+        if isinstance(value, float):
+            return value
+        if value == value.to_integral_value():
+            return int(value)
+        return float(value) if Decimal(repr(float(value))) == value else str(value)  # all of its digits
     if isinstance(value, (date, time)):  # a datetime is a date
         return value.isoformat()
     if isinstance(value, timedelta):
@@ -162,18 +170,6 @@ def _plain(value: Any, column: str) -> Any:
         return value.decode("utf-8")
     what = f"{type(value).__name__} that is neither text nor a number"
     raise DataError(f"column {column!r:.60} has {what}; leave the column out")
-
-
-def _plain_number(value: float | Decimal, column: str) -> float | int | str | None:
-    if math.isnan(value):
-        return None
-    if math.isinf(value):
-        raise DataError(f"column {column!r:.60} is infinite; correct it, or leave the column out")
-    if isinstance(value, float):
-        return value
-    if value == value.to_integral_value():
-        return int(value)
-    return float(value) if Decimal(repr(float(value))) == value else str(value)
 
 
 def check_texts(row: dict[str, Any]) -> None:

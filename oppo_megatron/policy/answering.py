@@ -74,16 +74,14 @@ def _show(request: Request, to: Terminal, policy: LoadedPolicy, world: World) ->
         while following in waiting:
             ended = waiting.pop(following)
             following = next((prompt.seq_id for prompt in due), -1)
-            if speaks:
-                print(_shown(ended, request, to, policy), flush=True)
-
-
-def _shown(rollout: Rollout, request: Request, to: Terminal, policy: LoadedPolicy) -> str:
-    answer = answer_of(rollout, request.samples, policy.tokenizer.decode)
-    if to.as_json:
-        return json.dumps(answer, ensure_ascii=False, default=str)
-    which = f"prompt {answer['row']}" + (f", sample {answer['sample']}" if request.samples > 1 else "")
-    return f"--- {which}\n{answer['response']}"
+            if not speaks:
+                continue
+            answer = answer_of(ended, request.samples, policy.tokenizer.decode)
+            if to.as_json:
+                print(json.dumps(answer, ensure_ascii=False, default=str), flush=True)
+                continue
+            which = f"prompt {answer['row']}" + (f", sample {answer['sample']}" if request.samples > 1 else "")
+            print(f"--- {which}\n{answer['response']}", flush=True)
 
 
 def _grow(

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -66,7 +66,16 @@ def require_output(to: OutputFile) -> bool:
         return True
     if not to.resume:
         raise ConfigError(f"{partial} holds the responses of an interrupted call; add --resume to go on from them, or remove it")
-    _require_same(partial, to.settings)
+    then = {"date": to.settings.get("date"), **_read(partial)[0]}  # earlier versions wrote none
+    changed = [
+        f"{name} was {then.get(name)!r}, is {to.settings.get(name)!r}"
+        for name in sorted({*then, *to.settings})
+        if then.get(name) != to.settings.get(name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{partial} was begun with other settings: {'; '.join(changed)}; go on with those, or remove the file"
+        )
     return True
 
 
@@ -79,17 +88,6 @@ def first_date(path: Path) -> datetime | None:
         return None
 
 
-def _require_same(partial: Path, settings: Mapping[str, Any]) -> None:
-    then = {"date": settings.get("date"), **_read(partial)[0]}  # earlier versions wrote none
-    changed = [
-        f"{name} was {then.get(name)!r}, is {settings.get(name)!r}"
-        for name in sorted({*then, *settings})
-        if then.get(name) != settings.get(name)
-    ]
-    if changed:
-        raise ConfigError(f"{partial} was begun with other settings: {'; '.join(changed)}; go on with those, or remove the file")
-
-
 class ResponseFile:
     """A JSONL file of responses in the order of prompts; until all are there they are in a file next to it."""
 
@@ -100,7 +98,14 @@ class ResponseFile:
         partial = partial_path(to.path)
         if partial.exists():
             for answer in _read(partial)[1:]:
-                self._take(answer, partial)
+                key = answer.get("row"), answer.get("sample")
+                prompt = self._prompts.get(key)  # type: ignore[arg-type]
+                if prompt is None or prompt.text != answer.get("prompt"):
+                    raise DataError(
+                        f"{partial} has a response to row {key[0]} to another prompt than --input has there now; give the file "
+                        "that it was begun with, or remove it"
+                    )
+                self._done[prompt.row, prompt.seq_id % samples] = json.dumps(answer, ensure_ascii=False)
 
     @property
     def left(self) -> list[Prompt]:
@@ -129,16 +134,6 @@ class ResponseFile:
             aside.write_text("".join(f"{self._done[key]}\n" for key in self._prompts), encoding="utf-8")
             os.replace(aside, self._to.path)
             partial.unlink()
-
-    def _take(self, answer: Mapping[str, Any], partial: Path) -> None:
-        key = answer.get("row"), answer.get("sample")
-        prompt = self._prompts.get(key)  # type: ignore[arg-type]
-        if prompt is None or prompt.text != answer.get("prompt"):
-            raise DataError(
-                f"{partial} has a response to row {key[0]} to another prompt than --input has there now; give the file that "
-                "it was begun with, or remove it"
-            )
-        self._done[prompt.row, prompt.seq_id % self._samples] = json.dumps(answer, ensure_ascii=False)
 
 
 def _read(partial: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ POST url    Authorization: Bearer TOKEN
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -99,7 +99,9 @@ def read_answer(
     if len(scores) != len(answer.scores):
         raise RewardError("the answer scores a response twice")
     if scores.keys() != set(ids):
-        raise RewardError(f"the answer {_difference(scores.keys(), ids)}; {len(scores)} scores came for {len(ids)}")
+        missing, strange = sorted(set(ids) - scores.keys()), sorted(scores.keys() - set(ids))
+        what = f"no score for sequence {missing[0]}" if missing else f"a score for {str(strange[0])[:20]}, not asked for"
+        raise RewardError(f"the answer has {what}; {len(scores)} scores came for {len(ids)}")
     for seq_id, score in scores.items():
         if (low is not None and score < low) or (high is not None and score > high):
             raise RewardError(
@@ -119,10 +121,3 @@ def read_token(variable: str, environment: Mapping[str, str]) -> SecretStr:
             "characters, all of them visible ASCII; make one with `openssl rand -hex 32`"
         )
     return SecretStr(token)
-
-
-def _difference(found: Collection[int], asked: Sequence[int]) -> str:
-    missing, strange = sorted(set(asked) - set(found)), sorted(set(found) - set(asked))
-    if missing:
-        return f"has no score for sequence {missing[0]}"
-    return f"has a score for {str(strange[0])[:20]}, which was not asked for"

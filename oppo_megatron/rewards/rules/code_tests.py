@@ -107,7 +107,9 @@ def grade(
     job = {"program": program, "tests": given, "memory_bytes": memory_mb << 20, "cpu_s": math.ceil(wall_s) + 1}
     with _running(job, wall_s) as verdicts:
         for test, verdict in zip(tests, verdicts, strict=False):
-            fine = verdict.get("passed", False) if "code" in test else _same(verdict.get("stdout"), test["stdout"])
+            fine = verdict.get("passed", False)
+            if "code" not in test and (output := verdict.get("stdout")) is not None:
+                fine = _stripped(output) == _stripped(test["stdout"])
             passed += fine
             if not (fine or partial_credit):
                 break
@@ -123,12 +125,8 @@ def about_network() -> str:
     return ("the programs can reach the network: this kernel or machine has no filter for it; take a host that you can lose")
 
 
-def _same(said: str | None, wanted: str) -> bool:
-    """White space at the end of lines and of the whole does not count."""
-    return said is not None and _stripped(said) == _stripped(wanted)
-
-
 def _stripped(text: str) -> list[str]:
+    """White space at the end of lines and of the whole does not count."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
@@ -157,7 +155,11 @@ def _running(job: Mapping[str, Any], wall_s: float) -> Iterator[Iterator[dict[st
         try:
             yield _verdicts(runner.stdout.fileno(), deadline)
         finally:
-            _end_children()
+            while children := psutil.Process().children(recursive=True):  # they may start others meanwhile
+                for child in children:
+                    with suppress(psutil.NoSuchProcess):
+                        child.send_signal(signal.SIGKILL)
+                psutil.wait_procs(children, timeout=1.0)
             runner.wait()
             runner.stdout.close()
 
@@ -174,11 +176,3 @@ def _verdicts(descriptor: int, deadline: float) -> Iterator[dict[str, Any]]:
             if not first:
                 yield read_json(line)
             first = False
-
-
-def _end_children() -> None:
-    while children := psutil.Process().children(recursive=True):
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.send_signal(signal.SIGKILL)
-        psutil.wait_procs(children, timeout=1.0)
