@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import ConfigError, DataError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import Item, ScoreItem
+from oppo_megatron.serving.scorers import open_model_scores
 
 SUM = "reward"
 """The weighted sum, if it is requested and has more than one part."""
@@ -77,24 +78,19 @@ class Grader:
     @contextmanager
     def opened(self) -> Iterator[Grade]:
         """Open the reward model, if there is one.  Raises ConfigError or CheckpointError."""
-        with ExitStack() as stack:
-            stack.callback(self._rewards.close)
-            if not self._rewards.needs_model:
-                yield lambda answers: self._grade(answers, [None] * len(answers))
-                return
-            from oppo_megatron.serving.model_scorer import open_model
-
-            model = stack.enter_context(open_model(self._config))
-            yield lambda answers: self._grade(answers, model.scores(self._items(answers)))
+        rewards = self._rewards
+        with closing(rewards), open_model_scores(self._config, rewards) as model_scores:
+            yield lambda answers: self._grade(answers, model_scores(self._items(answers)))
 
     def _items(self, answers: Sequence[Answer]) -> list[Item]:
         """With the ids of the reward model's tokenizer; a response that was cut has no end."""
-        assert self._config.tokenizer is not None
-        tokenizer = load_tokenizer(self._config.tokenizer)
+        tokenizer = None if self._config.tokenizer is None else load_tokenizer(self._config.tokenizer)
         items = []
         for number, each in enumerate(answers):
-            end = [tokenizer.eos_id] if each.finish_reason == "eos" else []
-            tokens = [*encode_prompt(tokenizer, each.prompt + each.response), *end]
+            tokens = None
+            if tokenizer is not None:
+                end = [tokenizer.eos_id] if each.finish_reason == "eos" else []
+                tokens = [*encode_prompt(tokenizer, each.prompt + each.response), *end]
             items.append(Item(id=number, prompt=each.prompt, response=each.response, tokens=tokens))
         return items
 
