@@ -7,8 +7,14 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import DecodePath, Layers, LearningModelConfig, ModelConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import (
+    DecodePath,
+    Layers,
+    LearningModelConfig,
+    LoraConfig,
+    ModelConfig,
+    TrainingLayoutConfig,
+)
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.kernels import find_available, layer_kind, layers_refused
 from oppo_megatron.mcore.groups import RoleGroups

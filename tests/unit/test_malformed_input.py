@@ -281,21 +281,8 @@ def test_safetensors_headers(tmp_path: Path) -> None:
     length = int.from_bytes(whole[:8], "little")
     header, data = whole[8 : 8 + length], whole[8 + length :]
     bits = (
-        b"F32",
-        b"BF16",
-        b"X",
-        b"-1",
-        b"0",
-        b"[]",
-        b"[2,3]",
-        b"null",
-        b'"a"',
-        b"1e3",
-        b"9" * 30,
-        b"{}",
-        b" ",
-        b"\xff",
-    )
+        b"F32", b"BF16", b"X", b"-1", b"0", b"[]", b"[2,3]", b"null", b'"a"', b"1e3", b"9" * 30, b"{}", b" ", b"\xff",
+    )  # fmt: skip
     path, accepted = tmp_path / "model.safetensors", 0
     variants = [whole[:cut] for cut in range(0, len(whole), 7)]
     variants += [len(h).to_bytes(8, "little") + h + data for h in mutants([header], bits, 200, seed=4)]

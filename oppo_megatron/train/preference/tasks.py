@@ -17,7 +17,7 @@ from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, 
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.supervised import DPOConfig, KTOConfig, PreferenceConfig, SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import Marked, Pair, load_marked, load_unequal_pairs
+from oppo_megatron.data.supervised_rows import Marked, Pair, RowLoader
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_together
 from oppo_megatron.mcore.device import on_device
@@ -101,9 +101,7 @@ class PairPreferences(Preferences[Pair]):
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
         """Rows of prompt, chosen and rejected answer.  Raises DataError."""
-        return load_unequal_pairs(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).unequal_pairs()
 
     def answers(self, row: Pair) -> Sequence[Answered]:
         return (row.prompt, row.chosen), (row.prompt, row.rejected)
@@ -127,9 +125,7 @@ class MarkedPreferences(Preferences[Marked]):
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Marked]:
         """Rows of prompt and completion with a label, or pairs as two rows each.  Raises DataError."""
-        return load_marked(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).marked()
 
     def answers(self, row: Marked) -> Sequence[Answered]:
         return ((row.prompt, row.completion),)
