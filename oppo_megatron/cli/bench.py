@@ -18,8 +18,8 @@ from oppo_megatron.cli.lengths import add_length_arguments, count, counts, force
 from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments, add_debug_argument
 from oppo_megatron.cli.signals import ending_by_signal
+from oppo_megatron.config.derived import MODES
 from oppo_megatron.config.model import ParallelConfig
-from oppo_megatron.config.modes import MODES
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.data.random_prompts import write_random_prompts

@@ -9,13 +9,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.config.debug import log_normal
+from oppo_megatron.config.debug import ForcedLimits, log_normal
 from oppo_megatron.config.derived import usual_prompt_tokens
-from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.sim.runs.sources import run_prompt_tokens
+from oppo_megatron.sim.runs.step_costs import run_prompt_tokens
 
 
 def even_lengths(config: TrainConfig) -> list[int]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from oppo_megatron.cli.measure import describe_options, settle
 from oppo_megatron.config.describe import COMMANDS, SUPERVISED
 from oppo_megatron.config.load import load_config, read_tree
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.serve import ServeConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.data.length_trace import trace_problems
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.preflight.validate import service_problems, supervised_problems, train_problems

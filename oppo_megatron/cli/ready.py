@@ -17,7 +17,8 @@ from oppo_megatron.cli.launch import check_world_size, external_ranks
 from oppo_megatron.cli.measure import check_devices
 from oppo_megatron.config.load import plain_settings
 from oppo_megatron.config.paths import named_paths
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.config.run import TrainConfig, TrainSettings
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.cores import host_bytes
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.holdings import lasting_memory, written_bytes

@@ -13,9 +13,9 @@ from oppo_megatron.cli.load import load_settings, placed, unplaced
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.cli.rank_table import rank_table
 from oppo_megatron.cli.ready import ended_here, require_ready
-from oppo_megatron.config.derived import rollback_rules
 from oppo_megatron.config.load import config_yaml
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.config.run import TrainConfig, TrainSettings
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, ConfigError
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.rundir.directory import RunDirectory
@@ -76,7 +76,7 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
         ranks = f"{size} rank{'s' if size > 1 else ''}"
         print(f"oppo {kind}: starting {ranks}, run directory {config.run_dir}", file=sys.stderr, flush=True)
     # The ranks of a run that may roll back to a checkpoint need their own processes.
-    again = restarts or size > 1 or (isinstance(config, TrainConfig) and rollback_rules(config))
+    again = restarts or size > 1 or (isinstance(config, TrainConfig) and config.guards.action == "rollback")
     return launch_again(kind, config, restarts) if again else launch(kind, config, size)
 
 

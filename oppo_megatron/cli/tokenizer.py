@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oppo_megatron.config.data import RowsConfig
-from oppo_megatron.data.columns import read_value
 from oppo_megatron.data.rows import Quarantine, RowProblems, read_rows
 from oppo_megatron.data.tokenizer import train_sentencepiece
+from oppo_megatron.data.values import read_value
 from oppo_megatron.errors import ConfigError, DataError
 
 

@@ -18,7 +18,8 @@ from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.derived import describe_batch
 from oppo_megatron.config.describe import COMMANDS
 from oppo_megatron.config.model import PlacementConfig
-from oppo_megatron.config.run import SupervisedConfig, TrainSettings
+from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import describe_seen, load_rows, num_duplicates, read_heldout
 from oppo_megatron.data.tokenizer import load_tokenizer

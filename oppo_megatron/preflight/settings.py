@@ -14,9 +14,9 @@ from oppo_megatron.config.derived import adapters, scorers
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.config.paths import check_exists, check_files, irregular_path
 from oppo_megatron.config.ppo import RolloutConfig
-from oppo_megatron.config.preference import DPOConfig
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.run_rules import supervised_rules, train_rules
+from oppo_megatron.config.supervised import DPOConfig, SupervisedConfig
 from oppo_megatron.layout.kernels import find_available, layers_refused
 from oppo_megatron.modeldir.headers import check_adapter
 
@@ -41,6 +41,7 @@ def check_train(config: TrainConfig, *, inputs: bool = True, models: bool = True
 
 
 def check_supervised(config: SupervisedConfig) -> list[str]:
+    """Return every broken rule of a supervised run's settings, a sentence each."""
     data = [("data", config.data)]
     if config.evaluation is not None and config.evaluation.data is not None:
         data.append(("evaluation.data", config.evaluation.data))
@@ -57,20 +58,25 @@ def check_supervised(config: SupervisedConfig) -> list[str]:
 
 
 def check_run_dir(config: TrainConfig | SupervisedConfig) -> list[str]:
+    """Check that the run directory can be written."""
     if config.run_dir.exists() and not config.run_dir.is_dir():
         return [f"run_dir `{config.run_dir}` is a file, but must be a folder; name another"]
     existing = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return [f"run_dir `{config.run_dir}`: nothing can be written in `{existing}`; choose a folder that you may write"]
+        return [
+            f"run_dir `{config.run_dir}`: nothing can be written in `{existing}`; choose a folder that you may write"
+        ]
     return []
 
 
 def check_trace(debug: DebugConfig) -> list[str]:
+    """Check that the file of forced lengths exists."""
     trace = None if debug.lengths is None else debug.lengths.trace
     return [] if trace is None else check_exists("debug.forced_lengths", trace)
 
 
 def check_stop_ids(rollout: RolloutConfig, vocab_size: int) -> list[str]:
+    """Check that the actor can draw the stop ids."""
     return [
         f"rollout.stop has {i}, but the actor's vocabulary ends at {vocab_size - 1}; correct or remove it"
         for i in rollout.stop_token_ids
@@ -92,15 +98,18 @@ def _check_source_files(name: str, model: ModelConfig) -> list[str]:
 
 
 def check_data(name: str, data: RowsConfig, templates: Sequence[str]) -> list[str]:
+    """Check the templates for rows, and that their files exist."""
     return [*data.rules(name, templates), *check_rows(name, data)]
 
 
 def check_rows(name: str, data: RowsConfig) -> list[str]:
+    """Check that the files of rows exist."""
     paths = data.path if isinstance(data.path, list) else [data.path]
     return [problem for path in paths for problem in check_files(f"{name}.path", path)]
 
 
 def check_layers(runtime: RuntimeConfig, *, adapters: bool) -> list[str]:
+    """Check that layers which are asked for by name are installed."""
     if runtime.layers != "transformer_engine":
         return []
     problem = layers_refused(runtime.layers, find_available(cuda=runtime.device != "cpu"), adapters=adapters)

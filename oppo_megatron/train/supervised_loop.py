@@ -11,13 +11,13 @@ import torch
 
 from oppo_megatron.algorithms.supervised_losses import means
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.config.run import SupervisedConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.supervised_rows import Passed, batches
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss, TrainedModel
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures

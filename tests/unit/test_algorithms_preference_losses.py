@@ -23,7 +23,7 @@ from oppo_megatron.algorithms.preference_losses import (
 )
 from oppo_megatron.algorithms.supervised_losses import means
 from oppo_megatron.config.evaluation import PREFERENCE_METRICS
-from oppo_megatron.config.preference_losses import DPOLossConfig
+from oppo_megatron.config.supervised import DPOLossConfig
 
 MARGINS = st.floats(-40, 40)
 BETAS = st.sampled_from([0.01, 0.1, 1.0])

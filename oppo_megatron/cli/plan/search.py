@@ -125,7 +125,7 @@ def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:
         role = tree.get(name)
         if not isinstance(role, Mapping):
             continue
-        yield from (f"{name}.{key}=null" for key in ("ranks", "parallel", "generate") if role.get(key) is not None)
+        yield from (f"{name}.{key}=null" for key in ("ranks", "parallel") if role.get(key) is not None)
         train = role.get("train")
         if isinstance(train, Mapping):
             yield from (f"{name}.train.{key}=null" for key in ("tp", "pp", "dp") if train.get(key) is not None)

@@ -20,7 +20,7 @@ from oppo_megatron.cli.lengths import (
 )
 from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments
-from oppo_megatron.config.modes import MODES, switched
+from oppo_megatron.config.derived import MODES, switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.report.comparison import format_table
@@ -29,8 +29,15 @@ from oppo_megatron.rundir.trace import Span
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.pricing.prices import seen_by
 from oppo_megatron.sim.runs.lines import metrics_lines, write_run
-from oppo_megatron.sim.runs.sources import built_in_costs, cluster_costs, describe, file_costs, run_costs, run_signals
-from oppo_megatron.sim.runs.step_costs import StepCosts
+from oppo_megatron.sim.runs.step_costs import (
+    StepCosts,
+    built_in_costs,
+    cluster_costs,
+    describe,
+    file_costs,
+    run_costs,
+    run_signals,
+)
 from oppo_megatron.sim.runs.virtual import VirtualRun
 
 HELP = "play the steps of a run in virtual time, without models"

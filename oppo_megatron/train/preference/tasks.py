@@ -16,14 +16,13 @@ from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, sequence_sums, table_of
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.evaluation import PREFERENCE_METRICS
-from oppo_megatron.config.preference import DPOConfig
+from oppo_megatron.config.supervised import DPOConfig
 from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_together
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss, TrainedModel
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
 from oppo_megatron.train.heldout import Measure, measure_rows
 from oppo_megatron.train.preference.logprobs import LogprobTable
 
