@@ -1,4 +1,4 @@
-"""The filter of groups in real runs: neither streaming nor chunks nor placements nor stops decide what is dropped, or trained."""
+"""The filter of groups in real runs: what is dropped, and when that ends a run; the matrix compares layouts."""
 
 from __future__ import annotations
 
@@ -44,19 +44,8 @@ def calls_of(workspace: Workspace, name: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("filter"))
-
-
-@pytest.fixture(scope="module")
 def sequential(workspace: Workspace) -> Outcome:
     return run_ppo_ranks(dapo(workspace, "sequential"))
-
-
-@pytest.fixture(scope="module")
-def by_model(workspace: Workspace) -> Outcome:
-    """One rank, nothing streamed, verdicts by a sum that has a reward model in it."""
-    return run_ppo_ranks(dapo(workspace, "by-model", MODEL, delta=1))
 
 
 def dropped(outcome: Outcome) -> int:
@@ -99,58 +88,17 @@ def test_a_response_is_dropped_where_its_greedy_one_scores_the_same(workspace: W
     assert_same(run_ppo_ranks(dapo(workspace, "greedy-apart", delta=1, **changes | apart)), one)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_streamed_chunks_of_any_size_train_the_same(workspace: Workspace, sequential: Outcome, chunk: int) -> None:
-    changes = {"overlap.intra": True, "overlap.chunk.tokens": chunk}
-    outcome = run_ppo_ranks(dapo(workspace, f"chunk-{chunk}", **changes))
-    assert_same(outcome, sequential)
-    assert [line["groups_dropped"] for line in outcome.metrics] == [
-        line["groups_dropped"] for line in sequential.metrics
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("actor-scorers", {"placement": {"mode": "disaggregated"}, "overlap.chunk.tokens": 7}),
-        ("dp2-dp2", {"placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}}),
-        pytest.param("pp2-woven", {"placement": {"mode": "colocated", "actor": {"pp": 2}}}, marks=pytest.mark.long),
-    ],
-)  # fmt: skip
-def test_every_layout_trains_as_one_rank(
-    workspace: Workspace, by_model: Outcome, name: str, changes: dict[str, Any]
-) -> None:
-    outcome = run_ppo_ranks(dapo(workspace, name, MODEL, delta=1, **{"overlap.intra": True}, **changes))
-    assert_same(outcome, by_model)
-    assert dropped(outcome) == dropped(by_model) > 1
-    assert_once(workspace, name, outcome)
-
-
-def test_dropped_groups_leave_scorers_that_have_read_a_part_of_them(workspace: Workspace) -> None:
-    """A reference reads a chunk while the next is decoded, or, beside the actor, nothing before the batch is complete."""
-    kl = {"ppo.kl": {"mode": "penalty", "coefficient": 0.1}}
-    alone = run_ppo_ranks(dapo(workspace, "kl", delta=1, **kl))
-    for place in ("scorer", "actor"):
-        streamed = {"placement": {"mode": "disaggregated", "reference": place}, "overlap.intra": True, "overlap.chunk.tokens": 7}
-        outcome = run_ppo_ranks(dapo(workspace, f"kl-{place}", delta=1, **kl, **streamed))
-        assert_same(outcome, alone)
-        assert dropped(outcome) == dropped(alone) > 1
-
-
-@pytest.mark.parametrize("placement", ["single", "disaggregated"])
-def test_a_run_that_was_stopped_goes_on_to_the_bit(workspace: Workspace, by_model: Outcome, placement: str) -> None:
-    """Told to stop within two rollouts: scores in force are saved, and no response is scored twice."""
-    changes: dict[str, Any] = {"overlap.intra": True, "overlap.chunk.tokens": 7, "placement": {"mode": placement}}
-    plain = run_ppo_ranks(dapo(workspace, f"whole-{placement}", MODEL, delta=1, **changes))
-    config = dapo(workspace, f"stopped-{placement}", MODEL, delta=1, **changes)
+def test_a_run_that_was_stopped_scores_no_response_twice(workspace: Workspace) -> None:
+    """Told to stop within two rollouts: the scores in force are saved."""
+    changes: dict[str, Any] = {"overlap.intra": True, "overlap.chunk.tokens": 7}
+    plain = run_ppo_ranks(dapo(workspace, "whole", MODEL, delta=1, **changes))
+    config = dapo(workspace, "stopped", MODEL, delta=1, **changes)
     stop(config, rounds=5)
     assert "clock" in checkpoints(config)[-1]
     config["checkpoint"] = {"resume": True}
     stop(config, rounds=4)
     assert_bit_equal(resumed(config), plain)
-    whole, stopped = (
-        Counter(calls_of(workspace, f"{kind}-{placement}").read_text().splitlines()) for kind in ("whole", "stopped")
-    )
+    whole, stopped = (Counter(calls_of(workspace, name).read_text().splitlines()) for name in ("whole", "stopped"))
     assert stopped == whole
 
 

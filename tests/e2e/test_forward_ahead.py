@@ -13,11 +13,6 @@ PAIR = {"placement.mode": "disaggregated"}
 FULL = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}}
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("ahead"))
-
-
 def both(workspace: Workspace, name: str, **changes: Any) -> tuple[Outcome, Outcome]:
     """The run whose actor begins its update ahead of the last scores, and the run without."""
     ahead, after = (

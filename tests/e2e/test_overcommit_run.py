@@ -13,16 +13,11 @@ from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.records import StepSignals
 from oppo_megatron.sim.runs.virtual import VirtualRun
 from tests.support.ordered import OrderedRun
-from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.virtual import assert_unfolds_alike
 
 STEPS, BATCH, DELTA = 7, 6, 4
 DISAGGREGATED = {"mode": "disaggregated"}
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("overcommit"))
 
 
 def overcommitted(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
@@ -57,12 +52,6 @@ def test_rollouts_are_carried_with_all_their_tokens(outcome: Outcome) -> None:
     assert any(len(set(row["versions"])) > 1 for row in carried), "some rollout should span an update"
 
 
-def test_batches_follow_the_logical_clock(outcome: Outcome) -> None:
-    clocks = [row["finish_clock"] for row in outcome.rollouts]
-    forced = [row for row in outcome.rollouts if row["deferrals"] >= 4]
-    assert not forced and clocks == sorted(clocks), "none was carried so often that a batch had to wait for it"
-
-
 def test_logprobs_at_decode_equal_those_at_training(outcome: Outcome) -> None:
     assert max(line["logprob_gap"] for line in outcome.metrics) < 1e-4
     assert max(line["stale_token_fraction"] for line in outcome.metrics) > 0
@@ -86,30 +75,6 @@ def test_trained_lengths_stand_beside_submitted_ones_and_rewards_by_length(outco
         for name, of in ("length_by_quarter", lambda row: len(row["tokens"])), ("reward_by_quarter", lambda row: row["reward"]):
             assert line[name] == pytest.approx({f"q{k + 1}": fmean(map(of, rows)) for k, rows in enumerate(quarters)}), name
     assert any(gaps)
-
-
-def test_two_runs_are_identical(workspace: Workspace, outcome: Outcome) -> None:
-    again = run_ppo_ranks(overcommitted(workspace, "again"))
-    assert again.rollouts == outcome.rollouts
-    assert weight_distance(again.actor, outcome.actor) == weight_distance(again.critic, outcome.critic) == 0.0
-
-
-@pytest.fixture(scope="module")
-def shorter(workspace: Workspace) -> Outcome:
-    """Of three steps."""
-    return run_ppo_ranks(overcommitted(workspace, "shorter", steps=3))
-
-
-@pytest.mark.parametrize("chunk", [1, 64])
-def test_batches_do_not_depend_on_the_chunk_size(
-    workspace: Workspace, outcome: Outcome, shorter: Outcome, chunk: int
-) -> None:
-    """A round ends at the decode step at which the batch is complete, so a chunk never decides who is in it."""
-    other = run_ppo_ranks(overcommitted(workspace, f"chunk-{chunk}", **{"overlap.chunk.tokens": chunk, "steps": 3}))
-    compared = other.batches()
-    assert compared[0] == outcome.batches()[0]
-    # Prompts end sooner here, so later batches may only differ once admission has stopped.
-    assert compared == shorter.batches() and other.tokens() == shorter.tokens()
 
 
 @pytest.mark.parametrize("limit", [1, 2])
@@ -141,16 +106,6 @@ def test_staleness_settings_run_and_gate_the_fresh_tokens(workspace: Workspace, 
         assert all(row["step"] - 1 - row["versions"][-1] == row["deferrals"] for row in run.rollouts if row["deferrals"])
     else:
         assert any(len(versions) > 1 for versions in spans)
-
-
-def test_corrections_are_equal_where_nothing_is_stale(workspace: Workspace) -> None:
-    runs = [
-        run_ppo_ranks(workspace.config(f"fresh-{c}", **{"ppo.staleness": c}))
-        for c in ("behaviour", "decoupled")
-    ]
-    assert runs[0].tokens() == runs[1].tokens()
-    # The proximal log-probs differ from the recorded ones by the rounding of decoding against training.
-    assert weight_distance(runs[0].actor, runs[1].actor) < 2e-3
 
 
 def test_the_end_of_the_data_is_a_smaller_batch(workspace: Workspace) -> None:

@@ -24,11 +24,6 @@ GREEDY = {"temperature": 0.0}
 LORA = {"rank": 4, "alpha": 16.0}
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("policy"))
-
-
 def trained(workspace: Workspace, name: str, **changes: Any) -> Path:
     config = deep(workspace, name, steps=2, **{"checkpoint.every_steps": 1}, **changes)
     run_ranks(1, "tests.e2e.jobs:train", config=config)

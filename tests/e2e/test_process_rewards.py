@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from oppo_megatron.token_text import StepEnds
 from tests.e2e.rewards import brevity
 from tests.e2e.test_reinforce_pp import CARRIED, CLIP, ENTROPY, EPOCHS, GAMMA, KL, independent_loop
 from tests.support.hf import save_tiny
-from tests.support.layouts import STEADY_ADAM, WITHOUT_CRITIC, assert_same, deep
-from tests.support.ppo import SHAPE, Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.layouts import STEADY_ADAM, WITHOUT_CRITIC
+from tests.support.ppo import SHAPE, Workspace, run_ppo_ranks, weight_distance
 
 SEPARATOR, BELL = "\n", "\a"
 """The latter where random policies never write a newline."""
@@ -28,11 +27,6 @@ def parts(how: str, separator: str = SEPARATOR) -> list[dict[str, Any]]:
         {"kind": "process", "step_rewards": how, "separator": separator, "weight": 2.0},
         {"kind": "python", "entry_point": "tests.e2e.rewards:brevity", "options": {"limit": 100}, "weight": 0.1},
     ]
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("process"))
 
 
 class Reference:
@@ -100,40 +94,6 @@ def test_a_run_over_step_rewards_is_what_a_loop_of_its_own_makes_of_them(workspa
 
     trained, _ = independent_loop(actor, run, workspace, rewards_of)
     assert weight_distance(run.actor, {name: trained[name] for name in run.actor}) < 1e-5
-
-
-@pytest.fixture(scope="module")
-def plain(workspace: Workspace) -> Iterator[Outcome]:
-    run = run_ppo_ranks(deep(workspace, "plain", rewards=parts("sum", BELL)))
-    assert sum(BELL in row["response"] for row in run.rollouts) > 2, "some responses should have several steps"
-    yield run
-
-
-def test_streamed_ranks_of_their_own_are_equal_to_the_bit_where_nothing_overlaps(
-    workspace: Workspace, plain: Outcome
-) -> None:
-    outcome = run_ppo_ranks(deep(workspace, "sequential", rewards=parts("sum", BELL), placement={"mode": "disaggregated"}))
-    assert_same(outcome, plain)
-    assert weight_distance(outcome.actor, plain.actor) == weight_distance(outcome.critic, plain.critic) == 0.0
-    assert [row["reward"] for row in outcome.rollouts] == [row["reward"] for row in plain.rollouts]
-
-
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "one rank": {"mode": "single"},
-    "PP2 | TP2": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"tp": 2}},
-    "TP2 | PP2": {"mode": "disaggregated", "actor": {"tp": 2}, "scorer": {"pp": 2}},
-}
-
-
-@pytest.mark.parametrize("placement", ["one rank", *(pytest.param(p, marks=pytest.mark.long) for p in PLACEMENTS if "|" in p)])
-def test_overlap_and_layout_change_nothing(workspace: Workspace, plain: Outcome, placement: str) -> None:
-    """With a critic, intra-step overlap and step rewards that add up."""
-    name = "".join(c for c in placement if c.isalnum())
-    changes = {"placement": PLACEMENTS[placement], "overlap.intra": True}
-    outcome = run_ppo_ranks(deep(workspace, name, rewards=parts("sum", BELL), **changes))
-    assert_same(outcome, plain)
-    rewards = [row["reward"] for row in outcome.rollouts]
-    assert rewards == pytest.approx([row["reward"] for row in plain.rollouts], abs=1e-4)
 
 
 @pytest.mark.long

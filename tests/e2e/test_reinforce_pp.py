@@ -18,7 +18,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.preflight.settings import check_train
 from tests.support.hf import save_tiny
-from tests.support.layouts import STEADY_ADAM, TOLERANCE, WITHOUT_CRITIC, assert_same, deep
+from tests.support.layouts import STEADY_ADAM, TOLERANCE, WITHOUT_CRITIC, deep
 from tests.support.ppo import SHAPE, Outcome, Workspace, run_ppo_ranks, weight_distance
 from tools.replay import main as replay
 from tools.replay import read_rejected
@@ -29,19 +29,6 @@ CARRIED: dict[str, Any] = {
     "overlap.inter": True,
     "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
 }
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "actor | scorers": {"mode": "disaggregated"},
-    "PP2 | TP2": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"tp": 2}},
-    "TP2 colocated": {"mode": "colocated", "actor": {"tp": 2}},
-    "reference beside the actor": {"mode": "disaggregated", "reference": "actor"},
-}
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("reinforce"))
-
-
 @pytest.fixture(scope="module")
 def plain(workspace: Workspace) -> Iterator[Outcome]:
     yield run_ppo_ranks(deep(workspace, "plain", **WITHOUT_CRITIC))
@@ -139,22 +126,6 @@ def logprobs(model: Any, prompt: list[int], response: list[int]) -> tuple[Tensor
     """Log-probs of the response's tokens, and the entropy of each draw."""
     logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     return logits[torch.arange(len(response)), torch.tensor(response)], -(logits.exp() * logits).sum(-1)
-
-
-@pytest.mark.parametrize(
-    "placement", [pytest.param(p, marks=pytest.mark.long) if p == "TP2 colocated" else p for p in PLACEMENTS]
-)
-def test_overlap_and_layout_change_nothing(workspace: Workspace, plain: Outcome, placement: str) -> None:
-    """Streamed, with delta 0, on ranks of which none is a critic's."""
-    name = "".join(c for c in placement if c.isalnum())
-    config = deep(workspace, name, **WITHOUT_CRITIC, placement=PLACEMENTS[placement], **{"overlap.intra": True})
-    assert_same(run_ppo_ranks(config), plain)
-
-
-@pytest.mark.parametrize("chunk", [1, 64])
-def test_the_chunk_size_changes_nothing(workspace: Workspace, plain: Outcome, chunk: int) -> None:
-    changes = {"overlap.intra": True, "overlap.chunk.tokens": chunk}
-    assert_same(run_ppo_ranks(deep(workspace, f"chunk-{chunk}", **WITHOUT_CRITIC, **changes)), plain)
 
 
 def test_several_responses_a_prompt_are_those_of_rows_that_stand_as_often(workspace: Workspace) -> None:

@@ -24,11 +24,6 @@ def settling(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("settling"))
-
-
-@pytest.fixture(scope="module")
 def alone(workspace: Workspace) -> Outcome:
     """One rank, nothing streamed."""
     return run_ppo_ranks(settling(workspace, "alone"))

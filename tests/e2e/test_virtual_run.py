@@ -35,11 +35,6 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("virtual"))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_batches_and_deferrals_are_those_of_a_real_run(workspace: Workspace, case: str) -> None:

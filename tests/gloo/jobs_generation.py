@@ -20,7 +20,6 @@ from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.schedule.actions import Action
 from oppo_megatron.schedule.rounds import Site
 from tests.gloo.models import CPU, PATHS, gather_logits, load, world_groups
 
@@ -220,16 +219,3 @@ def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str,
         recorded = torch.tensor([x for r in done for x in r.logprobs])
         answer["gaps"] = (join_rows(fresh, [len(r.tokens) for r in done], batches) - recorded).tolist()
     return answer
-
-
-def observed(directory: str, tp: int, pp: int) -> list[tuple[list[Action], list[Action]]]:
-    """Of every round what the schedule told this rank to do, and what it did."""
-    model = load(directory, world_groups(tp, pp))
-    variant = Variant(max_steps=6, micro_batches=len(PROMPTS))
-    rounds = runner(model, Sampling(seed=7), variant)
-    record: list[tuple[list[Action], list[Action]]] = []
-    rounds.on_plan = lambda plan: record.append((list(plan.schedule.of(rounds.executor.rank)), []))
-    rounds.executor.observe = lambda action, start, end, size: record[-1][1].append(action)
-    finish(rounds, new_rollouts(), variant)
-    rounds.executor.drain()
-    return record

@@ -37,8 +37,7 @@ from tests.gloo.test_training import (
     plain_outputs,
     plain_steps,
 )
-from tests.parity.test_hf_roundtrip import tensors_of
-from tests.support.hf import SIZES, save_tiny
+from tests.support.hf import SIZES, save_tiny, tensors_of
 from tests.support.ranks import run_ranks
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it is of the test extra")

@@ -11,12 +11,10 @@ import hashlib
 import importlib
 import shutil
 import subprocess
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-FAULT = "a fault on the device:"
 SOURCE = """
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/FakeGuardImpl.h>
@@ -46,13 +44,6 @@ extern "C" void take_guard() {
 def compiler() -> str | None:
     """The C++ compiler that `load` needs."""
     return shutil.which("g++")
-
-
-def write_python(path: Path) -> Path:
-    """A program like this Python, where all that it runs and starts has the fake device (`with_device.py`)."""
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -W ignore -m tests.rehearsal.with_device "$0" "$@"\n')
-    path.chmod(0o755)
-    return path
 
 
 def load() -> None:

@@ -112,14 +112,16 @@ CASES["remax, one response, replicas"] = Case(
 )
 WITHOUT_VERSIONS = ("critic warm-up",)
 """Where a step is no version of the policy."""
-IN_MAKE_TEST = ("ppo", "online_dpo, best of four, replicas")
+IN_MAKE_TEST = (
+    "ppo", "online_dpo, best of four, replicas", "KL loss, k3, decoupled, replicas", "scores shaped", "another reference",
+    "schedules, weight decay", "top-k, top-p",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    made = Workspace.create(tmp_path_factory.mktemp("replay"))
-    save_models(made.root)
-    return made
+def workspace(workspace: Workspace) -> Workspace:
+    save_models(workspace.root)
+    return workspace
 
 
 def assert_carried(outcome: Outcome) -> None:

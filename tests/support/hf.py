@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 SIZES = {
@@ -18,6 +19,11 @@ SIZES = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a directory's safetensors files."""
+    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
