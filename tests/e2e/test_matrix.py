@@ -14,6 +14,7 @@ from oppo_megatron.rundir.metrics_log import read_metrics
 from tests.e2e.matrix import FEATURES, LAYOUTS, OPTIONS, WIDE, Matrix, run_dir
 from tests.support.layouts import assert_same
 from tests.support.ppo import run_ppo_ranks
+from tests.support.virtual import assert_unfolds_alike
 
 FACTORS = {"mode": ("colocated", "disaggregated")} | {
     f"{side} {what}": values
@@ -42,6 +43,8 @@ def test_a_feature_in_a_layout_trains_as_one_process(matrix: Matrix, feature: st
     outcome = run_ppo_ranks(config)
     assert_same(outcome, plain)
     FEATURES[feature].also(outcome, plain)
+    if "filter" not in feature:  # whose verdicts no simulation knows
+        assert_unfolds_alike(config, outcome)
     assert_memory_of_every_rank(config)
 
 

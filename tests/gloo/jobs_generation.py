@@ -50,8 +50,6 @@ class Finishers:
 
 @dataclass
 class Variant:
-    """One way to run the same decode."""
-
     max_steps: int = NEVER
     slots: int = len(PROMPTS)
     alone: bool = False
@@ -77,7 +75,6 @@ VARIANTS = {
 
 
 def apply(chunk: Chunk, rollouts: dict[int, Rollout]) -> None:
-    """Append a chunk's rows to their rollouts."""
     for row in chunk.rows:
         rollout = rollouts[row.seq_id]
         assert row.offset == len(rollout.tokens) and not rollout.finished
@@ -90,7 +87,6 @@ def apply(chunk: Chunk, rollouts: dict[int, Rollout]) -> None:
 
 
 def runner(model: RoleModel, sampling: Sampling, variant: Variant) -> RoundRunner:
-    """Rounds that only decode, on the model's ranks."""
     groups = model.groups
     rounds = decoder(
         model,
@@ -108,7 +104,6 @@ def runner(model: RoleModel, sampling: Sampling, variant: Variant) -> RoundRunne
 def decode_round(
     rounds: RoundRunner, rollouts: Sequence[Rollout], max_steps: int, clock: int, version: int, needed: int = NEVER
 ) -> Chunk:
-    """A round of `rollouts`, recorded in them; it ends at the step at which `needed` have finished."""
     chunk = rounds.run(rollouts, [], max_steps, Decoding(clock, version, lambda: Finishers(needed)))
     assert chunk is not None
     apply(chunk, {r.seq_id: r for r in rollouts})
@@ -121,7 +116,6 @@ def new_rollouts() -> dict[int, Rollout]:
 
 
 def finish(rounds: RoundRunner, rollouts: dict[int, Rollout], variant: Variant) -> None:
-    """Decode rollouts to their ends."""
     version = clock = 0
     while running := [r for r in rollouts.values() if not r.finished]:
         order = running[::-1] if variant.reverse else running

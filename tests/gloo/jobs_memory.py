@@ -17,7 +17,6 @@ Count = tuple[int, int, list[int], int]
 
 
 def counts(cases: list[tuple[dict[str, Any], Head]], tp: int, pp: int, vpp: int) -> list[Count]:
-    """Of each (config.json, head): what this rank holds when the job's ranks share the model."""
     groups = build_groups(range(dist.get_world_size()), tp, pp, "model")
     assert groups is not None
     found = []

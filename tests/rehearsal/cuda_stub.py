@@ -42,12 +42,10 @@ extern "C" void take_guard() {
 
 
 def compiler() -> str | None:
-    """The C++ compiler that `load` needs."""
     return shutil.which("g++")
 
 
 def load() -> None:
-    """Into this process, which has not imported torch; then import it."""
     spec = find_spec("torch")
     assert spec is not None and spec.submodule_search_locations is not None
     torch = Path(spec.submodule_search_locations[0])

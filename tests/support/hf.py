@@ -22,7 +22,6 @@ SIZES = {
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a directory's safetensors files."""
     return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
@@ -50,7 +49,6 @@ def tiny_model(family: str, head: str = "lm", seed: int = 0, **changes: Any) -> 
 def save_tiny(
     directory: Path, family: str, head: str = "lm", *, max_shard_size: str = "5GB", **changes: Any
 ) -> PreTrainedModel:
-    """Save and return a tiny model."""
     model = tiny_model(family, head, **changes)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
