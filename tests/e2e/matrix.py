@@ -17,6 +17,7 @@ BELL = "\a"
 EVERY = 14
 BY_PARITY = {"kind": "python", "entry_point": "tests.e2e.rewards:parity"}
 BY_LENGTH = {"reward": None, "rewards": [{"kind": "verifier", "name": "length", "buffer_tokens": 40}]}
+PENALTY = {"mode": "penalty", "coefficient": 0.1}
 STEP_REWARDS = [
     {"kind": "process", "step_rewards": "sum", "separator": BELL, "weight": 2.0},
     {"kind": "python", "entry_point": "tests.e2e.rewards:brevity", "options": {"limit": 100}, "weight": 0.1},
@@ -191,8 +192,8 @@ FEATURES: dict[str, Feature] = {
     "filter": Feature(
         grouped(
             "dapo", 2, **overcommitted(1), steps=3, rewards=[BY_PARITY, {"kind": "model", "weight": 0.0}],
-            overlong={"buffer": 10, "penalty": 0.5, "mask": True}, ppo={"minibatches": 1},
-            **{"rollout.batch_size": 6, "overlap.backfill": EVERY, "ppo.kl": {"mode": "penalty", "coefficient": 0.1}},
+            overlong={"buffer": 10, "penalty": 0.5, "mask": True},
+            **{"rollout.batch_size": 6, "overlap.backfill": EVERY, "ppo.minibatches": 1, "ppo.kl": PENALTY},
         ),
         lambda outcome: total(outcome, "groups_dropped") > 1,
         also=groups_dropped,

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.test_resume import assert_bit_equal, checkpoints, resumed, stop
+from tests.e2e.matrix import BY_PARITY, FEATURES, overcommitted
 from tests.support.layouts import assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 
-STEPS, BATCH, GROUP, EVERY, LONGEST = 3, 6, 2, 14, 40
-MODEL = {"kind": "model", "weight": 0.0}
-"""With it the sum is the same, and known only when the model has read the response: a verdict is due a period later."""
+STEPS, BATCH, GROUP = 3, 6, 2
 
 
-def dapo(workspace: Workspace, name: str, *others: dict[str, Any], delta: int = 0, **changes: Any) -> dict[str, Any]:
+def dapo(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
     """Groups of two, of which those are dropped whose responses are both of an even length, or both of an odd one."""
-    options = {"calls": str(calls_of(workspace, name))}
-    parity = {"kind": "python", "entry_point": "tests.e2e.rewards:parity", "options": options}
-    settings: dict[str, Any] = {
-        "steps": STEPS,
-        "algorithm": {"preset": "dapo"},
-        "critic": None,
-        "rewards": [parity, *others],
-        "rollout.batch_size": BATCH,
-        "rollout.group_size": GROUP,
-        "ppo": {"minibatches": 1},
-        "overlong": {"buffer": 10, "penalty": 0.5, "mask": True},
-        "overlap.inter": True,
-        "overlap.delta": {"rule": "fixed", "initial": delta, "max": delta},
-        "overlap.backfill": EVERY,
-        "overlap.chunk.tokens": EVERY,
-    }
-    return deep(workspace, name, **settings | ({} if others else {"reward": None}) | changes)
+    parity = BY_PARITY | {"options": {"calls": str(calls_of(workspace, name))}}
+    alone = {"rewards": [parity], "reward": None, "ppo.kl": {"mode": "none"}}
+    return deep(workspace, name, **FEATURES["filter"].changes | overcommitted(0) | alone | changes)
 
 
 def calls_of(workspace: Workspace, name: str) -> Path:
@@ -77,7 +60,7 @@ def test_groups_that_are_all_the_same_are_dropped(workspace: Workspace, sequenti
 def test_a_response_is_dropped_where_its_greedy_one_scores_the_same(workspace: Workspace) -> None:
     """A group of one and its greedy baseline, in another layout too."""
     changes = {"algorithm": {"preset": "remax"}, "filter": {}, "rollout.group_size": 1, "overlap.intra": True}
-    one = run_ppo_ranks(dapo(workspace, "greedy", delta=1, **changes))
+    one = run_ppo_ranks(dapo(workspace, "greedy", **overcommitted(1) | changes))
     assert [len(batch) for batch in one.batches()] == [BATCH] * STEPS and len(one.greedy) == STEPS * BATCH
     rewards = {row["seq_id"]: row["reward"] for row in [*one.rollouts, *one.greedy]}
     assert all(rewards[seq_id] != rewards[seq_id + 1] for seq_id in rewards if seq_id % 2 == 0)
@@ -85,21 +68,7 @@ def test_a_response_is_dropped_where_its_greedy_one_scores_the_same(workspace: W
     calls = calls_of(workspace, "greedy").read_text().splitlines()
     assert len(calls) == 2 * (STEPS * BATCH + dropped(one)), "each response once"
     apart = {"placement": {"mode": "disaggregated", "actor": {"tp": 2}}, "overlap.chunk.tokens": 7}
-    assert_same(run_ppo_ranks(dapo(workspace, "greedy-apart", delta=1, **changes | apart)), one)
-
-
-def test_a_run_that_was_stopped_scores_no_response_twice(workspace: Workspace) -> None:
-    """Told to stop within two rollouts: the scores in force are saved."""
-    changes: dict[str, Any] = {"overlap.intra": True, "overlap.chunk.tokens": 7}
-    plain = run_ppo_ranks(dapo(workspace, "whole", MODEL, delta=1, **changes))
-    config = dapo(workspace, "stopped", MODEL, delta=1, **changes)
-    stop(config, rounds=5)
-    assert "clock" in checkpoints(config)[-1]
-    config["checkpoint"] = {"resume": True}
-    stop(config, rounds=4)
-    assert_bit_equal(resumed(config), plain)
-    whole, stopped = (Counter(calls_of(workspace, name).read_text().splitlines()) for name in ("whole", "stopped"))
-    assert stopped == whole
+    assert_same(run_ppo_ranks(dapo(workspace, "greedy-apart", **overcommitted(1) | changes | apart)), one)
 
 
 def flat(workspace: Workspace, name: str, unlike: int, **changes: Any) -> dict[str, Any]:
