@@ -38,7 +38,7 @@ never holds more than B + delta groups, and no round is ended by the last respon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -201,17 +201,6 @@ class RolloutBuffer:
     def drop(self, groups: Iterable[int]) -> list[Rollout]:
         """Remove groups, by number, untrained."""
         return self._remove(np.flatnonzero(np.isin(self._numbers(), list(groups))))
-
-    def cut(self, lengths: Mapping[int, int]) -> list[Rollout]:
-        """End unfinished rollouts, by sequence, at these response lengths; drop their later tokens."""
-        cut = [self._unfinished.pop(seq_id) for seq_id in lengths]
-        places = self._table.rows(np.array(list(lengths), dtype=np.int64))
-        self._table.columns.response_tokens[places] = list(lengths.values())
-        self._table.columns.finished[places] = True
-        self._table.finish_clocks[places] = self._clock
-        for rollout in cut:
-            rollout.cut(lengths[rollout.seq_id], self._clock)
-        return cut
 
     def pass_to(self, clock: int) -> None:
         """Advance the clock to a time until which nothing is decoded."""

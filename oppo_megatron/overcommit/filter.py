@@ -12,8 +12,7 @@ Life of a group::
     ------------------------> undecided -------------------> kept     (its members differ; trained by a batch)
                                         `------------------> dropped  (they are all the same)
 
-A group is known to be kept as soon as two members differ, but is trained with its last one.  One whose scores are all known to
-be equal, including the scores of members still being decoded (`settling.py`), is dropped before it has ended.
+A group is known to be kept as soon as two members differ, but is trained with its last one.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ class GroupFilter:
         assert scheduler.buffer.filtered and scheduler.buffer.group_size > 1
         self.scheduler, self.clock, self.rule = scheduler, clock, rule
         self.scores: dict[int, Scores] = {}
-        self.foreseen: Mapping[int, Scores] = {}  # of responses that are still decoded, whatever follows
         self.counts = Counts()
         self._judged: set[int] = set()  # groups, by number, that have their verdict and are still held
 
@@ -129,7 +127,6 @@ class GroupFilter:
         return {
             "labels": list(self.rule.labels),
             "scores": scores,
-            "foreseen": [[i, list(parts)] for i, parts in self.foreseen.items()],
             "kept": self.counts.kept,
             "dropped": self.counts.dropped,
         }
@@ -143,7 +140,6 @@ class GroupFilter:
             held = {rollout.seq_id for rollout in self.scheduler.buffer.rollouts if rollout.finished}
             numbers = {i: [math.nan if x is None else x for x in parts] for i, parts in state["scores"]}
             self.scores = {seq_id: parts for seq_id, parts in numbers.items() if seq_id in held}
-            self.foreseen = dict(state.get("foreseen", ()))
         kept = [number for number, group in self._groups().items() if self._decided(group)]
         self._judged = set(kept)
         self.scheduler.buffer.keep(kept)
@@ -153,9 +149,9 @@ class GroupFilter:
         due = [r for r in buffer.rollouts if self._is_due(r)]
         if due:
             self.scores |= dict(zip((r.seq_id for r in due), judge(due), strict=True))
-        waiting = {n: group for n, group in self._groups().items() if n not in self._judged}
-        kept = {n for n, group in waiting.items() if self._decided(group) and self._differ(group)}
-        futile = {n for n, group in waiting.items() if self._known(group) and not self._differ(group)}
+        decided = {n: group for n, group in self._groups().items() if n not in self._judged and self._decided(group)}
+        kept = {n for n, group in decided.items() if self._differ(group)}
+        futile = decided.keys() - kept
         self._judged |= kept
         self.counts.kept += len(kept)
         self.counts.dropped += len(futile)
@@ -181,17 +177,12 @@ class GroupFilter:
     def _decided(self, group: Sequence[Rollout]) -> bool:
         return all(rollout.seq_id in self.scores for rollout in group)
 
-    def _known(self, group: Sequence[Rollout]) -> bool:
-        """True if the scores of all members are in force or foreseen."""
-        return all(rollout.seq_id in self.scores or rollout.seq_id in self.foreseen for rollout in group)
-
     def _differ(self, group: Sequence[Rollout]) -> bool:
-        """True if two known scores differ by more than `TIE`, as in `algorithms/baselines.py`.
+        """True if two known scores differ by more than `TIE`, as in `algorithms/advantages.py`.
 
         A score that is not finite differs from all: the guards are to see it.
         """
-        found = [self.scores.get(r.seq_id, self.foreseen.get(r.seq_id)) for r in group]
-        values = [self.rule.metric(scores) for scores in found if scores is not None]
+        values = [self.rule.metric(self.scores[r.seq_id]) for r in group if r.seq_id in self.scores]
         if not all(map(math.isfinite, values)):
             return True
         if not values:

@@ -64,7 +64,6 @@ def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda 
     longest = config.rollout.max_response_tokens
     rewards = build_reward_functions(config.rewards, max_response_tokens=longest)
     quarantine = Quarantine(progress=progress)
-    require_settling(config, rewards)
     prompts = load_prompts(
         config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=members(config).size
     )
@@ -138,18 +137,6 @@ def require_trained_actor(config: TrainSettings, prompts: PromptSet) -> None:
         raise ConfigError(
             f"ppo.critic_warmup_steps is {warming}, but {passes} x {len(prompts)} prompts are {steps} steps, and the policy "
             "would never be trained; lower it, or raise epochs"
-        )
-
-
-def require_settling(config: TrainSettings, rewards: RewardSum) -> None:
-    """Raises ConfigError where responses are to end early, and a part of the reward never lets them."""
-    if config.settle.mode != "off" and (silent := rewards.never_settle()):
-        raise ConfigError(
-            [
-                f"settle.mode is {config.settle.mode}, but reward part {label!r} settles nothing: {why}; give it what it needs "
-                "(docs/rewards.md), or set settle.mode to off"
-                for label, why in silent.items()
-            ]
         )
 
 

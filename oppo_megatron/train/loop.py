@@ -93,7 +93,7 @@ class TrainingLoop:
         if plan.forward_ahead:
             self.updates.begin(step, trained)
         scored = self._gather_scores(step, batch)
-        self.meter.facts.filtered = self.rollouts.filter_figures() | self.rollouts.settle_figures()
+        self.meter.facts.filtered = self.rollouts.filter_figures()
         self.adaptation.learn_costs(step)
         experience, breach = self.updates.make(step, trained, scored)
         actor_trained = self.updates.trains_actor(step)

@@ -14,7 +14,6 @@ from oppo_megatron.engine.round_runner import Decoding, RoundRunner
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.filter import GroupFilter
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.overcommit.settling import Settler, known
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.score_exchange import Known, ScoreExchange
 
@@ -35,7 +34,6 @@ class Rollouts:
     overlap: OverlapConfig
     planning: Callable[[], AbstractContextManager[None]]
     filter: GroupFilter | None = None
-    settler: Settler | None = None
 
     @property
     def buffer(self) -> RolloutBuffer:
@@ -50,8 +48,6 @@ class Rollouts:
         """Admit prompts at the beginning of a step, up to B + delta."""
         with self.planning():
             self.rounds.admit(self.scheduler.begin_step())
-        if self.settler is not None:
-            self.settler.begin_step()
         if self.filter is not None:
             self.filter.begin_step()
             self._settle(self.filter)
@@ -70,14 +66,12 @@ class Rollouts:
             active, score = buffer.active, buffer.rollouts if stream else []
             readable = buffer.worth_reading()
         decoding = Decoding(buffer.clock, version, buffer.readiness, halt)
-        chunk = self.rounds.run(active, score, self._steps(most), decoding, readable)
+        chunk = self.rounds.run(active, score, self.scheduler.chunk(most), decoding, readable)
         assert chunk is not None
         with self.planning():
             buffer.record(chunk)
             self.rounds.recorded(active)
         self.exchange.request(active)
-        if self.settler is not None and self.settler.due:
-            self._end_early(self.settler)
         if self.filter is not None:
             self._settle(self.filter)
         return chunk, len(backfilled)
@@ -89,15 +83,6 @@ class Rollouts:
             return {}
         labels = self.filter.rule.labels
         return {seq_id: dict(zip(labels, parts, strict=True)) for seq_id, parts in self.filter.scores.items()}
-
-    def _steps(self, most: int) -> int:
-        """Decode steps of the next round: `most`, or fewer if prompts may enter or rewards are asked earlier."""
-        steps = self.scheduler.chunk(most)
-        return steps if self.settler is None else min(steps, self.settler.clock.left(self.buffer.clock))
-
-    def settle_figures(self) -> dict[str, float | None]:
-        """Figures of responses that ended early in the step; empty if none can."""
-        return {} if self.settler is None else self.settler.figures()
 
     def filter_figures(self) -> dict[str, float | None]:
         """Figures of the step's groups for its line of metrics; empty without a filter."""
@@ -117,27 +102,9 @@ class Rollouts:
             return self.exchange.judge(due, self.rounds, labels)
 
         dropped = groups.settle(judge)
-        self._stop([rollout for rollout in dropped if not rollout.finished])
         self.rounds.give_up(dropped)
         for rollout in dropped:
             self.exchange.rewards.forget(rollout.seq_id)
-        if self.settler is not None:
-            self.settler.retire(dropped)
-
-    def _end_early(self, settler: Settler) -> None:
-        """End responses whose rewards are fixed; a filter learns the fixed parts of the others."""
-        asked = settler.asked()
-        prefixes = self.exchange.prefixes(asked) if asked else []
-        self._stop(settler.take(asked, prefixes))
-        if self.filter is not None:
-            labels, of = settler.labels, self.filter.rule.labels
-            found = {i: known(prefix, labels, of) for i, prefix in settler.foreseen(asked, prefixes).items()}
-            self.filter.foreseen = {i: scores for i, scores in found.items() if scores is not None}
-
-    def _stop(self, rollouts: Sequence[Rollout]) -> None:
-        """Stop decoding these."""
-        if rollouts:
-            self.rounds.stop(rollouts)
 
     def take_batch(self) -> list[Rollout]:
         """Take the first B finished rollouts out of the buffer; the others are deferred."""
@@ -158,8 +125,6 @@ class Rollouts:
             self.rounds.retire(batch)
         if self.filter is not None:
             self.filter.retire(batch)
-        if self.settler is not None:
-            self.settler.retire(batch)
 
     def weights_changed(self, actor: bool) -> None:
         """Invalidate what trained roles have cached of carried rollouts, unless the configuration keeps it.

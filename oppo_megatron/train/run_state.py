@@ -92,7 +92,6 @@ class RunState:
             "done": self.done,
             "scheduler": self.parts.scheduler.state_dict(),
             "filter": None if self.parts.filter is None else self.parts.filter.state_dict(),
-            "settle": None if self.parts.settler is None else self.parts.settler.state_dict(),
             "chunk": self.adaptation.chunk.state_dict(),
             "kl": self.adaptation.kl.state_dict(),
             "early_stop": None if self.evaluator is None else self.evaluator.state_dict(),
@@ -109,8 +108,6 @@ class RunState:
         self.parts.scheduler.load_state_dict(state["scheduler"], rollouts)
         if self.parts.filter is not None:
             self.parts.filter.load_state_dict(state.get("filter"))
-        if self.parts.settler is not None:
-            self.parts.settler.load_state_dict(state.get("settle"))
         self.adaptation.chunk.load_state_dict(state["chunk"])
         self.adaptation.kl.load_state_dict(state["kl"])
         if self.evaluator is not None:

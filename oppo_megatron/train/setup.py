@@ -35,7 +35,7 @@ from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange, StepRewards
 from oppo_megatron.train.updates import Adaptation, Updates
-from oppo_megatron.train.verdicts import build_filter, build_settler
+from oppo_megatron.train.verdicts import build_filter
 
 
 def build_loop(
@@ -63,10 +63,9 @@ def build_loop(
     meter = StepMeter(world, rounds, tracer.spans, tracer, memory, journal, role, placement)
     guard = Guard(config, algorithm, world.rank, world.device, site, total_steps, rollbacks)
     scheduler, kl = _scheduler(config, prompts, ahead), KLController(config.ppo.kl)
-    settler = build_settler(config, scheduler.buffer, inputs.rewards)
     exchange = ScoreExchange(
         world.rank, world.device, site.placements, inputs.rewards, inputs.tokenizer, world.activity,
-        members(config), actor, critic, StepRewards.of(config.rewards, inputs.tokenizer), settler=settler,
+        members(config), actor, critic, StepRewards.of(config.rewards, inputs.tokenizer),
     )  # fmt: skip
     adaptation = Adaptation(
         world, scheduler, ChunkTuner(config.overlap.chunk, longest_chunk(config)), kl, rounds.planner, tracer.meter,
@@ -76,7 +75,7 @@ def build_loop(
         config, world, actor, critic, guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position
     )
     groups = build_filter(config, scheduler, inputs.rewards)
-    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning, groups, settler)
+    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning, groups)
     evaluator = None
     if inputs.heldout is not None and inputs.judges is not None:
         evaluator = Evaluator(

@@ -84,22 +84,12 @@ class _Scheduler(_Strict):
 
 
 class _Filter(_Strict):
-    """Scores in force, by sequence and part; null is a score that is not finite.  Foreseen scores are finite."""
+    """Scores in force, by sequence and part; null is a score that is not finite."""
 
     labels: list[str]
     scores: list[tuple[Count, list[float | None]]]
-    foreseen: list[tuple[Count, list[float]]]
     kept: Count
     dropped: Count
-
-
-class _Settle(_Strict):
-    """Rewards fixed early: sequence, tokens, parts.  `audited` has rows, and the tokens after the fixed prefix."""
-
-    labels: list[str]
-    notes: list[tuple[Count, Count, list[float]]]
-    audited: tuple[Count, Count]
-    cut: Count
 
 
 class _Chunk(_Strict):
@@ -226,7 +216,6 @@ class PPOState(_State):
     caches: bool
     sources: dict[str, str]
     filter: _Filter | None
-    settle: _Settle | None
 
 
 class _Line(_Strict):
