@@ -60,7 +60,7 @@ class Feature:
     """A change of the plain configuration; its reference run is one process without overlap.
 
     shows: whether the reference run uses the feature, so that the comparison says something.
-    also: compares what `assert_same` does not.  soon: the layouts in `make test`; stops: the layout that is resumed.
+    also: compares what `assert_same` does not.  soon: the layouts in `make test`; stops: the layout that is stopped and resumed.
     """
 
     changes: dict[str, Any]
@@ -156,7 +156,7 @@ FEATURES: dict[str, Feature] = {
     "backfill": Feature(
         overcommitted(3) | {"steps": 6, "overlap.backfill": 4},
         lambda outcome: total(outcome, "backfilled") > 6,
-        soon=("PP2 x DP2, woven", "TP2 | PP2"),
+        soon=("PP2 x DP2, woven", "DP2 | DP2"),
         stops="DP2 | DP2",
     ),
     "without a critic": Feature(WITHOUT_CRITIC, lengths_differ, soon=("TP2", "1 | 1, reference with the actor")),
@@ -203,7 +203,7 @@ FEATURES: dict[str, Feature] = {
         overcommitted(1) | {"rollout.group_size": 3, "overlap.max_staleness": 2, "overlap.intra": True},
         carries,
         also=forked_tokens,
-        soon=("one rank", "PP2 | TP2", "TP2 | PP2"),
+        soon=("1 | 1", "PP2 | TP2", "TP2 | PP2"),
         reference={"debug.fork": False},
     ),
     "process rewards": Feature(
@@ -264,15 +264,16 @@ WIDE: dict[str, dict[str, Any]] = {
     "TP2 x PP4, scorers TP2 x PP2 x DP2": on("colocated", (2, 4, 1), (2, 2, 2)),
 }
 """For the plain configuration alone."""
+FEW_ROUNDS: tuple[dict[str, Any], ...] = ({"overlap.chunk.tokens": 64}, {"overlap.intra": False})
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"overlap.chunk.tokens": 1},
-    {"overlap.chunk.tokens": 64},
+    FEW_ROUNDS[0],
     {"runtime.kv_layout": "paged"},
     {"runtime.decode_sync_steps": 5, "runtime.kv_layout": "paged"},
     {"runtime.decode_path": "module"},
     overcommitted(0),
-    {"overlap.intra": False},
+    FEW_ROUNDS[1],
 )
 """Change nothing of what is trained."""
 
@@ -282,24 +283,42 @@ class Matrix:
     """Runs of features; a reference run is made once."""
 
     workspace: Workspace
-    references: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def reference(self, name: str) -> Outcome:
-        if name not in self.references:
-            feature = FEATURES[name]
-            outcome = run_ppo_ranks(self.config(name, "reference", feature.changes | feature.reference))
-            assert feature.shows(outcome), f"the run does not use {name}: the comparison would say nothing"
-            self.references[name] = outcome
-        return self.references[name]
+        feature = FEATURES[name]
+        outcome = self.run(self.config(name, "reference", feature.changes | feature.reference))
+        assert feature.shows(outcome), f"the run does not use {name}: the comparison would say nothing"
+        return outcome
+
+    def run(self, config: dict[str, Any]) -> Outcome:
+        """The outcome of a configuration, which is run once."""
+        name = config["run_dir"]
+        if name not in self.outcomes:
+            self.outcomes[name] = run_ppo_ranks(config)
+        return self.outcomes[name]
 
     def config(self, feature: str, name: str, changes: dict[str, Any]) -> dict[str, Any]:
         own = "".join(c for c in f"{feature}-{name}" if c.isalnum() or c == "-")
-        return deep(self.workspace, own, **changes)
+        config = deep(self.workspace, own, **changes)
+        counted = {"options": {"calls": str(calls_of(config))}}
+        config["rewards"] = [part | counted if part == BY_PARITY else part for part in config["rewards"]]
+        return config
 
-    def in_layout(self, feature: str, layout: str, name: str = "", option: int = 0) -> dict[str, Any]:
+    def in_layout(self, feature: str, layout: str, option: int = 0, name: str = "") -> dict[str, Any]:
         """Configuration of a feature in a layout, with intra-step overlap and one of OPTIONS."""
         changes = {"overlap.intra": True} | OPTIONS[option] | FEATURES[feature].changes | (LAYOUTS | WIDE)[layout]
-        return self.config(feature, f"{layout}-{name}", changes)
+        return self.config(feature, f"{layout}-{option}-{name}", changes)
+
+
+def option_of(feature: str, layout: str) -> int:
+    """Options go round, so that each feature and each layout meets each of them."""
+    return (list(FEATURES).index(feature) + [*LAYOUTS, *WIDE].index(layout)) % len(OPTIONS)
+
+
+def calls_of(config: dict[str, Any]) -> Path:
+    """The calls of BY_PARITY in a run."""
+    return run_dir(config).with_suffix(".calls")
 
 
 def run_dir(config: dict[str, Any]) -> Path:

@@ -25,7 +25,7 @@ def test_stale_caches_that_are_kept_fork(matrix: Matrix) -> None:
 @pytest.mark.parametrize("caches", [True, False])
 def test_a_run_killed_within_groups_is_resumed_with_and_without_their_caches(matrix: Matrix, caches: bool) -> None:
     """A rank dies in the second step.  Without caches every prompt in flight is computed once more, for all that answer it."""
-    config = matrix.in_layout("prompts fork", "PP2 | TP2", f"killed-{caches}")
+    config = matrix.in_layout("prompts fork", "PP2 | TP2", name=f"killed-{caches}")
     config["checkpoint"] = {"every_steps": 1, "caches": caches}
     struck(config, "round", 1, "killed")
     config["checkpoint"]["resume"] = True

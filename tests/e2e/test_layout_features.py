@@ -31,7 +31,7 @@ def plain(matrix: Matrix) -> Outcome:
 @pytest.mark.parametrize("feature", ["plain", "process rewards"])
 def test_disaggregated_sequential_is_bit_equal_to_one_process(matrix: Matrix, feature: str) -> None:
     """And measures every kind of action, though each role reads a single micro-batch in a step."""
-    plain, config = matrix.reference(feature), matrix.in_layout(feature, "1 | 1", "sequential")
+    plain, config = matrix.reference(feature), matrix.in_layout(feature, "1 | 1", name="sequential")
     config["overlap"]["intra"] = False
     outcome = run_ppo_ranks(config)
     assert_same(outcome, plain)

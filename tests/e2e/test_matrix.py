@@ -1,8 +1,9 @@
-"""Every feature in every layout trains as one process without overlap does: same tokens and batches, weights to rounding."""
+"""Every feature in every layout trains as one process without overlap does, to rounding, and resumes to the bit."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import combinations, pairwise, product
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.rundir.metrics_log import read_metrics
-from tests.e2e.matrix import FEATURES, LAYOUTS, OPTIONS, WIDE, Matrix, run_dir
+from tests.e2e.matrix import FEATURES, FEW_ROUNDS, LAYOUTS, OPTIONS, WIDE, Matrix, calls_of, option_of, run_dir
+from tests.e2e.test_resume import assert_bit_equal, checkpoints, last_checkpoint, resumed, stop
 from tests.support.layouts import assert_same
-from tests.support.ppo import run_ppo_ranks
 from tests.support.virtual import assert_unfolds_alike
 
 FACTORS = {"mode": ("colocated", "disaggregated")} | {
@@ -22,30 +23,57 @@ FACTORS = {"mode": ("colocated", "disaggregated")} | {
     for what, values in (("tp", (1, 2)), ("pp", (1, 2, 4)), ("dp", (1, 2)))
 }
 IN_MAKE_TEST = (*LAYOUTS, "PP4, scorers PP2 x DP2")
+STOPPED_IN_MAKE_TEST = ("stale caches kept", "backfill", "greedy baseline, carried", "filter", "prompts fork")
 
 
-def cases() -> list[Any]:
-    """All pairs; options go round, so that each feature and each layout meets each of them."""
-    pairs = [("plain", layout) for layout in (*LAYOUTS, *WIDE)]
-    pairs += [(feature, layout) for feature in FEATURES if feature != "plain" for layout in LAYOUTS]
-    found = []
-    for feature, layout in pairs:
-        option = (list(FEATURES).index(feature) + [*LAYOUTS, *WIDE].index(layout)) % len(OPTIONS)
-        soon = layout in (IN_MAKE_TEST if feature == "plain" else FEATURES[feature].soon)
-        found.append(pytest.param(feature, layout, option, marks=[] if soon else [pytest.mark.long]))
-    return found
+def pairs() -> list[Any]:
+    found = [("plain", layout, layout in IN_MAKE_TEST) for layout in (*LAYOUTS, *WIDE)]
+    for name, feature in FEATURES.items():
+        found += [(name, layout, layout in feature.soon) for layout in LAYOUTS if name != "plain"]
+    return [pytest.param(*pair, marks=[] if soon else [pytest.mark.long]) for *pair, soon in found]
 
 
-@pytest.mark.parametrize(("feature", "layout", "option"), cases())
-def test_a_feature_in_a_layout_trains_as_one_process(matrix: Matrix, feature: str, layout: str, option: int) -> None:
-    plain = matrix.reference(feature)
-    config = matrix.in_layout(feature, layout, option=option)
-    outcome = run_ppo_ranks(config)
+@pytest.mark.parametrize(("feature", "layout"), pairs())
+def test_a_feature_in_a_layout_trains_as_one_process(matrix: Matrix, feature: str, layout: str) -> None:
+    plain, config = matrix.reference(feature), matrix.in_layout(feature, layout, option_of(feature, layout))
+    outcome = matrix.run(config)
     assert_same(outcome, plain)
     FEATURES[feature].also(outcome, plain)
     if "filter" not in feature:  # whose verdicts no simulation knows
         assert_unfolds_alike(config, outcome)
     assert_memory_of_every_rank(config)
+
+
+@pytest.mark.parametrize(
+    "feature", [each if each in STOPPED_IN_MAKE_TEST else pytest.param(each, marks=pytest.mark.long) for each in FEATURES]
+)
+def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(matrix: Matrix, feature: str) -> None:
+    """Told to stop on one rank, twice; no response is scored twice."""
+    layout = FEATURES[feature].stops
+    option = option_of(feature, layout)
+    option = 0 if OPTIONS[option] in FEW_ROUNDS else option
+    whole, config = (matrix.in_layout(feature, layout, option, name) for name in ("", "stopped"))
+    plain = matrix.run(whole)
+    assert_same(plain, matrix.reference(feature))
+    stop(config, rounds=3, rank=1 if "woven" in layout else 0)
+    assert "clock" in checkpoints(config)[-1]
+    if config["rollout"].get("group_size", 1) > 2:
+        assert_within_a_group(config)
+    config["checkpoint"] = {"resume": True}
+    stop(config, rounds=2)
+    assert_bit_equal(resumed(config), plain)
+    if feature == "filter":
+        once, again = (Counter(calls_of(each).read_text().splitlines()) for each in (whole, config))
+        assert once == again
+
+
+def assert_within_a_group(config: dict[str, Any]) -> None:
+    """Some group has members that have ended, and others."""
+    ended: dict[int, set[bool]] = {}
+    for row in map(json.loads, (last_checkpoint(config) / "rollouts.jsonl").read_text().splitlines()):
+        group = row["seq_id"] // config["rollout"]["group_size"]
+        ended.setdefault(group, set()).add(row["finish_clock"] is not None)
+    assert {True, False} in ended.values()
 
 
 def test_layouts_cover_every_pair_of_choices() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import world_size
-from tests.e2e.matrix import BY_PARITY, FEATURES, Matrix, run_dir
 from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
@@ -32,8 +29,6 @@ BFLOAT16_TIED = CARRIED | {
     "runtime.dtype": "bfloat16",
     "actor.init": DEEP | {"tie_word_embeddings": True},
 }
-SOON = ("stale caches kept", "backfill", "greedy baseline, carried", "filter", "prompts fork")
-
 
 @pytest.fixture(scope="module")
 def carried(workspace: Workspace) -> Outcome:
@@ -78,40 +73,6 @@ def furthest_logprob(outcome: Outcome, other: Outcome) -> float:
 
 def untimed(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.endswith(TIMES)}
-
-
-@pytest.mark.parametrize(
-    "feature", [each if each in SOON else pytest.param(each, marks=pytest.mark.long) for each in FEATURES]
-)
-def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(matrix: Matrix, feature: str) -> None:
-    """Told to stop on one rank, twice; no response is scored twice."""
-    layout = FEATURES[feature].stops
-    configs = [matrix.in_layout(feature, layout, name) for name in ("undisturbed", "stopped")]
-    calls = [run_dir(config).with_suffix(".calls") for config in configs]
-    for config, file in zip(configs, calls, strict=True):
-        if BY_PARITY in config["rewards"]:
-            config["rewards"][0]["options"] = {"calls": str(file)}
-    plain, config = run_ppo_ranks(configs[0]), configs[1]
-    assert_same(plain, matrix.reference(feature))
-    stop(config, rounds=3, rank=1 if "woven" in layout else 0)
-    assert "clock" in checkpoints(config)[-1]
-    if config["rollout"].get("group_size", 1) > 2:
-        assert_within_a_group(config)
-    config["checkpoint"] = {"resume": True}
-    stop(config, rounds=2)
-    assert_bit_equal(resumed(config), plain)
-    if feature == "filter":
-        whole, stopped = (Counter(file.read_text().splitlines()) for file in calls)
-        assert stopped == whole
-
-
-def assert_within_a_group(config: dict[str, Any]) -> None:
-    """Some group has members that have ended, and others."""
-    ended: dict[int, set[bool]] = {}
-    for row in map(json.loads, (last_checkpoint(config) / "rollouts.jsonl").read_text().splitlines()):
-        group = row["seq_id"] // config["rollout"]["group_size"]
-        ended.setdefault(group, set()).add(row["finish_clock"] is not None)
-    assert {True, False} in ended.values()
 
 
 @pytest.mark.parametrize("name", ["carried", pytest.param("bfloat16", marks=pytest.mark.long)])
