@@ -1,4 +1,4 @@
-"""Inter-step overlap in real runs: what delta > 0 may change and what it may not."""
+"""Inter-step overlap and backfill in real runs: what delta > 0 may change and what it may not."""
 
 from __future__ import annotations
 
@@ -12,12 +12,22 @@ from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.records import StepSignals
 from oppo_megatron.sim.runs.virtual import VirtualRun
+from tests.support.layouts import assert_same, deep
 from tests.support.ordered import OrderedRun
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.virtual import assert_unfolds_alike
 
 STEPS, BATCH, DELTA = 7, 6, 4
 DISAGGREGATED = {"mode": "disaggregated"}
+EVERY, BACKFILLED = 4, 6
+BACKFILL = {
+    "steps": BACKFILLED,
+    "overlap.intra": True,
+    "overlap.inter": True,
+    "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
+    "overlap.chunk.tokens": EVERY,
+    "overlap.backfill": EVERY,
+}
 
 
 def overcommitted(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
@@ -158,3 +168,35 @@ def test_delta_from_what_is_measured(workspace: Workspace, placement: dict[str, 
 
 def _ran_at(row: dict[str, Any], clock: int) -> bool:
     return row["finish_clock"] - len(row["tokens"]) < clock <= row["finish_clock"]
+
+
+@pytest.fixture(scope="module")
+def backfilled(workspace: Workspace) -> Outcome:
+    return run_ppo_ranks(deep(workspace, "backfilled", **BACKFILL))
+
+
+def test_with_backfill_every_prompt_is_trained_exactly_once(
+    workspace: Workspace, backfilled: Outcome
+) -> None:
+    assert Counter(row["seq_id"] for row in backfilled.rollouts) == {i: 1 for i in range(BACKFILLED * BATCH)}
+    assert [len(batch) for batch in backfilled.batches()] == [BATCH] * BACKFILLED
+    assert sum(line["backfilled"] for line in backfilled.metrics) > BATCH, "prompts enter within steps"
+    assert max(line["carried"] for line in backfilled.metrics) <= BATCH
+    assert max(row["deferrals"] for row in backfilled.rollouts) <= 4
+    assert backfilled.metrics[-1]["carried"] == 0
+    assert all(0 < line["packing_efficiency"] <= 1 > line["padding_saved"] > 0 for line in backfilled.metrics)
+    assert_unfolds_alike(deep(workspace, "backfilled", **BACKFILL), backfilled, VirtualRun, OrderedRun)
+
+
+def test_few_slots_change_nothing(workspace: Workspace, backfilled: Outcome) -> None:
+    """Nine slots of half of a cache are four of a whole one."""
+    few = {"placement": {"mode": "disaggregated", "actor": {"tp": 2}}, "runtime.kv_cache_mb": 0.3}
+    assert_same(run_ppo_ranks(deep(workspace, "few-slots", **BACKFILL | few)), backfilled)
+
+
+def test_a_chunk_that_adapts_changes_no_batch(workspace: Workspace, backfilled: Outcome) -> None:
+    """It is searched for among sizes up to that of `overlap.backfill`, also such that do not divide it."""
+    chunk = {"tokens": EVERY, "adaptive": [3, 64]}
+    run = run_ppo_ranks(deep(workspace, "adaptive", **BACKFILL | {"overlap.chunk": chunk}))
+    assert {line["chunk_tokens"] for line in run.metrics} == {3, EVERY}
+    assert_same(run, backfilled)
