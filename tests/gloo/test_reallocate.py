@@ -111,8 +111,14 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("case", TRAINED)
-@pytest.mark.parametrize("name", ["qwen2", "qwen3-scalar"])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(case, name, marks=[] if number % 2 == other else [pytest.mark.long])
+        for number, case in enumerate(TRAINED)
+        for other, name in enumerate(("qwen2", "qwen3-scalar"))
+    ],
+)
 def test_after_optimizer_steps(models: dict[str, str], tmp_path: Path, name: str, case: str) -> None:
     world, train, serve, layout = TRAINED[case]
     job: dict[str, Any] = dict(directory=models[name], target=str(tmp_path), train=train, serve=serve, layout=layout)
