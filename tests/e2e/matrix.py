@@ -150,8 +150,8 @@ FEATURES: dict[str, Feature] = {
         overcommitted(4) | {"overlap.actor_kv": "keep", "ppo.staleness": "decoupled"},
         carries,
         also=stale_weights,
-        soon=("DP2 | DP2",),
-        stops="PP2, woven",
+        soon=("DP2 | DP2", "PP2 | TP2"),
+        stops="PP2 | TP2",
     ),
     "backfill": Feature(
         overcommitted(3) | {"steps": 6, "overlap.backfill": 4},
