@@ -144,8 +144,10 @@ def step_rewards(ours: Outcome, theirs: Outcome) -> None:
 
 
 FEATURES: dict[str, Feature] = {
-    "plain": Feature({}, lengths_differ),
-    "overcommitted": Feature(overcommitted(4), carries, soon=("DP2 | DP2", "PP2, woven")),
+    "plain": Feature(
+        {}, lengths_differ, soon=("1 | 1", "PP2 | TP2", "DP2 | DP2", "PP2, woven", "PP4, scorers PP2 x DP2"),
+    ),
+    "overcommitted": Feature(overcommitted(4), carries, soon=("PP2, woven",)),
     "stale caches kept": Feature(
         overcommitted(4) | {"overlap.actor_kv": "keep", "ppo.staleness": "decoupled"},
         carries,
@@ -159,9 +161,9 @@ FEATURES: dict[str, Feature] = {
         soon=("PP2 x DP2, woven", "DP2 | DP2"),
         stops="DP2 | DP2",
     ),
-    "without a critic": Feature(WITHOUT_CRITIC, lengths_differ, soon=("TP2", "1 | 1, reference with the actor")),
+    "without a critic": Feature(WITHOUT_CRITIC, lengths_differ, soon=("1 | 1, reference with the actor",)),
     "groups": Feature(
-        grouped("grpo", 4), members_differ, soon=("1 | 1", "DP2 | DP2"),
+        grouped("grpo", 4), members_differ, soon=("DP2 | DP2",),
     ),
     "pairs": Feature(
         grouped("online_dpo", 4, **{"rollout.temperature": 0.9}),
@@ -182,7 +184,7 @@ FEATURES: dict[str, Feature] = {
         grouped("online_dpo", 2, **BY_LENGTH, **{"ppo.entropy_coefficient": 0.0}), pairs_that_tie_are_counted, soon=("1 | 1",),
     ),
     "greedy baseline": Feature(
-        grouped("remax", 2), lambda outcome: len(outcome.greedy) == 16, soon=("PP2 | TP2", "TP2"),
+        grouped("remax", 2), lambda outcome: len(outcome.greedy) == 16, soon=("TP2",),
     ),
     "greedy baseline, carried": Feature(
         grouped("remax", 2, **overcommitted(8), steps=3),
@@ -210,7 +212,7 @@ FEATURES: dict[str, Feature] = {
         {"rewards": STEP_REWARDS},
         lambda outcome: sum(BELL in row["response"] for row in outcome.rollouts) > 2,
         also=step_rewards,
-        soon=("one rank", "1 | 1"),
+        soon=("one rank",),
     ),
     "adapters": Feature(
         roles(DEEP, DEEP, lora={"rank": 4, "alpha": 16.0}),

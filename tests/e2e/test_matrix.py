@@ -22,15 +22,15 @@ FACTORS = {"mode": ("colocated", "disaggregated")} | {
     for side in ("actor", "scorer")
     for what, values in (("tp", (1, 2)), ("pp", (1, 2, 4)), ("dp", (1, 2)))
 }
-IN_MAKE_TEST = (*LAYOUTS, "PP4, scorers PP2 x DP2")
 STOPPED_IN_MAKE_TEST = ("stale caches kept", "backfill", "greedy baseline, carried", "filter", "prompts fork")
 
 
 def pairs() -> list[Any]:
-    found = [("plain", layout, layout in IN_MAKE_TEST) for layout in (*LAYOUTS, *WIDE)]
+    found = []
     for name, feature in FEATURES.items():
-        found += [(name, layout, layout in feature.soon) for layout in LAYOUTS if name != "plain"]
-    return [pytest.param(*pair, marks=[] if soon else [pytest.mark.long]) for *pair, soon in found]
+        for layout in LAYOUTS | WIDE if name == "plain" else LAYOUTS:
+            found.append(pytest.param(name, layout, marks=[] if layout in feature.soon else [pytest.mark.long]))
+    return found
 
 
 @pytest.mark.parametrize(("feature", "layout"), pairs())
