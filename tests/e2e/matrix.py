@@ -60,7 +60,8 @@ class Feature:
     """A change of the plain configuration; its reference run is one process without overlap.
 
     shows: whether the reference run uses the feature, so that the comparison says something.
-    also: compares what `assert_same` does not.  soon: the layouts in `make test`; stops: the layout that is stopped and resumed.
+    also: compares what `assert_same` does not.  soon: the layouts in `make test`; stops: the layout that is stopped within so many `rounds`,
+    which are fewer than its first step has, and resumed.
     """
 
     changes: dict[str, Any]
@@ -68,6 +69,7 @@ class Feature:
     also: Callable[[Outcome, Outcome], None] = nothing_more
     soon: tuple[str, ...] = ()
     stops: str = "1 | 1"
+    rounds: int = 2
     reference: dict[str, Any] = field(default_factory=dict)
 
 
@@ -154,6 +156,7 @@ FEATURES: dict[str, Feature] = {
         also=stale_weights,
         soon=("DP2 | DP2", "PP2 | TP2"),
         stops="PP2 | TP2",
+        rounds=1,
     ),
     "backfill": Feature(
         overcommitted(3) | {"steps": 6, "overlap.backfill": 4},

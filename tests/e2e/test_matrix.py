@@ -55,7 +55,7 @@ def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(matri
     whole, config = (matrix.in_layout(feature, layout, option, name) for name in ("", "stopped"))
     plain = matrix.run(whole)
     assert_same(plain, matrix.reference(feature))
-    stop(config, rounds=2, rank=int(layout != "1 | 1"))
+    stop(config, rounds=FEATURES[feature].rounds, rank=int(layout != "1 | 1"))
     assert "clock" in checkpoints(config)[-1]
     if config["rollout"].get("group_size", 1) > 2:
         assert_within_a_group(config)
