@@ -60,8 +60,8 @@ class Feature:
     """A change of the plain configuration; its reference run is one process without overlap.
 
     shows: whether the reference run uses the feature, so that the comparison says something.
-    also: compares what `assert_same` does not.  soon: the layouts in `make test`; stops: the layout that is stopped within so many `rounds`,
-    which are fewer than its first step has, and resumed.
+    also: compares what `assert_same` does not.  soon: the layouts in `make test`.
+    stops: the layout that is stopped within its first step, after so many `rounds`, and resumed.
     """
 
     changes: dict[str, Any]
