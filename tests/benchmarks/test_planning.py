@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.dry_run import Cluster, DryRun
 from benchmarks.planning import bench_planning, least_step_s, main
-from oppo_megatron.config.modes import switched
+from oppo_megatron.config.derived import switched
 from oppo_megatron.errors import ConfigError
 from tests.unit.test_bench_overlap import without_critic as config
 from tests.unit.test_bench_suite import config as with_critic

@@ -176,7 +176,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "pairs by a rule, filtered": Feature(
         grouped(
-            "online_dpo", 2, **overcommitted(1), **BY_LENGTH, filter={},
+            "online_dpo", 2, **overcommitted(1), **BY_LENGTH, filter="reward",
             **{"ppo.entropy_coefficient": 0.0, "overlap.backfill": EVERY},
         ),
         pairs_of_two,
@@ -197,8 +197,8 @@ FEATURES: dict[str, Feature] = {
     "filter": Feature(
         grouped(
             "dapo", 2, **overcommitted(1), steps=3, rewards=[BY_PARITY, {"kind": "model", "weight": 0.0}],
-            overlong={"buffer": 10, "penalty": 0.5, "mask": True},
-            **{"rollout.batch_size": 6, "overlap.backfill": EVERY, "ppo.minibatches": 1, "ppo.kl": PENALTY},
+            **{"rollout.batch_size": 6, "overlap.backfill": EVERY},
+            **{"ppo.minibatches": 1, "ppo.mask_truncated": True, "ppo.kl": PENALTY},
         ),
         lambda outcome: total(outcome, "groups_dropped") > 1,
         also=groups_dropped,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oppo_megatron.config.guards import GapGuardConfig
+from oppo_megatron.config.reliability import GuardsConfig
 from tests.support.layouts import DEEP, Layout, parallel
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.ranks import run_ranks
@@ -40,7 +40,7 @@ def half(workspace: Workspace) -> Outcome:
 
 
 def limit() -> float:
-    found = GapGuardConfig().in_numbers("bfloat16", 1.0)
+    found = GuardsConfig().gap_limit("bfloat16", 1.0)
     assert found is not None
     return found
 

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
-from oppo_megatron.config.run import SFTConfig
+from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.data.supervised_rows import Pair
 from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, DataError
 from oppo_megatron.train.supervised_tasks import RewardModelling

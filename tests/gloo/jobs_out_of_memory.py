@@ -14,15 +14,14 @@ from torch import Tensor
 
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.engine import generation, scoring
-from oppo_megatron.engine.links import build_links
+from oppo_megatron.engine.executor import build_links
 from oppo_megatron.engine.round_runner import decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.roles import load_role
-from oppo_megatron.mcore.stage import step
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.rounds import Site
 from tests.gloo import jobs_scoring
