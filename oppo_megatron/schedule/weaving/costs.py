@@ -75,8 +75,7 @@ def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int]
 class CostMeter:
     """Fit `Costs` to measured times, by least squares over (tokens, seconds) of each kind of action.
 
-    Decode and prefill are a kind for each role and stage; `sample` is one kind, and so is `score`. Only sums are kept, so ranks
-    can add their vectors.
+    Decode and prefill are a kind for each role and stage. Only sums are kept, so ranks can add their vectors.
     """
 
     MIN_SAMPLES = 4
@@ -124,9 +123,8 @@ class CostMeter:
     def costs(self, fallback: Costs) -> Costs:
         """Return the fitted costs.
 
-        A stage without samples gets the line of all stages of its role, and without those the line of `fallback`; messages always
-        use `fallback`. With fewer than `MIN_SAMPLES`, or the same n in all, the line that the kind would have without samples is
-        scaled to pass through their mean.
+        A stage without samples gets the line of all stages of its role, and without those that of `fallback`. With fewer than
+        `MIN_SAMPLES`, or the same n in all, that line is scaled to pass through their mean.
         """
         prefill = {role: self._by_stage(Op.PREFILL, role, fallback.prefill_of(role)) for role in self.stages}
         return Costs(

@@ -18,10 +18,9 @@ LINES = ("sample", "default_prefill", "score")
 
 
 def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
-    """Read costs from `path`: pairs of seconds, fixed and per token; missing ones have their defaults.
+    """Read costs from `path`: pairs of seconds, fixed and per token, of all stages or of each; missing ones have their defaults.
 
-    `decode` and a role's `prefill` are one pair for all pipeline stages, or a list with a pair per stage in `placements`. Raises
-    ConfigError with every problem.
+    Raises ConfigError with every problem.
     """
     if not path.is_file():
         raise ConfigError(missing_path("the file of costs", path))
