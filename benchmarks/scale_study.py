@@ -21,8 +21,8 @@ from benchmarks.paper.assumptions import CHUNK, LONG, MICRO_BATCH_TOKENS, ROUND_
 from benchmarks.published.tables import llama_shape
 from oppo_megatron.cli.bench import chosen, names, refuse_figures
 from oppo_megatron.cli.lengths import counts
-from oppo_megatron.config.forced_limits import ForcedLimits
-from oppo_megatron.config.modes import switched
+from oppo_megatron.config.debug import ForcedLimits
+from oppo_megatron.config.derived import switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.flops import Shape

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
     """Return every mode of `modes` with every value of `sweeps` ("a.b=1,2").  Raises ConfigError."""
-    from oppo_megatron.config.modes import MODES
+    from oppo_megatron.config.derived import MODES
     from oppo_megatron.errors import ConfigError
 
     names = [None] if modes is None else [name.strip() for name in modes.split(",")]
@@ -130,7 +130,7 @@ def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
     """Return the checked configuration of a variant.  Raises ConfigError."""
     from oppo_megatron.cli.plan.task import check_lengths
     from oppo_megatron.cli.run import load_train
-    from oppo_megatron.config.modes import switched
+    from oppo_megatron.config.derived import switched
     from oppo_megatron.errors import ConfigError
 
     config = load_train(args.config, [*args.overrides, *forced_lengths(args), *variant.overrides], inputs=False)

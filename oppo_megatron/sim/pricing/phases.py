@@ -15,7 +15,7 @@ from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
 from oppo_megatron.layout.memory import stage_layers, stage_parameters
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.laws import WIDTH, Group, Ints, Moves, all_reduce_s, scatter_s
+from oppo_megatron.sim.laws import WIDTH, Ints, Moves, scatter_s
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
 GRADIENT_WIDTH = 4
@@ -85,21 +85,13 @@ def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_
     """
     placement, gpu = model.placement, model.cluster.gpu
     held = stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar)
-    shards = placement.dp if train.distributed_optimizer else 1
-    optimizer = held * ADAM_BYTES / shards / (gpu.efficiencies.plain * gpu.bytes_per_s)
+    optimizer = held * ADAM_BYTES / placement.dp / (gpu.efficiencies.plain * gpu.bytes_per_s)
     if placement.dp == 1:
         return optimizer
     group = model.replica_group(stage)
-    reduced, gathered = _gradients_s(model.cluster, group, held, sharded=train.distributed_optimizer)
-    hidden = 2 / 3 * last_s if train.overlap_grad_reduce else 0.0
-    return optimizer + max(0.0, reduced - hidden) + gathered
-
-
-def _gradients_s(cluster: Cluster, group: Group, held: int, *, sharded: bool) -> tuple[float, float]:
-    """Seconds of summing gradients, and of gathering weights."""
-    if not sharded:
-        return all_reduce_s(cluster, group, GRADIENT_WIDTH * held), 0.0
-    return scatter_s(cluster, group, GRADIENT_WIDTH * held), scatter_s(cluster, group, WIDTH * held)
+    reduced = scatter_s(model.cluster, group, GRADIENT_WIDTH * held)
+    gathered = scatter_s(model.cluster, group, WIDTH * held)
+    return optimizer + max(0.0, reduced - 2 / 3 * last_s) + gathered
 
 
 @dataclass(frozen=True)

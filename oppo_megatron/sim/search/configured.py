@@ -38,7 +38,6 @@ def planned_config(config: TrainConfig, plan: Plan) -> TrainConfig:
         own = _own(pools, name, (blocks[name], option.serving))
         if name != "reference" or config.reference is not None or any(own.values()):
             tree[name] = roles[name].model_dump() | own | _training(option)
-    tree["actor"]["generate"] = None
     if plan.micro_batch_tokens:
         tree["runtime"]["micro_batch_tokens"] = plan.micro_batch_tokens
     if not any(blocks["actor"].overlaps(block) for name, block in blocks.items() if name != "actor"):
