@@ -16,8 +16,7 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Op, parse_schedule
 from oppo_megatron.schedule.checking.transport import TRANSPORTS
 from oppo_megatron.schedule.preview import preview
-from oppo_megatron.schedule.weaving.costs import Costs, Linear
-from oppo_megatron.schedule.weaving.costs_file import costs_tree, read_costs
+from oppo_megatron.schedule.weaving.costs import Costs, Linear, costs_tree, read_costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.support.commands import enter
 

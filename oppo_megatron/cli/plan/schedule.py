@@ -22,8 +22,7 @@ from oppo_megatron.schedule.drawing import draw, render
 from oppo_megatron.schedule.links import most_streams
 from oppo_megatron.schedule.preview import Preview, least_s, preview
 from oppo_megatron.schedule.rounds import Site
-from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.schedule.weaving.costs_file import read_costs
+from oppo_megatron.schedule.weaving.costs import Costs, read_costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS
 from oppo_megatron.train.verdicts import verdict_clock
 

@@ -35,7 +35,7 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import named_roles, world_size
 from oppo_megatron.preflight.settings import check_train
 from oppo_megatron.rundir.directory import write_json
-from oppo_megatron.schedule.weaving.costs_file import costs_tree
+from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.search.planning import (
