@@ -10,19 +10,22 @@ from oppo_megatron.config.model import LearningModelConfig, LoraConfig, ModelCon
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout import activations
 from oppo_megatron.layout.activations import Call, TrainingBatch
-from oppo_megatron.layout.cpu_kernels import FEW_ROWS, kernel_bytes, prefill_sizes, training_kernel_bytes
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import (
+    FEW_ROWS,
     Memory,
     Shape,
     adapter_parameters,
     gather_bytes,
+    kernel_bytes,
     kv_cache_bytes,
     kv_slots,
     packed_parameters,
+    prefill_sizes,
     slot_tokens,
     stage_parameters,
     table_bytes,
+    training_kernel_bytes,
     training_state,
 )
 from oppo_megatron.layout.placements import RolePlacement, has_own_training_weights, named_roles, shares_weights
