@@ -23,9 +23,8 @@ SCALAR_HEAD = "score.weight"
 class Part:
     """One Hugging Face tensor, and the parameter rows that hold a rank's share of it.
 
-    It is cut evenly along `cut` over the tensor-parallel ranks (None: each keeps all).  A rank's share fills the ranges `rows`
-    of the parameter `param`, in order.  If the ranks do not divide the vocabulary, the last share is smaller and its remaining
-    rows are zero.
+    It is cut evenly along `cut` over the tensor ranks (None: each keeps all).  A share fills the ranges `rows` of the parameter
+    `param`, in order.  If the ranks do not divide the vocabulary, the last share is smaller and its remaining rows are zero.
     """
 
     hf_name: str

@@ -103,10 +103,7 @@ def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
 
 
 def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
-    """Every share of every rank of a PPO run whose configuration has passed its checks.
-
-    `on_cpu`: decoding has weights of its own (`runtime.decode_path`).
-    """
+    """`on_cpu`: decoding has weights of its own (`runtime.decode_path`)."""
     training, holdings = training_placements(config), list[Holding]()
     for name, placement in role_placements(config).items():
         holdings += role_holdings(config, name, placement, training.get(name, placement), on_cpu=on_cpu)

@@ -1,8 +1,7 @@
 """A model's share of a rank's memory, from its `config.json` and layout.  Pure.
 
-Parameters, gradients, optimizer state, KV cache and buffers are exact; activations are those of the largest micro-batches, and
-a CPU's kernels an estimate.  Not counted: interpreter and libraries, a device's context, NCCL's buffers, the host copy that a
-guard restores, the allocator's own loss.
+All is exact but activations, which are those of the largest micro-batches, and a CPU's kernels.  Not counted: interpreter and
+libraries, a device's context, NCCL's buffers, the host copy that a guard restores, the allocator's own loss.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ BLOCK_TOKENS = 256
 class Memory:
     """Bytes on one rank by kind.
 
-    `copy`: weights of a training layout of its own.  `packed`: weights in the order in which a CPU's products read them.
-    `kernels`: of the CPU library.  `buffers`: rotary tables, and the gather buffer of sequence parallelism.  `activations`: the
-    peak of a forward and backward pass, or of a cached call.
+    `copy`: weights of a training layout of its own.  `packed`: weights in the order in which a CPU's products read them, and
+    their `kernels`.  `buffers`: rotary tables, and the gather buffer of sequence parallelism.
     """
 
     weights: float = 0

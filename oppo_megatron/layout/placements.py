@@ -200,7 +200,11 @@ def group_name(label: str, ranks: Sequence[int]) -> GroupName:
 
 
 def model_groups(ranks: Sequence[int], tp: int, pp: int, role: str) -> Iterator[tuple[str, GroupName]]:
-    """Yield (part in the model, group) of a model on `ranks` (tensor fastest, then data, then pipeline; megatron's order)."""
+    """Yield (part in the model, group) of a model on `ranks` (tensor fastest, then data, then pipeline; megatron's order).
+
+    Roles share a group if its ranks and its part are the same.  Only tensor groups are each role's own, because roles that
+    decode and prefill at once would wait for each other's collectives.
+    """
     per_stage = len(ranks) // pp
     assert per_stage % tp == 0 and per_stage * pp == len(ranks), (ranks, tp, pp)
     stages, replicas, shards = range(pp), range(per_stage // tp), range(tp)
