@@ -24,9 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oppo_megatron.bench.figures import describe_machine
 from oppo_megatron.cluster.world import World, open_world
-from oppo_megatron.config.debug import DebugConfig, log_normal
+from oppo_megatron.config.debug import DebugConfig, ForcedLimits, log_normal
 from oppo_megatron.config.explain import explain
-from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.links import Links

@@ -16,7 +16,8 @@ from oppo_megatron.cli.run import KINDS, load_settings, placed, unplaced
 from oppo_megatron.cli.serve import load_service
 
 if TYPE_CHECKING:
-    from oppo_megatron.config.run import SupervisedConfig, TrainSettings
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.config.supervised import SupervisedConfig
     from oppo_megatron.data.supervised_rows import RowLoader
 
 
@@ -101,8 +102,7 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
 
 def _load(settings: SupervisedConfig, loader: RowLoader) -> list[Any]:
     """Read rows as the command of this configuration does."""
-    from oppo_megatron.config.preference import DPOConfig, KTOConfig
-    from oppo_megatron.config.run import ProcessRewardModelConfig, SFTConfig
+    from oppo_megatron.config.supervised import DPOConfig, KTOConfig, ProcessRewardModelConfig, SFTConfig
 
     if isinstance(settings, DPOConfig):
         return loader.unequal_pairs()

@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.layout.lora_layout import PRODUCTS, pair_sizes
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.layers.spec import tag_parameter

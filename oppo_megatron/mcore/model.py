@@ -27,8 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import DecodePath, KVLayout, TrainingLayoutConfig
+from oppo_megatron.config.model import DecodePath, KVLayout, LoraConfig, TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.cpu_kernels import WHOLE_MULTIPLE
 from oppo_megatron.layout.kernels import LayerKind

@@ -191,15 +191,14 @@ class TrainedModel:
         settings, groups = self.model.config, self.model.groups
         assert all(chunk.config is settings for chunk in self.chunks), "megatron reads one configuration for all chunks"
         assert len(self.chunks) == layout.vpp, (len(self.chunks), layout.vpp)
-        replicas = groups.dp > 1
-        self.sharded = sharded = replicas and layout.distributed_optimizer
+        self.sharded = sharded = groups.dp > 1
         self.ddp = [
             DistributedDataParallel(
                 settings,
                 DistributedDataParallelConfig(
                     grad_reduce_in_fp32=True,
                     use_distributed_optimizer=sharded,
-                    overlap_grad_reduce=replicas and layout.overlap_grad_reduce,
+                    overlap_grad_reduce=sharded,
                 ),
                 chunk,
                 disable_bucketing=number > 0,
@@ -255,7 +254,7 @@ class TrainedModel:
         ahead, self._ahead = self._ahead, None
         try:
             reports = _run(self.ddp, self.chunks, batches, loss, forward_only=False, ahead=ahead)
-            with memory_for(lambda: ("the optimizer step", "use more ranks, or dp > 1 with train.distributed_optimizer")):
+            with memory_for(lambda: ("the optimizer step", "use more ranks")):
                 norm = self._checked_step()
         finally:
             for ddp in self.ddp:

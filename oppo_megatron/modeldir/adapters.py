@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from oppo_megatron.config.explain import explain
-from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.config.paths import missing_within
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.modeldir.megatron import read_mapping

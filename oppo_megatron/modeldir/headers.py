@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.model import LoraConfig, ModelConfig
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS, adapter_problems, refuse_adapters

@@ -15,8 +15,8 @@ from oppo_megatron.config.explain import first_problem
 from oppo_megatron.config.load import read_tree
 from oppo_megatron.config.model import Dtype, ModelConfig, ParallelConfig, TrainedRoleConfig
 from oppo_megatron.config.paths import missing_path
-from oppo_megatron.config.preference import DPOConfig, KTOConfig
-from oppo_megatron.config.run import SFTConfig, SupervisedConfig, TrainSettings
+from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.config.supervised import DPOConfig, KTOConfig, SFTConfig, SupervisedConfig
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.shape import check_head, check_shape

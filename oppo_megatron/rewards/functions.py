@@ -11,9 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from oppo_megatron.config.data import RewardPart
-from oppo_megatron.config.evaluation import part_labels
-from oppo_megatron.config.reward_rules import check_rewards
+from oppo_megatron.config.rewards import RewardPart, check_rewards, part_labels
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.plugins import SHOWN_CHARACTERS, load_entry_point
 from oppo_megatron.rewards.isolation import IsolatedFunction

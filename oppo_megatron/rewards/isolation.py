@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from oppo_megatron.config.remote import START_S, IsolationConfig
+from oppo_megatron.config.rewards import START_S, IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.nesting import read_json
 from oppo_megatron.rewards.isolated_child import MARK, MAX_ANSWER_BYTES, end_marked

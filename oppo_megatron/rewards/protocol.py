@@ -64,13 +64,13 @@ class Request(BaseModel):
     items: list[Item] = Field(..., min_length=1)
 
 
-def encode_request(items: Sequence[ScoreItem], send_tokens: bool) -> bytes:
+def encode_request(items: Sequence[ScoreItem]) -> bytes:
     """The body of a request.  Raises RewardError as `check_fields`."""
     rows = []
     for item in items:
         check_fields(item.fields)
         row = {"id": item.seq_id, "prompt": item.prompt, "response": item.response, "fields": dict(item.fields)}
-        rows.append(row | ({"tokens": list(item.tokens)} if send_tokens and item.tokens is not None else {}))
+        rows.append(row | ({"tokens": list(item.tokens)} if item.tokens is not None else {}))
     return json.dumps({"items": rows}, allow_nan=False).encode()
 
 
@@ -85,10 +85,8 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         ) from error
 
 
-def read_answer(
-    body: bytes, ids: Sequence[int], low: float | None = None, high: float | None = None
-) -> dict[int, float]:
-    """The score of each of `ids`, all of them finite and within `low`..`high`.  Raises RewardError for anything else."""
+def read_answer(body: bytes, ids: Sequence[int]) -> dict[int, float]:
+    """The score of each of `ids`, all of them finite.  Raises RewardError for anything else."""
     try:
         answer = Answer.model_validate(read_strict_json(body.decode("utf-8")))
     except ValidationError as error:
@@ -102,11 +100,6 @@ def read_answer(
         missing, strange = sorted(set(ids) - scores.keys()), sorted(scores.keys() - set(ids))
         what = f"no score for sequence {missing[0]}" if missing else f"a score for {str(strange[0])[:20]}, not asked for"
         raise RewardError(f"the answer has {what}; {len(scores)} scores came for {len(ids)}")
-    for seq_id, score in scores.items():
-        if (low is not None and score < low) or (high is not None and score > high):
-            raise RewardError(
-                f"the answer gives sequence {seq_id} the score {score:g}, beyond min_score {low} .. max_score {high}"
-            )
     return scores
 
 

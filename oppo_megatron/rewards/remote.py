@@ -1,6 +1,6 @@
 """Scores from a service over HTTP, by one thread with an event loop:
 
-    request() --> waiting --> at most `max_in_flight` requests of at most `max_batch` responses --> result()
+    request() --> waiting --> at most MAX_IN_FLIGHT requests of at most `max_batch` responses --> result()
                      ^                        |
                      +-------- pause <--------+ failed: the same request again, until `give_up_s` are over
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
-from oppo_megatron.config.remote import RemoteRewardConfig
+from oppo_megatron.config.rewards import RemoteRewardConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.parts import Fields, Part
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, encode_request, read_answer
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import httpx
 
 TRANSIENT_STATUS = {408, 425, 429}
+MAX_IN_FLIGHT = 4
+"""Requests at once; all other responses wait here."""
 ANSWER_BYTES, ANSWER_BYTES_PER_ITEM = 1 << 16, 1 << 12
 SHOWN_CHARACTERS = 200
 REDIRECTED = "redirects are not followed: write the address that it leads to as url"
@@ -175,12 +177,12 @@ class RemoteReward(Part):
             headers=headers,
             timeout=self.settings.timeout_s,
             # Shorter than servers keep an idle connection (uvicorn: 5 s), so that none is reused while it is being closed.
-            limits=httpx.Limits(max_connections=self.settings.max_in_flight, keepalive_expiry=2.0),
+            limits=httpx.Limits(max_connections=MAX_IN_FLIGHT, keepalive_expiry=2.0),
             verify=_authorities(self.url),
             trust_env=False,
             follow_redirects=False,
         ) as client:
-            tasks = [asyncio.create_task(self._sender(client)) for _ in range(self.settings.max_in_flight)]
+            tasks = [asyncio.create_task(self._sender(client)) for _ in range(MAX_IN_FLIGHT)]
             stop = asyncio.create_task(self._stop.wait())
             done, pending = await asyncio.wait({*tasks, stop}, return_when=asyncio.FIRST_COMPLETED)
             for task in pending:
@@ -200,7 +202,7 @@ class RemoteReward(Part):
                 self._scores[item.seq_id].set_result(scores[item.seq_id])
 
     async def _deliver(self, client: httpx.AsyncClient, batch: Sequence[ScoreItem]) -> dict[int, float]:
-        body, ids = encode_request(batch, self.settings.send_tokens), [item.seq_id for item in batch]
+        body, ids = encode_request(batch), [item.seq_id for item in batch]
         until, attempt, pause_s = self._clock() + self.settings.give_up_s, 0, self._first_pause_s
         while True:
             attempt += 1
@@ -247,7 +249,7 @@ class RemoteReward(Part):
         if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
             raise _Failure(f"sent its answer encoded ({self._shown(coding)}), although asked for identity")
         try:
-            return read_answer(answer, ids, *self.settings.score_range)
+            return read_answer(answer, ids)
         except RewardError as error:
             raise _Failure(f"gave no usable answer: {self._shown(str(error))}") from None
 

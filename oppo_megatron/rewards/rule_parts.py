@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from oppo_megatron.config.data import RewardPart
-from oppo_megatron.config.remote import IsolationConfig
+from oppo_megatron.config.rewards import IsolationConfig, RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.records import field_at, field_names, nearest_field
 from oppo_megatron.rewards.isolated_rule import IsolatedRule, Trial

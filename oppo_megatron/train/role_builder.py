@@ -69,7 +69,7 @@ class RoleBuilder:
         if role is None:
             return None
         config, temperature = self.config, self.config.rollout.temperature
-        gap_limit = GapLimit.of(config.guards.logprob_gap, config.actor.dtype, temperature)
+        gap_limit = GapLimit.of(config.guards, config.actor.dtype, temperature)
         return Actor(role, self.algorithm, temperature, gap_limit=gap_limit)
 
     def critic(self) -> Critic | None:

@@ -18,8 +18,14 @@ from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
-from oppo_megatron.config.run import ProcessRewardModelConfig, RewardModelConfig, SupervisedConfig
+from oppo_megatron.config.supervised import (
+    DPOConfig,
+    KTOConfig,
+    PreferenceConfig,
+    ProcessRewardModelConfig,
+    RewardModelConfig,
+    SupervisedConfig,
+)
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import BEGINNING, read_heldout
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer

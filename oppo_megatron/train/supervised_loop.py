@@ -11,7 +11,7 @@ import torch
 
 from oppo_megatron.algorithms.supervised_losses import means
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.config.run import SupervisedConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Passed, batches

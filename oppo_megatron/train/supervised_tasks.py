@@ -17,7 +17,7 @@ from oppo_megatron.algorithms.supervised_losses import (
     step_loss,
     step_table,
 )
-from oppo_megatron.config.run import ProcessRewardModelConfig, SupervisedConfig
+from oppo_megatron.config.supervised import ProcessRewardModelConfig, SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Completion, Pair, RowLoader, Steps
 from oppo_megatron.data.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.peers.comparison import PEER_PYTHON
 from oppo_megatron.config.data import DataConfig, TokenizerConfig
-from oppo_megatron.config.run import ProcessRewardModelConfig
+from oppo_megatron.config.supervised import ProcessRewardModelConfig
 from oppo_megatron.data.arithmetic import Shape, write_steps
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import RowLoader

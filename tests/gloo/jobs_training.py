@@ -115,7 +115,7 @@ def _train_one(
     chunks = load_chunks(directory, groups, head, layout)
     params = [param for chunk in chunks for param in chunk.parameters()]
     trained = TrainedModel(chunks, config, len(data), layout)
-    sharded = groups.dp > 1 and layout.distributed_optimizer
+    sharded = groups.dp > 1
     small = (trained.ddp[0].ddp_config.bucket_size or 10**9) < 10**4
     assert not small or len(trained.ddp[0].bucket_groups) > 3, "gradients are reduced in several buckets"
     optimized = {id(p) for group in trained.optimizer.param_groups for p in group["params"]}

@@ -117,7 +117,7 @@ def check_draws(device: str) -> None:
 def check_ppo(root: Path, device: str, dtype: str) -> None:
     changes: dict[str, Any] = {f"{role}.dtype": dtype for role in ("actor", "critic", "reward")}
     if dtype == "float32":
-        changes["guards.logprob_gap.limit"] = 1e-3
+        changes["guards.logprob_gap"] = 1e-3
     config = TrainConfig(
         **Workspace.create(root).config("cuda", **{"runtime.device": device, "overlap.intra": True}, **changes)
     )
@@ -130,7 +130,7 @@ def check_streams(root: Path, device: str) -> None:
     """Scoring on streams of its own, beside the decoding, against scoring after it: the same tokens and scores."""
     workspace, outcomes = Workspace.create(root), []
     for intra in (False, True):
-        changes = {"runtime.device": device, "overlap.intra": intra, "steps": 1, "guards.logprob_gap.limit": 1e-3}
+        changes = {"runtime.device": device, "overlap.intra": intra, "steps": 1, "guards.logprob_gap": 1e-3}
         outcomes.append(_run(TrainConfig(**workspace.config(f"intra-{intra}", **changes)), device))
     after, beside = outcomes
     assert beside.tokens() == after.tokens()

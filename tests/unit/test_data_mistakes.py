@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import DataConfig, PromptDataConfig, RewardPart, TokenizerConfig
+from oppo_megatron.config.data import DataConfig, PromptDataConfig, TokenizerConfig
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import RowLoader

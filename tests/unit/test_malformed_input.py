@@ -52,7 +52,7 @@ rewards: [{kind: verifier, name: gsm8k}]
 rollout: {batch_size: 8, max_response_tokens: 20, temperature: 0.7}
 ppo: {kl: {coefficient: 0.05}, minibatches: 2}
 overlap: {delta: {rule: fixed, initial: 2, max: 4}}
-guards: {kl_mean: {limit: 10, action: skip}}
+guards: {kl_mean: 10, action: skip}
 placement: {mode: single}
 """
 YAML_BITS = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import ScoreItem

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import RewardPart
-from oppo_megatron.config.remote import IsolationConfig
+from oppo_megatron.config.rewards import IsolationConfig, RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.isolation import SHOWN_BYTES, IsolatedFunction, Unanswered
@@ -197,7 +196,7 @@ def test_it_ends_with_a_run_that_is_killed_and_so_does_what_it_has_started(modul
 
     code = f"""if True:
         import os
-        from oppo_megatron.config.remote import IsolationConfig
+        from oppo_megatron.config.rewards import IsolationConfig
         from oppo_megatron.rewards.isolation import IsolatedFunction
         function = IsolatedFunction("{module}:behave", {{}}, IsolationConfig(), os.environ)
         print(int(function("", "who", {{}})), flush=True)

@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.load import config_yaml
-from oppo_megatron.config.remote import RemoteRewardConfig
+from oppo_megatron.config.rewards import RemoteRewardConfig, RewardPart
 from oppo_megatron.errors import ConfigError, OppoError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import ScoreItem, read_answer, read_token
@@ -102,7 +101,6 @@ BAD_DAYS: dict[str, Reply] = {
     "one twice": with_scores(lambda rows: [*rows, rows[0]]),
     "a key twice": saying(b'{"scores": [], "scores": []}'),
     "other ids": with_scores(lambda rows: [{**row, "id": row["id"] + 1000} for row in rows]),
-    "out of range": lambda request: scored(request, lambda item: 1e6),
     "endless": saying(b"x" * (1 << 20)),
     "compressed": saying(b"\x1f\x8b\x08garbage", 200, "Content-Encoding: gzip"),
     "wrong length": lambda request: b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n{}",
@@ -111,7 +109,7 @@ BAD_DAYS: dict[str, Reply] = {
 
 @pytest.mark.parametrize("day", BAD_DAYS)
 def test_after_a_bad_day_every_score_is_right(day: str) -> None:
-    changes = {"score_range": [None, 1e5]} | ({"timeout_s": 0.3} if day == "late" else {})
+    changes = {"timeout_s": 0.3} if day == "late" else {}
     with reward_service(BAD_DAYS[day], BAD_DAYS[day]) as service, client(service, **changes) as remote:
         assert score_all(remote, 5) == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert len(service.requests) >= 3
@@ -121,7 +119,7 @@ def test_after_a_bad_day_every_score_is_right(day: str) -> None:
 def test_who_gives_up_after_0_s_ends_at_the_first_failure(day: str) -> None:
     with (
         reward_service(otherwise=BAD_DAYS[day]) as service,
-        client(service, score_range=[None, 1e5], give_up_s=0) as remote,
+        client(service, give_up_s=0) as remote,
     ):
         with pytest.raises(RewardError, match="reward part 'r'.*sequence 0 and 4 more cannot be scored.*give_up_s is 0"):
             score_all(remote, 5)
@@ -174,8 +172,9 @@ def test_a_refusal_ends_the_run_at_once(status: int, remedy: str) -> None:
     assert len(service.requests) == 1
 
 
-def test_requests_are_batched_in_order_bounded_and_never_doubled() -> None:
-    with reward_service() as service, client(service, max_batch=3, max_in_flight=1) as remote:
+def test_requests_are_batched_in_order_bounded_and_never_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oppo_megatron.rewards.remote.MAX_IN_FLIGHT", 1)
+    with reward_service() as service, client(service, max_batch=3) as remote:
         assert score_all(remote, 8) == [float(i + 1) for i in range(8)]
         remote.request(items(9))
         remote.request(items(9))
@@ -185,7 +184,8 @@ def test_requests_are_batched_in_order_bounded_and_never_doubled() -> None:
     assert service.requests[0]["items"][1] == {"id": 1, "prompt": "prompt 1", "response": "xx", "fields": {"answer": 1}}
 
 
-def test_no_more_requests_in_flight_than_allowed() -> None:
+def test_no_more_requests_in_flight_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oppo_megatron.rewards.remote.MAX_IN_FLIGHT", 2)
     now, most, counting, meeting = 0, 0, threading.Lock(), threading.Barrier(2)
 
     def slow(request: dict[str, Any]) -> bytes:
@@ -199,7 +199,7 @@ def test_no_more_requests_in_flight_than_allowed() -> None:
             now -= 1
         return by_length(request)
 
-    with reward_service(otherwise=slow) as service, client(service, max_batch=1, max_in_flight=2) as remote:
+    with reward_service(otherwise=slow) as service, client(service, max_batch=1) as remote:
         assert score_all(remote, 6) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert most == 2
 
@@ -210,8 +210,8 @@ def test_retry_after_is_waited_for() -> None:
         assert score_all(remote, 1) == [1.0] and time.monotonic() - started >= 1.0
 
 
-def test_token_ids_are_sent_where_asked_for() -> None:
-    with reward_service() as service, client(service, send_tokens=True) as remote:
+def test_token_ids_are_sent_where_they_are_known() -> None:
+    with reward_service() as service, client(service) as remote:
         remote.request([ScoreItem(0, "p", "r", {}, [4, 5, 6])])
         assert remote.result(0) == 1.0
     assert service.requests[0]["items"][0]["tokens"] == [4, 5, 6]
@@ -309,7 +309,7 @@ GOOD = json.dumps({"scores": [{"id": 3, "score": 0.25}, {"id": 4, "score": -1}]}
 
 def read_or_error(body: bytes) -> dict[int, float] | None:
     try:
-        return read_answer(body, [3, 4], low=-10.0, high=10.0)
+        return read_answer(body, [3, 4])
     except RewardError:
         return None
 

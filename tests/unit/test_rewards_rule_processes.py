@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.clock import ByTime
-from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.data.prompts import PromptRow, PromptSet
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.errors import ConfigError, DataError, RewardError

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.rules import choices

@@ -20,8 +20,7 @@ from pydantic import SecretStr
 pytest.importorskip("fastapi", reason="fastapi is not installed: it is of the extras `serve` and `test`")
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.config.data import RewardPart
-from oppo_megatron.config.remote import RemoteRewardConfig
+from oppo_megatron.config.rewards import RemoteRewardConfig, RewardPart
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.protocol import Item, ScoreItem

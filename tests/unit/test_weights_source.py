@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.run import SFTConfig
+from oppo_megatron.config.model import LoraConfig, ModelConfig
 from oppo_megatron.config.serve import ServeConfig
+from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import Head, hf_tensors
 from oppo_megatron.layout.lora_layout import adapter_parts

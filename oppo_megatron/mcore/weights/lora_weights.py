@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Part
 from oppo_megatron.layout.lora_layout import PEFT, adapter_parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from oppo_megatron.config.data import compile_pattern
+from oppo_megatron.config.rewards import compile_pattern
 
 MATCH_S = 1.0
 """Time limit of one match; a response on which the pattern takes longer does not match."""

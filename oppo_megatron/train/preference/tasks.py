@@ -15,8 +15,7 @@ from torch import Tensor
 from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, sequence_sums, table_of
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
-from oppo_megatron.config.run import SupervisedConfig
+from oppo_megatron.config.supervised import DPOConfig, KTOConfig, PreferenceConfig, SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Marked, Pair, RowLoader
 from oppo_megatron.data.tokenizer import Tokenizer
