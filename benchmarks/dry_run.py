@@ -17,8 +17,8 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import StepCost
 from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.length_trace import forced_quantile
-from oppo_megatron.engine.chunk_codec import ChunkDecoder, ChunkEncoder
 from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.engine.stream import ChunkDecoder, ChunkEncoder
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.records import Decision, Prompt, Rollout

@@ -17,7 +17,7 @@ from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, num_kv_heads
 MASK_NUMBERS = 2**25
 """Bound on the elements of an attention mask on a GPU (`mcore/kv/call_parts.py`)."""
 BLOCK_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
-"""The most logits that log-probs are made of at once (`mcore/layers/vocab_parallel.py`): on a GPU, and in a CPU's cache."""
+"""The most logits that log-probs are made of at once (`mcore/vocab.py`): on a GPU, and in a CPU's cache."""
 DRAWN_BLOCK = 64
 """Sampled tokens are processed in blocks of this size (`engine/sampler.py`)."""
 

@@ -1,4 +1,4 @@
-"""Sizes and memory of a CPU's matrix products, for the memory plan and `mcore/cpu/`."""
+"""Sizes and memory of a CPU's matrix products, for the memory plan and `mcore/cpu.py`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.completions import PromptDecoder
-from oppo_megatron.engine.links import Links, build_links
+from oppo_megatron.engine.executor import Links, build_links
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.layout.placements import RolePlacement

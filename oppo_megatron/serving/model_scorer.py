@@ -16,7 +16,7 @@ from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.layout.shape import check_shape
-from oppo_megatron.mcore.batch import join_rows, pack_sequences
+from oppo_megatron.mcore.batch import join_rows, pack_at
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
@@ -56,7 +56,7 @@ class ModelScorer:
     def scores(self, items: Sequence[Item]) -> list[float]:
         """One score an item.  Raises RewardError for a sequence that is too long, or whose ids are not the model's."""
         sequences = [self._tokens(item) for item in items]
-        batches = pack_sequences(sequences, self.micro_batch_tokens, self.device)
+        batches = pack_at(sequences, [[len(s) - 1] for s in sequences], self.micro_batch_tokens, self.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # which device is current is a thread's own
         outputs = forward_rows(self.model, batches, lambda batch, scores_S: scores_S.float())

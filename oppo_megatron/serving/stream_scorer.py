@@ -14,9 +14,8 @@ import torch
 
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.errors import RewardError
-from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import memory_for
-from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.device import memory_for
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.rewards.streaming import checksum
 from oppo_megatron.serving.model_scorer import open_reward_model
 from oppo_megatron.serving.stream_app import Known, Piece

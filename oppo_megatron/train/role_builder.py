@@ -19,7 +19,7 @@ from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Quantile, Stopping
 from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker
 from oppo_megatron.layout.placements import named_roles, shares_weights
-from oppo_megatron.mcore.kv.paged_kernels import find_kernel
+from oppo_megatron.mcore.kv.paged import find_kernel
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
 from oppo_megatron.mcore.roles import as_it_began, load_role

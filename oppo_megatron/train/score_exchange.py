@@ -26,7 +26,7 @@ from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.stream import share
 from oppo_megatron.layout.placements import RolePlacement, scorers_leader
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.records import ALONE, Members, Rollout
 from oppo_megatron.rewards.functions import NOTHING_KNOWN as NO_PART
 from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum

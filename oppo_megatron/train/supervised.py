@@ -31,7 +31,7 @@ from oppo_megatron.data.supervised_rows import BEGINNING, read_heldout
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.shape import check_shape
-from oppo_megatron.mcore.cpu.private_ops import require_private_ops
+from oppo_megatron.mcore.cpu import require_private_ops
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role

@@ -22,11 +22,10 @@ from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Completion, Pair, RowLoader, Steps
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.batch import MicroBatch, pack_at, pack_responses, whole_sequences
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.layers.vocab_parallel import likeliest_share, token_logprobs
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards, likeliest_share, token_logprobs
 from oppo_megatron.schedule.packing import pack_by_tokens
 from oppo_megatron.train.heldout import Measure
 

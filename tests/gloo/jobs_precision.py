@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.config.model import OptimizerConfig
-from oppo_megatron.mcore.layers.attention import PackedPlan
+from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import TrainedModel
 from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
@@ -79,7 +79,6 @@ def plain_adamw(model: RoleModel, data: Minibatch, num_steps: int) -> dict[str, 
 
 
 def _adamw(params: list[Tensor]) -> torch.optim.AdamW:
-    """As megatron's, without decay of norms and biases."""
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": SMALL.weight_decay},
         {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},

@@ -19,8 +19,7 @@ from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.control.estimates import moments_of, ratios
 from oppo_megatron.data.supervised_rows import describe_seen, split_rows
 from oppo_megatron.errors import DataError
-from oppo_megatron.mcore.layers.vocab_parallel import likeliest_share
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards, likeliest_share
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.heldout import HeldoutLog
 

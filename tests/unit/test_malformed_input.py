@@ -29,7 +29,7 @@ from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.engine.chunk_codec import HEADER_SIZE, MAGIC, ChunkDecoder, ChunkEncoder
+from oppo_megatron.engine.stream import HEADER_SIZE, MAGIC, ChunkDecoder, ChunkEncoder
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError, StreamError
 from oppo_megatron.layout.shape import check_head, check_model, check_use
 from oppo_megatron.modeldir.headers import check_weights, read_hf_config, tokenizer_vocab_size

@@ -32,7 +32,7 @@ from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.guards import CODE_SIZE, NO_BREACH, Breach, Rules, decode, first, non_finite
 from oppo_megatron.errors import NumericsError, RewardError
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.directory import RunDirectory, atomic_writer, encode_json
 from oppo_megatron.schedule.rounds import Site

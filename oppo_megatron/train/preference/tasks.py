@@ -20,11 +20,10 @@ from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Marked, Pair, RowLoader
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_together
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss, TrainedModel
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
 from oppo_megatron.train.heldout import Measure, measure_rows
 from oppo_megatron.train.preference.logprobs import LogprobTable
 
