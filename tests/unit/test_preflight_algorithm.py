@@ -235,7 +235,7 @@ BROKEN += [({"algorithm": {"preset": "online_dpo"}, **changes}, message) for cha
     (
         {"runtime.micro_batch_tokens": 399},
         "runtime.micro_batch_tokens is 399, but a pair may have 400 tokens (twice data.max_prompt_tokens + "
-        "rollout.max_response_tokens) and must fit, for it cannot be divided; raise it to 400",
+        "rollout.max_response_tokens) and must fit; raise it to 400",
     ),
 )]  # fmt: skip
 ALLOWED: list[dict[str, Any]] = [
@@ -287,7 +287,7 @@ def test_each_broken_rule_is_named_alone(settings: dict[str, Any], changes: dict
         ),
         (
             {"algorithm": {"preset": "grpo", "reduction": "pair_mean"}},
-            "reduction is pair_mean, but algorithm.preset grpo has no pairs; remove it, or choose preset online_dpo",
+            "reduction is pair_mean, but algorithm.preset grpo has no pairs; remove it, or use online_dpo",
         ),
         ({"algorithm": {"preset": "online_dpo"}, "critic": {"checkpoint": "x"}}, "critic is given, but algorithm.preset online"),
         ({"algorithm": {"preset": "online_dpo"}, "dpo": None}, "dpo is null, but algorithm.preset online_dpo has a loss of"),

@@ -96,7 +96,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"overlap": {"inter": False, "backfill": True}}, "overlap.backfill is true, but overlap.inter is false"),
     (
         {"overlap": {"backfill": 48}},
-        "overlap.backfill is 48, but must be a multiple of overlap.chunk.tokens 32 (rounds end where prompts enter); "
+        "overlap.backfill is 48, but must be a multiple of overlap.chunk.tokens 32; "
         "set it to 64",
     ),
     ({"debug.forced_lengths": ["gone.csv", "x"]}, "debug.forced_lengths `gone.csv` does not exist"),
@@ -183,7 +183,7 @@ def test_what_a_process_reward_model_goes_with(settings: dict[str, Any], tmp_pat
     assert check_train(TrainConfig.model_validate(settings)) == []
     settings["evaluation"] = {"data": settings["data"], "metrics": [{"kind": "model"}]}
     (problem,) = check_train(TrainConfig.model_validate(settings))
-    assert "evaluation.metrics has a part of kind model, but in `rewards` the reward model has kind process" in problem
+    assert "evaluation.metrics has a part of kind model, but `rewards` one of kind process" in problem
 
 
 @pytest.mark.parametrize(
