@@ -138,7 +138,7 @@ def _standards(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
     if isinstance(rules.keep_best, str) and rules.keep_best != config.ALWAYS_MEASURED:
         yield from _metric("checkpoint.keep_best", rules.keep_best, config)
     if rules.keep_best is True and best_standard(config) is None:
-        yield "checkpoint.keep_best is true, but nothing is measured during the run; set evaluation and its every_steps"
+        yield "checkpoint.keep_best is true, but nothing is measured during the run; set evaluation.every_steps"
 
 
 def _metric(key: str, text: str, config: TrainConfig | SupervisedConfig) -> Iterator[str]:
