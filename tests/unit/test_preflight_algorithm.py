@@ -165,7 +165,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"algorithm": {"preset": "cispo"}, "ppo.dual_clip": 3.0}, "ppo.dual_clip is 3, but algorithm.objective is cispo"),
     ({"algorithm": {"preset": "cispo"}, "ppo.clip_high": None}, "ppo.clip_high is null, but algorithm.objective cispo"),
-    ({"algorithm": {"preset": "grpo", "objective": "plain"}, "ppo.epochs": 2}, "algorithm.objective is plain, for one optimizer step"),
+    ({"algorithm": {"preset": "grpo", "objective": "plain"}, "ppo.epochs": 2}, "objective is plain, for one optimizer step"),
     (
         {"algorithm": {"preset": "gspo", "objective": "plain"}, "ppo.clip_high": None},
         "algorithm.ratio is sequence, but algorithm.objective plain has no ratio",
@@ -272,7 +272,7 @@ def test_each_broken_rule_is_named_alone(settings: dict[str, Any], changes: dict
     [
         ({"algorithm": {"preset": "grpo", "baseline": "critic"}}, "baseline is critic, but algorithm.preset grpo has none"),
         ({"algorithm": {"preset": "ppo", "baseline": "group_mean"}}, "algorithm.preset ppo is what trains a critic"),
-        ({"algorithm": {"preset": "ppo", "baseline": "greedy"}}, r"algorithm.preset ppo is what trains a critic.*remax .a greedy"),
+        ({"algorithm": {"preset": "ppo", "baseline": "greedy"}}, r"preset ppo is what trains a critic.*remax .a greedy"),
         ({"algorithm": {"preset": "remax"}, "critic": {"checkpoint": "x"}}, "critic is given, but algorithm.preset remax has"),
         ({"algorithm": {"preset": "ppo"}}, "critic is missing, but algorithm.preset ppo trains one"),
         ({"critic": {"checkpoint": "x"}}, "critic is given, but algorithm.preset grpo has none"),
