@@ -165,7 +165,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"algorithm": {"preset": "cispo"}, "ppo.dual_clip": 3.0}, "ppo.dual_clip is 3, but algorithm.objective is cispo"),
     ({"algorithm": {"preset": "cispo"}, "ppo.clip_high": None}, "ppo.clip_high is null, but algorithm.objective cispo"),
-    ({"algorithm": {"preset": "grpo", "objective": "plain"}, "ppo.epochs": 2}, "objective is plain, for one optimizer step"),
+    ({"algorithm": {"preset": "grpo", "objective": "plain"}, "ppo.epochs": 2}, "is plain, for one optimizer step"),
     (
         {"algorithm": {"preset": "gspo", "objective": "plain"}, "ppo.clip_high": None},
         "algorithm.ratio is sequence, but algorithm.objective plain has no ratio",
