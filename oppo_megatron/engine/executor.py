@@ -23,7 +23,7 @@ from torch import Tensor
 
 from oppo_megatron.clock import SteadyClock
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.cluster.peers import is_lost_peer, stalled
+from oppo_megatron.cluster.process_groups import is_lost_peer, stalled
 from oppo_megatron.engine.links import Links
 from oppo_megatron.errors import StallError
 from oppo_megatron.schedule.actions import Action, Op

@@ -128,7 +128,7 @@ def _grow(rollouts: Sequence[Rollout], round_: Round, clock: int, most: int) -> 
     """The round has been decoded, every sequence by as much as it may."""
     for growth in (growth for replica in round_.decode for batch in replica for growth in batch):
         rollout = rollouts[growth.seq_id]
-        rollout.tokens += [0] * growth.new
+        rollout.tokens.extend([0] * growth.new)
         if len(rollout.tokens) == most:
             rollout.finish_clock, rollout.finish_reason = clock, "length"
 
