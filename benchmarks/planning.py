@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import run_script
-from benchmarks.dry_run import Cluster, DryRound, DryRun
+from benchmarks.dry_run import Cluster, DryRun
 from benchmarks.simulation import COLUMNS as SIMULATED_COLUMNS
 from benchmarks.simulation import simulate_all
 from oppo_megatron.cli.lengths import count
@@ -31,9 +31,12 @@ from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.records import Prompt
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.schedule.actions import Op, Payload
+from oppo_megatron.schedule.checking.proof import require_provable
 from oppo_megatron.schedule.checking.transport import TRANSPORTS
 from oppo_megatron.schedule.links import calls_of, groups_by_rank, run_groups
+from oppo_megatron.schedule.planning import planner
 from oppo_megatron.schedule.planning.planner import PlannedRound
+from oppo_megatron.sim.runs.loop import Recorded
 
 MODES = ("disaggregated", "colocated")
 SHOWN = 20
@@ -90,15 +93,13 @@ class _Measured(DryRun):
         super().__init__(config, cluster.prompt_tokens, rank, time.process_time, transport=cluster.transport)
         self.rows: list[dict[str, float]] = []
         self._checking_s, self._shapes = 0.0, 0
-        require = self.planner.require
-
         def timed(*args: Any) -> None:
             started = self.clock()
-            require(*args)
+            require_provable(*args)
             self._checking_s += self.clock() - started
             self._shapes += 1
 
-        self.planner.require = timed
+        planner.require_provable = timed
 
     def _prompts(self, count: int, num_tokens: int | Sequence[int]) -> Iterator[Prompt]:
         """Make the prompts before the timing."""
@@ -108,7 +109,7 @@ class _Measured(DryRun):
         """Return the mean tokens of a response."""
         return sum(map(self.limit, range(self.scheduler.num_consumed))) / self.scheduler.num_consumed
 
-    def _step(self, step: int) -> Iterator[DryRound]:
+    def _step(self, step: int) -> Iterator[Recorded]:
         checking_s, shapes, rounds = self._checking_s, self._shapes, self.num_rounds
         yield from super()._step(step)
         spent, checking_s = self.watch.seconds, self._checking_s - checking_s
@@ -176,7 +177,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     instead.add_argument("--count", action="store_true", help="count groups and messages instead")
     instead.add_argument("--simulate", action="store_true", help="play a round of all ranks instead")
     parser.add_argument("--round", type=count, default=2, metavar="N", help="with --simulate: which; default 2")
-    parser.add_argument("--odd", type=int, metavar="RANK", help="with --simulate: a rank with shorter prompts, a fault")
 
 
 def measure_planning(args: argparse.Namespace) -> int:
@@ -199,7 +199,7 @@ def _simulate(cluster: Cluster, args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    simulated = list(simulate_all(cluster, args.mode, args.ranks, args.sequences[0], args.round, say, args.odd))
+    simulated = list(simulate_all(cluster, args.mode, args.ranks, args.sequences[0], args.round, say))
     print(format_table(SIMULATED_COLUMNS, [row for row, _ in simulated]))
     faults = [fault for _, found in simulated for fault in found]
     if not faults:

@@ -17,13 +17,13 @@ from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE
 from oppo_megatron.layout.placements import named_roles
-from oppo_megatron.mcore.cpu.private_ops import require_private_ops
-from oppo_megatron.mcore.out_of_memory import memory_for
+from oppo_megatron.mcore.cpu import require_private_ops
+from oppo_megatron.mcore.device import memory_for
 from oppo_megatron.overcommit.ahead import NEW_RUN
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.disk import clear_when_full
 from oppo_megatron.rundir.trace import merge_traces
-from oppo_megatron.schedule.weaving.costs_file import costs_tree
+from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
 from oppo_megatron.train.loop import TrainingLoop

@@ -18,7 +18,7 @@ from oppo_megatron.control.early_stop import EarlyStop
 from oppo_megatron.control.estimates import Figures, moments_of, ratios
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.training import TrainedModel, forward_rows
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.score_exchange import sum_over_ranks
 

@@ -11,7 +11,7 @@ import torch
 
 from oppo_megatron.algorithms.supervised_losses import means
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.config.run import SupervisedConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Passed, batches
@@ -19,7 +19,7 @@ from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss, TrainedModel
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures

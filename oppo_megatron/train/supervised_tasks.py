@@ -17,16 +17,15 @@ from oppo_megatron.algorithms.supervised_losses import (
     step_loss,
     step_table,
 )
-from oppo_megatron.config.run import ProcessRewardModelConfig, SupervisedConfig
+from oppo_megatron.config.supervised import ProcessRewardModelConfig, SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import Completion, Pair, Steps, load_completions, load_pairs, load_steps
+from oppo_megatron.data.supervised_rows import Completion, Pair, RowLoader, Steps
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.batch import MicroBatch, pack_at, pack_responses, whole_sequences
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.layers.vocab_parallel import likeliest_share, token_logprobs
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards, likeliest_share, token_logprobs
 from oppo_megatron.schedule.packing import pack_by_tokens
 from oppo_megatron.train.heldout import Measure
 
@@ -39,9 +38,7 @@ class FineTuning:
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Completion]:
         """Rows of prompt and completion.  Raises DataError."""
-        return load_completions(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).completions()
 
     def num_tokens(self, row: Completion) -> int:
         """The last token predicts nothing and is not read."""
@@ -82,9 +79,7 @@ class RewardModelling:
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
         """Rows of prompt, chosen and rejected answer.  Raises DataError."""
-        return load_pairs(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).pairs()
 
     def num_tokens(self, row: Pair) -> int:
         """The prompt is read twice, once with each answer."""
@@ -124,14 +119,7 @@ class ProcessRewardModelling:
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Steps]:
         """Rows of prompt, steps and labels.  Raises DataError, or ConfigError for a separator that no answer can have."""
         assert isinstance(config, ProcessRewardModelConfig)
-        return load_steps(
-            config.data,
-            tokenizer,
-            separator=config.separator,
-            max_tokens=config.max_tokens,
-            long_rows=config.data.long_rows,
-            quarantine=quarantine,
-        )
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).steps(config.separator)
 
     def num_tokens(self, row: Steps) -> int:
         """The whole row is read."""

@@ -16,7 +16,7 @@ def verdict_clock(config: TrainConfig) -> VerdictClock | None:
         return None
     period = config.overlap.admission_period
     assert period is not None, "a filter asks for backfill"
-    return VerdictClock(period, verdict_lag(config, config.filter.metric))
+    return VerdictClock(period, verdict_lag(config, config.filter))
 
 
 def build_filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: RewardSum) -> GroupFilter | None:
@@ -24,7 +24,7 @@ def build_filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: R
     clock = verdict_clock(config)
     if config.filter is None or clock is None:
         return None
-    metric = config.filter.metric
+    metric = config.filter
     labels = tuple(summand.label for summand in rewards.summands if metric in (REWARD, summand.label))
 
     def total(scores: Scores) -> float:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from oppo_megatron.mcore.fused import FusedStage
 from oppo_megatron.mcore.kv.dense import KVCache
-from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.model import RoleModel, step
 from tests.gloo.models import MAX_LENGTH, PATHS, Whole, full_outputs, gather_logits, load, world_groups
 from tests.support.stages import pass_on, stage_inputs
 
@@ -60,7 +59,6 @@ class Walk:
         self.num_opened += 1
 
     def _leave(self, seq_id: int) -> None:
-        """Before it goes it may change places with another."""
         if self.random.random() < 0.5:
             self.cache.exchange(seq_id, self.random.choice(list(self.tokens)))
         self.cache.close(seq_id)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.cluster.process_groups import use_once
-from oppo_megatron.engine.executor import Executor
-from oppo_megatron.engine.links import build_links
+from oppo_megatron.engine.executor import Executor, build_links
 from oppo_megatron.errors import StallError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
@@ -75,8 +74,6 @@ def _words(action: Action) -> Tensor:
 
 @dataclass
 class Outcome:
-    """What became of a schedule on one rank."""
-
     done: list[str] = field(default_factory=list)
     error: str | None = None
     seconds: float = 0.0

@@ -16,10 +16,10 @@ from torch import Tensor
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_training
 from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.mcore.weights.weight_sync import ROUND_BYTES, MoveReport, Reallocation, share_parameters
 from tests.gloo.models import CPU, MAX_LENGTH, load
@@ -41,7 +41,6 @@ def two_layouts(train: Layout, serve: Layout, ranks: list[int] | None = None) ->
 def trainable(
     directory: str, groups: RoleGroups, layout: TrainingLayoutConfig, dtype: str = "float32"
 ) -> list[RoleModel]:
-    """The chunks of the directory's model that this rank trains."""
     config = ModelConfig(checkpoint=Path(directory), dtype=dtype)
     return load_training(
         config, layout, groups, head=head_of(directory), max_length=MAX_LENGTH, device=CPU, vocab_multiple=4

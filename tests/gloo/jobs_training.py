@@ -22,11 +22,10 @@ from oppo_megatron.errors import NumericsError
 from oppo_megatron.mcore import training
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses, split_rows
 from oppo_megatron.mcore.groups import RoleGroups
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
-from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.model import Head, RoleModel, step
 from oppo_megatron.mcore.roles import load_training
-from oppo_megatron.mcore.stage import step
 from oppo_megatron.mcore.training import Loss, TrainedModel, forward_rows
+from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.packing import balance
@@ -53,7 +52,6 @@ class Minibatch:
         return sum(map(len, self.responses))
 
     def share(self, groups: RoleGroups) -> Minibatch:
-        """The part of this rank's replica; it may be empty."""
         part = balance([len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)], groups.dp)
         mine = part[groups.dp_rank]
         return Minibatch(*([column[i] for i in mine] for column in (self.prompts, self.responses, self.numbers)))
@@ -115,7 +113,7 @@ def _train_one(
     chunks = load_chunks(directory, groups, head, layout)
     params = [param for chunk in chunks for param in chunk.parameters()]
     trained = TrainedModel(chunks, config, len(data), layout)
-    sharded = groups.dp > 1 and layout.distributed_optimizer
+    sharded = groups.dp > 1
     small = (trained.ddp[0].ddp_config.bucket_size or 10**9) < 10**4
     assert not small or len(trained.ddp[0].bucket_groups) > 3, "gradients are reduced in several buckets"
     optimized = {id(p) for group in trained.optimizer.param_groups for p in group["params"]}
@@ -139,7 +137,6 @@ def _train_one(
 
 
 def _filled_up(chunks: list[RoleModel]) -> float:
-    """The largest weight of a row that belongs to no token."""
     rows = [
         param[chunk.vocab.num_tokens :].detach().abs().flatten()
         for chunk in chunks
@@ -155,7 +152,6 @@ def load_chunks(directory: str, groups: RoleGroups, head: Head, layout: Training
 
 
 def cached_outputs(model: RoleModel, probes: Sequence[list[int]]) -> Tensor | None:
-    """Outputs of every token on the last stage, by the call that decodes."""
     cache = model.new_cache(len(probes))
     for seq_id in range(len(probes)):
         cache.open(seq_id)
@@ -254,7 +250,6 @@ def begun_and_abandoned(directory: str, tp: int) -> list[tuple[bool, bool]]:
 def learning_rates(
     directory: str, config: OptimizerConfig, total_steps: int, steps: int, data: Minibatch
 ) -> list[float]:
-    """Of so many optimizer steps."""
     model = load(directory, world_groups(1, 1))
     trained, loss = TrainedModel(model, config, total_steps), loss_of(model, data.num_tokens)
     return [trained.step(data.pack(), loss).lr for _ in range(steps)]

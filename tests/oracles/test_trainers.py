@@ -18,7 +18,7 @@ if importlib.util.find_spec("trl") is None:
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset, write_steps
 from oppo_megatron.data.tokenizer import load_tokenizer
-from tests.e2e.test_supervised import run, settings, tensors_of
+from tests.e2e.supervised import run, settings
 from tests.oracles.trl_trainers import (
     Trained,
     arguments,
@@ -28,7 +28,7 @@ from tests.oracles.trl_trainers import (
     train_pairs,
     train_steps,
 )
-from tests.support.hf import save_tiny
+from tests.support.hf import save_tiny, tensors_of
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.tokenizers import save_byte_level
 
@@ -193,7 +193,7 @@ GROUPED: dict[str, tuple[Row, Row, float]] = {
         TWICE | {"ppo.kl": {"coefficient": 0.2, "gradient": "reverse"}}, {"loss_type": "grpo", "beta": 0.2}, 8.0,
     ),
     "dapo, cut ones masked": (
-        {"overlong": {"mask": True}, "rollout.max_response_tokens": 60, "rollout.stop": [PAD]},
+        {"ppo.mask_truncated": True, "rollout.max_response_tokens": 60, "rollout.stop": [PAD]},
         {"loss_type": "dapo", "epsilon_high": 0.28, "max_completion_length": 60, "mask_truncated_completions": True},
         5.0,
     ),
@@ -253,7 +253,7 @@ def test_groups(inputs: Path, tmp_path: Path, case: str) -> None:
     )  # fmt: skip
     require_same_norms(outcome.metrics, theirs, clip, passes)
     require_same_weights(tmp_path / ACTOR, theirs, inputs / MODEL)
-    if "overlong" in changes:
+    if "ppo.mask_truncated" in changes:
         cut = [row["finish_reason"] == "length" for row in outcome.rollouts]
         assert 4 < sum(cut) < len(cut) - 4, "some responses should be cut, and some not"
     if passes > 1:

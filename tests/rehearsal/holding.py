@@ -22,10 +22,9 @@ from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.layout.activations import MASK_NUMBERS
 from oppo_megatron.layout.placements import RolePlacement, named_roles, role_placements, training_placements
 from oppo_megatron.mcore import roles, training
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.weights.weight_sync import share_parameters
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.plan import cache_slots
@@ -71,8 +70,6 @@ class Measurement:
         return self.found
 
     def _counted(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, while what its calls keep is counted as `kind`."""
-
         def counted(*args: Any, **kwargs: Any) -> Any:
             with self.meter.span() as taken:
                 out = function(*args, **kwargs)
@@ -224,7 +221,6 @@ class Reader(ScoringWorker):
     """Reads sequences as scorers do, and as the actor reads prompts."""
 
     def read(self, past: Sequence[int], lens: Sequence[int], *, draws: bool) -> None:
-        """`draws`: the role makes no outputs where it reads."""
         growths = enumerate(zip(past, lens, strict=True))
         batch = tuple(Growth(seq_id, before, new, 0 if draws else new) for seq_id, (before, new) in growths)
         self._round.sequences = {g.seq_id: [1] * (g.past + g.new + 1) for g in batch}

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from oppo_megatron.mcore.cuda_graphs import CapturedSteps
+from oppo_megatron.mcore.device import CapturedSteps
 
 REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "lift_fresh")
 
 
 class Recording(TorchDispatchMode):
-    """Every operation inside, with its arguments and results."""
-
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
@@ -51,8 +49,6 @@ class Recording(TorchDispatchMode):
 
 
 class RecordedSteps(CapturedSteps):
-    """Replays recordings where `CapturedSteps` replays graphs."""
-
     def __init__(self, model: torch.nn.Module):
         super().__init__(torch.device("cpu"), model.parameters)
         self.recordings: list[Recording] = []

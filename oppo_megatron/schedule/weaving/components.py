@@ -1,23 +1,14 @@
 """The part of a site that one rank's schedule depends on, with its tensor ranks taken as one.
 
-Ranks are *tied* if a replica of a role is on both. A rank's component is everything tied to it, directly or through others. A
-generator gives the rank the same list from its component as from the whole site, because nothing outside uses time of the
-component's ranks. So a rank plans a component, whose size does not grow with the number of replicas.
+Ranks are *tied* if a replica of a role is on both; a rank's component is everything tied to it, directly or through others. A
+generator gives the rank the same list from its component as from the whole site, because nothing outside uses its ranks. Ranks
+with the same replica and stage of every role are one *class*. A component is planned and checked with one rank per class (the
+*model*); a rank executes the compute actions of its class, with messages between ranks of its own shard.
 
-Ranks with the same replica and stage of every role are one *class*. A generator puts the same actions at the same times on all
-of them, as it places by stage. So a component is planned and checked with one rank per class (the *model*), and a rank executes
-the compute actions of its class, with messages between ranks of its own shard.
-
-A proof of the model holds for the component, and proofs of all components for the whole:
-
-- The lists of a class differ only in the ranks' numbers. All stages divide shards into classes in the same way, and messages
-  stay within a shard, so a message of the model represents one of each shard of its class, with its other end in the same
-  order. Ranks of a class have one list, and so meet at every action.
-- Components share no rank, and only the messages that end a round's lists: the gather of the actor's replicas, then the chunk's
-  messages. Nothing waits for anything after them, so if each component completes up to there, all ranks of the actor reach the
-  gather, and senders of chunks their sends, which never wait. A listener waits for one rank: a rank of the actor, or a listener
-  before it in the order of `Site.feeds`. Every list of the model ends in the same way.
-- Caches belong to replicas, and a replica is in one component.
+A proof of the model holds for the component, because a message of the model represents one of each shard, with its other end in
+the same order. Proofs of all components hold for the whole: they share no rank and no cache, and the only common messages end a
+list: the gather of the actor's replicas, then the chunk's, which a listener receives from a rank before it in the order of
+`Site.feeds`.
 """
 
 from __future__ import annotations
@@ -39,10 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Component:
-    """The component of `rank` in `site`: its replicas by role, ascending, and its model.
-
-    `member` is the rank of the model that represents `rank`.
-    """
+    """The component of `rank` in `site`: its replicas by role, ascending, and its model, where `member` represents `rank`."""
 
     site: Site
     rank: int
@@ -52,7 +40,6 @@ class Component:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """All ranks of the component, in the site."""
         held = ((self.site.placements[role], own) for role, own in self.replicas.items())
         return frozenset(rank for placement, own in held for d in own for rank in placement.replica_ranks(d))
 
@@ -61,8 +48,6 @@ class Component:
         return OwnUnits(self.site, self.rank)
 
     def part(self, round: Round) -> Round:
-        """Return the component's part of the round, on the model."""
-
         def keep(role: str, replicas: Sequence[T], none: T) -> tuple[T, ...]:
             return tuple(replicas[d] if d < len(replicas) else none for d in self.replicas[role])
 
@@ -72,7 +57,6 @@ class Component:
         return replace(round, decode=decode, prefill=prefill, forks=forks)
 
     def own_list(self, model: Schedule, shape: Round) -> tuple[Action, ...]:
-        """Return the list of `rank` with its messages, from the compute actions of `member` in `model`."""
         times = model.actions
         if isinstance(times, Timetable):
             return self._spelled(*times.order(self.member), shape)
@@ -82,10 +66,7 @@ class Component:
     def _spelled(
         self, order: Sequence[int], stages: Sequence[tuple[str, RankCoordinates, Count]], shape: Round
     ) -> tuple[Action, ...]:
-        """Return the rank's list, with its stages' units in this order.
-
-        The tokens of the last step and the spread of the chunk, which end it, follow from its decoding in that step.
-        """
+        """Return the rank's list, with its stages' units in this order; its end follows from its decoding in the last step."""
         units, last = list[tuple[Action, ...]](), list[tuple[Action, ...]]()
         for role, _, count in stages:
             own = self._units.of(role, count)
@@ -97,7 +78,6 @@ class Component:
 
 
 def component_of(site: Site, rank: int) -> Component:
-    """Return the component of one of the site's ranks."""
     teams = _tied(site, rank)
     replicas = {role: tuple(sorted(d for name, d in teams if name == role)) for role in site.placements}
     replicas = {role: own for role, own in replicas.items() if own}
@@ -110,7 +90,6 @@ def component_of(site: Site, rank: int) -> Component:
 
 
 def _tied(site: Site, rank: int) -> set[Team]:
-    """Return the replicas tied to `rank`."""
     found: set[Team] = set()
     seen, left = {rank}, [rank]
     while left:
@@ -126,10 +105,7 @@ def _tied(site: Site, rank: int) -> set[Team]:
 
 
 def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, int]:
-    """Map each rank of the component to the lowest rank of its class.
-
-    If classes divide the tensor ranks of a role's stages in different ways, every rank is its own class.
-    """
+    """Map each rank of the component to the lowest rank of its class, or to itself if classes divide stages unequally."""
     ranks = sorted({rank for role, own in replicas.items() for d in own for rank in site.placements[role].replica_ranks(d)})
     first: dict[tuple[tuple[int, int] | None, ...], int] = {}
     classes = {}

@@ -41,10 +41,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one actor replica and the scorers on its ranks in a round.
-
-    `num_sequences` are decoded for `steps`; `prefill_tokens` are the new tokens of one replica, by role.
-    """
+    """The work of one actor replica and the scorers on its ranks in a round; `prefill_tokens` of one replica, by role."""
 
     num_sequences: int
     steps: int
@@ -54,8 +51,6 @@ class Work:
 
 @dataclass(frozen=True, order=True)
 class Cut:
-    """Decode micro-batches of a replica, and the most tokens of a prefill micro-batch."""
-
     micro_batches: int
     prefill_tokens: int
 
@@ -95,19 +90,14 @@ def predict_s(work: Work, cut: Cut, costs: Costs) -> float:
 
 
 def even_ends(count: int, portions: int) -> list[int]:
-    """Return the ends of at most `portions` runs of `count` items, with 0 before the first.
-
-    Lengths differ by at most one; longer runs come first, and none is empty.
-    """
+    """Return the ends of at most `portions` runs of `count` items, with 0 before the first; longer runs come first."""
     assert portions >= 1, f"items are cut into at least 1 portion, not {portions}"
     short, longer = divmod(count, min(portions, count or 1))
     return [short * i + min(i, longer) for i in range(min(portions, count) + 1)]
 
 
 class _Laps(NamedTuple):
-    """Seconds of one decode step of all micro-batches, [cuts]; per stage the gap left by a step, and the end of the first step,
-    [stages, cuts].
-    """
+    """Seconds of one decode step of all micro-batches, [cuts]; gap per step and end of the first, [stages, cuts]."""
 
     seconds: Floats
     gap_s: Floats
@@ -158,10 +148,7 @@ def _predicted(work: Work, sizes: Ints, costs: Costs, laps: _Laps) -> Floats:
 
 
 def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, message_s: float) -> None:
-    """Extend `ends` [stages, cuts] by the micro-batches (of a role's `count`) that gaps do not hold.
-
-    They start after the previous stage's, if that stage has as many of them.
-    """
+    """Extend `ends` [stages, cuts] by the micro-batches (of a role's `count`) that gaps do not hold."""
     follows = np.zeros_like(ends)  # 1 if it waits for the previous stage
     np.multiply(woven[1:] < count, woven[1:] == woven[:-1], out=follows[1:])
     left, through, ready = (count - woven) * seconds, seconds + message_s, np.zeros_like(ends[0])
@@ -214,16 +201,13 @@ def _prefill_s(work: Work, role: str, tokens: Ints | Floats, costs: Costs) -> Fl
 
 
 def _seconds(lines: Sequence[Linear], numbers: Ints | Floats) -> Floats:
-    """Seconds by each line for each number, [lines, numbers]."""
     fixed, each = np.array([(line.fixed_s, line.per_token_s) for line in lines]).T[:, :, None]
     found: Floats = fixed + numbers * each
     return found
 
 
 def _sizes(work: Work, laps: _Laps, costs: Costs, budget: int, grain: int) -> list[list[int]]:
-    """Return, by number of decode micro-batches, the prefill sizes to try: the budget, its half and so on, and those that fill a
-    gap.
-    """
+    """Prefill sizes to try, by number of decode micro-batches: the budget, its half and so on, and those that fill a gap."""
     halves = [budget]
     while halves[-1] // 2 >= grain:
         halves.append(halves[-1] // 2)

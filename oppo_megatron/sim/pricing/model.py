@@ -11,8 +11,7 @@ import numpy.typing as npt
 from oppo_megatron.layout.flops import Shape, causal_pairs
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.laws.communication import Group, all_reduce_s, send_s
-from oppo_megatron.sim.laws.layer import WIDTH, LayerLaw, LayerSizes
+from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduce_s, send_s
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class Tokens:
 
     @classmethod
     def prompts(cls, tokens: float, length: float, *, outputs: bool) -> Tokens:
-        """Whole sequences of `length` tokens."""
         pairs = tokens / length * causal_pairs(0, round(length)) if length else 0.0
         return cls(tokens, pairs, 0.0, tokens if outputs else 0.0)
 
@@ -38,10 +36,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class LaidModel:
-    """A role's model in a layout.  `sequence_parallel`: norms and sums are divided over the tensor ranks.
-
-    Groups and forwards are computed once.
-    """
+    """A role's model in a layout; `sequence_parallel`: norms and sums are divided over the tensor ranks."""
 
     cluster: Cluster
     shape: Shape

@@ -30,9 +30,9 @@ from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.config.derived import members
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.guards import CODE_SIZE, NO_BREACH, Breach, Rules, decode, gravest
+from oppo_megatron.control.guards import CODE_SIZE, NO_BREACH, Breach, Rules, decode, first, non_finite
 from oppo_megatron.errors import NumericsError, RewardError
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.directory import RunDirectory, atomic_writer, encode_json
 from oppo_megatron.schedule.rounds import Site
@@ -167,7 +167,7 @@ class Guard:
     def rules(self) -> Rules:
         config = self.config
         return Rules(
-            config.guards, config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature)
+            config.guards, config.guards.gap_limit(config.actor.dtype, config.rollout.temperature)
         )
 
     def examine(self, scored: ScoredBatch, kl_coefficient: float, seen: Moments) -> tuple[Experience, Breach | None]:
@@ -179,7 +179,7 @@ class Guard:
             experience = self.algorithm.experience(scored, kl_coefficient, seen=seen)
         except (RewardError, NumericsError) as error:
             unchecked = self.algorithm.experience(scored, kl_coefficient, check=False, seen=seen)
-            return unchecked, self.rules.non_finite("batch", math.nan, str(error))
+            return unchecked, non_finite("batch", math.nan, str(error))
         kl = experience.stats.kl_mean
         return experience, self.rules.check({} if kl is None else {"kl_mean": kl})
 
@@ -189,20 +189,20 @@ class Guard:
             figures = update()
         except NumericsError as error:
             name = "critic_grad_norm" if role == "critic" else "grad_norm"
-            return {}, self.rules.non_finite(name, math.nan, str(error))
+            return {}, non_finite(name, math.nan, str(error))
         return figures, self.rules.check(figures)
 
     def agree(self, breaches: Sequence[Breach | None], step: int) -> Breach | None:
-        """Return the gravest breach of all ranks if all must act on it, else of this rank."""
-        own = gravest(breaches)
+        """Return the first breach of all ranks if all must act on it, else of this rank."""
+        own = first(breaches)
         if not self.rules.agree_on_updates or dist.get_world_size() == 1:
             return own
         mine = on_device(NO_BREACH if own is None else own.encode(), self.device, torch.float64)
         codes = [torch.empty(CODE_SIZE, dtype=torch.float64, device=self.device) for _ in range(dist.get_world_size())]
         with waiting_for(f"guards, step {step}"):
             dist.all_gather(codes, mine)
-        found = gravest([decode(code.tolist()) for code in codes])
-        return own if own is not None and found is not None and own.encode()[:3] == found.encode()[:3] else found
+        found = first(decode(code.tolist()) for code in codes)
+        return own if own is not None and found is not None and own.encode()[:2] == found.encode()[:2] else found
 
     def settle(self, breach: Breach | None, evidence: Evidence, position: int) -> None:
         """Keep the rejected batch; raise NumericsError or RewardError to stop the run, RollBack to return to a checkpoint.
@@ -213,11 +213,12 @@ class Guard:
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        too_many = breach.action == "skip" and self.in_a_row > MAX_SKIPS
+        action = self.config.guards.action
+        too_many = action == "skip" and self.in_a_row > MAX_SKIPS
         if self.rank == self._keeper(breach) and self.num_written < KEPT_BATCHES:
             self.num_written += 1
             self._rejected(breach, evidence).write(self._path(evidence.step))
-        if breach.action == "rollback":
+        if action == "rollback":
             obstacle = self.rollbacks.obstacle(MAX_ROLLBACKS)
             if obstacle is not None:
                 raise self._error(breach, evidence, f"{obstacle}; it was because {breach.message}")
@@ -225,7 +226,7 @@ class Guard:
             self.rollbacks.go_back(
                 evidence.step, breach.reason, rejected, position, self.num_written, keeper=self.rank == self.site.source
             )
-        elif breach.action == "stop" or too_many:
+        elif action == "stop" or too_many:
             raise self._error(breach, evidence, self._too_many(breach) if too_many else None)
 
     def state_dict(self) -> dict[str, int]:

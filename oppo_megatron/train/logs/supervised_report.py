@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oppo_megatron.config.derived import best_standard
-from oppo_megatron.config.run import SupervisedConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import describe_seen, num_duplicates

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import LearningModelConfig, ModelConfig
+from oppo_megatron.config.model import LearningModelConfig, LoraConfig, ModelConfig
 from oppo_megatron.errors import DataError
 from oppo_megatron.mcore.batch import Answered
 from oppo_megatron.modeldir.headers import read_hf_config

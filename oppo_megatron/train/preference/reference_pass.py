@@ -20,7 +20,7 @@ from oppo_megatron.clock import ByTime
 from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.preference import PreferenceConfig
+from oppo_megatron.config.supervised import PreferenceConfig
 from oppo_megatron.data.supervised_rows import Passed, batches
 from oppo_megatron.errors import DataError
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_responses

@@ -15,17 +15,15 @@ from torch import Tensor
 from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, sequence_sums, table_of
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
-from oppo_megatron.config.run import SupervisedConfig
+from oppo_megatron.config.supervised import DPOConfig, KTOConfig, PreferenceConfig, SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import Marked, Pair, load_marked, load_unequal_pairs
+from oppo_megatron.data.supervised_rows import Marked, Pair, RowLoader
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_together
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss, TrainedModel
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
 from oppo_megatron.train.heldout import Measure, measure_rows
 from oppo_megatron.train.preference.logprobs import LogprobTable
 
@@ -103,9 +101,7 @@ class PairPreferences(Preferences[Pair]):
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
         """Rows of prompt, chosen and rejected answer.  Raises DataError."""
-        return load_unequal_pairs(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).unequal_pairs()
 
     def answers(self, row: Pair) -> Sequence[Answered]:
         return (row.prompt, row.chosen), (row.prompt, row.rejected)
@@ -129,9 +125,7 @@ class MarkedPreferences(Preferences[Marked]):
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Marked]:
         """Rows of prompt and completion with a label, or pairs as two rows each.  Raises DataError."""
-        return load_marked(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).marked()
 
     def answers(self, row: Marked) -> Sequence[Answered]:
         return ((row.prompt, row.completion),)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import batch_rows, members
 from oppo_megatron.config.evaluation import REWARD
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.data.supervised_rows import Passed, num_batches
 from oppo_megatron.errors import CheckpointError

@@ -1,0 +1,232 @@
+"""Seconds of a layer's parts on one tensor rank, of collectives and messages on a cluster, and of moves of weights.
+
+    products     ((F / (c P))^k + (B / (m W))^k)^(1/k) + f      F operations, B bytes of weights and of what goes in and out
+    elementwise  f_e + bytes / (m_e W)                          norms, rotations, activation, sums
+    attention    pairs: 4 q operations each, over a P;          cached: keys and values read, over m W
+    head         the larger of its operations over c P and its weights over m W
+    message      alpha + factor x payload / bandwidth           factor: all-reduce 2 (n - 1) / n, its halves (n - 1) / n, sends 1
+
+P and W are the processor's operations and bytes per second; the other letters are its `Efficiencies`.  All sizes are those of one
+tensor rank, all values in two bytes; `tokens` may be an array.  Groups over several nodes are rings: their bus bandwidth is the
+smaller one of a node's links and of their NICs, and less for payloads that are small for that number of nodes (aliyun/SimAI,
+astra-sim/system/calbusbw and inputs/ratio/nic_ratio.csv).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
+from oppo_megatron.layout.shape import head_dim, num_kv_heads
+from oppo_megatron.sim.clusters.cluster import MIB, Between, Cluster, Efficiencies, Gpu, Source, published
+
+Floats = npt.NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
+WIDTH = 2
+"""Bytes of a value."""
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Numbers of values of one layer on one of `tp` tensor ranks.
+
+    `weights`: of its four products. `moved`: a token's values that go into and out of them. `hidden`: of a token between
+    products, on every tensor rank; `inner`: of a token in rotations and activation. `queries`, `keys`: of a token's queries, and
+    its keys and values.
+    """
+
+    weights: float
+    moved: float
+    hidden: float
+    inner: float
+    queries: float
+    keys: float
+
+    @classmethod
+    def of(cls, shape: Shape, tp: int) -> LayerSizes:
+        hidden, ffn = shape["hidden_size"], shape["intermediate_size"]
+        query = shape["num_attention_heads"] * head_dim(shape)
+        key = num_kv_heads(shape) * head_dim(shape)
+        return cls(
+            weights=sum(linear.size for linear in layer_linears(shape)) / tp,
+            moved=4 * hidden + (2 * query + 2 * key + 3 * ffn) / tp,
+            hidden=hidden,
+            inner=(2 * (query + key) + 3 * ffn) / tp,
+            queries=query / tp,
+            keys=2 * key / tp,
+        )
+
+    def product_flops(self, tokens: Number) -> Number:
+        return 2 * self.weights * tokens
+
+    def product_bytes(self, tokens: Number) -> Number:
+        return WIDTH * (self.weights + self.moved * tokens)
+
+    def elementwise_bytes(self, tokens: Number, *, sums: int = 2, hidden_share: float = 1.0) -> Number:
+        """Two norms that read and write, `sums` of two tensors, rotations and activation.
+
+        `hidden_share` of a token's hidden values is on this rank: 1 / tp with sequence parallelism.
+        """
+        return WIDTH * tokens * ((2 * 2 + 3 * sums) * self.hidden * hidden_share + self.inner)
+
+
+def roofline_s(flops: Number, num_bytes: Number, gpu: Gpu, by: Efficiencies) -> Number:
+    """The smooth maximum of operations over their peak and bytes over theirs, without the fixed part."""
+    compute, memory = flops / (by.compute * gpu.flops), num_bytes / (by.memory * gpu.bytes_per_s)
+    seconds: Number = (compute**by.power + memory**by.power) ** (1 / by.power)
+    return seconds
+
+
+@dataclass(frozen=True)
+class LayerLaw:
+    gpu: Gpu
+
+    def products_s(self, sizes: LayerSizes, tokens: Number) -> Number:
+        by = self.gpu.efficiencies
+        return roofline_s(sizes.product_flops(tokens), sizes.product_bytes(tokens), self.gpu, by) + by.fixed_s
+
+    def elementwise_s(self, sizes: LayerSizes, tokens: Number, *, sums: int = 2, hidden_share: float = 1.0) -> Number:
+        by = self.gpu.efficiencies
+        num_bytes = sizes.elementwise_bytes(tokens, sums=sums, hidden_share=hidden_share)
+        return by.elementwise_fixed_s + num_bytes / (by.elementwise * self.gpu.bytes_per_s)
+
+    def attention_s(self, sizes: LayerSizes, pairs: float) -> float:
+        """Seconds of attention of new tokens over `pairs` (token, position) pairs (`causal_pairs`)."""
+        return 4 * sizes.queries * pairs / (self.gpu.efficiencies.attention * self.gpu.flops)
+
+    def cached_attention_s(self, sizes: LayerSizes, positions: float) -> float:
+        """Seconds of attention while decoding, which reads keys and values of `positions` of all sequences."""
+        return WIDTH * sizes.keys * positions / (self.gpu.efficiencies.memory * self.gpu.bytes_per_s)
+
+    def head_s(self, shape: Shape, tp: int, rows: float) -> float:
+        """Seconds of the logits of `rows` tokens."""
+        by, size = self.gpu.efficiencies, head_linear(shape, scalar=False).size / tp
+        compute = 2 * rows * size / (by.compute * self.gpu.flops)
+        return max(compute, WIDTH * size / (by.memory * self.gpu.bytes_per_s))
+
+    def plain_s(self, num_bytes: float) -> float:
+        """Seconds of memory-bound passes over large tensors."""
+        return num_bytes / (self.gpu.efficiencies.plain * self.gpu.bytes_per_s)
+
+
+Ints = npt.NDArray[np.int64]
+NIC_SHARE = 0.94
+"""Share of a NIC's line rate that a ring reaches with large payloads: 23.5 of 25 GB/s, 48.5 of 50 (SimAI)."""
+RATIO_NODES = (2, 16, 128)
+RATIO_MIB = (16, 1024, 16384)
+RATIOS = ((0.32, 0.92, 0.96), (0.05, 0.76, 0.96), (0.009, 0.31, 0.92))
+"""By number of nodes and size, relative to the largest size (SimAI)."""
+RINGS: Source = published("aliyun/SimAI, calbusbw and nic_ratio.csv")
+PIECE_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True)
+class Group:
+    """`size` ranks that communicate, as many on each of `nodes` nodes; `beside` such groups share each node's NICs."""
+
+    size: int
+    nodes: int = 1
+    beside: int = 1
+
+    @classmethod
+    def of(cls, cluster: Cluster, ranks: Iterable[int], beside: int = 1) -> Group:
+        members = list(ranks)
+        return cls(len(members), len({cluster.node_of(rank) for rank in members}), beside)
+
+
+def all_reduce_s(cluster: Cluster, group: Group, payload: float) -> float:
+    """Seconds of an all-reduce of `payload` bytes per rank."""
+    return _ring_s(cluster, group, payload, 2 * (group.size - 1) / group.size)
+
+
+def scatter_s(cluster: Cluster, group: Group, payload: float) -> float:
+    """Seconds of a reduce-scatter of `payload` bytes per rank, or of an all-gather into as many."""
+    return _ring_s(cluster, group, payload, (group.size - 1) / group.size)
+
+
+def send_s(cluster: Cluster, payload: float, *, between: bool, beside: int = 1) -> float:
+    """Seconds of a message; between nodes it has its share of the NICs among `beside` concurrent ones."""
+    if not between:
+        return cluster.inside.send.seconds(payload, 1)
+    network = network_of(cluster)
+    return network.alpha_s + payload / nic_rate(network, beside)
+
+
+def nic_rate(network: Between, beside: int) -> float:
+    """Bytes per second of each of `beside` flows out of a node: at most a NIC, at least its share of all."""
+    return NIC_SHARE * network.bytes_per_s * min(1.0, network.nics / beside)
+
+
+def ring_efficiency(nodes: int, payload: float) -> float:
+    """Efficiency of a ring over nodes, linear in both logarithms; below 16 MiB it takes as long as with 16."""
+    mib = payload / MIB
+    by_nodes = [float(np.interp(np.log(max(mib, 1e-9)), np.log(RATIO_MIB), row)) for row in RATIOS]
+    at_size = float(np.interp(np.log(nodes), np.log(RATIO_NODES), by_nodes))
+    return at_size * min(1.0, mib / RATIO_MIB[0])
+
+
+def network_of(cluster: Cluster) -> Between:
+    assert cluster.between is not None, "the schema asks for it where there are several nodes"
+    return cluster.between
+
+
+def _ring_s(cluster: Cluster, group: Group, payload: float, factor: float) -> float:
+    if group.size == 1 or payload <= 0:
+        return 0.0
+    if group.nodes == 1:
+        return cluster.inside.of_ranks(group.size).seconds(payload, factor)
+    network = network_of(cluster)
+    in_node = group.size // group.nodes
+    rate = NIC_SHARE * network.node_bytes_per_s / group.beside
+    if in_node > 1:
+        rate = min(rate, cluster.inside.of_ranks(in_node).peak)
+    else:
+        rate = min(rate, NIC_SHARE * network.bytes_per_s)
+    return network.alpha_s + factor * payload / (rate * ring_efficiency(group.nodes, payload))
+
+
+@dataclass
+class Moves:
+    """Bytes that move between ranks at once.  Concurrent moves through one rank, or through one node's NICs, add up."""
+
+    cluster: Cluster
+    _parts: list[tuple[Ints, Ints, float, int]] = field(default_factory=list)
+
+    def add(self, source: int, target: int, num_bytes: float) -> None:
+        """Add a message; within a rank it costs nothing."""
+        self.add_all(np.array([source]), np.array([target]), num_bytes)
+
+    def add_all(self, sources: Ints, targets: Ints, num_bytes: float, times: int = 1) -> None:
+        """Add `times` messages of the given bytes from each source to the target at the same place."""
+        apart = sources != targets
+        if num_bytes > 0 and apart.any():
+            self._parts.append((sources[apart], targets[apart], num_bytes, times))
+
+    def seconds(self) -> float:
+        """Seconds of the fullest rank or node: bytes over bandwidth, and a latency per piece of 64 MiB."""
+        if not self._parts:
+            return 0.0
+        cluster = self.cluster
+        sources, targets = (np.concatenate([part[side] for part in self._parts]) for side in (0, 1))
+        counts = [len(part[0]) for part in self._parts]
+        num_bytes = np.repeat([part[2] * part[3] for part in self._parts], counts)
+        here, there = sources // cluster.gpus_per_node, targets // cluster.gpus_per_node
+        near, across = here == there, here != there
+        within = max(_most(sources[near], num_bytes[near]), _most(targets[near], num_bytes[near]))
+        times = [cluster.inside.send.seconds(within, 1) if within else 0.0]
+        if not across.any():
+            return max(times)
+        network = network_of(cluster)
+        through = max(_most(here[across], num_bytes[across]), _most(there[across], num_bytes[across]))
+        times.append(through / (NIC_SHARE * network.node_bytes_per_s))
+        pieces = np.repeat([part[3] * -(-int(part[2]) // PIECE_BYTES) for part in self._parts], counts)
+        return max(times) + network.alpha_s * _most(targets, pieces)
+
+
+def _most(places: Ints, amounts: Floats | Ints) -> float:
+    return float(np.bincount(places, weights=amounts).max()) if len(places) else 0.0
