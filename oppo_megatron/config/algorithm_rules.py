@@ -211,7 +211,7 @@ def _objective(config: TrainConfig) -> Iterator[str]:
 def _kl(ppo: PPOConfig) -> Iterator[str]:
     """The gradient of k1 is the score function, whose expectation is 0."""
     if ppo.kl.mode == "loss" and ppo.kl.estimator == "k1" and ppo.kl.gradient == "estimator":
-        yield "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation; set ppo.kl.estimator to k2, or to k3"
+        yield "ppo.kl.mode is loss: the gradient of ppo.kl.estimator k1 is 0 in expectation; set ppo.kl.estimator to k2, or k3"
     if ppo.kl.target is not None and ppo.kl.coefficient == 0 and ppo.kl.mode not in ("none", "margin"):
         yield f"ppo.kl.target is {ppo.kl.target:g}, but a ppo.kl.coefficient of 0 stays 0; raise it, or remove the target"
 
