@@ -67,7 +67,7 @@ def test_defaults(loss: str, folder: Path) -> None:
         ("hinge", {"dpo": {"label_smoothing": 0.1}}, "dpo.loss hinge has none"),
         ("hinge", {"dpo": {"unwanted": 2}}, "dpo.unwanted is 2.0, but dpo.loss hinge is of pairs and does not read it"),
         ("kto", {"dpo": {"average": True}}, "dpo.average is true, but dpo.loss kto is of single completions and does not"),
-        ("kto", {"batch_size": 1}, "batch_size is 1, but dpo.loss kto compares a completion with those of other rows"),
+        ("kto", {"batch_size": 1}, "batch_size is 1, but dpo.loss kto compares rows of a batch"),
         ("ipo", {"reference": {"checkpoint": "FOLDER/other"}}, "its vocabulary has 321 entries, but must equal the model's 320"),
         ("ipo", {"reference": {"checkpoint": "FOLDER/none"}}, "reference.checkpoint `FOLDER/none` does not exist"),
         ("ipo", {"reference": {"checkpoint": "FOLDER/critic"}}, "reference: its checkpoint is a Qwen2ForSequenceClassification"),
