@@ -291,7 +291,10 @@ class Placer:
         if not (batches and self.round.steps):
             return
         stages, steps = range(len(line.ranks)), self.round.steps
-        durations = [[self._decode_time(stage, batch, stage == stages[-1]) for stage in stages] for batch in batches]
+        seconds = [[self.costs.decode_at(stage)(len(batch)) for stage in stages] for batch in batches]
+        for own, batch in zip(seconds, batches, strict=True):
+            own[-1] += self.costs.sample(len(batch))
+        durations = [list(map(nanoseconds, own)) for own in seconds]
         free = [self.free.end(ranks) for ranks in line.ranks]
         starts = _laps(durations, free, self.message, steps)
         ends = starts + np.array(durations, dtype=np.int64)
@@ -314,10 +317,6 @@ class Placer:
             ready = start + duration + self.message
         self._num_placed += len(times)
         return ends[0]
-
-    def _decode_time(self, stage: int, batch: Batch, sampled: bool) -> int:
-        seconds = self.costs.decode_at(stage)(len(batch))
-        return nanoseconds(seconds + (self.costs.sample(len(batch)) if sampled else 0.0))
 
     def _prefill_times(self, role: str, batches: Sequence[Batch]) -> tuple[int | None, Ints]:
         """Return the shortest time of any micro-batch on any stage without its score (None: no batches), and all, [n, stages]."""
