@@ -54,7 +54,7 @@ LAST_SHARE = 0.85  # of the steps; no kill comes later, so that the run is not o
 STARTING_S = 0.6  # the share of start-up in the seconds outside the steps
 FRAME = re.compile(r'File "[^"]*/oppo_megatron/([\w/]+\.py)", line (\d+) in (\w+)')
 PHASES = (
-    ("waiting for the critic", r"train/run_state\.py in settle"),
+    ("waiting for the critic", r"train/loop\.py in finish_step"),
     ("restoring", r"saving/(saver\.py in restore|resuming\.py)|resum"),
     ("saving", r"train/saving/(saver\.py in (save|conclude)|writing\.py)"),
     ("update", r"train/(updates?|actor|critic)\.py"),

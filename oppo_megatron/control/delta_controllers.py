@@ -1,11 +1,7 @@
-"""Controllers of delta, the number of prompts decoded beyond the batch.
-
-Legend: R_t is the mean reward of step t's batch, W (w in eq. 4) the window in steps.
+"""Controllers of delta, the number of prompts decoded beyond the batch.  R_t is the mean reward of step t, W the window in steps.
 
 The OPPO paper gives two rules that disagree in sign: eq. 4 increases delta while the reward improves, line 24 of Algorithm 1
 decreases it.  The paper's text (delta decays to its minimum as training converges) agrees with eq. 4, the default.
-
-Signals are the same numbers on all ranks (`StepSignals`), so every rank makes the same decision.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from oppo_megatron.records import TIE, Decision, StepSignals
 
 
 class DeltaController(ABC):
-    """Sets delta for each step from the signals of the step before.  `value` is delta for the next step."""
+    """Sets delta for each step from the signals of the step before, which are the same on all ranks."""
 
     def __init__(self, config: DeltaConfig):
         self._config = config
@@ -46,7 +42,6 @@ class DeltaController(ABC):
         return Decision(self._value, f"step {step}: {reason}", self._value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of a resumed run, in plain JSON types."""
         return {"rule": self._config.rule, "value": self._value, **self._memory()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -100,7 +95,6 @@ class RewardDelta(DeltaController):
         self._rewards = list(state["rewards"])
 
     def _follow(self, slope: float, figures: str) -> tuple[int, str]:
-        """Eq. 4's two cases."""
         old = self._value
         change = 1 if slope > 0 else -1
         new = self._clip(old + change)
@@ -112,7 +106,7 @@ class RewardDelta(DeltaController):
 
 
 class Eq4Delta(RewardDelta):
-    """Eq. 4 in each step, with the windowed means of Algorithm 1 (line 22): slope = mean(last W rewards) - mean(W before)."""
+    """Eq. 4 with the windowed means of Algorithm 1 (line 22): slope = mean(last W rewards) - mean(W before)."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -140,7 +134,7 @@ class Algorithm1Delta(RewardDelta):
 
 
 class Eq4LiteralDelta(RewardDelta):
-    """Eq. 4 in each step as printed; its mean of differences telescopes to s_t = (R_t - R_{t-w}) / w."""
+    """Eq. 4 as printed; its mean of differences telescopes to s_t = (R_t - R_{t-w}) / w."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -153,8 +147,6 @@ class Eq4LiteralDelta(RewardDelta):
 
 
 class FixedDelta(DeltaController):
-    """Delta as configured.  Plain PPO is `fixed` at 0."""
-
     def _take(self, signals: StepSignals) -> tuple[int, str]:
         return self._value, f"delta is fixed at {self._value}"
 
@@ -169,10 +161,7 @@ RULE = Signature(("signals", "delta", "memory"), "number")
 
 
 class CustomDelta(DeltaController):
-    """Delta by a user's function (signals, delta, memory) -> the next delta, which is held to 0..`max` (docs/extending.md).
-
-    `memory` is a dict of plain JSON types, empty at first, that the function may change; checkpoints keep it.
-    """
+    """Delta by a user's function (signals, delta, memory) -> the next delta, which is held to 0..`max` (docs/extending.md)."""
 
     def __init__(self, config: DeltaConfig):
         super().__init__(config)
@@ -203,10 +192,7 @@ class CustomDelta(DeltaController):
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A growth beyond `delta` was reverted because of `signal`.
-
-    `level`: the signal's worst value over a whole window at the current delta; None before the first window.
-    """
+    """A growth beyond `delta` was reverted because of `signal`; `level` is its worst value over a window at the current delta."""
 
     delta: int
     signal: str
@@ -228,9 +214,8 @@ class Ceiling:
 class Bounds:
     """Bounds of the signals of `measured`.
 
-    `target_waste`: share of the decode batch that may run empty; above it delta grows.  `dead_band`: delta stays while the
-    waste is within this distance of its target.  `ess_floor`, `length_gap_cap`: delta shrinks at once if the effective
-    sample size is below, or if over a window the trained responses are shorter than the submitted ones by a larger share.
+    Delta grows while the share of the decode batch that runs empty is above `target_waste` + `dead_band`, and shrinks at once
+    if the effective sample size is below `ess_floor` or the length gap over a window above `length_gap_cap`.
     """
 
     target_waste: float = 0.35
@@ -246,21 +231,19 @@ BOUNDS = Bounds()
 
 
 class MeasuredDelta(DeltaController):
-    """Delta from the measured benefit and cost of overcommitment.
+    """Delta from the measured benefit (less tail waste) and cost (stale tokens, shorter responses) of overcommitment.
 
-    The benefit is less *tail waste*: places of the decode batch that run empty while the longest responses end.  The cost is
-    bias: tokens of older policies (`ess`, effective sample size) and batches of the shorter responses (*length gap*).
     Laws, held by the tests, with W = `window`, band = `dead_band`:
 
     1. Bias first.  If the step's ess is below `ess_floor`, or the mean length gap of the last W steps above
-       `length_gap_cap`, delta shrinks by `decrease` in that step.
-    2. Otherwise delta moves once every W steps, by their mean waste: above `target_waste` + band it grows by `increase`, if
-       no step of the W broke a bound; below `target_waste` - band it shrinks by `decrease`; in between it stays.
+       `length_gap_cap`, delta shrinks in that step.
+    2. Otherwise delta moves once every W steps, by their mean waste: above `target_waste` + band it grows, if no step of the W
+       broke a bound; below `target_waste` - band it shrinks; in between it stays.
     3. A growth that is reverted within its first W steps is not repeated until the signal that forbade it is better, by more
        than the band, than its worst value at the current delta.
     4. Delta never leaves 0..`max`.
     5. Convergence: if the signals are functions of delta, delta converges.  A growth that survives its first W steps is then
-       permanent, and a reverted one lowers the ceiling of law 3 for good: so finitely many are reverted.
+       permanent, and a reverted one lowers the ceiling of law 3 for good.
     6. Monotone: of two steps in the same state, the one with more waste never gets the smaller delta, and the one with less
        ess or a larger length gap never the larger one.  The same holds for whole histories while none has a ceiling.
     """
@@ -291,7 +274,6 @@ class MeasuredDelta(DeltaController):
         return new, reason
 
     def _broken_bound(self, signals: StepSignals) -> tuple[str, str] | None:
-        """Return the bias signal that is out of bounds, and its figures."""
         bounds, gap = self._bounds_of, self._mean("length_gap")
         if not signals.ess >= bounds.ess_floor:
             return "ess", f"ess {signals.ess:.3f} is below its floor of {bounds.ess_floor:g}"

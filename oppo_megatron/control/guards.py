@@ -1,4 +1,4 @@
-"""Guards of a step's numbers: the figures are the same on every rank, and so is the decision.  Pure.
+"""Rules for a step's numbers.  Figures, and so decisions, are the same on every rank.
 
 A non-finite figure takes precedence over all limits, `stop` over `rollback`, and `rollback` over `skip`.
 """
@@ -34,10 +34,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Breach:
-    """A rule that a figure breaks.
-
-    `limit` is None if the figure is not finite; `detail`, if any, is then the whole message.
-    """
+    """A rule that a figure breaks.  `limit` is None if the figure is not finite; `detail`, if any, is then the whole message."""
 
     rule: str
     figure: str
@@ -52,7 +49,6 @@ class Breach:
 
     @property
     def reason(self) -> str:
-        """One clause: value and rule."""
         if self.figure == "batch":
             return self.detail.partition(";")[0]
         if self.limit is None:
@@ -67,11 +63,10 @@ class Breach:
 
     @property
     def message(self) -> str:
-        """Value, rule and remedy."""
         return self.detail or f"{self.reason}: {REMEDIES[self.rule]}"
 
     def encode(self) -> list[float]:
-        """`CODE_SIZE` numbers that `decode` makes a breach of, `detail` left out."""
+        """Return `CODE_SIZE` numbers, from which `decode` makes the breach without `detail`."""
         limit = math.nan if self.limit is None else self.limit
         return [1 + ACTIONS.index(self.action), RULES.index(self.rule), FIGURES.index(self.figure), self.value, limit]
 
@@ -89,7 +84,6 @@ def decode(code: Sequence[float]) -> Breach | None:
 
 
 def gravest(breaches: Sequence[Breach | None]) -> Breach | None:
-    """The first of those with the gravest action."""
     found = [breach for breach in breaches if breach is not None]
     return min(found, key=lambda breach: GRAVEST_FIRST.index(breach.action), default=None)
 
@@ -117,7 +111,7 @@ class Rules:
         return {action for rule, action in self.config.in_force(self.gap_limit).items() if rule != "kl_mean"}
 
     def check(self, figures: Mapping[str, float]) -> Breach | None:
-        """The gravest breach among the figures that are there."""
+        """Return the gravest breach among the figures that are there."""
         known = {name: figures[name] for name in FIGURES if name in figures}
         found = [self.non_finite(name, value) for name, value in known.items() if not math.isfinite(value)]
         for rule, (limit, action) in self.config.limits(self.gap_limit).items():
@@ -129,5 +123,4 @@ class Rules:
         return gravest(found)
 
     def non_finite(self, figure: str, value: float, detail: str = "") -> Breach:
-        """Return the breach of a figure that is not finite."""
         return Breach("non_finite", figure, value, None, self.config.non_finite, detail)

@@ -1,19 +1,11 @@
-"""The filter of groups (dynamic sampling, arXiv 2503.14476): a group whose responses are all equally good is not trained.
+"""The filter of groups (dynamic sampling, arXiv 2503.14476): a group of equally good responses is not trained.
 
-A group leaves the buffer untrained, and backfill gives its place away.  Which groups make a batch then depends on rewards,
-and rewards arrive at unpredictable times, so verdicts have a clock of their own, the decode steps: with p the steps from one
-admission to the next, what ended at step c is judged at step p * (ceil(c / p) + lag), not before and not later.  There the
-ranks wait for what is due and share it, and only there is a batch complete.  So batches depend on tokens, rewards, p and
-lag, and on nothing else: not on seconds, chunk sizes or placements.
+Rewards arrive at unpredictable times, so verdicts follow a clock of decode steps: with p the steps from one admission to the
+next, a response that ended at step c is judged at step p * (ceil(c / p) + lag).  The ranks wait there for the scores due, and
+only there is a batch complete.  So batches depend on tokens, rewards, p and lag, not on seconds, chunk sizes or placements.
 
-Life of a group::
-
-      all members have ended       their scores are in force
-    ------------------------> undecided -------------------> kept     (its members differ; trained by a batch)
-                                        `------------------> dropped  (they are all the same)
-
-A group is known to be kept as soon as two members differ, but is trained with its last one.  One whose scores are all known to
-be equal, including the scores of members still being decoded (`settling.py`), is dropped before it has ended.
+A group is known to be kept as soon as two members differ, but is trained with its last one.  A group whose scores are all
+known to be equal, foreseen ones (`settling.py`) included, is dropped before it has ended.
 """
 
 from __future__ import annotations
@@ -36,22 +28,18 @@ Judge = Callable[[Sequence[Rollout]], Sequence[Scores]]
 
 @dataclass(frozen=True)
 class VerdictClock:
-    """`period`: decode steps from one admission to the next.  `lag`: periods that a score may take beyond its response."""
+    """`period`: decode steps between admissions.  `lag`: periods that a score may take beyond its response."""
 
     period: int
     lag: int = 0
 
     def due(self, clock: int) -> int:
-        """When what ended at `clock` is judged."""
         return self.period * (-(-clock // self.period) + self.lag)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`labels`: the parts that scores consist of, in their order.  `metric` makes of them what a group is judged by.
-
-    `max_groups`: so many that a step judges without a batch end the run.
-    """
+    """Groups are judged by `metric` of the reward parts `labels`; `max_groups` judged without a batch end the run."""
 
     labels: tuple[str, ...]
     metric: Callable[[Scores], float]
@@ -60,8 +48,6 @@ class Rule:
 
 @dataclass
 class Counts:
-    """Groups judged within a step."""
-
     kept: int = 0
     dropped: int = 0
 
@@ -75,7 +61,7 @@ class Counts:
 
 
 class GroupFilter:
-    """Verdicts of a run, the same on every rank.  `scores` are those in force, of rollouts that the buffer holds."""
+    """Verdicts of a run, the same on every rank.  `scores`: the scores in force of rollouts in the buffer."""
 
     def __init__(self, scheduler: OvercommitScheduler, clock: VerdictClock, rule: Rule):
         assert scheduler.buffer.filtered and scheduler.buffer.group_size > 1
@@ -86,14 +72,13 @@ class GroupFilter:
         self._judged: set[int] = set()  # groups, by number, that have their verdict and are still held
 
     def begin_step(self) -> None:
-        """Reset the counts of the step."""
         self.counts = Counts()
 
     def settle(self, judge: Judge) -> list[Rollout]:
-        """Apply the verdicts that are due, between two rounds and at the start of a step.  Returns the dropped rollouts.
+        """Apply the verdicts that are due, between two rounds or at the start of a step.  Returns the dropped rollouts.
 
         If nothing is left to decode, the clock advances until a batch is complete or prompts may enter.  Raises SamplingError
-        if the step has judged `max_groups` groups and has no batch.
+        after `max_groups` groups without a batch.
         """
         scheduler, buffer = self.scheduler, self.scheduler.buffer
         dropped: list[Rollout] = []
@@ -113,7 +98,6 @@ class GroupFilter:
         return dropped
 
     def retire(self, rollouts: Iterable[Rollout]) -> None:
-        """They have been trained."""
         for rollout in rollouts:
             self.scores.pop(rollout.seq_id, None)
             self._judged.discard(self._number(rollout))
@@ -169,7 +153,6 @@ class GroupFilter:
         return ended is not None and rollout.seq_id not in self.scores and self.clock.due(ended) <= self.scheduler.due
 
     def _groups(self) -> dict[int, list[Rollout]]:
-        """Those held, by number."""
         groups: dict[int, list[Rollout]] = {}
         for rollout in self.scheduler.buffer.rollouts:
             groups.setdefault(self._number(rollout), []).append(rollout)
@@ -182,14 +165,10 @@ class GroupFilter:
         return all(rollout.seq_id in self.scores for rollout in group)
 
     def _known(self, group: Sequence[Rollout]) -> bool:
-        """True if the scores of all members are in force or foreseen."""
         return all(rollout.seq_id in self.scores or rollout.seq_id in self.foreseen for rollout in group)
 
     def _differ(self, group: Sequence[Rollout]) -> bool:
-        """True if two known scores differ by more than `TIE`, as in `algorithms/baselines.py`.
-
-        A score that is not finite differs from all: the guards are to see it.
-        """
+        """True if two known scores differ by more than `TIE`.  A non-finite score differs from all: the guards are to see it."""
         found = [self.scores.get(r.seq_id, self.foreseen.get(r.seq_id)) for r in group]
         values = [self.rule.metric(scores) for scores in found if scores is not None]
         if not all(map(math.isfinite, values)):

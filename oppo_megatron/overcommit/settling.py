@@ -1,14 +1,10 @@
 """Responses that end early: decoding stops once no continuation can change their rewards.
 
-Rewards are asked on a clock of their own, the decode steps: between two rounds, at every multiple of a period.  A response
-whose prefix is settled ends there, with the token that settled it; what was decoded beyond is thrown away.  So what is
-trained depends on tokens, rewards and the period, and on nothing else: not on seconds, chunk sizes or placements.
+Rewards are asked between two rounds, at every multiple of a period of decode steps.  A response with a settled prefix ends with
+the token that settled it.  So batches depend on tokens, rewards and the period, not on seconds, chunk sizes or placements.
 
-The groups of an audit are decoded to their ends all the same.  Their settled rewards are recorded, as for responses that were
-cut, and checked when their rewards are evaluated: both have to agree.
-
-If groups are filtered, the known rewards of a response that is still decoded are *foreseen*: a group whose rewards are all
-known by then, and equal, is dropped at once (`filter.py`).
+Groups of an audit are decoded to their ends all the same, and their rewards then have to equal the settled ones.  If groups are
+filtered, the known rewards of unfinished responses are *foreseen* (`filter.py`).
 """
 
 from __future__ import annotations
@@ -24,11 +20,7 @@ from oppo_megatron.records import Rollout
 
 @dataclass(frozen=True)
 class Prefix:
-    """The rewards of a response as far as its prefix determines them.
-
-    `parts`: the value of each part for every continuation, NaN if it may vary.  `num_tokens`: length of the shortest prefix
-    that settles all parts; 0 if none does.
-    """
+    """The value of each part for every continuation (NaN if it may vary), and the tokens that settle all parts (0: none do)."""
 
     parts: tuple[float, ...]
     num_tokens: int = 0
@@ -43,7 +35,6 @@ class Clock:
     seed: int = 0
 
     def left(self, clock: int) -> int:
-        """Decode steps until they are asked next."""
         return self.period - clock % self.period
 
     def audits(self, group: int) -> bool:
@@ -52,7 +43,7 @@ class Clock:
 
 @dataclass
 class Audited:
-    """Responses of the run that were settled but decoded to their ends, and the tokens after the settling one."""
+    """Responses that were settled but decoded to their ends, and their tokens after the settling one."""
 
     rows: int = 0
     tokens: int = 0
@@ -68,16 +59,14 @@ class Settler:
         self.num_cut = 0
 
     def begin_step(self) -> None:
-        """Reset the counts of the step."""
         self.num_cut = 0
 
     @property
     def due(self) -> bool:
-        """True if rewards are to be asked now, between two rounds."""
         return self.buffer.clock % self.clock.period == 0
 
     def asked(self) -> list[Rollout]:
-        """The responses that they are asked for, in the order of admission."""
+        """Unfinished responses that may settle, in the order of admission."""
         return [r for r in self.buffer.active if r.num_response_tokens and r.seq_id not in self.notes]
 
     def take(self, asked: Sequence[Rollout], prefixes: Sequence[Prefix]) -> list[Rollout]:
@@ -94,7 +83,6 @@ class Settler:
         return {r.seq_id: p for r, p in pairs if not r.finished and not self._is_audited(r.seq_id)}
 
     def retire(self, rollouts: Iterable[Rollout]) -> None:
-        """They have left the buffer."""
         for rollout in rollouts:
             note = self.notes.pop(rollout.seq_id, None)
             if note is not None and rollout.finished and rollout.finish_reason != "settled":
@@ -113,13 +101,12 @@ class Settler:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """In plain JSON types."""
         notes = [[seq_id, note.num_tokens, list(note.parts)] for seq_id, note in self.notes.items()]
         audited = [self.audited.rows, self.audited.tokens]
         return {"labels": list(self.labels), "notes": notes, "audited": audited, "cut": self.num_cut}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from `state`; what other parts of a reward were settled as is forgotten."""
+        """Continue from `state`; rewards settled for other parts are forgotten."""
         if state is None:
             return
         self.audited, self.num_cut = Audited(*state["audited"]), state["cut"]

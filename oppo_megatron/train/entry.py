@@ -31,9 +31,8 @@ from oppo_megatron.train.memory_meter import require_memory
 from oppo_megatron.train.run_files import save_role, share_run_directory
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found, find_checkpoint
-from oppo_megatron.train.saving.saver import Saver
-from oppo_megatron.train.saving.state import describe_missing
-from oppo_megatron.train.setup import build_loop
+from oppo_megatron.train.saving.state import describe_missing, rest_of_run
+from oppo_megatron.train.setup import build_loop, ppo_saver
 from oppo_megatron.train.supervised import run_supervised
 
 
@@ -81,11 +80,12 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     Raises RollBack if the run is to restart from its last checkpoint.
     """
     found = find_checkpoint(config, world)
-    saver, run = Saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)
+    saver, run = ppo_saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)
     rollbacks = Rollbacks.of_run(run, inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None)
     ahead, start = NEW_RUN, [describe_missing(config.run_dir)] if config.checkpoint.resume else []
     if found is not None:  # before the run's files are cut or its settings overwritten
-        ahead, start = saver.require_same_run(found, rollbacks.left_out), saver.describe(found)
+        ahead = rest_of_run(found, saver.data, config, inputs.prompts, rollbacks.left_out)
+        start = saver.describe(found)
     _prepare(config, world, found)
     with world.activity.doing("building models and caches"):
         loop = build_loop(config, world, inputs, saver, rollbacks, ahead)
@@ -106,16 +106,16 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             ]
             loop.journal.progress.note("\n".join(told))
         if found is not None:
-            saver.restore(loop.state, found)
+            loop.restore(found)
         if not loop.run():
             return False
         keeps = config.checkpoint.writes_weights
         with world.activity.doing("writing weights"):
             if keeps:
                 _save_weights(config, loop, inputs, run.weights)
-        saver.save_end(loop.state)
+        saver.save_end(loop)
         with world.activity.doing("writing the best step's weights"):
-            if keeps and saver.load_best(loop.state.models, loop.state.position):
+            if keeps and saver.load_best(loop):
                 _save_weights(config, loop, inputs, run.best)
     with world.activity.doing("summary"):
         _finish(config, loop, inputs)
@@ -140,7 +140,7 @@ def _finish(config: TrainConfig, loop: TrainingLoop, inputs: Inputs) -> None:
         merge_traces(config.run_dir)
         if costs is not None:
             write_json(run.costs, costs_tree(costs))
-        loop.journal.summarise(inputs.counts(), memory, loop.state.rollbacks.summary(), loop.saver.best)
+        loop.journal.summarise(inputs.counts(), memory, loop.rollbacks.summary(), loop.saver.best)
 
 
 def _prepare(config: TrainConfig, world: World, found: Found | None) -> None:

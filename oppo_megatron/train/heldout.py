@@ -14,8 +14,7 @@ from torch import Tensor
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.evaluation import EarlyStopConfig, HeldoutConfig, Standard
-from oppo_megatron.control.early_stop import EarlyStop
-from oppo_megatron.control.estimates import Figures, moments_of, ratios
+from oppo_megatron.control.estimates import EarlyStop, Figures, moments_of, ratios
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.training import TrainedModel, forward_rows
 from oppo_megatron.mcore.vocab_shards import VocabShards

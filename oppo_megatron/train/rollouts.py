@@ -57,8 +57,7 @@ class Rollouts:
             self._settle(self.filter)
 
     def decode(self, most: int, version: int, *, stream: bool, halt: bool) -> tuple[Chunk, int]:
-        """Run a round: decode at most `most` tokens of each rollout with the policy's `version`; all records advance by its
-        chunk.
+        """Run a round: decode at most `most` tokens of each rollout with the policy's `version`; all records advance.
 
         With `stream` the scorers prefill the chunk before.  `halt`: the run is to stop after this round.  Returns the chunk,
         and the number of prompts that replaced finished rollouts before it.
@@ -69,8 +68,10 @@ class Rollouts:
             self.rounds.admit(backfilled)
             active, score = buffer.active, buffer.rollouts if stream else []
             readable = buffer.worth_reading()
-        decoding = Decoding(buffer.clock, version, buffer.readiness, halt)
-        chunk = self.rounds.run(active, score, self._steps(most), decoding, readable)
+        steps = self.scheduler.chunk(most)
+        if self.settler is not None:
+            steps = min(steps, self.settler.clock.left(buffer.clock))
+        chunk = self.rounds.run(active, score, steps, Decoding(buffer.clock, version, buffer.readiness, halt), readable)
         assert chunk is not None
         with self.planning():
             buffer.record(chunk)
@@ -90,21 +91,13 @@ class Rollouts:
         labels = self.filter.rule.labels
         return {seq_id: dict(zip(labels, parts, strict=True)) for seq_id, parts in self.filter.scores.items()}
 
-    def _steps(self, most: int) -> int:
-        """Decode steps of the next round: `most`, or fewer if prompts may enter or rewards are asked earlier."""
-        steps = self.scheduler.chunk(most)
-        return steps if self.settler is None else min(steps, self.settler.clock.left(self.buffer.clock))
-
-    def settle_figures(self) -> dict[str, float | None]:
-        """Figures of responses that ended early in the step; empty if none can."""
-        return {} if self.settler is None else self.settler.figures()
-
-    def filter_figures(self) -> dict[str, float | None]:
-        """Figures of the step's groups for its line of metrics; empty without a filter."""
-        if self.filter is None:
-            return {}
-        counts = self.filter.counts
-        return {"groups_dropped": counts.dropped, "keep_rate": counts.keep_rate}
+    def figures(self) -> dict[str, float | None]:
+        """Metrics of the step's filtered groups, and of the responses that ended early."""
+        found: dict[str, float | None] = {}
+        if self.filter is not None:
+            counts = self.filter.counts
+            found = {"groups_dropped": counts.dropped, "keep_rate": counts.keep_rate}
+        return found if self.settler is None else found | self.settler.figures()
 
     def _settle(self, groups: GroupFilter) -> None:
         """Apply the verdicts that are due; dropped groups leave every record."""
@@ -117,7 +110,8 @@ class Rollouts:
             return self.exchange.judge(due, self.rounds, labels)
 
         dropped = groups.settle(judge)
-        self._stop([rollout for rollout in dropped if not rollout.finished])
+        if unfinished := [rollout for rollout in dropped if not rollout.finished]:
+            self.rounds.stop(unfinished)
         self.rounds.give_up(dropped)
         for rollout in dropped:
             self.exchange.rewards.forget(rollout.seq_id)
@@ -128,25 +122,17 @@ class Rollouts:
         """End responses whose rewards are fixed; a filter learns the fixed parts of the others."""
         asked = settler.asked()
         prefixes = self.exchange.prefixes(asked) if asked else []
-        self._stop(settler.take(asked, prefixes))
+        if ended := settler.take(asked, prefixes):
+            self.rounds.stop(ended)
         if self.filter is not None:
             labels, of = settler.labels, self.filter.rule.labels
             found = {i: known(prefix, labels, of) for i, prefix in settler.foreseen(asked, prefixes).items()}
             self.filter.foreseen = {i: scores for i, scores in found.items() if scores is not None}
 
-    def _stop(self, rollouts: Sequence[Rollout]) -> None:
-        """Stop decoding these."""
-        if rollouts:
-            self.rounds.stop(rollouts)
-
     def take_batch(self) -> list[Rollout]:
         """Take the first B finished rollouts out of the buffer; the others are deferred."""
         with self.planning():
             return self.scheduler.take_batch()
-
-    def owed(self, batch: Sequence[Rollout]) -> bool:
-        """True if a scorer, on any rank, has not read all of the batch."""
-        return self.rounds.owes(batch)
 
     def score(self, batch: Sequence[Rollout], most: int, version: int) -> None:
         """Run a round that scores the rest of the batch and decodes nothing."""

@@ -31,8 +31,9 @@ from oppo_megatron.train.memory_meter import MemoryMeter
 from oppo_megatron.train.role_builder import RoleBuilder
 from oppo_megatron.train.roles import build_topology
 from oppo_megatron.train.rollouts import Rollouts
-from oppo_megatron.train.run_state import RunState
+from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.saver import Saver
+from oppo_megatron.train.saving.state import prompt_data, source_state
 from oppo_megatron.train.score_exchange import ScoreExchange, StepRewards
 from oppo_megatron.train.updates import Adaptation, Updates
 from oppo_megatron.train.verdicts import build_filter, build_settler
@@ -80,11 +81,10 @@ def build_loop(
     evaluator = None
     if inputs.heldout is not None and inputs.judges is not None:
         evaluator = Evaluator(
-            config, inputs.heldout, inputs.judges, inputs.tokenizer, builder.heldout_stopping,
-            builder.num_slots("actor"), builder.kv_budget_bytes,
+            config, inputs.heldout, inputs.judges, builder.heldout_stopping, builder.num_slots("actor"),
+            builder.kv_budget_bytes, rounds, exchange,
         )  # fmt: skip
-    state = RunState(rollouts, updates, adaptation, evaluator, meter)
-    return TrainingLoop(config, world, rollouts, exchange, updates, adaptation, evaluator, saver, meter, state)
+    return TrainingLoop(config, world, inputs.prompts, rollouts, exchange, updates, adaptation, evaluator, saver, meter)
 
 
 def _scheduler(config: TrainConfig, prompts: PromptStream, ahead: Ahead) -> OvercommitScheduler:
@@ -118,3 +118,9 @@ def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RU
         prompts, config.seed, epochs=config.passes, limit=limit, shuffle=config.data.shuffle,
         start=ahead.position, left_out=ahead.left_out,
     )  # fmt: skip
+
+
+def ppo_saver(config: TrainConfig, world: World, prompts: PromptSet, preemption: Preemption) -> Saver:
+    """Return the saver of a PPO run; `state.json` also says whether there are caches, and from which files rewards come."""
+    extra = {"caches": config.checkpoint.caches, "sources": source_state(config)}
+    return Saver(config, world, preemption, lambda: prompt_data(config, prompts), extra)

@@ -11,10 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import DeltaConfig
-from oppo_megatron.control import Decision
 from oppo_megatron.control.delta_controllers import DeltaController, make_delta_controller
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.records import StepSignals
+from oppo_megatron.records import Decision, StepSignals
 
 Rule = Literal["eq4", "algorithm1", "eq4_literal", "measured", "fixed"]
 RULES: list[Rule] = ["eq4", "algorithm1", "eq4_literal", "measured", "fixed"]

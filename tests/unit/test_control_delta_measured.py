@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import DeltaConfig
-from oppo_megatron.control import Decision
 from oppo_megatron.control.delta_controllers import (
     BOUNDS,
     Bounds,
@@ -19,7 +18,7 @@ from oppo_megatron.control.delta_controllers import (
     MeasuredDelta,
     make_delta_controller,
 )
-from oppo_megatron.records import StepSignals
+from oppo_megatron.records import Decision, StepSignals
 
 CALM = StepSignals(reward_mean=0.0, tail_waste=0.35, ess=1.0, length_gap=0.0)
 EMPTY, FULL = replace(CALM, tail_waste=0.6), replace(CALM, tail_waste=0.1)
