@@ -104,7 +104,7 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
                 *describe_inputs(inputs),
                 *rollbacks.describe(),
             ]
-            loop.journal.progress.note("\n".join(told))
+            loop.journal.note("\n".join(told))
         if found is not None:
             loop.restore(found)
         if not loop.run():
@@ -140,7 +140,7 @@ def _finish(config: TrainConfig, loop: TrainingLoop, inputs: Inputs) -> None:
         merge_traces(config.run_dir)
         if costs is not None:
             write_json(run.costs, costs_tree(costs))
-        loop.journal.summarise(inputs.counts(), memory, loop.rollbacks.summary(), loop.saver.best)
+        loop.journal.write_summary(inputs.counts(), memory, loop.rollbacks.summary(), loop.saver.best)
 
 
 def _prepare(config: TrainConfig, world: World, found: Found | None) -> None:

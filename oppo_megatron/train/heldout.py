@@ -23,7 +23,7 @@ from oppo_megatron.train.score_exchange import sum_over_ranks
 
 
 class HeldoutLog:
-    """Kept by the rank that reports on the run.  `standard` names the metric of the best step, if there is one."""
+    """Held-out metrics by step.  `standard` names the metric of the best step, if there is one."""
 
     def __init__(self, standard: Standard | None):
         self.standard = standard
@@ -40,28 +40,23 @@ class HeldoutLog:
 
     @staticmethod
     def describe(step: int, figures: Figures) -> str:
-        """Return a line for the console, empty without figures."""
         told = ", ".join(f"{name} {mean:.4g}" for name, (mean, _) in figures.items())
-        return f"held out after {step} steps: {told}" if told else ""
+        return f"held out after {step} steps: {told}"
 
     def best(self) -> tuple[int, float] | None:
-        """The step, of those that were trained, after which the metric was best, and the metric there."""
-        metric = None if self.standard is None else self.standard.metric
-        known = [(step, fields["heldout"].get(metric)) for step, fields in self._by_step.items() if step]
-        values = [(step, value) for step, value in known if value is not None and value == value]
-        if not values or self.standard is None:
+        """The trained step after which the standard's metric was best, and the metric there."""
+        if self.standard is None:
             return None
+        known = [(step, fields["heldout"].get(self.standard.metric)) for step, fields in self._by_step.items() if step]
+        values = [(step, value) for step, value in known if value is not None and value == value]
         sign = 1 if self.standard.mode == "max" else -1
-        return max(values, key=lambda pair: (sign * pair[1], -pair[0]))
+        return max(values, key=lambda pair: (sign * pair[1], -pair[0]), default=None)
 
     def describe_best(self) -> str | None:
-        """A line that names the best step."""
         found = self.best()
-        return (
-            None
-            if found is None or self.standard is None
-            else f"best step {found[0]}: {self.standard.metric} {found[1]:.4g}"
-        )
+        if found is None or self.standard is None:
+            return None
+        return f"best step {found[0]}: {self.standard.metric} {found[1]:.4g}"
 
     def summary(self, kept: tuple[float, Position] | None) -> dict[str, Any]:
         """Fields of the summary; `kept` is the best checkpoint, which defines the best step if no held-out metric does."""
@@ -69,15 +64,13 @@ class HeldoutLog:
         best = None
         if found is not None and self.standard is not None:
             best = {"step": found[0], "metric": self.standard.metric, "value": found[1]}
-        return {
-            "heldout": {
-                str(step): {"mean": v["heldout"], "error": v["heldout_error"]} for step, v in self._by_step.items()
-            },
-            "best": best,
+        heldout = {
+            str(step): {"mean": fields["heldout"], "error": fields["heldout_error"]}
+            for step, fields in self._by_step.items()
         }
+        return {"heldout": heldout, "best": best}
 
     def state_dict(self) -> list[tuple[int, dict[str, Any]]]:
-        """The state, in plain JSON types."""
         return list(self._by_step.items())
 
     def load_state_dict(self, state: Iterable[tuple[int, Mapping[str, Any]]]) -> None:

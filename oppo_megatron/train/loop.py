@@ -224,7 +224,7 @@ class TrainingLoop(Saveable):
                 f"{told}, and no step was made; use prompts that the policy answers rightly now and then"
             )
         if self.journal is not None:
-            self.journal.progress.note(told)
+            self.journal.note(told)
         if self.evaluator is not None and not self.evaluator.due(self.done, last=False):
             self._evaluate(last=True)
 
@@ -243,7 +243,7 @@ class TrainingLoop(Saveable):
 
     @property
     def note(self) -> Callable[[str], None] | None:
-        return None if self.journal is None else self.journal.progress.note
+        return None if self.journal is None else self.journal.note
 
     def finish_step(self) -> None:
         """Complete the last step's line and all actions of rounds; collective of the world."""

@@ -42,7 +42,7 @@ from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
 from oppo_megatron.train.heldout import Heldout, Measured, Point
-from oppo_megatron.train.logs.supervised_report import Report
+from oppo_megatron.train.logs.journal import Report
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
 from oppo_megatron.train.preference.reference_pass import ReferencePass
@@ -125,9 +125,9 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
                     return False
         self.saver.conclude()
         self.memory.look()
-        memory = self.memory.of_all_ranks()
+        self.memory.of_all_ranks()
         if self.report:
-            self.report.end(None if self.heldout is None else self.heldout.describe_end(), memory)
+            self.report.end(None if self.heldout is None else self.heldout.describe_end())
         return True
 
     @property
@@ -257,7 +257,7 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, p
         dist.barrier()  # the weights and every rank's trace are whole
         if trainer.report:
             merge_traces(config.run_dir)
-            trainer.report.write_summary(trainer.saver.best)
+            trainer.report.write_summary(task.title, trainer.memory.by_rank, trainer.saver.best)
     return True
 
 
@@ -297,7 +297,8 @@ def _build(
     trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
     spans, memory = SpanRecorder(world.rank, run if config.logging.trace else None), MemoryMeter.begin(world.device)
     held = () if heldout is None else heldout.rows
-    if report := trackers and Report(config, task.title, steps, world.device, trackers, stack, before_s):
+    if report := trackers and Report(config, steps, task.title, world.device, trackers, before_s):
+        stack.enter_context(report)
         report.begin(start, rows, held, quarantine)
 
     def load(model: ModelConfig) -> RoleModel:
