@@ -24,7 +24,7 @@ from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.disk import clear_when_full
 from oppo_megatron.rundir.trace import merge_traces
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
-from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
+from oppo_megatron.train.guard import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.memory_meter import require_memory
@@ -102,7 +102,7 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
                 describe_batch(config),
                 *describe_settle(config),
                 *describe_inputs(inputs),
-                *rollbacks.describe(),
+                *(each.describe() for each in rollbacks.done),
             ]
             loop.journal.note("\n".join(told))
         if found is not None:

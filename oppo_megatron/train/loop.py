@@ -35,7 +35,7 @@ from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.schedule.plan import StepPlan, plan_step
 from oppo_megatron.train.actor import Actor, Critic
 from oppo_megatron.train.evaluate import Evaluator
-from oppo_megatron.train.guards.rollback import Rollbacks
+from oppo_megatron.train.guard import Rollbacks
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.meter import RolloutPhase, StepMeter
 from oppo_megatron.train.logs.step import StepFacts

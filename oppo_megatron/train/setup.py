@@ -19,8 +19,7 @@ from oppo_megatron.schedule.plan import delta_rule, plan_step
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.evaluate import Evaluator
-from oppo_megatron.train.guards.guard import Guard
-from oppo_megatron.train.guards.rollback import Rollbacks
+from oppo_megatron.train.guard import Guard, Rollbacks
 from oppo_megatron.train.inputs import Inputs
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.meter import RoundTracer, StepMeter

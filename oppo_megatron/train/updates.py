@@ -18,7 +18,7 @@ from oppo_megatron.records import ALONE, Members, Rollout, StepSignals
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
 from oppo_megatron.train.actor import Actor, Critic, no_stats
-from oppo_megatron.train.guards.guard import Evidence, Guard
+from oppo_megatron.train.guard import Facts, Guard, RejectedBatch
 from oppo_megatron.train.logs.meter import StepMeter
 from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.score_exchange import ScoreExchange, sum_over_ranks
@@ -62,13 +62,17 @@ class Updates:
         Raises an error if the run is to stop, or to return to a checkpoint.
         """
         experience, breach = self.guard.examine(scored, self.kl.value, self.history.seen)
-        evidence = self._evidence(step, batch, scored, experience)
+        known = experience.stats.figures()
+        evidence = RejectedBatch(self._facts(step, known), batch, scored)
         if breach is not None:
             self._settle(breach, evidence)
-            self._abandon()
+            if self.actor is not None:
+                self.actor.abandon()
+            if self.critic is not None:
+                self.critic.stats = no_stats()
             return experience, breach
         figures, breach = self._update(step, batch, experience)
-        self._settle(breach, replace(evidence, figures={**evidence.figures, **figures}))
+        self._settle(breach, replace(evidence, facts=replace(evidence.facts, figures=known | figures)))
         if breach is None:
             self._remember(step, batch, experience)
         return experience, breach
@@ -89,32 +93,19 @@ class Updates:
     def _settings(self, step: int) -> UpdateSettings:
         return UpdateSettings.of(self.config, step, self.world.device, self.version)
 
-    def _evidence(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch, experience: Experience) -> Evidence:
-        figures = experience.stats.figures()
-        history = self.history.numbers() | {"updates": self._actor_updates}
-        return Evidence(step, self.version, self.kl.value, batch, scored, figures, history, self.exchange.refusal)
-
-    @property
-    def _actor_updates(self) -> int | None:
-        """Optimizer steps of the actor; None on a rank with neither role.
-
-        The critic has made the same number, and its warm-up's.
-        """
+    def _facts(self, step: int, figures: dict[str, float]) -> Facts:
+        updates = None  # of the actor; unknown on a rank with neither role
         if self.actor is not None:
-            return self.actor.role.trained.updates
-        return None if self.critic is None else self.critic.role.trained.updates - self.history.warmed
+            updates = self.actor.role.trained.updates
+        elif self.critic is not None:  # it has made the same number, and its warm-up's
+            updates = self.critic.role.trained.updates - self.history.warmed
+        history, seed = self.history.numbers() | {"updates": updates}, self.config.seed
+        return Facts(step, seed, self.guard.total_steps, self.version, self.kl.value, "", "", figures, history)
 
-    def _settle(self, breach: Breach | None, evidence: Evidence) -> None:
+    def _settle(self, breach: Breach | None, evidence: RejectedBatch) -> None:
         if breach is not None:
             self.conclude()
-        self.guard.settle(breach, evidence, self.admitted())
-
-    def _abandon(self) -> None:
-        """Make no update; drop the actor's if it was begun."""
-        if self.actor is not None:
-            self.actor.abandon()
-        if self.critic is not None:
-            self.critic.stats = no_stats()
+        self.guard.settle(breach, evidence, self.admitted(), self.exchange.refusal)
 
     def _update(
         self, step: int, batch: Sequence[Rollout], experience: Experience

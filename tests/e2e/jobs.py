@@ -29,7 +29,7 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.train.actor import Critic
 from oppo_megatron.train.entry import run_ppo, run_rank
-from oppo_megatron.train.guards.rollback import RollBack
+from oppo_megatron.train.guard import RollBack
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.rollouts import Rollouts

@@ -27,7 +27,7 @@ from oppo_megatron.errors import OppoError
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.disk import clear_when_full
 from oppo_megatron.train.entry import run_ppo
-from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
+from oppo_megatron.train.guard import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.saving import writing

@@ -95,7 +95,7 @@ def _name_phases(watch: Watch) -> None:
     from oppo_megatron.mcore.training import TrainedModel
     from oppo_megatron.mcore.weights.weight_sync import Reallocation
     from oppo_megatron.train import setup
-    from oppo_megatron.train.guards.guard import Guard
+    from oppo_megatron.train.guard import Guard
     from oppo_megatron.train.loop import TrainingLoop
     from oppo_megatron.train.saving.saver import Saver
     from oppo_megatron.train.score_exchange import ScoreExchange
