@@ -92,10 +92,8 @@ class Measured(Protocol[RowC]):
     def measure(self, rows: Sequence[RowC], vocab: VocabShards) -> Measure: ...
 
 
-class Point(Protocol[RowC]):
-    """Input of a loss from a whole batch: KTO's reference point."""
-
-    def take(self, trained: TrainedModel, rows: Sequence[RowC], step: int, budget: int) -> None: ...
+TakePoint = Callable[[TrainedModel, Sequence[Any], int, int], None]
+"""(model, rows, step, token budget): measures an input of a loss from a whole batch, KTO's reference point."""
 
 
 class HeldoutSchedule:
@@ -143,35 +141,42 @@ class Heldout(HeldoutSchedule, Generic[RowT]):
         rows: Sequence[RowT],
         metrics: Sequence[str],
         world: World,
-        point: Point[RowT] | None = None,
+        take_point: TakePoint | None = None,
     ):
         super().__init__(config.every_steps, stop)
-        self.task, self.metrics, self.world, self.point = task, metrics, world, point
+        self.task, self.metrics, self.world, self.take_point = task, metrics, world, take_point
         self.rows = rows[: config.max_rows]
 
     def measure(self, trained: TrainedModel, step: int, budget: int) -> Figures:
         """The metrics after `step` steps, in micro-batches of at most `budget` tokens; early stopping learns of them."""
-        if self.point is not None:
-            self.point.take(trained, self.rows, step, budget)
+        if self.take_point is not None:
+            self.take_point(trained, self.rows, step, budget)
         width, what = 1 + len(self.metrics), f"held-out metrics after step {step}"
-        moments = measure_rows(self.world, trained, self.rows, self.task, width, budget, what)
+        task = self.task
+        moments = measure_rows(self.world, trained, self.rows, task.micro_batches, task.measure, width, budget, what)
         figures = dict(zip(self.metrics, ratios(moments, width), strict=True))
         self.observe(step, figures)
         return figures
 
 
 def measure_rows(
-    world: World, trained: TrainedModel, rows: Sequence[RowT], task: Measured[RowT], width: int, budget: int, what: str
+    world: World,
+    trained: TrainedModel,
+    rows: Sequence[RowT],
+    micro_batches: Callable[[Sequence[RowT], int, torch.device], list[MicroBatch]],
+    measure: Callable[[Sequence[RowT], VocabShards], Measure],
+    width: int,
+    budget: int,
+    what: str,
 ) -> list[float]:
-    """Moments of the table of `width` columns that the task makes of `rows`, which the replicas share.
+    """Moments of the table of `width` columns that `measure` makes of `rows`, which the replicas share.
 
     Every rank of the world makes the call, with the same result.  `what`: the wait for each other, in words.
     """
     groups = trained.model.groups
     mine = rows[groups.dp_rank :: groups.dp]
-    device, finish = next(trained.model.parameters()).device, task.measure(mine, trained.model.vocab)
-
-    tables = forward_rows(trained.chunks, task.micro_batches(mine, budget, device), finish)
+    device, finish = next(trained.model.parameters()).device, measure(mine, trained.model.vocab)
+    tables = forward_rows(trained.chunks, micro_batches(mine, budget, device), finish)
     speaks = groups.is_last_stage and groups.tp_rank == 0  # one rank for each replica
     table = torch.cat(tables).tolist() if speaks and tables else []
     with waiting_for(what, world.activity):

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -32,53 +33,42 @@ from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.mcore.cpu.private_ops import require_private_ops
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
-from oppo_megatron.mcore.training import Loss, TrainedModel
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
-from oppo_megatron.train.heldout import Heldout, Measured, Point
+from oppo_megatron.train.heldout import Heldout, TakePoint
 from oppo_megatron.train.logs.journal import Report
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
-from oppo_megatron.train.preference.reference_pass import ReferencePass
-from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferences, Preferences, ReferencePoint
+from oppo_megatron.train.reference_pass import ReferencePass
 from oppo_megatron.train.run_files import save_role, share_run_directory
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found, find_checkpoint
 from oppo_megatron.train.saving.saver import Saveable, Saver
 from oppo_megatron.train.saving.state import describe_missing, require_same_run, row_data
-from oppo_megatron.train.supervised_tasks import FineTuning, ProcessRewardModelling, RewardModelling
+from oppo_megatron.train.supervised_tasks import (
+    FineTuning,
+    MarkedPreferences,
+    PairPreferences,
+    Preferences,
+    ProcessRewardModelling,
+    RewardModelling,
+    Task,
+)
 
 RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
-
-
-class Task(Measured[RowT], Protocol[RowT]):
-    """The part of supervised training that depends on its kind."""
-
-    title: str
-    head: Head
-
-    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[RowT]: ...
-
-    def num_tokens(self, row: RowT) -> int:
-        """Tokens that the model reads of a row."""
-        ...
-
-    def loss(self, rows: Sequence[RowT], vocab: VocabShards) -> Loss:
-        """Mean loss of the batch `rows`; its statistics are sums with their `count`."""
-        ...
 
 
 @dataclass
 class SupervisedTrainer(Saveable, Generic[RowT]):
     """One rank's view of the run.  `steps` counts the whole run's; `report` exists on one rank only.
 
-    `point` is measured for each batch before training on it, if the task needs one.
+    `take_point` is called for each batch before training on it, if the task needs that.
     """
 
     config: SupervisedConfig
@@ -92,7 +82,7 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
     memory: MemoryMeter
     passed: Passed
     steps: int
-    point: Point[RowT] | None
+    take_point: TakePoint | None
 
     def run(self) -> bool:
         """Make the remaining steps, measure and save; False if the run was asked to stop and has saved."""
@@ -190,9 +180,9 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
         groups, device = self.trained.model.groups, next(self.trained.model.parameters()).device
         lengths, budget = [self.task.num_tokens(row) for row in chosen], self.config.runtime.micro_batch_tokens
         shares = balance(lengths, groups.dp)
-        if self.point is not None:
+        if self.take_point is not None:
             with self.spans.span("point", role="model", step=step):
-                self.point.take(self.trained, chosen, step, budget)
+                self.take_point(self.trained, chosen, step, budget)
         mine, loss = [chosen[i] for i in shares[groups.dp_rank]], self.task.loss(chosen, self.trained.model.vocab)
         activity = self.saver.world.activity
         with self.spans.span("update", role="model", step=step), activity.doing(f"update, step {step}"):
@@ -274,9 +264,9 @@ def _build(
     run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
     if is_owner:
         stack.enter_context(run.held())
-    point = ReferencePoint(task, world) if isinstance(task, MarkedPreferences) else None
+    take_point = partial(task.take_point, world) if isinstance(task, MarkedPreferences) else None
     quarantine = Quarantine(progress=by_time(is_owner=is_owner))
-    rows, heldout = _load_rows(config, task, tokenizer, quarantine, world, point)
+    rows, heldout = _load_rows(config, task, tokenizer, quarantine, world, take_point)
     saver = Saver(config, world, preemption, lambda: row_data(config, rows), {"kind": task.title, "reference": None})
     found, start = (
         find_checkpoint(config, world),
@@ -309,15 +299,16 @@ def _build(
 
     with spans.span("load", role="model", step=0):
         if isinstance(config, PreferenceConfig) and isinstance(task, Preferences):
-            reference = ReferencePass(
-                config, task, world, groups.output_rank, report.note if report else lambda text: None
-            )
+            note = report.note if report else lambda text: None
+            reference = ReferencePass(config, task.reference, world, groups.output_rank, note)
             _take_reference(saver, reference.fingerprint, found)
-            model = reference.make(rows, held, began, load)
+            model = reference.make(task.all_answers(config, rows, held, began), load)
         else:
             model = load(config.model)
     trained = TrainedModel(model, config.optimizer, steps)
-    trainer = SupervisedTrainer(config, task, rows, heldout, trained, saver, report, spans, memory, began, steps, point)
+    trainer = SupervisedTrainer(
+        config, task, rows, heldout, trained, saver, report, spans, memory, began, steps, take_point
+    )
     if found is not None:
         trainer.restore(found)
     return trainer
@@ -329,7 +320,7 @@ def _load_rows(
     tokenizer: Tokenizer,
     quarantine: Quarantine,
     world: World,
-    point: Point[Any] | None,
+    take_point: TakePoint | None,
 ) -> tuple[list[RowT], Heldout[RowT] | None]:
     """Return the rows to train on, and the held-out rows."""
 
@@ -340,7 +331,7 @@ def _load_rows(
     rows, held = read_heldout(evaluation, config.seed, read(config.data), read)
     if evaluation is None:
         return rows, None
-    return rows, Heldout(evaluation, config.early_stop, task, held, config.METRICS, world, point)
+    return rows, Heldout(evaluation, config.early_stop, task, held, config.METRICS, world, take_point)
 
 
 def _require_same_run(found: Found, saver: Saver, config: SupervisedConfig, steps: int) -> None:
