@@ -45,9 +45,7 @@ After the first minibatch the weights have moved, so the other tokens take a for
 
 @dataclass(frozen=True)
 class BegunUpdate:
-    """Inputs of an update other than scores: log-probs under the weights it starts from [T], on the last stage if the decoupled
-    correction needs them, and the gap between decoding and these weights.
-    """
+    """Log-probs [T] under the weights that an update starts from (last stage, if needed), and the gap of decoding to them."""
 
     proximal_T: Tensor | None = None
     gap: dict[str, float] | None = None
@@ -55,11 +53,7 @@ class BegunUpdate:
 
 @dataclass
 class Actor:
-    """The policy and its optimizer.
-
-    `ess` is the effective sample size of the last update, on every rank of the actor; 1 before the first.  `gap_limit` is the
-    largest allowed gap between decoding and training.
-    """
+    """The policy and its optimizer.  `ess` is the effective sample size of the last update; 1 before the first."""
 
     role: TrainedRole
     algorithm: Algorithm
@@ -69,16 +63,13 @@ class Actor:
     _begun: BegunUpdate | None = None
 
     def begin(self, batch: Sequence[Rollout], settings: UpdateSettings) -> None:
-        """Begin an update with the work that needs no scores; `update` with the same batch and settings completes it.
-
-        Every rank of the actor makes the call.
-        """
+        """Begin an update with the work that needs no scores; `update` with the same batch and settings completes it."""
         self._begun = self._prepare(batch, settings)
         if self.algorithm.reads_known:
             begin_update(self.role.trained, batch, settings, self.algorithm.units)
 
     def abandon(self) -> None:
-        """Drop the update that was begun, if there is one; the weights stay as they are."""
+        """Drop the update that was begun, if there is one."""
         if self._begun is not None:
             self._begun = None
             self.role.trained.forget_ahead()
@@ -194,10 +185,7 @@ class Actor:
         return columns if values_T is None else columns | {"values": values_T}
 
     def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
-        """Log-probs of the whole batch under the weights that the step begins with; empty except on the last stage.
-
-        Each replica computes a share of the rows, divided by tokens.
-        """
+        """Log-probs of the whole batch under the weights that the step begins with; replicas divide the rows by tokens."""
         trained, groups = self.role.trained, self._groups
         rows = balance([r.num_tokens for r in batch], groups.dp)[groups.dp_rank]
         prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
@@ -223,9 +211,7 @@ class Actor:
         return BegunUpdate(logp_T, read_reports([gap])[0])
 
     def _first_sums(self, micro: MicroBatch, logp_R: Tensor, logits_RV: Tensor) -> dict[str, Tensor]:
-        """Sums before the first update: the gap between decoding and training, and the moments of the current / behaviour
-        ratio.
-        """
+        """Sums before the first update: the gap between decoding and training, and moments of the current / behaviour ratio."""
         if self._compared_at != self.temperature:
             logp_R, _ = token_logprobs(logits_RV, micro.targets_R, self._vocab, self.temperature)
         difference_R = logp_R - micro.extra["behaviour_logp"]
@@ -305,10 +291,8 @@ class Critic:
         return self.stats
 
     def set_aside(self) -> Callable[[], None]:
-        """Return a function that undoes every update from now on; `stats` stay."""
         return self.role.undo()
 
 
 def no_stats() -> dict[str, float]:
-    """The statistics of an update that was not made."""
     return dict.fromkeys(CRITIC_STATS, math.nan) | {"critic_update_s": 0.0}

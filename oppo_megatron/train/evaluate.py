@@ -29,10 +29,7 @@ from oppo_megatron.train.score_exchange import ScoreExchange, StepRewards
 
 
 class Evaluator(HeldoutSchedule):
-    """Decodes into a temporary cache of at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
-
-    Every rank of the world makes the calls, with the same result.
-    """
+    """Decodes into a temporary cache of at most `max_slots` slots and `kv_budget_bytes` (None: no limit)."""
 
     def __init__(
         self,
@@ -82,7 +79,6 @@ class Evaluator(HeldoutSchedule):
         return figures
 
     def _decode(self, actor: RoleModel) -> list[Rollout]:
-        """The responses, in the order of the prompts."""
         decoder = PromptDecoder(
             actor,
             self.rounds.executor.links,
@@ -132,7 +128,6 @@ class Evaluator(HeldoutSchedule):
     def _outputs_at(
         self, places: Sequence[Sequence[int]], sequences: Sequence[list[int]], model: RoleModel, device: torch.device
     ) -> Tensor | None:
-        """The reward model's outputs of each sequence at `places`, one after the other; None before its last stage."""
         batches = pack_at(sequences, places, self.runtime.micro_batch_tokens, device)
         outputs = forward_rows(model, batches, lambda _, scores_S: scores_S.float())
         return join_rows(outputs, [len(row) for row in places], batches) if outputs else None

@@ -1,4 +1,4 @@
-"""Held-out metrics: their log, and their measurement on the held-out rows of supervised training.
+"""Held-out metrics: when they are due, their log, and their measurement on the rows of supervised training.
 
 Legend: N rows, K metrics.
 """
@@ -23,14 +23,14 @@ from oppo_megatron.train.score_exchange import sum_over_ranks
 
 
 class HeldoutLog:
-    """Held-out metrics by step.  `standard` names the metric of the best step, if there is one."""
+    """Held-out metrics by step; `standard` names the metric of the best step, if there is one."""
 
     def __init__(self, standard: Standard | None):
         self.standard = standard
         self._by_step: dict[int, dict[str, Any]] = {}
 
     def record(self, step: int, figures: Figures) -> dict[str, Any]:
-        """Mean and standard error of the metrics after `step` steps, as fields of its line."""
+        """Return mean and standard error of the metrics after `step` steps as fields of its line."""
         fields = {
             "heldout": {name: mean for name, (mean, _) in figures.items()},
             "heldout_error": {name: error for name, (_, error) in figures.items()},
@@ -85,8 +85,6 @@ Measure = Callable[[MicroBatch, Tensor], Tensor]
 
 
 class Measured(Protocol[RowC]):
-    """The part of a task that measures rows."""
-
     def micro_batches(self, rows: Sequence[RowC], budget: int, device: torch.device) -> list[MicroBatch]: ...
 
     def measure(self, rows: Sequence[RowC], vocab: VocabShards) -> Measure: ...
@@ -105,7 +103,6 @@ class HeldoutSchedule:
 
     @property
     def over(self) -> bool:
-        """True if the run is to end early."""
         return self.stop is not None and self.stop.due
 
     def describe_end(self) -> str | None:
@@ -122,7 +119,6 @@ class HeldoutSchedule:
             self.stop.observe(step, figures[self.stop.config.standard.metric][0])
 
     def state_dict(self) -> dict[str, Any] | None:
-        """State of early stopping, in plain JSON types."""
         return None if self.stop is None else self.stop.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -148,7 +144,7 @@ class Heldout(HeldoutSchedule, Generic[RowT]):
         self.rows = rows[: config.max_rows]
 
     def measure(self, trained: TrainedModel, step: int, budget: int) -> Figures:
-        """The metrics after `step` steps, in micro-batches of at most `budget` tokens; early stopping learns of them."""
+        """Measure the metrics after `step` steps, in micro-batches of at most `budget` tokens; early stopping learns of them."""
         if self.take_point is not None:
             self.take_point(trained, self.rows, step, budget)
         width, what = 1 + len(self.metrics), f"held-out metrics after step {step}"
@@ -171,7 +167,7 @@ def measure_rows(
 ) -> list[float]:
     """Moments of the table of `width` columns that `measure` makes of `rows`, which the replicas share.
 
-    Every rank of the world makes the call, with the same result.  `what`: the wait for each other, in words.
+    Every rank of the world makes the call, with the same result.
     """
     groups = trained.model.groups
     mine = rows[groups.dp_rank :: groups.dp]

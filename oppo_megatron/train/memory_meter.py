@@ -38,10 +38,7 @@ def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None
 
 @dataclass
 class MemoryMeter:
-    """This rank's memory: `base_bytes` before any model was built, and the peak up to the last `look`.
-
-    `by_rank`: the last report of all ranks.
-    """
+    """This rank's memory: `base_bytes` before any model was built, and the peak up to the last `look`."""
 
     device: torch.device
     base_bytes: int
@@ -72,11 +69,10 @@ class MemoryByRank:
     peak: Sequence[float]
 
     def peak_fields(self) -> dict[str, Any]:
-        """The fields of a step's line."""
         return {"memory_peak_mb": _mebibytes(self.peak)}
 
     def summary(self, planned: Sequence[float]) -> dict[str, Any]:
-        """The figures for `summary.json`; `planned`: bytes from `rank_memory`."""
+        """Figures for `summary.json`; `planned`: bytes from `rank_memory`."""
         return {
             "memory_base_mb": _mebibytes(self.base),
             "memory_peak_mb": _mebibytes(self.peak),
@@ -85,11 +81,10 @@ class MemoryByRank:
         }
 
     def ratios(self, planned: Sequence[float]) -> list[float]:
-        """(peak - base) / planned of each rank."""
         return [(peak - base) / plan for base, peak, plan in zip(self.base, self.peak, planned, strict=True)]
 
     def describe(self, planned: Sequence[float]) -> str:
-        """A line about the rank that went furthest beyond its plan."""
+        """Describe the rank that went furthest beyond its plan."""
         ratios = self.ratios(planned)
         rank = max(range(len(ratios)), key=ratios.__getitem__)
         used, plan = (round(size / MEBIBYTE) for size in (self.peak[rank] - self.base[rank], planned[rank]))

@@ -35,8 +35,6 @@ SCORERS: dict[ScorerRole, Head] = {"reference": "lm", "critic": "scalar", "rewar
 
 @dataclass
 class RoleBuilder:
-    """Reads the configuration; everything that it builds is this rank's."""
-
     config: TrainConfig
     algorithm: Algorithm
     world: World
@@ -77,7 +75,6 @@ class RoleBuilder:
         return None if role is None else Critic(role, self.algorithm)
 
     def rounds(self, actor: Actor | None, critic: Critic | None, tracer: RoundTracer) -> RoundRunner:
-        """The workers of this rank and the planner of its rounds."""
         config, site = self.config, self.topology.site
         rank, device = self.world.rank, self.world.device
         decode, listen = self._decode_worker(actor), None if actor is not None else ListenWorker(device)
@@ -119,7 +116,7 @@ class RoleBuilder:
 
     @property
     def heldout_stopping(self) -> Stopping:
-        """As in training, but for forced lengths."""
+        """As in training, but without forced lengths."""
         return Stopping.of(self.config.rollout, self.tokenizer.eos_ids, self.config.seed, decode=self.tokenizer.decode)
 
     def _decode_worker(self, actor: Actor | None) -> DecodeWorker | None:

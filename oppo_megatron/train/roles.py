@@ -107,10 +107,7 @@ class Topology:
 
 
 def build_topology(config: TrainConfig, device: torch.device) -> Topology:
-    """Create all process groups (`schedule/links.py` lists them) and use each once, and the links in their order.
-
-    Includes the world's group, which carries scores and statistics.  Every rank makes the call.
-    """
+    """Create all process groups (`schedule/links.py` lists them) and use each once, and the links in their order."""
     site, trained, shared = Site(role_placements(config)), training_placements(config), SharedGroups()
     groups = {
         name: build_groups(placement.ranks, placement.tp, placement.pp, name, shared)

@@ -23,10 +23,10 @@ NOTHING = np.zeros(0, dtype=np.int64)  # no sequence
 
 @dataclass
 class Rollouts:
-    """The records of a sequence: the buffer (its tokens), the planner's books (the cached tokens of each role), the caches and
+    """All records of a sequence: the buffer (its tokens), the planner's books (the cached tokens of each role), the caches and
     outputs of this rank's workers, the codec of the token stream, and the requests to reward services.
 
-    All records but the workers' are the same on every rank.  `planning` times the decisions and bookkeeping here.
+    All but the workers' are the same on every rank.  `planning` times the decisions and bookkeeping here.
     """
 
     scheduler: OvercommitScheduler
@@ -43,7 +43,6 @@ class Rollouts:
 
     @property
     def complete(self) -> bool:
-        """True if the step's batch has finished."""
         return self.buffer.readiness().ready
 
     def admit(self) -> None:
@@ -148,10 +147,7 @@ class Rollouts:
             self.settler.retire(batch)
 
     def weights_changed(self, actor: bool) -> None:
-        """Invalidate what trained roles have cached of carried rollouts, unless the configuration keeps it.
-
-        `actor`: the actor's weights changed, too.
-        """
+        """Invalidate what trained roles have cached of carried rollouts, unless the configuration keeps it."""
         if actor and self.overlap.actor_kv == "recompute":
             self.rounds.actor_changed()
         elif actor:

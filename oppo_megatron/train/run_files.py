@@ -29,8 +29,7 @@ def save_role(
     """Write a role's weights; every rank of the role makes the call, which returns when the directory is complete.
 
     Adapters are written as a peft directory that names `base` as its base model.  `stop_token_ids` end a response in addition
-    to the tokenizer's own; other generation settings are copied from `base`.  Raises CheckpointError on the writing rank if it
-    fails.
+    to the tokenizer's own.  Raises CheckpointError on the writing rank if it fails.
     """
     chunks = as_chunks(model)
     first = chunks[0]
@@ -61,10 +60,9 @@ VISIBLE_WITHIN_S = 60.0  # network file systems show a new file late
 
 
 def share_run_directory(run: RunDirectory, world: World, *, owner: bool, show: bool) -> None:
-    """Every rank calls this after `owner` has created the run directory; then every rank may write into it.
+    """Write `hosts.json` after `owner` has created the run directory; then every rank may write into it.
 
-    Writes `hosts.json`; rank 0 prints the map of hosts to stderr if `show`.  Raises ConfigError on a host that does not see the
-    run directory.
+    Raises ConfigError on a host that does not see the run directory.
     """
     if show and world.rank == 0:
         show_hosts(world.hosts)

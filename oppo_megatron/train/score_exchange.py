@@ -46,7 +46,6 @@ class StepRewards:
 
     @classmethod
     def of(cls, parts: Sequence[RewardPart], tokenizer: Tokenizer) -> StepRewards | None:
-        """None if no part is of the kind process."""
         found = next((part for part in parts if part.kind == "process"), None)
         return None if found is None else cls(found, StepEnds(found.separator, tokenizer.decode))
 
@@ -59,10 +58,7 @@ class StepRewards:
         return response_scores(step_scores(logits_S), [len(row) for row in ends], self.part.step_rewards)[0]
 
     def of_tokens(self, logits_T: Tensor, responses: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Score of each response [B], from the outputs at all its tokens, and the weighted rewards of tokens [T].
-
-        The latter are None if only the whole response is rewarded.
-        """
+        """Score of each response [B] and the weighted rewards of tokens [T] (None if only the whole response is rewarded)."""
         ends = self.ends(responses)
         starts = accumulate((len(response) for response in responses), initial=0)
         places = [start + end for start, row in zip(starts, ends, strict=False) for end in row]
@@ -85,11 +81,9 @@ NOTHING_KNOWN: Known = MappingProxyType({})
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """Figures that come with the scores: mean of each reward part, seconds of the scorers' first rank, the last critic update.
+    """Figures that come with the scores; seconds are of the scorers' first rank, `work` by round (`StepClock.work`).
 
-    `work` has the seconds of the scorers' first rank per round (`StepClock.work`).  `ess` is from the actor's last update, one
-    step earlier; 1 in the first step.  `measured` has the times of the step's rollout on the rank that sends the chunks
-    (`StepMeter.measured`).
+    `critic` and `ess` are of the last updates, `measured` is `StepMeter.measured` on the rank that sends the chunks.
     """
 
     parts: dict[str, float]
@@ -181,9 +175,7 @@ class ScoreExchange:
         return self._scored(rollouts, model_N, len(labels), parts).tolist()
 
     def prefixes(self, rollouts: Sequence[Rollout]) -> list[Prefix]:
-        """Return the rewards' fixed prefixes of unfinished responses on every rank.  Raises RewardError on the scorers' first
-        rank.
-        """
+        """Return the rewards' fixed prefixes of unfinished responses on every rank."""
 
         def numbers(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
             found = read_prefix(self.rewards, item, rollout.tokens, self.tokenizer.decode, rollout.prompt.place)
@@ -193,17 +185,13 @@ class ScoreExchange:
         return [Prefix(tuple(parts), int(num_tokens)) for num_tokens, *parts in table]
 
     def _require_as_settled(self, parts: Mapping[str, float], item: ScoreItem, rollout: Rollout) -> None:
-        """Raises RewardError if a part differs from the value that was fixed early."""
         note = None if self.settler is None else self.settler.notes.get(rollout.seq_id)
         if self.settler is not None and note is not None:
             beginning = self.tokenizer.decode(rollout.tokens[: note.num_tokens])
             require_as_settled(parts, note, self.settler.labels, item, rollout.prompt.place, beginning)
 
     def request(self, rollouts: Sequence[Rollout], known: Collection[str] = ()) -> None:
-        """Request scores of finished rollouts from services and rules' processes, except `known` parts; returns at once.
-
-        Raises RewardError, on the scorers' first rank, if a service has failed for good.
-        """
+        """Request scores of finished rollouts from services and rules' processes, except `known` parts; returns at once."""
         if self.rank != self._leader or not self.rewards.asks_services:
             return
         new = [rollout for rollout in rollouts if rollout.finished and not self.rewards.requested(rollout.seq_id)]
@@ -238,9 +226,7 @@ class ScoreExchange:
         return scorers_leader(self.placements)
 
     def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
-        """Call `share` and wait for its end: a watchdog takes only this for a wait, during which the rank itself is not at
-        fault.
-        """
+        """Call `share` and wait for its end: a watchdog blames no rank for this wait."""
         with self.activity.doing(what, waits=True):
             shared = share(values, size, source, self.device)
             if self.device.type == "cuda":
@@ -279,7 +265,6 @@ class ScoreExchange:
         return scores_N, self._of_trained(rollouts, earned)
 
     def _of_trained(self, rollouts: Sequence[Rollout], values: Tensor | None) -> Tensor | None:
-        """Select the numbers of trained rollouts' response tokens."""
         if values is None or not self.members.greedy:
             return values
         pieces = zip(rollouts, values.split([len(r.tokens) for r in rollouts]), strict=True)
@@ -296,7 +281,6 @@ class ScoreExchange:
         return totals_N[self._places(batch, greedy=False)], rows
 
     def _places(self, rollouts: Sequence[Rollout], *, greedy: bool) -> Tensor:
-        """Indices of the greedy rollouts, or of the others."""
         places = [i for i, rollout in enumerate(rollouts) if self.members.is_greedy(rollout.seq_id) == greedy]
         return on_device(places, self.device, torch.int64)
 

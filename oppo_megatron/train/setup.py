@@ -120,6 +120,5 @@ def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RU
 
 
 def ppo_saver(config: TrainConfig, world: World, prompts: PromptSet, preemption: Preemption) -> Saver:
-    """Return the saver of a PPO run; `state.json` also says whether there are caches, and from which files rewards come."""
     extra = {"caches": config.checkpoint.caches, "sources": source_state(config)}
     return Saver(config, world, preemption, lambda: prompt_data(config, prompts), extra)

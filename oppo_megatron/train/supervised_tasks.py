@@ -54,8 +54,6 @@ AnswersT = TypeVar("AnswersT", bound=tuple[list[int], ...])
 
 
 class Task(Measured[RowT], Protocol[RowT]):
-    """The part of supervised training that depends on its kind."""
-
     title: str
     head: Head
 
@@ -77,7 +75,6 @@ class FineTuning:
     head: Head = "lm"
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Completion]:
-        """Rows of prompt and completion.  Raises DataError."""
         return load_completions(
             config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
         )
@@ -87,11 +84,9 @@ class FineTuning:
         return len(row.prompt) + len(row.completion) - 1
 
     def micro_batches(self, rows: Sequence[Completion], budget: int, device: torch.device) -> list[MicroBatch]:
-        """Packed rows, at most `budget` tokens together."""
         return pack_responses([row.prompt for row in rows], [row.completion for row in rows], budget, device)
 
     def loss(self, rows: Sequence[Completion], vocab: VocabShards) -> Loss:
-        """Mean over the completion tokens of all `rows`."""
         num_tokens = sum(len(row.completion) for row in rows)
 
         def share(batch: MicroBatch, logits_RV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -120,7 +115,6 @@ class RewardModelling:
     head: Head = "scalar"
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
-        """Rows of prompt, chosen and rejected answer.  Raises DataError."""
         return load_pairs(
             config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
         )
@@ -130,7 +124,7 @@ class RewardModelling:
         return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)
 
     def micro_batches(self, rows: Sequence[Pair], budget: int, device: torch.device) -> list[MicroBatch]:
-        """Packed pairs, at most `budget` tokens together; a pair that alone has more is a micro-batch of its own."""
+        """A pair that alone has more than `budget` tokens is a micro-batch of its own."""
         sequences = [([*row.prompt, *row.chosen], [*row.prompt, *row.rejected]) for row in rows]
         return [
             whole_sequences(index, [sequence for i in index for sequence in sequences[i]], device)
@@ -138,8 +132,6 @@ class RewardModelling:
         ]
 
     def loss(self, rows: Sequence[Pair], vocab: VocabShards) -> Loss:
-        """Mean over all pairs of `rows`."""
-
         def share(batch: MicroBatch, scores_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return preference_loss(scores_S.view(-1, 2), len(rows))
 
@@ -161,7 +153,6 @@ class ProcessRewardModelling:
     head: Head = "scalar"
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Steps]:
-        """Rows of prompt, steps and labels.  Raises DataError, or ConfigError for a separator that no answer can have."""
         assert isinstance(config, ProcessRewardModelConfig)
         return load_steps(
             config.data,
@@ -173,11 +164,10 @@ class ProcessRewardModelling:
         )
 
     def num_tokens(self, row: Steps) -> int:
-        """The whole row is read."""
         return len(row.prompt) + len(row.completion)
 
     def micro_batches(self, rows: Sequence[Steps], budget: int, device: torch.device) -> list[MicroBatch]:
-        """Packed rows, at most `budget` tokens together, each wanted at its labelled ends; the labels are with them."""
+        """The outputs at the labelled ends are wanted; the labels are in `extra`."""
         sequences = [[*row.prompt, *row.completion] for row in rows]
         batches = pack_at(sequences, [[len(row.prompt) + end for end in row.ends] for row in rows], budget, device)
         for batch in batches:
@@ -186,7 +176,6 @@ class ProcessRewardModelling:
         return batches
 
     def loss(self, rows: Sequence[Steps], vocab: VocabShards) -> Loss:
-        """Mean over the labels of all `rows`."""
         num_labels = sum(len(row.labels) for row in rows)
 
         def share(batch: MicroBatch, logits_R: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -206,7 +195,7 @@ class ProcessRewardModelling:
 
 
 class Preferences(ABC, Generic[AnswersT]):
-    """Common part of both kinds: log-probs of answers, compared with log-probs of a reference."""
+    """Log-probs of answers, compared with log-probs of a reference."""
 
     title: str
     head: Head = "lm"
@@ -227,7 +216,6 @@ class Preferences(ABC, Generic[AnswersT]):
 
     @property
     def has_mismatched(self) -> bool:
-        """True if `mismatched` may return rows."""
         return False
 
     def all_answers(
@@ -251,7 +239,7 @@ class Preferences(ABC, Generic[AnswersT]):
         return sum(len(prompt) + len(answer) - 1 for prompt, answer in self.answers(row))
 
     def micro_batches(self, rows: Sequence[AnswersT], budget: int, device: torch.device) -> list[MicroBatch]:
-        """Packed rows, at most `budget` tokens together; all answers of a row, which need each other, are in one."""
+        """All answers of a row, which need each other, are in one micro-batch."""
         answers = [self.answers(row) for row in rows]
         batches = pack_together(answers, budget, device)
         for batch in batches:
@@ -261,8 +249,6 @@ class Preferences(ABC, Generic[AnswersT]):
         return batches
 
     def loss(self, rows: Sequence[AnswersT], vocab: VocabShards) -> Loss:
-        """Mean over all `rows`: pairs, or completions."""
-
         def share(batch: MicroBatch, logits_RV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return mean_loss(self.columns(batch, answer_logprobs(batch, logits_RV, vocab)), len(rows))
 
@@ -287,7 +273,6 @@ class PairPreferences(Preferences[Pair]):
         self.rule, self.noise = config.dpo, token_noise(config.model.dtype)
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
-        """Rows of prompt, chosen and rejected answer.  Raises DataError."""
         return load_unequal_pairs(
             config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
         )
@@ -300,10 +285,7 @@ class PairPreferences(Preferences[Pair]):
 
 
 class MarkedPreferences(Preferences[Marked]):
-    """`oppo kto`: wanted completions are to gain on the reference point, unwanted ones to lose.
-
-    `point` is z0 of the batch that is trained on, or measured; `ReferencePoint` sets it before.
-    """
+    """`oppo kto`: wanted completions are to gain on the reference point `point` (z0), unwanted ones to lose."""
 
     title = "kto"
 
@@ -313,7 +295,6 @@ class MarkedPreferences(Preferences[Marked]):
         self.point, self.noise = 0.0, token_noise(config.model.dtype)
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Marked]:
-        """Rows of prompt and completion with a label, or pairs as two rows each.  Raises DataError."""
         return load_marked(
             config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
         )
@@ -339,7 +320,7 @@ class MarkedPreferences(Preferences[Marked]):
         return found
 
     def micro_batches(self, rows: Sequence[Marked], budget: int, device: torch.device) -> list[MicroBatch]:
-        """Packed rows as of all preferences; `sign` is 1 for wanted rows and -1 for others."""
+        """`sign` is 1 for wanted rows and -1 for others."""
         batches = super().micro_batches(rows, budget, device)
         for batch in batches:
             signs = [1.0 if rows[i].wanted[0] else -1.0 for i in batch.index]

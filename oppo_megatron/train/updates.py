@@ -29,8 +29,8 @@ from oppo_megatron.train.update import History, UpdateSettings, num_minibatches
 class Updates:
     """`actor` and `critic` are None if the rank does not hold them, or the algorithm has no critic.
 
-    `version` counts the actor's updates and, like `history`, is the same on every rank.  `conclude` waits for the checkpoint
-    under way, because a guard may return to it.  `admitted` gives the position in the stream after the last admitted prompt.
+    `version` counts the actor's updates.  `conclude` waits for the checkpoint under way, because a guard may return to it.
+    `admitted` gives the position in the stream after the last admitted prompt.
     """
 
     config: TrainConfig
@@ -78,7 +78,6 @@ class Updates:
         return experience, breach
 
     def _remember(self, step: int, batch: Sequence[Rollout], experience: Experience) -> None:
-        """Note that an update has been made, and stays."""
         ppo, history = self.config.ppo, self.history
         if ppo.reward_normalization == "running":
             history = replace(history, seen=history.seen + experience.scores)
@@ -144,11 +143,10 @@ COSTS_KEPT = 0.5
 
 @dataclass
 class Adaptation:
-    """The controllers of one rank.  `tunes_chunk`: search the chunk size, which does not matter to rounds without scoring.
-    `costs` has the times of this rank's actions in the current step.
+    """The controllers of one rank, and `costs`, the times of its actions in the current step.
 
-    All ranks that plan a round need the same size, also ranks that only score: it depends only on figures that the scores bring
-    to every rank.
+    All ranks that plan a round need the same chunk size, so it depends only on figures that the scores bring to every rank.
+    `tunes_chunk` is False for rounds without scoring, to which the size does not matter.
     """
 
     world: World
@@ -204,6 +202,5 @@ class Adaptation:
                 self.kl.observe(experience.stats.kl_mean)
 
     def learn_times(self, facts: StepFacts, cost: StepCost) -> None:
-        """Update the chunk size by the step's cost."""
         if self.tunes_chunk:
             facts.chunk_reason = self.chunk.observe(facts.step, cost).reason

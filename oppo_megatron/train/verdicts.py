@@ -20,7 +20,7 @@ from oppo_megatron.token_text import INCOMPLETE, Decode
 
 
 def verdict_clock(config: TrainConfig) -> VerdictClock | None:
-    """When a response that has ended is judged; None where groups are not filtered."""
+    """When a response that has ended is judged; None if groups are not filtered."""
     if config.filter is None:
         return None
     period = config.overlap.admission_period
@@ -29,7 +29,6 @@ def verdict_clock(config: TrainConfig) -> VerdictClock | None:
 
 
 def build_filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: RewardSum) -> GroupFilter | None:
-    """None where groups are not filtered."""
     clock = verdict_clock(config)
     if config.filter is None or clock is None:
         return None
@@ -49,7 +48,6 @@ SHOWN_CHARACTERS = 500
 
 
 def build_settler(config: TrainConfig, buffer: RolloutBuffer, rewards: RewardSum) -> Settler | None:
-    """Build the settler; None if all responses are decoded to their ends."""
     period = settle_period(config)
     if period is None:
         return None
@@ -58,10 +56,9 @@ def build_settler(config: TrainConfig, buffer: RolloutBuffer, rewards: RewardSum
 
 
 def read_prefix(rewards: RewardSum, item: ScoreItem, tokens: Sequence[int], decode: Decode, place: str) -> Prefix:
-    """Return the parts of the reward that the response of `item` (its `tokens`) so far fixes, and the shortest prefix.
+    """Return the parts of the reward that the response so far (`tokens`) fixes, and the shortest prefix that fixes all.
 
-    A fixed part stays fixed, so the shortest prefix is found by bisection.  An incomplete character at a prefix's end is left
-    out, because more of it follows.  Raises RewardError as `RewardSum.settled`.
+    A fixed part stays fixed, so that prefix is found by bisection.  An incomplete character at a prefix's end is left out.
     """
 
     def settled(num_tokens: int) -> dict[str, float]:
@@ -96,6 +93,5 @@ def require_as_settled(
 
 
 def _shown(text: str) -> str:
-    """Return the end of a long text."""
     cut = text[-SHOWN_CHARACTERS:]
     return repr(cut) if len(cut) == len(text) else f"...{cut!r} ({len(text)} characters)"

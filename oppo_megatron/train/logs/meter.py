@@ -1,7 +1,4 @@
-"""Measures the steps of one rank.  The loop reports its phases; nothing here affects training.
-
-begin(phase)  round() ... decoded(...)  drain()  part("wait_scores")  scored(...)  part("update")  end(...)
-"""
+"""Measures the steps of one rank.  The loop reports its phases; nothing here affects training."""
 
 from __future__ import annotations
 
@@ -38,9 +35,9 @@ SHORTEST_WAIT_S = 0.5e-3
 class RoundTracer:
     """The executor's observer on one rank.
 
-    Totals of a step are kept by (role, label): `decode`, `score`, `wait` (for a message of the pipeline), `wait_tokens`
-    (for a chunk).  The trace gets a span for each stretch of actions with the same role and label; with `actions` a span
-    for every action, named as in the schedule, and the schedules themselves go to `schedules`.
+    Totals of a step are kept by (role, label): `decode`, `score`, `wait` (for a message of the pipeline), `wait_tokens` (for a
+    chunk).  The trace gets a span for each stretch of actions with the same role and label; with `actions` a span for every
+    action, named as in the schedule, and the schedules themselves go to `schedules`.
     """
 
     def __init__(self, spans: SpanRecorder, meter: CostMeter, site: Site, *, actions: bool, schedules: Path | None):
@@ -52,12 +49,10 @@ class RoundTracer:
         self._stretch: Span | None = None
 
     def begin(self, step: int) -> None:
-        """The following actions belong to PPO step `step`."""
         self.flush()
         self._step = step
 
     def planned(self, planned: PlannedRound) -> None:
-        """The next round's schedule."""
         self._round = planned.round.index
         if self._schedules is not None:
             text = planned.schedule.shifted(self._round - 1).text()
@@ -65,7 +60,6 @@ class RoundTracer:
                 file.write(f"# round {self._round}, step {self._step}\n{text}")
 
     def __call__(self, action: Action, start: float, end: float, num_tokens: int) -> None:
-        """One executed action."""
         label = _label(action)
         role = action.role if label != WAIT_TOKENS else "scorer"
         span = Span(self.spans.rank, role, label, self._step, start, end)
@@ -101,10 +95,7 @@ def _label(action: Action) -> str:
 
 @dataclass
 class RolloutPhase:
-    """The rollout phase of a step under way, which a checkpoint may interrupt.
-
-    It began at logical clock `begun`, and took `spent_s` before the interruption.
-    """
+    """The rollout phase of a step, which a checkpoint may interrupt: since logical clock `begun`, for `spent_s` so far."""
 
     facts: StepFacts
     occupancy: Occupancy
@@ -153,7 +144,6 @@ class StepMeter:
 
     @property
     def facts(self) -> StepFacts:
-        """Facts of the current step."""
         return self.phase.facts
 
     def begin(self, phase: RolloutPhase) -> None:
@@ -165,7 +155,6 @@ class StepMeter:
         self.tracer.begin(phase.facts.step)
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
-        """Count the block as planning."""
         return self.facts.planning()
 
     @contextlib.contextmanager
@@ -178,7 +167,6 @@ class StepMeter:
 
     @contextlib.contextmanager
     def evaluation(self, step: int) -> Iterator[None]:
-        """The block measures held-out metrics after `step` steps."""
         with (
             self.spans.span("evaluate", role=self.role, step=step),
             self.world.activity.doing(f"evaluation after step {step}"),

@@ -90,10 +90,7 @@ class Preemption:
             self._deadline.cancel()
 
     def agreed(self, group: dist.ProcessGroup | None, activity: Activity | None = None) -> bool:
-        """True if any rank of the group (None: the world) was asked to stop before its call; all of them make the call.
-
-        A signal that arrives during the call counts at the next one.
-        """
+        """True if any rank of the group (None: the world) was asked to stop before its call; all of them make the call."""
         if not self.deadline_s or dist.get_world_size(group) == 1:
             return self.asked
         flags = torch.tensor([int(self.asked)])

@@ -41,7 +41,6 @@ class Found:
 
     @property
     def passed(self) -> Passed:
-        """Steps and rows that supervised training has made."""
         return Passed(self.state["done"], self.state["rows"])
 
     def held(self, left_out: Set[int]) -> list[dict[str, Any]]:
@@ -73,9 +72,9 @@ def find_checkpoint(config: TrainConfig | SupervisedConfig, world: World) -> Fou
 def find_whole(run: RunDirectory, world: World, files: Sequence[str], read: Callable[[Path], FoundT]) -> FoundT | None:
     """Read the last complete checkpoint with `read`; the result is the same on every rank, None without checkpoints.
 
-    A checkpoint that lacks one of `files`, or for which `read` raises CheckpointError, is not complete.  Every rank makes the
-    call and reads a share of the files; damaged checkpoints are reported and renamed.  Raises CheckpointError if none of the
-    checkpoints is complete; OtherFormatError, with nothing renamed, for a checkpoint of another version.
+    A checkpoint is incomplete if it lacks one of `files` or `read` raises CheckpointError.  Every rank makes the call and checks
+    a share of the files; damaged checkpoints are reported and renamed.  Raises CheckpointError if none is complete;
+    OtherFormatError, with nothing renamed, for a checkpoint of another version.
     """
     store = CheckpointStore(run.checkpoints)
     if world.rank == 0:

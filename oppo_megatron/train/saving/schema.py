@@ -84,8 +84,6 @@ class _Scheduler(_Strict):
 
 
 class _Filter(_Strict):
-    """Scores in force, by sequence and part; null is a score that is not finite.  Foreseen scores are finite."""
-
     labels: list[str]
     scores: list[tuple[Count, list[float | None]]]
     foreseen: list[tuple[Count, list[float]]]
@@ -94,8 +92,6 @@ class _Filter(_Strict):
 
 
 class _Settle(_Strict):
-    """Rewards fixed early: sequence, tokens, parts.  `audited` has rows, and the tokens after the fixed prefix."""
-
     labels: list[str]
     notes: list[tuple[Count, Count, list[float]]]
     audited: tuple[Count, Count]
@@ -191,8 +187,6 @@ class _Adapters(_Strict):
 
 
 class _State(_Strict):
-    """Entries that PPO and supervised training share."""
-
     done: Count
     updates: Count
     saved_at: float
@@ -230,8 +224,6 @@ class PPOState(_State):
 
 
 class _Line(_Strict):
-    """A rollout."""
-
     seq_id: Count
     admission: Count
     tokens: list[Count]
@@ -272,7 +264,6 @@ def read_lines(path: Path, state: dict[str, Any], vocab_size: int) -> list[dict[
 
 
 def _check_state(state: PPOState) -> None:
-    """Raises ValueError."""
     scheduler, buffer, phase = state.scheduler, state.scheduler.buffer, state.phase
     if state.books.keys() != state.layout.keys() or "actor" not in state.books:
         raise ValueError(f"books of {sorted(state.books)}, places of {sorted(state.layout)}")
@@ -288,7 +279,6 @@ def _check_state(state: PPOState) -> None:
 
 
 def _check_rollout(line: _Line, state: dict[str, Any], vocab_size: int) -> None:
-    """Raises ValueError."""
     scheduler = state["scheduler"]
     lengths = {len(line.tokens), len(line.logprobs), len(line.sampling_logprobs), len(line.versions)}
     if len(lengths) > 1:
@@ -306,7 +296,6 @@ def _check_rollout(line: _Line, state: dict[str, Any], vocab_size: int) -> None:
 
 
 def _unusable(path: Path, error: Exception, where: str = "") -> CheckpointError:
-    """Return the error for a file with content that no run writes."""
     reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
     return CheckpointError(
         f"{path}:{where} not the state of a run ({reason:.300}); resume from another checkpoint, with the version of this "

@@ -33,7 +33,6 @@ Best = tuple[float, Position]
 
 
 def cache_path(folder: Path, rank: int) -> Path:
-    """Path of a rank's caches in a checkpoint's folder."""
     return folder / CACHES / f"rank-{rank:05d}.safetensors"
 
 
@@ -50,11 +49,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class CheckpointWriting:
-    """One rank's part in writing `snapshot`; `group` has all ranks of the world.
+    """One rank's part in writing `snapshot`; `group` has all ranks of the world, and nothing else may use it meanwhile.
 
-    Nothing else may use `group` meanwhile: a thread may write while the run's own messages are under way.  The last `keep`
-    checkpoints remain, with `keep_best` also the best one.  `warn` shows a message to the user; the one rank that has it also
-    creates and names the folder.  `activity` is this thread's.
+    The last `keep` checkpoints remain, with `keep_best` also the best one.  `warn` shows a message to the user; the one rank
+    that has it also creates and names the folder.  `activity` is this thread's.
     """
 
     store: CheckpointStore
@@ -102,7 +100,6 @@ class CheckpointWriting:
         return [result for result, _ in answers]
 
     def _begin(self, needed: int) -> None:
-        """Create the folder; warn if the disk may not hold `needed` more bytes."""
         if self.warn is not None:
             folder = self.store.begin(self.snapshot.position)
             (folder / MODELS).mkdir()
@@ -111,7 +108,6 @@ class CheckpointWriting:
                 self.warn(warning)
 
     def _write_own(self) -> None:
-        """Write this rank's caches, and the text files that it has."""
         snapshot, folder = self.snapshot, self.store.aside(self.snapshot.position)
         if snapshot.caches is not None:
             write_caches(cache_path(folder, self.group.rank()), snapshot.caches)
