@@ -64,34 +64,25 @@ class StepCost:
 
 
 @dataclass(slots=True)
-class Trials:
-    seconds: float = 0.0
-    steps: int = 0
-    tokens: int = 0
-
-    def ratio(self, law: DecodeLaw) -> float:
-        return self.seconds / law.seconds(self.steps, self.tokens)
-
-
-@dataclass(slots=True)
 class Search:
     """Candidates take turns, so that a drift of response lengths affects all of them equally."""
 
     candidates: list[int]
     num_steps: int
-    num_measured: int = 0
-    costs: dict[int, Trials] = field(default_factory=dict)
+    measured: list[StepCost] = field(default_factory=list)
 
     @property
     def current(self) -> int:
-        return self.candidates[self.num_measured % len(self.candidates)]
+        return self.candidates[len(self.measured) % len(self.candidates)]
 
-    def measure(self, cost: StepCost) -> None:
-        trials = self.costs.setdefault(self.current, Trials())
-        trials.seconds += cost.seconds
-        trials.steps += cost.steps
-        trials.tokens += cost.tokens
-        self.num_measured += 1
+    def ratios(self, law: DecodeLaw) -> dict[int, float]:
+        """Seconds of each candidate's steps over those that the law has for their work."""
+        found = {}
+        for place, size in enumerate(self.candidates):
+            costs = self.measured[place :: len(self.candidates)]
+            work = law.seconds(sum(cost.steps for cost in costs), sum(cost.tokens for cost in costs))
+            found[size] = sum(cost.seconds for cost in costs) / work
+        return found
 
 
 TRIALS = 1
@@ -166,10 +157,11 @@ class ChunkTuner:
     def _measure(self, search: Search, cost: StepCost) -> str:
         if cost.tokens == 0:
             return f"nothing was decoded, chunk {search.current} is tried again"
-        search.measure(cost)
-        if search.num_measured < search.num_steps:
-            return f"search tries chunk {search.current} ({search.num_measured} of {search.num_steps} steps measured)"
-        ratios = {size: trials.ratio(self._law) for size, trials in search.costs.items()}
+        search.measured.append(cost)
+        done = len(search.measured)
+        if done < search.num_steps:
+            return f"search tries chunk {search.current} ({done} of {search.num_steps} steps measured)"
+        ratios = search.ratios(self._law)
         self._settled = min(search.candidates, key=lambda size: (ratios[size], size))
         self._search, self._law = None, DecodeLaw()  # the next search uses the measurements until then
         figures = ", ".join(f"{size}: {ratios[size]:.4g}" for size in search.candidates)

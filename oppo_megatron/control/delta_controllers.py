@@ -1,7 +1,7 @@
 """Controllers of delta, the number of prompts decoded beyond the batch.  R_t is the mean reward of step t, W the window in steps.
 
 The OPPO paper gives two rules that disagree in sign: eq. 4 increases delta while the reward improves, line 24 of Algorithm 1
-decreases it.  The paper's text (delta decays to its minimum as training converges) agrees with eq. 4, the default.
+decreases it.  The paper's text (delta decays as training converges) agrees with eq. 4, the default.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class DeltaController(ABC):
         return self._value
 
     def observe(self, step: int, signals: StepSignals) -> Decision:
-        """Decide delta for the step after `step`."""
         reward = signals.reward_mean
         assert math.isfinite(reward), f"step {step}: mean reward {reward} should have been refused earlier"
         before = self._value
@@ -63,8 +62,7 @@ class DeltaController(ABC):
         """The rule's state besides delta."""
 
     @abstractmethod
-    def _recall(self, state: dict[str, Any]) -> None:
-        """Restore the state that `_memory` returned."""
+    def _recall(self, state: dict[str, Any]) -> None: ...
 
     def _clip(self, delta: int) -> int:
         return max(0, min(self._config.max, delta))
@@ -74,15 +72,14 @@ class DeltaController(ABC):
 
 
 class RewardDelta(DeltaController):
-    """Delta from the trend of the rewards.  A rule keeps only the past rewards that it still needs."""
+    """Delta from the trend of the rewards."""
 
     def __init__(self, config: DeltaConfig):
         super().__init__(config)
         self._rewards: list[float] = []
 
     @abstractmethod
-    def _decide(self) -> tuple[int, str]:
-        """Return the new delta and the reason; the last of `_rewards` is of the step just observed."""
+    def _decide(self) -> tuple[int, str]: ...
 
     def _take(self, signals: StepSignals) -> tuple[int, str]:
         self._rewards.append(signals.reward_mean)
@@ -283,7 +280,6 @@ class MeasuredDelta(DeltaController):
         return None
 
     def _weigh_waste(self, signals: StepSignals) -> tuple[int, str]:
-        """Law 2, at the end of a window."""
         config, bounds, waste = self._config, self._bounds_of, self._mean("tail_waste")
         low, high = bounds.target_waste - bounds.dead_band, bounds.target_waste + bounds.dead_band
         measured = f"tail waste {waste:.3f} over {config.window} steps is"
@@ -318,7 +314,6 @@ class MeasuredDelta(DeltaController):
         return new, f"{figures}: delta {old} +1 -> {new}{self._bounds()}"
 
     def _ceiling_now(self) -> Ceiling | None:
-        """Return the ceiling at the end of a window (law 3)."""
         if self._ceiling is not None:
             self._ceiling = self._ceiling.after(self._mean(self._ceiling.signal), self._bounds_of.dead_band)
         return self._ceiling

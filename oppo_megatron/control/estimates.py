@@ -1,4 +1,4 @@
-"""Held-out metrics: means over prompts with standard errors, and early stopping.
+"""Held-out metrics: means with standard errors, and early stopping.
 
 Responses to a prompt are not independent, so a prompt counts once, with the mean over its responses.
 """
@@ -32,7 +32,7 @@ def estimate(by_prompt: Mapping[int, Sequence[float]]) -> Estimate:
 
 
 def paired_difference(before: Mapping[int, Sequence[float]], after: Mapping[int, Sequence[float]]) -> Estimate:
-    """Estimate `after` - `before` on the same prompts; their difficulty cancels out, so it is surer than two means."""
+    """Estimate `after` - `before` on the same prompts; their difficulty cancels out."""
     assert before.keys() == after.keys(), "both have answered the same prompts"
     return _of([fmean(after[prompt]) - fmean(before[prompt]) for prompt in before])
 

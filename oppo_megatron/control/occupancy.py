@@ -65,7 +65,7 @@ def _most_running(counts: Ints, ends: Ints) -> int:
 def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
     """Share by which the trained responses are shorter than all that were submitted, on average; below 0: longer.
 
-    A carried response counts with its tokens so far, so the gap is a lower bound while any is unfinished.
+    A carried response counts with its tokens so far, so this is a lower bound.
     """
     lengths: list[int] = columns_of(trained).response_tokens.tolist()
     submitted: list[int] = lengths + columns_of(carried).response_tokens.tolist()
@@ -73,10 +73,7 @@ def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
 
 
 def group_length_gap(trained: Sequence[Rollout], group_size: int) -> float | None:
-    """Mean share by which a prompt's responses are shorter than its longest; None without groups.
-
-    For that share of a group's time the places of its other responses are empty or reused.
-    """
+    """Mean share by which a prompt's responses are shorter than its longest; None without groups."""
     if group_size == 1:
         return None
     lengths_GN = columns_of(trained).response_tokens.reshape(-1, group_size)

@@ -85,7 +85,7 @@ class RolloutBuffer:
 
     @property
     def room(self) -> int:
-        """Rollouts that may be admitted now, of whole groups; 0 while the buffer drains after delta has shrunk."""
+        """Rollouts that may be admitted now, of whole groups; 0 while the buffer drains."""
         room = self.capacity - len(self)
         if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), self._most - len(self))
@@ -115,7 +115,6 @@ class RolloutBuffer:
 
     @property
     def rollouts(self) -> Held:
-        """All rollouts, in the order of admission."""
         return Held(self._rollouts.values(), self._rollouts, self._table.view(slice(len(self))))
 
     @property
@@ -129,9 +128,9 @@ class RolloutBuffer:
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
-        """Sequences that the critic reads now; its values of a carried sequence are lost with the next update.
+        """Sequences that the critic reads now: all, while at least half of the undecided ones will be trained; then the `sure` ones.
 
-        These are all, while at least half of the undecided ones will be in the batch; then those certain to be in it.
+        Its values of a carried sequence are lost with the next update.
         """
         sure, columns = self._sure(), self._table.columns
         unsure = ~columns.finished
@@ -165,7 +164,6 @@ class RolloutBuffer:
         self._delta = delta
 
     def close(self) -> None:
-        """Note that the prompts have ended: the last batch may be smaller than B."""
         self._closed = True
 
     def readiness(self) -> Readiness:
@@ -200,15 +198,13 @@ class RolloutBuffer:
         return cut
 
     def pass_to(self, clock: int) -> None:
-        """Advance the clock to a time until which nothing is decoded."""
         assert not self._unfinished and clock >= self._clock
         self._clock = clock
 
     def record(self, chunk: Chunk) -> None:
         """Append a round's tokens to their rollouts.
 
-        Raises StreamError, before any row is recorded, for an unknown or finished sequence, a gap or repetition of tokens, or a
-        clock that runs backwards.
+        Raises StreamError, before any row is recorded, for an unknown or finished sequence, a gap or repetition, or an old clock.
         """
         rows = chunk.rows
         if chunk.clock < self._clock:
@@ -253,7 +249,6 @@ class RolloutBuffer:
         return batch
 
     def _remove(self, rows: Ints) -> Held:
-        """Remove and return the rollouts at these rows of the table, in that order."""
         columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
         kept[rows] = False
         seq_ids: list[int] = columns.seq_ids.tolist()
@@ -281,7 +276,6 @@ class RolloutBuffer:
         return rows if self._kept is None else rows[np.isin(self._numbers()[rows], list(self._kept))]
 
     def _numbers(self) -> Ints:
-        """Group of each row of the table."""
         return self._table.columns.seq_ids // self.group_size
 
     def _end(self, rows: ChunkRows, places: Ints) -> None:
@@ -325,7 +319,6 @@ class RolloutBuffer:
         return not len(ends) or bool(self._clock <= ends.min() and ends.max() <= chunk.clock)
 
     def _refuse(self, chunk: Chunk) -> None:
-        """Raise StreamError for the first row that cannot be recorded."""
         seen: set[int] = set()
         for row in chunk.rows:
             problem = self._problem(row, chunk.clock)

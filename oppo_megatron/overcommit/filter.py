@@ -1,11 +1,11 @@
 """The filter of groups (dynamic sampling, arXiv 2503.14476): a group of equally good responses is not trained.
 
 Rewards arrive at unpredictable times, so verdicts follow a clock of decode steps: with p the steps from one admission to the
-next, a response that ended at step c is judged at step p * (ceil(c / p) + lag).  The ranks wait there for the scores due, and
-only there is a batch complete.  So batches depend on tokens, rewards, p and lag, not on seconds, chunk sizes or placements.
+next, a response that ended at step c is judged at step p * (ceil(c / p) + lag).  The ranks wait there for the scores due, so
+batches depend on tokens, rewards, p and lag, not on seconds, chunk sizes or placements.
 
-A group is known to be kept as soon as two members differ, but is trained with its last one.  A group whose scores are all
-known to be equal, foreseen ones (`settling.py`) included, is dropped before it has ended.
+A group is kept as soon as two members differ, but is trained with its last one.  It is dropped once all its scores, foreseen
+ones (`settling.py`) included, are known to be equal.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ class GroupFilter:
         return sum(self._differ(group) for group in self._groups().values() if not self._decided(group))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in plain JSON types; a non-finite score is null."""
         scores = [[i, [x if math.isfinite(x) else None for x in parts]] for i, parts in self.scores.items()]
         return {
             "labels": list(self.rule.labels),

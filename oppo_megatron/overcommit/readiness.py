@@ -12,8 +12,8 @@ from oppo_megatron.columns import Bools, Ints
 class Readiness:
     """The groups that a batch still waits for.
 
-    The decode engine calls `finish` at each decode step and stops when `ready`: stopping there, not at the chunk's end, makes
-    the batch and the state of all other rollouts independent of the chunk size.
+    The engine calls `finish` at each decode step and stops when `ready`, not at the chunk's end: so the batch and the state of
+    all other rollouts do not depend on the chunk size.
     """
 
     def __init__(
@@ -44,7 +44,6 @@ class Readiness:
         return max(self._num_missing, *(number for _, number in self._waits), 0)
 
     def finish(self, *seq_ids: int) -> None:
-        """Note that the sequences have their last tokens."""
         ended = set(seq_ids)
         decoded = len(ended) == len(seq_ids) and self._ended.isdisjoint(ended) and self._unfinished >= ended
         self._ended |= ended
@@ -92,7 +91,7 @@ def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: i
     """Return the groups that the next batch of `target` groups will have, whatever is decoded from here on.
 
     First the oldest, finished or not; then the first finishers of each S_k up to r_k; then of all groups, except the places
-    that some S_k needs for unfinished groups.  If a batch is ready, this is the batch.
+    that some S_k needs for unfinished groups.
     """
     finishers = np.flatnonzero(finished_G)
     chosen_G, reserved = ages_G >= most, 0

@@ -40,8 +40,7 @@ class DeltaController(Protocol):
 class OvercommitScheduler:
     """Admits prompts, closes the buffer at their end, and hands the controller's delta to the buffer.
 
-    One prompt is read ahead, so that the end of the prompts is known as soon as the last one has been admitted.  `to_train`:
-    rollouts that the run still trains, if not only its prompts limit it.
+    One prompt is read ahead, to know the end with the last admission.  `to_train`: rollouts that the run still trains, if given.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class OvercommitScheduler:
 
     @property
     def num_consumed(self) -> int:
-        """Prompts admitted since the run began."""
         return self._num_consumed
 
     @property
@@ -79,7 +77,6 @@ class OvercommitScheduler:
         return self._next_prompt is None and len(self.buffer) == 0
 
     def begin_step(self) -> list[Rollout]:
-        """Admit prompts until the buffer is full or they end."""
         self._due = self._next_admission()
         return self._admit()
 
@@ -105,7 +102,6 @@ class OvercommitScheduler:
         return self._next_prompt is not None and self._room >= self.buffer.group_size
 
     def pass_by(self) -> None:
-        """Skip the admission that is due."""
         assert self._every is not None and self.buffer.clock == self._due
         self._due += self._every
 
@@ -147,7 +143,6 @@ class OvercommitScheduler:
 
     @property
     def _backfills(self) -> bool:
-        """True if prompts, or verdicts of a filter, may still come within this step."""
         if self.buffer.filtered:
             return True  # if not prompts, then verdicts
         return self._every is not None and self._next_prompt is not None and not self.buffer.full

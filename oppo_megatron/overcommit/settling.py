@@ -1,10 +1,8 @@
 """Responses that end early: decoding stops once no continuation can change their rewards.
 
-Rewards are asked between two rounds, at every multiple of a period of decode steps.  A response with a settled prefix ends with
-the token that settled it.  So batches depend on tokens, rewards and the period, not on seconds, chunk sizes or placements.
-
-Groups of an audit are decoded to their ends all the same, and their rewards then have to equal the settled ones.  If groups are
-filtered, the known rewards of unfinished responses are *foreseen* (`filter.py`).
+Rewards are asked between two rounds, at every multiple of a period of decode steps, so batches do not depend on seconds, chunk
+sizes or placements.  A response with a settled prefix ends with the token that settled it.  Groups of an audit are decoded to
+their ends all the same, and their rewards then have to equal the settled ones.
 """
 
 from __future__ import annotations
@@ -66,7 +64,6 @@ class Settler:
         return self.buffer.clock % self.clock.period == 0
 
     def asked(self) -> list[Rollout]:
-        """Unfinished responses that may settle, in the order of admission."""
         return [r for r in self.buffer.active if r.num_response_tokens and r.seq_id not in self.notes]
 
     def take(self, asked: Sequence[Rollout], prefixes: Sequence[Prefix]) -> list[Rollout]:

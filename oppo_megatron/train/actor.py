@@ -151,7 +151,7 @@ class Actor:
     def _loss_inputs(
         self, batch: Sequence[Rollout], experience: Experience, proximal_T: Tensor | None, settings: UpdateSettings
     ) -> dict[str, Tensor]:
-        """Inputs of the loss for each response token, [T] each; empty except on the last stage."""
+        """[T] each; empty except on the last stage."""
         if not self._groups.is_last_stage:
             return {}
         base_T, weight_T = self.algorithm.ratio_base(experience.old_logp_T, proximal_T, experience.lengths_B)
@@ -168,7 +168,6 @@ class Actor:
     def _custom_columns(
         self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings
     ) -> dict[str, Tensor]:
-        """Additional columns for a custom loss, [T] each."""
         if self.algorithm.loss is None or not self._groups.is_last_stage:
             return {}
         assert experience.scores_B is not None

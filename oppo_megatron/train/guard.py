@@ -1,14 +1,13 @@
 """Acts on the guards' rules (`control/guards.py`): skips an update, stops the run, or returns to the last checkpoint.
 
-The scorers' results for a batch are the same on all ranks, so each rank decides alone whether to train on it.  The results of an
-update are known to the ranks of its role only: if it may have to be undone, all ranks meet after both updates.
+The scorers' results are the same on all ranks, so each decides alone whether to train on a batch.  The results of an update are
+known to the ranks of its role only: if it may have to be undone, all ranks meet after both updates.
 
-A rejected batch has all inputs of one update, for `tools/replay.py`: `step-N.safetensors` holds the tensors (`TENSORS`),
-`step-N.jsonl` a first line about the step and then a line per rollout.  The files hold numbers and text only, no pickle.
+A rejected batch has all inputs of one update, for `tools/replay.py`: tensors in `step-N.safetensors` (`TENSORS`), a line about
+the step and a line per rollout in `step-N.jsonl`.  No pickle.
 
-Runs are deterministic, so after a rollback the same prompts would cause the same breach.  Prompts admitted since the checkpoint
-are left out, and so are the prompts of the rejected batch that the checkpoint has in flight.  `rollbacks.jsonl` of the run
-directory has a line per rollback, written before any rank ends; every later start obeys all lines.
+After a rollback the same prompts would cause the same breach.  So prompts admitted since the checkpoint are left out, and those
+of the rejected batch that the checkpoint has in flight.  `rollbacks.jsonl` has a line per rollback, written before any rank ends.
 
 Legend: B rollouts, P their prompt tokens, T their response tokens (both packed), G greedy responses.
 """
@@ -54,10 +53,9 @@ TENSORS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a step.
+    """Facts of a step; `config` (YAML) and `reason` are added when they are written.
 
-    `policy_version` is the actor's before its update, `figures` are statistics that this rank knows, `history` is the state of
-    earlier steps (`History`) with the actor's optimizer steps; `config` (YAML) and `reason` are added when it is written.
+    `policy_version` is the actor's before its update, `figures` are statistics that this rank knows, `history` is of earlier steps.
     """
 
     step: int
@@ -73,8 +71,6 @@ class Facts:
 
 @dataclass(frozen=True)
 class RejectedBatch:
-    """Inputs of one update of actor and critic."""
-
     facts: Facts
     batch: Sequence[Rollout]
     scored: ScoredBatch
@@ -132,10 +128,7 @@ class RollBack(Exception):
 
 @dataclass(frozen=True)
 class Rollback:
-    """One line.  `left_out` are positions in the stream of prompts, `rows` their rows in the data set, in the same order.
-
-    `num_written` counts the rejected batches that the run has kept so far.
-    """
+    """One line.  `left_out` are positions in the stream of prompts, `rows` their rows in the data set, in the same order."""
 
     step: int
     reason: str
@@ -146,7 +139,6 @@ class Rollback:
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Rollback:
-        """Raises CheckpointError for a line that is not a rollback."""
         kinds = {"step": int, "reason": str, "checkpoint": str, "left_out": list, "rows": list, "num_written": int}
         if line.keys() != kinds.keys() or any(type(line[name]) is not kind for name, kind in kinds.items()):
             raise CheckpointError(f"rollbacks.jsonl has a line that is not a rollback: {line!r:.80}; restore the file")
@@ -181,7 +173,6 @@ class Rollbacks:
 
     @property
     def num_written(self) -> int:
-        """Rejected batches kept up to the last rollback."""
         return max((each.num_written for each in self.done), default=0)
 
     def summary(self) -> dict[str, int]:
@@ -196,7 +187,6 @@ class Rollbacks:
             )
 
     def obstacle(self) -> str | None:
-        """Reason why the run cannot go back (again), if there is one."""
         if len(self.done) >= MAX_ROLLBACKS:
             return f"the run has gone back {MAX_ROLLBACKS} times already, and may not do so again"
         if self.checkpoint is None:
@@ -232,8 +222,6 @@ KEPT_BATCHES = 8
 
 @dataclass
 class Guard:
-    """One rank's guard.  `in_a_row` counts the last steps that were skipped, `num_written` the kept rejected batches."""
-
     config: TrainConfig
     algorithm: Algorithm
     rank: int
@@ -252,10 +240,7 @@ class Guard:
         )
 
     def examine(self, scored: ScoredBatch, kl_coefficient: float, seen: Moments) -> tuple[Experience, Breach | None]:
-        """Return the experience, and a breach if it must not be trained on; its figures may then not be finite.
-
-        `seen` are the moments of earlier scores (`build_experience`).
-        """
+        """Return the experience, and a breach if it must not be trained on; its figures may then not be finite."""
         try:
             experience = self.algorithm.experience(scored, kl_coefficient, seen=seen)
         except (RewardError, NumericsError) as error:
@@ -327,7 +312,6 @@ class Guard:
             raise NumericsError(f"{breach.message}{where}") if refusal is None else RewardError(f"{refusal}{where}")
 
     def state_dict(self) -> dict[str, int]:
-        """State on the rank that keeps rejected batches."""
         return {"in_a_row": self.in_a_row, "num_written": self.num_written, "rollbacks": len(self.rollbacks.done)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

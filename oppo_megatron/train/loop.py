@@ -158,7 +158,6 @@ class TrainingLoop(Saveable):
         return self.updates.guard.rollbacks
 
     def _admit(self, step: int) -> None:
-        """Admit the step's prompts, unless the step was interrupted after that."""
         interrupted = self.phase
         if interrupted is None:
             facts = StepFacts(step, self.buffer.delta, self.adaptation.chunk.value, version=self.updates.version)
@@ -206,7 +205,6 @@ class TrainingLoop(Saveable):
                 dist.barrier()
 
     def _evaluate(self, last: bool) -> None:
-        """Measure held-out metrics if they are due."""
         if self.evaluator is None or not self.evaluator.due(self.done, last):
             return
         with self.meter.evaluation(self.done):

@@ -85,8 +85,6 @@ def key_of(prompt: Sequence[int], answer: Sequence[int]) -> bytes:
 
 
 class LogprobTable:
-    """Log-probs of answers, each the sum over its tokens."""
-
     def __init__(self) -> None:
         self.by_key: dict[bytes, float] = {}
 
@@ -100,11 +98,11 @@ class LogprobTable:
 
 
 class UnusableFileError(DataError):
-    """A file of log-probs that cannot be read, or belongs to another reference."""
+    pass
 
 
 def write_logprobs(path: Path, table: Mapping[bytes, float], reference: str) -> None:
-    """Write the complete file at once; `reference` is the fingerprint.  Raises OSError."""
+    """Write the complete file at once; `reference` is the fingerprint."""
     keys = torch.frombuffer(bytearray(b"".join(table)), dtype=torch.uint8).view(-1, KEY_BYTES)
     logprobs = torch.tensor(list(table.values()), dtype=torch.float64)
     metadata = {"kind": KIND, "reference": reference, "sha256": _checksum(keys, logprobs)}

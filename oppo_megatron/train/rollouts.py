@@ -46,7 +46,6 @@ class Rollouts:
         return self.buffer.readiness().ready
 
     def admit(self) -> None:
-        """Admit prompts at the beginning of a step, up to B + delta."""
         with self.planning():
             self.rounds.admit(self.scheduler.begin_step())
         if self.settler is not None:
@@ -84,7 +83,6 @@ class Rollouts:
 
     @property
     def judged(self) -> Known:
-        """Parts of rewards that were computed for verdicts."""
         if self.filter is None:
             return {}
         labels = self.filter.rule.labels
@@ -129,16 +127,13 @@ class Rollouts:
             self.filter.foreseen = {i: scores for i, scores in found.items() if scores is not None}
 
     def take_batch(self) -> list[Rollout]:
-        """Take the first B finished rollouts out of the buffer; the others are deferred."""
         with self.planning():
             return self.scheduler.take_batch()
 
     def score(self, batch: Sequence[Rollout], most: int, version: int) -> None:
-        """Run a round that scores the rest of the batch and decodes nothing."""
         self.rounds.run([], batch, most, Decoding(self.buffer.clock, version, self.buffer.readiness))
 
     def retire(self, batch: Sequence[Rollout]) -> None:
-        """Drop all records of the batch, whose scores are on every rank."""
         with self.planning():
             self.rounds.retire(batch)
         if self.filter is not None:

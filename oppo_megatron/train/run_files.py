@@ -60,10 +60,7 @@ VISIBLE_WITHIN_S = 60.0  # network file systems show a new file late
 
 
 def share_run_directory(run: RunDirectory, world: World, *, owner: bool, show: bool) -> None:
-    """Write `hosts.json` after `owner` has created the run directory; then every rank may write into it.
-
-    Raises ConfigError on a host that does not see the run directory.
-    """
+    """Write `hosts.json` after `owner` has created the run directory; ConfigError on a host that does not see it."""
     if show and world.rank == 0:
         show_hosts(world.hosts)
     if owner:

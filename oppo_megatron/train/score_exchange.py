@@ -39,7 +39,7 @@ from oppo_megatron.train.verdicts import read_prefix, require_as_settled
 
 @dataclass(frozen=True)
 class StepRewards:
-    """Reads rewards at the ends of steps from a process reward model's outputs, the same on every rank."""
+    """Rewards at the ends of steps from a process reward model's outputs, the same on every rank."""
 
     part: RewardPart
     step_ends: StepEnds
@@ -54,7 +54,6 @@ class StepRewards:
         return [self.step_ends.of(response) for response in responses]
 
     def scores(self, logits_S: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
-        """Score of each response [B], from the outputs at the ends of its steps."""
         return response_scores(step_scores(logits_S), [len(row) for row in ends], self.part.step_rewards)[0]
 
     def of_tokens(self, logits_T: Tensor, responses: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
@@ -99,8 +98,8 @@ class ScoreReport:
 class ScoreExchange:
     """Collective of the world, once per step.  Sizes follow from the batch, which every rank knows.
 
-    `actor` and `critic` are this rank's; `steps` exists for a process reward model.  A reward that is not finite is NaN on
-    every rank; `refusal` has the reason, on the scorers' first rank.  `settler` has the rewards that were fixed early.
+    A reward that is not finite is NaN on every rank; `refusal` has the reason, on the scorers' first rank, where rewards are
+    computed and RewardError is raised.  `settler` has the rewards that were fixed early.
     """
 
     rank: int
@@ -128,8 +127,7 @@ class ScoreExchange:
         """Return scores, values and reference log-probs of the batch on every rank; for greedy responses the reward only.
 
         `seconds` are this rank's totals of the step over the scoring roles, `work` its rounds' seconds; `measured` is called
-        once all scores are here; `known` has parts of rewards that `judge` has computed.  Raises RewardError on the scorers'
-        first rank.
+        once all scores are here; `known` has parts of rewards that `judge` has computed.
         """
         trained = self.members.to_train(batch)
         reference_T, values_T = (self._of_tokens(role, trained, rounds) for role in ("reference", "critic"))
@@ -158,10 +156,7 @@ class ScoreExchange:
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
 
     def judge(self, rollouts: Sequence[Rollout], rounds: RoundRunner, labels: Sequence[str]) -> list[list[float]]:
-        """Return the parts `labels` of the reward of finished rollouts on every rank; waits for them.
-
-        A reward model among them has read all of the rollouts.  Raises RewardError on the scorers' first rank.
-        """
+        """Return the parts `labels` of the reward of finished rollouts, which a reward model among them has read; waits for them."""
         reads_model = self.rewards.reads_model(labels)
         model_N = self._model_scores(rollouts, rounds)[0] if reads_model else None
         self.request(rollouts)
@@ -175,7 +170,7 @@ class ScoreExchange:
         return self._scored(rollouts, model_N, len(labels), parts).tolist()
 
     def prefixes(self, rollouts: Sequence[Rollout]) -> list[Prefix]:
-        """Return the rewards' fixed prefixes of unfinished responses on every rank."""
+        """Return the rewards' fixed prefixes of unfinished responses."""
 
         def numbers(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
             found = read_prefix(self.rewards, item, rollout.tokens, self.tokenizer.decode, rollout.prompt.place)
@@ -202,7 +197,7 @@ class ScoreExchange:
         return ScoreItem(rollout.seq_id, prompt.text, response, prompt.fields, [*prompt.tokens, *rollout.tokens])
 
     def critic_stats(self) -> dict[str, float]:
-        """Statistics of the critic's last update, on every rank; empty without a critic."""
+        """Statistics of the critic's last update; empty without a critic."""
         if "critic" not in self.placements:
             return {}
         mine = None
@@ -213,7 +208,7 @@ class ScoreExchange:
         return dict(zip(CRITIC_STATS, stats.tolist(), strict=True))
 
     def _of_actor(self, measured: Sequence[float]) -> Tensor:
-        """Effective sample size of the actor's last update, and the actor rank's measurements, on every rank."""
+        """Effective sample size of the actor's last update, and the actor rank's measurements."""
         source, mine = self.placements["actor"].output_rank(), None
         if self.rank == source:
             assert self.actor is not None
@@ -222,7 +217,6 @@ class ScoreExchange:
 
     @property
     def _leader(self) -> int:
-        """The scorers' first rank."""
         return scorers_leader(self.placements)
 
     def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
@@ -234,7 +228,6 @@ class ScoreExchange:
         return shared
 
     def _of_tokens(self, role: str, batch: Sequence[Rollout], rounds: RoundRunner) -> Tensor | None:
-        """A role's output of each response token [T]; None without the role."""
         if role not in self.placements:
             return None
         return self._share(role, batch, [len(r.tokens) for r in batch], rounds).float()
@@ -271,7 +264,6 @@ class ScoreExchange:
         return torch.cat([piece for rollout, piece in pieces if not self.members.is_greedy(rollout.seq_id)])
 
     def _apart(self, batch: Sequence[Rollout], totals_N: Tensor) -> tuple[Tensor, GreedyRows | None]:
-        """Split scores into trained rollouts' [B] and greedy responses'."""
         if not self.members.greedy:
             return totals_N, None
         greedy = [rollout for rollout in batch if self.members.is_greedy(rollout.seq_id)]
@@ -331,7 +323,6 @@ class ScoreExchange:
 
     @contextmanager
     def _scoring(self, item: ScoreItem, placement: str) -> Iterator[None]:
-        """Mark the activity, and note a user's function in case the rank ends in it."""
         what, functions = f"reward of sequence {item.seq_id}", " and ".join(map(repr, self.rewards.user_functions))
         with self.activity.doing(what):
             if not functions:

@@ -139,7 +139,6 @@ def _micro_batches(
     extra_T: dict[str, Tensor],
     settings: UpdateSettings,
 ) -> list[MicroBatch]:
-    """Pack units of the batch's rows into micro-batches, each with its part of `extra_T`."""
     answered = [[(batch[i].prompt.tokens, batch[i].tokens) for i in unit] for unit in units]
     micros = pack_together(answered, settings.micro_batch_tokens, settings.device)
     chosen = on_device(tokens_of_rows(lengths, [i for unit in units for i in unit]), settings.device)
@@ -153,7 +152,6 @@ def _micro_batches(
 def update_packing(
     batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings, units: Units = each_alone
 ) -> dict[str, float]:
-    """Statistics of the packing of `run_update` over `num_replicas` replicas."""
     read = [rollout.num_tokens - 1 for rollout in batch]  # a last token predicts nothing and is not read
     steps = [
         [[sum(read[i] for i in unit) for unit in share] for share in shares]

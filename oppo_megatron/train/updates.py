@@ -47,7 +47,6 @@ class Updates:
     history: History = History()
 
     def begin(self, step: int, batch: Sequence[Rollout]) -> None:
-        """Begin the part of the actor's update that needs no scores."""
         if self.actor is not None and self.trains_actor(step):
             with self.meter.part("update", "actor"):
                 self.actor.begin(batch, self._settings(step))
@@ -64,15 +63,17 @@ class Updates:
         experience, breach = self.guard.examine(scored, self.kl.value, self.history.seen)
         known = experience.stats.figures()
         evidence = RejectedBatch(self._facts(step, known), batch, scored)
-        if breach is not None:
-            self._settle(breach, evidence)
+        if breach is None:
+            figures, breach = self._update(step, batch, experience)
+            evidence = replace(evidence, facts=replace(evidence.facts, figures=known | figures))
+        else:  # drop the actor's update if it was begun
             if self.actor is not None:
                 self.actor.abandon()
             if self.critic is not None:
                 self.critic.stats = no_stats()
-            return experience, breach
-        figures, breach = self._update(step, batch, experience)
-        self._settle(breach, replace(evidence, facts=replace(evidence.facts, figures=known | figures)))
+        if breach is not None:
+            self.conclude()
+        self.guard.settle(breach, evidence, self.admitted(), self.exchange.refusal)
         if breach is None:
             self._remember(step, batch, experience)
         return experience, breach
@@ -100,11 +101,6 @@ class Updates:
             updates = self.critic.role.trained.updates - self.history.warmed
         history, seed = self.history.numbers() | {"updates": updates}, self.config.seed
         return Facts(step, seed, self.guard.total_steps, self.version, self.kl.value, "", "", figures, history)
-
-    def _settle(self, breach: Breach | None, evidence: RejectedBatch) -> None:
-        if breach is not None:
-            self.conclude()
-        self.guard.settle(breach, evidence, self.admitted(), self.exchange.refusal)
 
     def _update(
         self, step: int, batch: Sequence[Rollout], experience: Experience

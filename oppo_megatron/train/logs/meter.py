@@ -159,7 +159,7 @@ class StepMeter:
 
     @contextlib.contextmanager
     def part(self, name: str, role: str | None = None) -> Iterator[None]:
-        """Measure a part of a step other than its rounds: a span of the trace, and the activity shown if a peer waits."""
+        """Measure a part of a step: a span of the trace, and the activity shown if a peer waits."""
         role, step = role or self.role, self.facts.step
         waits = waiting_for(f"{name} {role}, step {step}", self.world.activity, waits=False)
         with self.spans.span(name, role=role, step=step), waits:
@@ -175,7 +175,6 @@ class StepMeter:
 
     @contextlib.contextmanager
     def round(self) -> Iterator[None]:
-        """The block is a round that decodes, with all that is booked before and after it."""
         started = time.monotonic()
         yield
         self.clock.round(self._waited_for_chunks(), decoded=True)
@@ -204,7 +203,6 @@ class StepMeter:
         self.facts.drain_s = time.monotonic() - started
 
     def scoring_round(self) -> None:
-        """A round that decodes nothing has ended."""
         self.clock.round(self._waited_for_chunks(), decoded=False)
         self._count_prefills()
 
@@ -218,7 +216,6 @@ class StepMeter:
         return totals
 
     def all_memory(self) -> None:
-        """Exchange the memory of all ranks.  Collective of the world."""
         with self.world.activity.doing("memory of all ranks", waits=True):
             self.memory.of_all_ranks()
 
@@ -247,7 +244,6 @@ class StepMeter:
         return StepCost(seconds, self.facts.decode_steps, self.facts.tokens_decoded, DecodeLaw(*sums))
 
     def end(self, batch: Sequence[Rollout], carried: Sequence[Rollout], experience: Experience) -> None:
-        """The step is made; its line waits for the critic's update, which may still run."""
         facts = self.facts
         facts.planning_s += self.rounds.planning_s - self._planned_s
         facts.step_s = self._elapsed_s()
@@ -256,7 +252,6 @@ class StepMeter:
         self.spans.flush()
 
     def settle(self, step: int, critic_stats: dict[str, float]) -> None:
-        """Complete the line of `step`: its critic update has ended, and all ranks know `critic_stats`."""
         memory = self.memory.by_rank
         if self.journal is not None:
             self._complete(step, critic_stats | memory.peak_fields())

@@ -77,7 +77,6 @@ class StepClock:
     _waited: float = 0.0
 
     def meet(self) -> None:
-        """All ranks have the scores of a step: their updates begin."""
         self.met = self.now()
 
     def begin(self) -> None:

@@ -77,7 +77,6 @@ class Preemption:
             os.close(writes)
 
     def ask(self) -> None:
-        """Act as a signal does."""
         if not self.asked:
             self.asked = True
             self._deadline = threading.Timer(self.deadline_s, self._too_late)
@@ -85,7 +84,6 @@ class Preemption:
             self._deadline.start()
 
     def saved(self) -> None:
-        """Cancel the deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
 

@@ -176,7 +176,6 @@ class Saver:
         return self.stopping or self._overdue or best or bool(every and step % every == 0)
 
     def take_cost(self) -> Cost:
-        """Return the cost of checkpoints since the last call."""
         cost, self._cost = self._cost, Cost()
         return cost
 
@@ -186,12 +185,10 @@ class Saver:
             self._measured = step, value
 
     def look_at(self, step: int, figures: Figures) -> None:
-        """Note held-out metrics after `step` steps."""
         for metric, (mean, _) in figures.items():
             self.measured(step, metric, mean)
 
     def _is_best(self, step: int) -> bool:
-        """True if the value measured after `step` is better than the best checkpoint's."""
         if self._measured is None or self._measured[0] != step or not math.isfinite(value := self._measured[1]):
             return False
         assert self.standard is not None
@@ -221,14 +218,10 @@ class Saver:
             model.resume_schedule(updates[name])
 
     def describe(self, found: Found) -> list[str]:
-        """Return a line about the checkpoint that the run continues from, and a line per changed setting."""
         return describe_changes(self.run_dir.path, found, self.settings, self.extra.get("sources", {}))
 
     def save(self, run: Saveable) -> None:
-        """Write the run's state.  Returns when the checkpoint is complete, or, if it is asynchronous, when the run may continue.
-
-        If the run is to stop with this checkpoint, it waits for it.
-        """
+        """Write the run's state.  Returns when it is complete, or, if asynchronous and not the last, when the run may continue."""
         self.conclude()
         started, last = time.monotonic(), self.stopping or run.within_step
         run.finish_step()
@@ -295,7 +288,6 @@ def updates_of(state: Mapping[str, Any], models: Iterable[str]) -> dict[str, int
 
 
 def _timed(writing: CheckpointWriting) -> tuple[int, float]:
-    """Bytes and seconds."""
     started = time.monotonic()
     return writing.run(), time.monotonic() - started
 
