@@ -128,9 +128,9 @@ class RolloutBuffer:
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
-        """Sequences that the critic reads now: all, while at least half of the undecided ones will be trained; then the `sure` ones.
+        """Sequences that the critic reads now, because its values of a carried sequence are lost with the next update.
 
-        Its values of a carried sequence are lost with the next update.
+        These are all, while at least half of the undecided ones will be in the batch; then the `sure` ones.
         """
         sure, columns = self._sure(), self._table.columns
         unsure = ~columns.finished

@@ -55,7 +55,7 @@ TENSORS = {
 class Facts:
     """Facts of a step; `config` (YAML) and `reason` are added when they are written.
 
-    `policy_version` is the actor's before its update, `figures` are statistics that this rank knows, `history` is of earlier steps.
+    `policy_version` is the actor's before its update, `figures` are statistics that this rank knows, `history` is a `History`.
     """
 
     step: int

@@ -156,7 +156,7 @@ class ScoreExchange:
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
 
     def judge(self, rollouts: Sequence[Rollout], rounds: RoundRunner, labels: Sequence[str]) -> list[list[float]]:
-        """Return the parts `labels` of the reward of finished rollouts, which a reward model among them has read; waits for them."""
+        """Return the parts `labels` of the reward of finished rollouts, which the reward model has read; waits for them."""
         reads_model = self.rewards.reads_model(labels)
         model_N = self._model_scores(rollouts, rounds)[0] if reads_model else None
         self.request(rollouts)

@@ -221,7 +221,7 @@ class Saver:
         return describe_changes(self.run_dir.path, found, self.settings, self.extra.get("sources", {}))
 
     def save(self, run: Saveable) -> None:
-        """Write the run's state.  Returns when it is complete, or, if asynchronous and not the last, when the run may continue."""
+        """Write the run's state.  Returns when it is complete, or, if it is asynchronous, when the run may continue."""
         self.conclude()
         started, last = time.monotonic(), self.stopping or run.within_step
         run.finish_step()
