@@ -23,9 +23,8 @@ from oppo_megatron.errors import StreamError
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-FinishReason = Literal["eos", "stop", "length", "settled"]
-"""Why a response ended: with an id that ends responses, with a text that does, at its limit, or because its reward is
-settled."""
+FinishReason = Literal["eos", "stop", "length"]
+"""Why a response ended: with an id that ends responses, with a text that does, or at its limit."""
 
 REASONS: tuple[FinishReason | None, ...] = (None, "eos", "length", "stop")
 """In columns a reason is its number here."""

@@ -203,14 +203,6 @@ class Rollout:
         self._append(row)
         self.finish_clock, self.finish_reason = row.finish_clock, row.finish_reason
 
-    def cut(self, num_tokens: int, clock: int) -> None:
-        """The response has ended, at `clock`, with the first `num_tokens` that it has."""
-        lists = self._joined()
-        assert 0 < num_tokens <= len(lists[0]) and not self.finished
-        for each in lists:
-            del each[num_tokens:]
-        self.finish_clock, self.finish_reason = clock, "settled"
-
     def follow(self, recorded: Sequence[ChunkRows]) -> None:
         """Count rows of this sequence that are added to `recorded` from now on as appended.
 

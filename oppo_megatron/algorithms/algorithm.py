@@ -1,4 +1,4 @@
-"""The interface between an algorithm and the training loop: how scores become advantages, and the losses.
+"""The interface between an algorithm and the training loop: advantages and losses.
 
 Legend: T response tokens (packed, see `packed`), B responses, N of them in a minibatch.
 """
@@ -23,11 +23,11 @@ from oppo_megatron.algorithms.losses import (
     actor_loss,
     policy_figures,
     ratio_base,
+    row_weights,
     value_loss,
 )
 from oppo_megatron.algorithms.packed import TokenStats
 from oppo_megatron.algorithms.pairs import PAIR_FIGURES, pair_figures, pair_loss, pair_weights
-from oppo_megatron.algorithms.reduction import row_weights
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.preference_losses import DPOLossConfig
@@ -37,20 +37,16 @@ from oppo_megatron.plugins import Plugin
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Advantages and losses of a configuration's choices.
-
-    `longest` is the limit of a response, in tokens; `drawn_at` the sampling temperature; `dpo` the loss of pairs (None: the
-    loss is of tokens); `dtype` the actor's.  `advantage` and `loss`: the user's functions.
-    """
+    """Advantages and losses of a configuration's choices."""
 
     choices: AlgorithmConfig
     ppo: PPOConfig
     group_size: int
-    longest: int
+    longest: int  # limit of a response, in tokens
     overlong: Overlong = NO_LIMIT
-    drawn_at: float = 1.0
-    dpo: DPOLossConfig | None = None
-    dtype: str = "float32"
+    drawn_at: float = 1.0  # sampling temperature
+    dpo: DPOLossConfig | None = None  # the loss of pairs; None: the loss is of tokens
+    dtype: str = "float32"  # the actor's
     advantage: CustomAdvantage | None = None
     loss: CustomLoss | None = None
 
@@ -71,7 +67,7 @@ class Algorithm:
     def experience(
         self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN
     ) -> Experience:
-        """Return the tensors that the update trains on.  Raises as `build_experience` does."""
+        """Return the tensors that the update trains on; see `build_experience`."""
         made = build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.overlong, self.advantage)
         return with_pairs(made, scored, knows_kl=self.drawn_at == 1) if self.choices.pairs else made
 
@@ -93,7 +89,7 @@ class Algorithm:
     def units(self, rows: Sequence[int], experience: Experience | None = None) -> list[list[int]]:
         """Return the rows of a minibatch that an update reads, in units that must share a micro-batch.
 
-        Without pairs every row is a unit; with pairs two rows of each group are.  `experience` may be None if `reads_known`.
+        A unit is a row or, with pairs, two rows of a group.  `experience` may be None if `reads_known`.
         """
         if not self.choices.pairs:
             return [[row] for row in rows]
@@ -106,15 +102,12 @@ class Algorithm:
     def ratio_base(
         self, behaviour_logp_T: Tensor, proximal_logp_T: Tensor | None, lengths_B: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probs that the ratio is taken against, and each token's importance weight (None: 1), both [T].
-
-        A custom loss weights its tokens itself: it has the log-probs at sampling, too.
-        """
+        """Return the log-probs that the ratio is taken against, and each token's importance weight (None: 1), both [T]."""
         base_T, weight_T = ratio_base(behaviour_logp_T, proximal_logp_T, self.ppo.staleness, self.choices.ratio, lengths_B)
-        return base_T, None if self.loss is not None else weight_T
+        return base_T, None if self.loss is not None else weight_T  # a custom loss weights its tokens itself
 
     def row_weights(self, lengths_N: Sequence[int], counted_N: Sequence[bool] | None = None) -> list[float]:
-        """Return the weight of a token of each response of a minibatch in the actor's loss; see `reduction`."""
+        """Return the weight of a token of each response of a minibatch in the actor's loss."""
         if self.choices.reduction == "pair_mean":
             assert counted_N is not None, "pairs are known by the rows that count"
             return pair_weights(sum(lengths_N), counted_N)
@@ -123,7 +116,7 @@ class Algorithm:
     def actor_loss(
         self, logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, kl_coefficient: float, num_tokens: int
     ) -> tuple[Tensor, TokenStats]:
-        """Return the actor's loss of a micro-batch; `num_tokens` counts the tokens of the rows read of the global minibatch."""
+        """Return the loss of a micro-batch; `num_tokens` counts the tokens that are read of the global minibatch."""
         if self.dpo is not None:
             return pair_loss(logp_T, entropy_T, targets, self.dpo, num_tokens, token_noise(self.dtype))
         surrogate = Surrogate.of(self.choices, self.ppo, self.loss)
@@ -131,7 +124,6 @@ class Algorithm:
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        """Names of `figures`."""
         if self.choices.pairs:
             return PAIR_FIGURES
         return POLICY_FIGURES if self.loss is None else tuple(x for x in POLICY_FIGURES if x not in BOUND_FIGURES)
@@ -144,5 +136,4 @@ class Algorithm:
     def critic_loss(
         self, values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, num_tokens: int
     ) -> tuple[Tensor, ValueStats]:
-        """Return the critic's loss of a micro-batch."""
         return value_loss(values_T, old_values_T, returns_T, self.ppo.value_clip, num_tokens)

@@ -1,8 +1,7 @@
 """A user's advantages and loss (docs/extending.md): their inputs, and the checks of what they return.
 
-Legend: T response tokens of the global batch (packed: a response's tokens are contiguous), B responses in groups of equal
-size side by side (a group is the responses to one prompt), G groups; L tokens of one response.  Numbers are float32, token ids,
-versions and lengths int64.
+Legend: T response tokens of the global batch (packed), B responses in G groups side by side (a group is the responses to one
+prompt), L tokens of one response.  Numbers are float32; token ids, versions and lengths int64.
 """
 
 from __future__ import annotations
@@ -24,29 +23,20 @@ LOSS = Signature(("response",), "tensor")
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """A scored global batch, the same on every rank.  Optional fields are None if the run has no such role.
-
-    `scores_B` are trained on: clipped, normalised and penalised as `ppo` and `overlong` say, less the KL with `kl.mode: score`.
-    `rewards_T` are the tokens' rewards: the score at the last token, step rewards at their steps, less the KL with `kl.mode:
-    penalty`.  `old_logp_T` are log-probs at sampling, `versions_T` the policy version that sampled each token (an update of
-    the actor adds 1).
-    """
+    """A scored global batch, the same on every rank.  Optional fields are None if the run has no such role."""
 
     tokens_T: Tensor
-    old_logp_T: Tensor
+    old_logp_T: Tensor  # at sampling
     reference_logp_T: Tensor | None
-    versions_T: Tensor
+    versions_T: Tensor  # the policy version that sampled each token; an update of the actor adds 1
     values_T: Tensor | None
-    rewards_T: Tensor
-    scores_B: Tensor
+    rewards_T: Tensor  # score at the last token, step rewards at their steps, less the KL with `kl.mode: penalty`
+    scores_B: Tensor  # clipped, normalised and penalised as `ppo` and `overlong` say, less the KL with `kl.mode: score`
     lengths_B: Tensor
-    truncated_B: Tensor
-    """True if the response was cut at the limit (bool)."""
-    groups_B: Tensor
-    """Index of each response's group, from 0."""
+    truncated_B: Tensor  # bool: cut at the limit
+    groups_B: Tensor  # index of each response's group, from 0
     group_size: int
-    greedy_scores_G: Tensor | None = None
-    """Scores of the greedy responses (`baseline: greedy`)."""
+    greedy_scores_G: Tensor | None = None  # of the greedy responses (`baseline: greedy`)
 
     def sum_tokens(self, x_T: Tensor) -> Tensor:
         """Sum over each response, [B]."""
@@ -59,47 +49,35 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One response of a batch, and log-probs of its tokens under the weights that are trained.
+    """One response of a batch, and log-probs of its tokens under the weights that are trained."""
 
-    Only `logp_L` has a gradient.  `old_logp_L` are the log-probs that a ratio compares with: those at sampling
-    (`behaviour_logp_L`), or with `ppo.staleness: decoupled` those under the weights that the step began with.
-    """
-
-    logp_L: Tensor
-    old_logp_L: Tensor
-    behaviour_logp_L: Tensor
+    logp_L: Tensor  # the only field with a gradient
+    old_logp_L: Tensor  # to compare with in a ratio; with `ppo.staleness: decoupled` by the weights that the step began with
+    behaviour_logp_L: Tensor  # at sampling
     advantages_L: Tensor
     tokens_L: Tensor
     versions_L: Tensor
-    score: Tensor
-    """[]: as the reward gave it."""
-    truncated: Tensor
-    """[], bool: True if the response was cut at the limit."""
-    group: Tensor
-    """[], int64: index of its group in the batch."""
-    num_tokens: int
-    """Response tokens of the minibatch, on all ranks."""
-    batch_size: int
-    """Responses of the global batch."""
+    score: Tensor  # [], as the reward gave it
+    truncated: Tensor  # [], bool: cut at the limit
+    group: Tensor  # [], int64: index of its group in the batch
+    num_tokens: int  # response tokens of the minibatch, on all ranks
+    batch_size: int  # responses of the global batch
     group_size: int
     reference_logp_L: Tensor | None = None
-    values_L: Tensor | None = None
-    """The critic's values before the update."""
+    values_L: Tensor | None = None  # the critic's, before the update
 
 
 @dataclass(frozen=True)
 class CustomAdvantage:
     """`algorithm.advantage`: a function of the batch that returns [B] or [T].
 
-    [B]: scores compared with a baseline.  Discounting, the KL penalty of tokens, step rewards and a critic's GAE are applied
-    as with the built-in baselines.  [T]: the advantages themselves.
+    [B]: scores compared with a baseline; all else is as with the built-in baselines.  [T]: the advantages themselves.
     """
 
     plugin: Plugin
 
     def __call__(self, batch: AdvantageInputs) -> Tensor:
-        """Return the checked result, without gradient.  Raises PluginError."""
-        plugin, before = self.plugin, versions_of(batch)
+        plugin, before = self.plugin, _versions(batch)
         found, again = plugin(batch), plugin(batch)
         _require_untouched(plugin, batch, before)
         shapes = ((batch.scores_B.numel(),), (batch.rewards_T.numel(),))
@@ -116,32 +94,37 @@ class CustomAdvantage:
 class CustomLoss:
     """`algorithm.loss`: a function of one response that returns [L] or [].
 
-    [L]: the loss of each token, which may depend, with gradient, on the log-prob of that token alone.  []: the loss of the
-    whole response.  So no result depends on which responses share a micro-batch, and gradients are right in every layout.
-
-    A response's loss counts as the sum of its tokens' losses would; with `reduction: sequence_mean`, as their mean.
+    [L]: the loss of each token, whose gradient may reach that token's log-prob alone.  []: the loss of the whole response,
+    which counts as the sum of its tokens' losses would; with `reduction: sequence_mean`, as their mean.
     """
 
     plugin: Plugin
-    mean: bool
-    """True with `reduction: sequence_mean`."""
+    mean: bool  # True with `reduction: sequence_mean`
 
     def losses(
         self, logp_T: Tensor, columns: Mapping[str, Tensor], lengths: Sequence[int], counts: Mapping[str, int]
     ) -> Tensor:
         """Return the losses of a micro-batch's tokens, [T].
 
-        `columns`: [T] each, by the names of `LossInputs` without `_L`; `counts`: its whole numbers.  Raises PluginError for a
-        result of a wrong shape, not finite, without gradient, or with a gradient between tokens.
+        `columns`: [T] each, by the names of `LossInputs` without `_L`; `counts`: its integers.  Raises PluginError for a bad
+        result.
         """
         parts = {name: x_T.split(list(lengths)) for name, x_T in columns.items()}
         found, foreign = [], []
         for row, logp_L in enumerate(logp_T.split(list(lengths))):
             given: dict[str, Any] = {n if n in PER_RESPONSE else f"{n}_L": x[row] for n, x in parts.items()}
             scalars: dict[str, Any] = {name: given[name][0] for name in PER_RESPONSE}
-            loss = self._loss(LossInputs(logp_L, **(given | scalars | dict(counts))))
+            response = LossInputs(logp_L, **(given | scalars | dict(counts)))
+            before, length = _versions(response), len(logp_L)
+            loss = self.plugin(response)
+            _require_untouched(self.plugin, response, before)
+            loss = _tensor(self.plugin, loss, ((), (length,)), f"a loss [] or one per token [{length}]")
+            if torch.is_grad_enabled() and not loss.requires_grad:
+                remedy = "compute it from response.logp_L, and do not detach it"
+                raise self.plugin.refuse("returned a loss without gradient", remedy)
+            loss = loss.to(logp_L.dtype)
             if loss.dim() == 0:
-                loss = loss.expand(len(logp_L)) / (1 if self.mean else len(logp_L))
+                loss = loss.expand(length) / (1 if self.mean else length)
             elif loss.requires_grad:
                 foreign.append(_between_tokens(loss, logp_L))
             found.append(loss)
@@ -154,15 +137,6 @@ class CustomLoss:
             )
         return losses_T
 
-    def _loss(self, response: LossInputs) -> Tensor:
-        before, length = versions_of(response), response.logp_L.numel()
-        found = self.plugin(response)
-        _require_untouched(self.plugin, response, before)
-        loss = _tensor(self.plugin, found, ((), (length,)), f"a loss [] or one per token [{length}]")
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise self.plugin.refuse("returned a loss without gradient", "compute it from response.logp_L, and do not detach it")
-        return loss.to(response.logp_L.dtype)
-
 
 def _between_tokens(loss_L: Tensor, logp_L: Tensor) -> Tensor:
     """True if the losses of even tokens have a gradient by the log-probs of odd ones (bool, [])."""
@@ -170,15 +144,15 @@ def _between_tokens(loss_L: Tensor, logp_L: Tensor) -> Tensor:
     return logp_L.new_zeros((), dtype=torch.bool) if gradient_L is None else (gradient_L[1::2] != 0).any()
 
 
-def versions_of(inputs: AdvantageInputs | LossInputs) -> list[int]:
+def _versions(inputs: AdvantageInputs | LossInputs) -> list[int]:
     """torch's counters of in-place changes."""
     return [x._version for field in fields(inputs) if isinstance(x := getattr(inputs, field.name), Tensor)]
 
 
 def _require_untouched(plugin: Plugin, inputs: AdvantageInputs | LossInputs, before: list[int]) -> None:
-    if versions_of(inputs) != before:
+    if _versions(inputs) != before:
         names = [field.name for field in fields(inputs) if isinstance(getattr(inputs, field.name), Tensor)]
-        changed = [name for name, was, now in zip(names, before, versions_of(inputs), strict=True) if was != now]
+        changed = [name for name, was, now in zip(names, before, _versions(inputs), strict=True) if was != now]
         raise plugin.refuse(f"changed its input {changed[0]} in place", "work on a copy (x.clone())")
 
 

@@ -1,7 +1,6 @@
 """The gap between the log-probs of decoding and of training for the same tokens, compared with rounding errors.
 
-The rounding error of a logit grows with its size: an offset that is common to all logits of a token changes no probability,
-but it changes the rounding.
+The rounding error of a logit grows with its size, even if an offset common to all logits of a token makes it large.
 
 Legend: R tokens, V vocabulary shard of this rank.
 """
@@ -16,33 +15,29 @@ from torch import Tensor
 from oppo_megatron.config.guards import APART, GapGuardConfig
 
 USUAL_LOGIT = 16.0
-"""Up to twice this size of a token's largest logit a limit holds as it is; it doubles with each doubling beyond."""
+"""A limit holds up to twice this size of a token's largest logit; it doubles with each doubling beyond."""
 OUTLIERS, FARTHEST = 1e-3, 4.0
-"""So large a share of the tokens may be beyond the limit, by at most this factor."""
-
-
+"""Share of the tokens that may be beyond the limit, and by which factor at most."""
 GAP_STATS = ("max_logprob_gap", "max_usual_gap", "num_fresh", "num_beyond")
 
 
 @dataclass(frozen=True)
 class GapLimit:
-    """`nats` is the largest difference that is allowed (None: any).  `by_rounding`: of all tokens but outliers, and more of
-    tokens whose logits are larger than usual; else of every token."""
+    """`nats`: the largest difference allowed (None: any).  `by_rounding`: outliers and tokens of large logits may exceed it."""
 
     nats: float | None = None
     by_rounding: bool = False
 
     @classmethod
     def of(cls, guard: GapGuardConfig, dtype: str, temperature: float) -> GapLimit:
-        """That of an actor of `dtype` which samples at `temperature`."""
         return cls(guard.in_numbers(dtype, temperature), by_rounding=guard.limit == "auto")
 
 
 def gap_stats(difference_R: Tensor, largest_R: Tensor, fresh_R: Tensor, limit: GapLimit) -> dict[str, Tensor]:
-    """Sums and maxima over tokens (as `TokenStats` has them) for `judged_gap`.
+    """Return sums and maxima over tokens (as in `TokenStats`) for `judged_gap`.
 
-    `difference_R` is log-prob in training - at decoding, `largest_R` the largest absolute logit, `fresh_R` 1 where both were
-    computed with the same weights and 0 elsewhere.
+    `difference_R` is log-prob in training - at decoding, `largest_R` the largest absolute logit, `fresh_R` 1 if both were
+    computed with the same weights, else 0.
     """
     gap_R = difference_R.double().abs() * fresh_R
     usual_R = gap_R / rounding_scale(largest_R)
@@ -56,10 +51,9 @@ def gap_stats(difference_R: Tensor, largest_R: Tensor, fresh_R: Tensor, limit: G
 
 
 def token_noise(dtype: str) -> float:
-    """Nats: a bound of what rounding makes of a difference of log-probs, a token; of n tokens together sqrt(n) times this.
+    """Bound, in nats, of the rounding error in a token's difference of log-probs; n tokens together have sqrt(n) times this.
 
-    A quarter of what a single token may be apart.  Measured (policy equal to reference, other layouts and packings): at most
-    3e-6 in float32 and 0.08 in bfloat16, root mean square 1e-6 and 0.035.
+    Measured (policy equal to reference, other layouts and packings): at most 3e-6 in float32 and 0.08 in bfloat16.
     """
     return APART[dtype] / 4
 

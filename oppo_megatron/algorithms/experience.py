@@ -1,12 +1,12 @@
 """Turns scored rollouts into the tensors that an update trains on.
 
-Legend: T all response tokens of the GLOBAL batch (packed, see `packing`), B rows (responses), G prompts.
+Legend: T all response tokens of the GLOBAL batch (see `packed`), B responses, G prompts.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +16,14 @@ from oppo_megatron.algorithms.advantages import (
     NOTHING_SEEN,
     Moments,
     Overlong,
-    clip_scores,
+    compared,
+    equal_groups,
     gae,
     token_rewards,
     whiten,
 )
-from oppo_megatron.algorithms.baselines import compared, equal_groups
 from oppo_megatron.algorithms.custom import AdvantageInputs, CustomAdvantage
-from oppo_megatron.algorithms.kl import kl_per_token
+from oppo_megatron.algorithms.losses import kl_per_token
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums
 from oppo_megatron.algorithms.pairs import rows_of_pairs
 from oppo_megatron.config.algorithm import AlgorithmConfig
@@ -33,10 +33,7 @@ from oppo_megatron.errors import NumericsError, RewardError
 
 @dataclass(frozen=True)
 class GreedyRows:
-    """Score, tokens and truncation of the greedy response to each prompt of a batch, in its order; each [G].
-
-    Greedy responses are a baseline and are not rows of the batch.
-    """
+    """Score, tokens and truncation of the greedy response to each prompt of a batch, each [G]; no rows of the batch."""
 
     scores_G: Tensor
     lengths_G: Tensor
@@ -48,26 +45,19 @@ class GreedyRows:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A finished batch and the results of the scorers.
+    """A finished batch and the results of the scorers.  The `group_size` responses to a prompt are side by side."""
 
-    `behaviour_logp_T` are the log-probs recorded at sampling, `truncated_B` marks responses cut at the limit (bool),
-    the `group_size` responses to a prompt are side by side; `reference_logp_T` is None without a reference, `values_T` without
-    a critic.  `step_rewards_T`: parts of the scores that are earned at the ends of steps, 0 at other tokens; None if only
-    whole responses are scored.  `greedy`: the greedy responses, if they are the baseline.  `tokens_T`,
-    `versions_T`: ids of the response tokens and the policy versions that sampled them, for custom functions.
-    """
-
-    behaviour_logp_T: Tensor
-    reference_logp_T: Tensor | None
-    values_T: Tensor | None
+    behaviour_logp_T: Tensor  # recorded at sampling
+    reference_logp_T: Tensor | None  # None without a reference
+    values_T: Tensor | None  # None without a critic
     scores_B: Tensor
     lengths_B: Lengths
-    truncated_B: Tensor
+    truncated_B: Tensor  # bool: cut at the limit
     group_size: int = 1
-    step_rewards_T: Tensor | None = None
-    greedy: GreedyRows | None = None
-    tokens_T: Tensor | None = None
-    versions_T: Tensor | None = None
+    step_rewards_T: Tensor | None = None  # parts of the scores, earned at the ends of steps; 0 at other tokens
+    greedy: GreedyRows | None = None  # if they are the baseline
+    tokens_T: Tensor | None = None  # ids, for custom functions, like `versions_T`
+    versions_T: Tensor | None = None  # the policy version that sampled each token
 
     @property
     def all_scores(self) -> Tensor:
@@ -81,7 +71,7 @@ PAIRED = ("pairs", "ties", "chosen_reward_mean", "rejected_reward_mean")
 
 @dataclass(frozen=True)
 class ExperienceStats:
-    """Summary of a batch.  Standard deviations are of the population (one row has 0); None: there is no such role."""
+    """Summary of a batch.  Standard deviations are of the population; None: the run has no such role."""
 
     score_mean: float  # scores as the reward gave them, before clipping
     score_std: float
@@ -92,9 +82,8 @@ class ExperienceStats:
     return_mean: float  # per token
     advantage_mean: float  # per token, before whitening
     advantage_std: float
-    explained_variance: (
-        float | None
-    )  # 1 - var(returns - values) / var(returns); 0 where returns vary by no more than rounding
+    # 1 - var(returns - values) / var(returns); 0 if returns vary by no more than rounding
+    explained_variance: float | None
     equal_groups: float | None = None  # share of groups whose scores are all the same: they teach an actor nothing
     pairs: int | None = None  # groups whose best response beats their worst, by the scores that are trained on
     ties: int | None = None  # the other groups
@@ -109,17 +98,14 @@ class ExperienceStats:
 
 @dataclass(frozen=True)
 class Experience:
-    """The tensors that the update trains on.  `kl_T` is the sampling policy's KL, also if the rewards do not include it.
-
-    `rewards_T` and `returns_T` are as the scorers gave them, before a baseline of the group.
-    """
+    """The tensors that the update trains on.  `rewards_T` and `returns_T` are before a baseline of the group."""
 
     advantages_T: Tensor
     returns_T: Tensor
     old_logp_T: Tensor
     reference_logp_T: Tensor | None
     old_values_T: Tensor | None
-    kl_T: Tensor | None
+    kl_T: Tensor | None  # of the sampling policy, also if the rewards do not include it
     rewards_T: Tensor
     lengths_B: Tensor
     scores: Moments  # of this batch's, clipped: what a running normalisation remembers
@@ -141,21 +127,32 @@ def build_experience(
 ) -> Experience:
     """Compute rewards, advantages and returns of the whole global batch, without gradient.
 
-    Scores are clipped first, then normalised (`seen`: the scores of all batches trained before); `truncated_score`,
-    `missing_eos_penalty` and `overlong` are applied after it.  The KL enters a response's score with
-    `kl.mode: score`, the rewards of its tokens with `penalty`.  Raises RewardError for a score, NumericsError for any other
-    quantity that is not finite, unless `check` is false: then what follows from such a quantity is not finite either.
+    Scores are clipped, then normalised (`seen`: the scores of all batches trained before), then shaped by `truncated_score`,
+    `missing_eos_penalty` and `overlong`.  The KL enters a response's score with `kl.mode: score`, the rewards of its tokens with
+    `penalty`.  Advantages are GAE(gamma, lambda) with a critic; otherwise the rewards to come, A_t = sum over u >= t of
+    gamma^(u-t) r_u, which is GAE with values 0 and lambda 1.
+
+    Raises RewardError for a score, NumericsError for any other quantity that is not finite, unless `check` is false.
     """
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
         _check_inputs(scored, lengths_B)
     with torch.no_grad():
-        kl_T = _kl(scored, ppo, lengths_B if check else None)
+        kl_T = None
+        if scored.reference_logp_T is not None:
+            kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
+            if check:
+                _check_tokens("KL to the reference", kl_T, lengths_B)
         scores = _trained_scores(scored, lengths_B, ppo, seen, overlong)
-        rewards_T, compared_T, given_T = _rewards(
-            scored, scores, kl_T, lengths_B, choices, ppo.kl.mode, kl_coefficient, custom
-        )
-        advantages_T, returns_T = _advantages(rewards_T, compared_T, scored.values_T, lengths_B, choices, ppo)
+        rewards_T, compared_T, given_T = _rewards(scored, scores, kl_T, lengths_B, choices, ppo, kl_coefficient, custom)
+        gae_lambda, values_T = ppo.gae_lambda, scored.values_T
+        if not choices.critic:
+            gae_lambda, values_T = 1.0, torch.zeros_like(rewards_T)
+        assert values_T is not None, "advantages are taken against a critic's values"
+        trained_T = rewards_T if compared_T is None else compared_T
+        advantages_T, returns_T = gae(trained_T, values_T, lengths_B, ppo.gamma, gae_lambda)
+        if compared_T is not None and not choices.critic:
+            _, returns_T = gae(rewards_T, values_T, lengths_B, ppo.gamma, gae_lambda)
         if given_T is not None:
             advantages_T = given_T
         if check:
@@ -176,61 +173,38 @@ def build_experience(
         )
 
 
-def _detached(x_T: Tensor | None) -> Tensor | None:
-    return None if x_T is None else x_T.detach()
-
-
-def _kl(scored: ScoredBatch, ppo: PPOConfig, lengths_B: Tensor | None) -> Tensor | None:
-    """Return the KL per token [T], checked to be finite if lengths are given; None without a reference."""
-    if scored.reference_logp_T is None:
-        return None
-    kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
-    if lengths_B is not None:
-        _check_tokens("KL to the reference", kl_T, lengths_B)
-    return kl_T
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """Scores that are trained on, the same before normalisation, moments of the clipped scores, and the scores of greedy
-    responses as a baseline."""
-
-    trained_B: Tensor
-    shaped_B: Tensor
-    moments: Moments
-    greedy_G: Tensor | None
-
-
 def _rewards(
     scored: ScoredBatch,
     scores: _Scores,
     kl_T: Tensor | None,
     lengths_B: Tensor,
     choices: AlgorithmConfig,
-    mode: str,
+    ppo: PPOConfig,
     kl_coefficient: float,
     custom: CustomAdvantage | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the rewards of the tokens, KL included if it enters them; the same rewards of scores that have been compared; and
-    the advantages if `custom` gives them per token; all [T].
-
-    Rewards of steps stay as they are, and are not divided by the scale: a response's last token gets the difference between its
-    compared score and their sum.  For pairs, only which response is the better one counts.
-    """
-    steps_T, scores_B = None if choices.pairs else scored.step_rewards_T, scores.trained_B
-    if mode == "score" and kl_T is not None:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the tokens' rewards, the same with compared scores (None: not compared), and advantages by `custom`, all [T]."""
+    scores_B = scores.trained_B
+    if kl_T is not None and ppo.kl.mode == "score":
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
-    penalty_T = kl_T if mode == "penalty" and kl_T is not None else torch.zeros_like(scored.behaviour_logp_T)
+    penalty_T = kl_T if kl_T is not None and ppo.kl.mode == "penalty" else torch.zeros_like(scored.behaviour_logp_T)
+    # Only which response of a pair is better matters, so steps earn nothing.
+    steps_T = None if choices.pairs else scored.step_rewards_T
     rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient, steps_T)
     if custom is not None:
         compared_B = custom(_advantage_inputs(scored, scores_B, rewards_T, lengths_B, scores.greedy_G))
         if compared_B.shape != scores_B.shape:
-            return rewards_T, rewards_T, compared_B
+            return rewards_T, None, compared_B
     elif choices.compares:
         compared_B = compared(scores_B, scored.group_size, choices.baseline, choices.scale, scores.greedy_G)
     else:
-        return rewards_T, rewards_T, None
+        return rewards_T, None, None
+    # Rewards of steps are not divided by the scale: the last token gets the compared score less their sum.
     return rewards_T, token_rewards(compared_B, penalty_T, lengths_B, kl_coefficient, steps_T), None
+
+
+def _detached(x_T: Tensor | None) -> Tensor | None:
+    return None if x_T is None else x_T.detach()
 
 
 def _advantage_inputs(
@@ -253,55 +227,37 @@ def _advantage_inputs(
     )
 
 
-def _advantages(
-    rewards_T: Tensor,
-    compared_T: Tensor,
-    values_T: Tensor | None,
-    lengths_B: Tensor,
-    choices: AlgorithmConfig,
-    ppo: PPOConfig,
-) -> tuple[Tensor, Tensor]:
-    """Return advantages, before whitening, and returns, both [T]; `compared_T`: rewards whose scores have been `compared`.
-
-    GAE(gamma, lambda) with a critic; otherwise the rewards to come, A_t = sum over u >= t of gamma^(u-t) r_u, which is GAE
-    with values 0 and lambda 1.
-    """
-    gae_lambda = ppo.gae_lambda if choices.critic else 1.0
-    if not choices.critic:
-        values_T = torch.zeros_like(rewards_T)
-    assert values_T is not None, "advantages are taken against a critic's values"
-    advantages_T, returns_T = gae(compared_T, values_T, lengths_B, ppo.gamma, gae_lambda)
-    if compared_T is not rewards_T and not choices.critic:
-        _, returns_T = gae(rewards_T, values_T, lengths_B, ppo.gamma, gae_lambda)
-    return advantages_T, returns_T
+class _Scores(NamedTuple):
+    trained_B: Tensor
+    shaped_B: Tensor  # the same without normalisation
+    moments: Moments  # of the clipped scores
+    greedy_G: Tensor | None  # scores of greedy responses, as a baseline
 
 
 def _trained_scores(
     scored: ScoredBatch, lengths_B: Tensor, ppo: PPOConfig, seen: Moments, overlong: Overlong
 ) -> _Scores:
     """Clip, normalise and shape the scores; greedy ones by the moments of the trained ones."""
-    clipped_B, greedy, greedy_G = clip_scores(scored.scores_B, ppo.reward_clip), scored.greedy, None
+
+    def clipped(scores_B: Tensor) -> Tensor:
+        return scores_B if ppo.reward_clip is None else scores_B.clamp(-ppo.reward_clip, ppo.reward_clip)
+
+    def normalised(scores_B: Tensor) -> Tensor:
+        if ppo.reward_normalization == "none":
+            return scores_B
+        return whiten(scores_B, moments if ppo.reward_normalization == "batch" else seen + moments)
+
+    def shaped(scores_B: Tensor, truncated_B: Tensor, lengths_B: Tensor) -> Tensor:
+        if ppo.truncated_score is not None:
+            scores_B = scores_B.masked_fill(truncated_B, ppo.truncated_score)
+        return scores_B - ppo.missing_eos_penalty * truncated_B + overlong.penalties(lengths_B)
+
+    clipped_B, greedy, greedy_G = clipped(scored.scores_B), scored.greedy, None
     moments = Moments.of(clipped_B)
-    normalised_B = _normalised(clipped_B, moments, seen, ppo)
-    penalties_B = overlong.penalties(lengths_B)
-    shaped_B, normalised_B = (_shaped(x_B, scored.truncated_B, ppo) + penalties_B for x_B in (clipped_B, normalised_B))
     if greedy is not None:
-        greedy_G = _normalised(clip_scores(greedy.scores_G, ppo.reward_clip), moments, seen, ppo)
-        greedy_G = _shaped(greedy_G, greedy.truncated_G, ppo) + overlong.penalties(greedy.lengths_G)
-    return _Scores(normalised_B, shaped_B, moments, greedy_G)
-
-
-def _shaped(scores_B: Tensor, truncated_B: Tensor, ppo: PPOConfig) -> Tensor:
-    """Apply `truncated_score` and `missing_eos_penalty` to the scores of truncated responses."""
-    if ppo.truncated_score is not None:
-        scores_B = scores_B.masked_fill(truncated_B, ppo.truncated_score)
-    return scores_B - ppo.missing_eos_penalty * truncated_B
-
-
-def _normalised(scores_B: Tensor, moments: Moments, seen: Moments, ppo: PPOConfig) -> Tensor:
-    if ppo.reward_normalization == "none":
-        return scores_B
-    return whiten(scores_B, moments if ppo.reward_normalization == "batch" else seen + moments)
+        greedy_G = shaped(normalised(clipped(greedy.scores_G)), greedy.truncated_G, greedy.lengths_G)
+    trained_B, shaped_B = (shaped(x_B, scored.truncated_B, lengths_B) for x_B in (normalised(clipped_B), clipped_B))
+    return _Scores(trained_B, shaped_B, moments, greedy_G)
 
 
 def _summarise(

@@ -1,8 +1,7 @@
-"""Losses of the actor and of the critic.
+"""Losses of the actor and the critic, KL estimates and the weights of a reduction.
 
-Legend: T response tokens of one micro-batch (packed), R its responses.  `num_tokens` is the token count of the GLOBAL
-minibatch: every loss is a weighted sum over its own tokens divided by it, so the losses and gradients of micro-batches and
-ranks add up to the minibatch's.
+Legend: T response tokens of one micro-batch (packed), R its responses.  `num_tokens` counts the GLOBAL minibatch: every loss is
+a weighted sum over its own tokens divided by it, so the losses and gradients of micro-batches and ranks add up.
 """
 
 from __future__ import annotations
@@ -15,46 +14,100 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.custom import CustomLoss
-from oppo_megatron.algorithms.kl import kl_per_token, with_reverse_gradient
 from oppo_megatron.algorithms.packed import TokenStats, count, maximum, row_sums, to_tokens, total
-from oppo_megatron.config.algorithm import AlgorithmConfig, Objective, Ratio
+from oppo_megatron.config.algorithm import AlgorithmConfig, Objective, Ratio, Reduction
 from oppo_megatron.config.ppo import PPOConfig
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> Tensor:
+    """Return the KL(actor || reference) estimate of each token in nats, [T], differentiable in `logp_T`.
+
+    From one sampled token each (J. Schulman, "Approximating KL divergence", 2020); d = log actor - log reference.
+
+    k1 = d: unbiased, of either sign, noisy.
+    k2 = d^2 / 2: never negative, biased.
+    k3 = exp(-d) - 1 + d: never negative, unbiased if the reference has no mass outside the actor's support.
+
+    As a loss, only k2's expected gradient is the KL's; k1's is zero and k3's is that of KL(reference || actor).
+    """
+    d_T = logp_T - reference_logp_T
+    if estimator == "k1":
+        return d_T
+    if estimator == "k2":
+        return 0.5 * d_T.square()
+    if estimator == "k3":
+        return torch.expm1(-d_T) + d_T
+    raise ValueError(f"KL estimator {estimator!r} is unknown; choose k1, k2 or k3")
+
+
+def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor, estimator: Estimator) -> Tensor:
+    """Return the estimate whose expected gradient is that of KL(actor || reference), for tokens that `old` drew, [T].
+
+    k1 and k3 are multiplied by actor / old (arXiv 2506.09477, 2512.21852; TRL's `use_bias_correction_kl`).  k2 has this
+    gradient already, if the actor is old.
+    """
+    return kl_T if estimator == "k2" else kl_T * (logp_T - old_logp_T).exp()
+
+
+def row_weights(
+    lengths_N: Sequence[int],
+    group_size: int,
+    reduction: Reduction,
+    longest: int,
+    counted_N: Sequence[bool] | None = None,
+) -> list[float]:
+    """Return the weight of a token of each of the minibatch's N responses, in units of 1/T (T: the minibatch's tokens).
+
+    token_mean        1/T                     sequence_mean     1/(N |o|)          constant     1/(N L_max)
+    group_token_mean  1/(G tokens of group)   sequence_sum      1/N
+
+    G counts groups; L_max is `longest`, the limit of a response (arXiv 2503.20783).  Rows that are not in `counted_N` weigh 0:
+    their tokens are missing from T and from their group's, but they still count in N and G, as with TRL's
+    `mask_truncated_completions` (1.12.0, `GRPOTrainer._compute_loss`).
+    """
+    num_tokens, num_rows = sum(lengths_N), len(lengths_N)
+    counted_N = [True] * num_rows if counted_N is None else counted_N
+    left_N = [length * counted for length, counted in zip(lengths_N, counted_N, strict=True)]
+    if reduction == "token_mean":
+        weights = [num_tokens / max(1, sum(left_N))] * num_rows
+    elif reduction == "sequence_mean":
+        weights = [num_tokens / (num_rows * length) for length in lengths_N]
+    elif reduction == "constant":
+        weights = [num_tokens / (num_rows * longest)] * num_rows
+    elif reduction == "sequence_sum":
+        weights = [num_tokens / num_rows] * num_rows
+    else:
+        of_group = [sum(left_N[first : first + group_size]) for first in range(0, num_rows, group_size)]
+        weights = [num_tokens / (len(of_group) * max(1, of_group[row // group_size])) for row in range(num_rows)]
+    return [weight * counted for weight, counted in zip(weights, counted_N, strict=True)]
 
 
 @dataclass(frozen=True)
 class PolicyStats(TokenStats):
-    """Sums over the tokens of a policy update.
+    """Sums over the tokens of a policy update."""
 
-    `loss` is the surrogate with its sign turned, weighted as in the loss; `clipped` counts tokens whose gradient the bounds of
-    the ratio take away (cispo: make smaller); `approx_kl` is k3 of KL(old || new); `weight` sums the importance weights (1 each
-    if there are none); `kl` (to the reference) and `entropy` are filled in by `actor_loss`.  The others sum |advantage| by the
-    weights of the loss, of responses without and with tokens of an older policy: all of it, and what the bounds take away.
-    """
-
-    loss: Tensor
-    clipped: Tensor
-    approx_kl: Tensor
+    loss: Tensor  # surrogate to be minimised, weighted as in the loss
+    clipped: Tensor  # tokens whose gradient the bounds of the ratio take away (cispo: reduce)
+    approx_kl: Tensor  # k3 of KL(old || new)
     ratio: Tensor
-    weight: Tensor
-    kl: Tensor
+    weight: Tensor  # importance weights; 1 each if there are none
+    kl: Tensor  # to the reference; like `entropy` filled in by `actor_loss`
     entropy: Tensor
-    fresh_gradient: Tensor
-    fresh_lost: Tensor
-    stale_gradient: Tensor
+    fresh_gradient: Tensor  # |advantage| by the weights of the loss, of responses without tokens of an older policy
+    fresh_lost: Tensor  # the part of it that the bounds take away
+    stale_gradient: Tensor  # the same of responses with tokens of an older policy
     stale_lost: Tensor
     max_ratio: Tensor
 
 
 @dataclass(frozen=True)
 class ValueStats(TokenStats):
-    """Sums over the tokens of a value update.
-
-    `loss` is the (clipped) value loss, `clipped` counts values whose gradient the clip range takes away, `squared_error` is
-    (value - return)^2, `value` and `target` sum the new values and the returns.
-    """
+    """Sums over the tokens of a value update."""
 
     loss: Tensor
-    clipped: Tensor
+    clipped: Tensor  # values whose gradient the clip range takes away
     squared_error: Tensor
     value: Tensor
     target: Tensor
@@ -62,21 +115,16 @@ class ValueStats(TokenStats):
 
 @dataclass(frozen=True)
 class ActorTargets:
-    """What the actor's fresh log-probs are compared with; all but `lengths_R` are [T] and without gradient.
-
-    `old_logp_T` and `weight_T` come from `staleness.ratio_base`, `share_T` (None: 1 each) from `reduction.row_weights`, the
-    rest from the step's `Experience`.  `lengths_R`: tokens of each response, which ratios of whole responses need.  `stale_T`:
-    whether a token's response has tokens of an older policy (None: none has).  `columns` and `counts`: see `CustomLoss`.
-    """
+    """Inputs of the actor's loss besides its fresh log-probs; all but `lengths_R` are [T] and without gradient."""
 
     old_logp_T: Tensor
     advantages_T: Tensor
     reference_logp_T: Tensor | None = None
-    weight_T: Tensor | None = None
-    share_T: Tensor | None = None
-    lengths_R: Tensor | None = None
-    stale_T: Tensor | None = None
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    weight_T: Tensor | None = None  # importance weights of `ratio_base`; None: 1
+    share_T: Tensor | None = None  # from `row_weights`; None: 1
+    lengths_R: Tensor | None = None  # needed for ratios of whole responses
+    stale_T: Tensor | None = None  # True if the token's response has tokens of an older policy; None: none has
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # for `CustomLoss`, like `counts`
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -121,100 +169,34 @@ def log_ratios(logp_T: Tensor, old_logp_T: Tensor, ratio: Ratio, lengths_R: Tens
     return means_T if ratio == "sequence" else means_T.detach() + (d_T - d_T.detach())
 
 
-def policy_loss(
-    logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int
-) -> tuple[Tensor, PolicyStats]:
-    """The surrogate (with `clip`: paper eq. 2, sign turned to be minimised), each token times its importance weight.
+WEIGHT_CAP = 2.0
+"""Largest importance weight of a token (`ppo.staleness: decoupled`)."""
+
+
+def ratio_base(
+    behaviour_logp_T: Tensor,
+    proximal_logp_T: Tensor | None,
+    correction: Literal["behaviour", "decoupled"],
+    ratio: Ratio = "token",
+    lengths_B: Tensor | None = None,
+    weight_cap: float = WEIGHT_CAP,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probs that PPO's ratio is taken against and each token's importance weight, both [T], without gradient.
+
+    behaviour: the log-probs recorded at sampling, no weight.
+    decoupled: the proximal log-probs, recomputed once at the step's start, and min(proximal / behaviour, `weight_cap`) as
+    weight (decoupled PPO: Hilton et al. 2022, AReaL 2025), a response's (of `lengths_B` tokens) if the `ratio` is.  Ratios are
+    then clipped around the policy that the step began with; the cap bounds the variance of tokens that the older policy found
+    unlikely.
+
+    With no stale token (proximal equals behaviour) both are plain PPO, to the last bit.
     """
-    old_logp_T = targets.old_logp_T
-    ratio_T = log_ratios(logp_T, old_logp_T, surrogate.ratio, targets.lengths_R).exp()
-    losses_T, lost_T = _losses(logp_T, ratio_T, targets, surrogate, num_tokens)
-    if targets.weight_T is not None:
-        losses_T = losses_T * targets.weight_T
-    losses_T = shared(losses_T, targets.share_T)
-    zero = torch.zeros((), dtype=torch.float64, device=logp_T.device)
-    stats = PolicyStats(
-        num_tokens=count(logp_T),
-        loss=total(losses_T),
-        clipped=total(lost_T > 0),
-        approx_kl=total(kl_per_token(old_logp_T, logp_T, "k3")),
-        ratio=total(ratio_T),
-        weight=count(logp_T) if targets.weight_T is None else total(targets.weight_T),
-        kl=zero,
-        entropy=zero,
-        **_gradient_sums(lost_T, targets),
-        max_ratio=maximum(ratio_T),
-    )
-    return losses_T.sum() / num_tokens, stats
-
-
-POLICY_FIGURES = (
-    "actor_loss", "clip_fraction", "lost_gradient_fresh", "lost_gradient_stale", "approx_kl", "ratio_mean", "ratio_max",
-    "importance_weight_mean", "entropy",
-)  # fmt: skip
-BOUND_FIGURES = ("clip_fraction", "lost_gradient_fresh", "lost_gradient_stale")
-"""Figures of the bounds of the ratio, which a custom loss may not have."""
-
-
-def policy_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return `POLICY_FIGURES` of an update, from the reports of its optimizer steps."""
-    tokens = sum(report["num_tokens"] for report in reports)
-    gradient = {
-        name: sum(r[f"{name}_lost"] for r in reports) / (sum(r[f"{name}_gradient"] for r in reports) or 1.0)
-        for name in ("fresh", "stale")
-    }
-    mean = {
-        name: sum(report[name] for report in reports) / tokens
-        for name in ("loss", "clipped", "approx_kl", "ratio", "weight", "entropy")
-    }
-    return {
-        "actor_loss": mean["loss"],
-        "clip_fraction": mean["clipped"],
-        "lost_gradient_fresh": gradient["fresh"],
-        "lost_gradient_stale": gradient["stale"],
-        "approx_kl": mean["approx_kl"],
-        "ratio_mean": mean["ratio"],
-        "ratio_max": max(report["max_ratio"] for report in reports),
-        "importance_weight_mean": mean["weight"],
-        "entropy": mean["entropy"],
-    }
-
-
-def shared(terms_T: Tensor, share_T: Tensor | None) -> Tensor:
-    """Weight each token's loss by its share under the reduction."""
-    return terms_T if share_T is None else terms_T * share_T
-
-
-def _gradient_sums(lost_T: Tensor, targets: ActorTargets) -> dict[str, Tensor]:
-    """The sums of `PolicyStats` over |advantage|; `lost_T`: the share of each token's gradient that is lost."""
-    size_T = shared(shared(targets.advantages_T.abs(), targets.weight_T), targets.share_T)
-    stale_T = torch.zeros_like(size_T) if targets.stale_T is None else targets.stale_T.to(size_T.dtype)
-    fresh_T, stale_T = size_T * (1 - stale_T), size_T * stale_T
-    return {
-        "fresh_gradient": total(fresh_T),
-        "fresh_lost": total(fresh_T * lost_T),
-        "stale_gradient": total(stale_T),
-        "stale_lost": total(stale_T * lost_T),
-    }
-
-
-def _losses(
-    logp_T: Tensor, ratio_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token and the share of its gradient that the bounds of the ratio take away, both [T]."""
-    if surrogate.custom is not None:
-        assert targets.lengths_R is not None, "a custom loss is called once per response"
-        given = {"old_logp": targets.old_logp_T, "advantages": targets.advantages_T, **targets.columns}
-        if targets.reference_logp_T is not None:
-            given["reference_logp"] = targets.reference_logp_T
-        counts = {"num_tokens": num_tokens, **targets.counts}
-        return surrogate.custom.losses(logp_T, given, targets.lengths_R.tolist(), counts), torch.zeros_like(ratio_T)
-    objective = OBJECTIVES[surrogate.objective]
-    losses_T, lost_T = objective.terms(logp_T, ratio_T, targets.advantages_T, surrogate)
-    if objective.through_ratio and surrogate.ratio == "sequence_product":
-        assert targets.lengths_R is not None
-        losses_T = losses_T / to_tokens(targets.lengths_R, targets.lengths_R, losses_T.numel())
-    return losses_T, lost_T
+    if correction == "behaviour":
+        return behaviour_logp_T.detach(), None
+    assert proximal_logp_T is not None, "correction 'decoupled' needs the log-probs recomputed at the step's start"
+    proximal_logp_T = proximal_logp_T.detach()
+    weight_T = log_ratios(proximal_logp_T, behaviour_logp_T.detach(), ratio, lengths_B).exp().clamp(max=weight_cap)
+    return proximal_logp_T, weight_T
 
 
 Terms = Callable[[Tensor, Tensor, Tensor, Surrogate], tuple[Tensor, Tensor]]
@@ -261,6 +243,82 @@ OBJECTIVES: Mapping[Objective, ObjectiveTerms] = {
 }
 
 
+def policy_loss(
+    logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int
+) -> tuple[Tensor, PolicyStats]:
+    """Return the surrogate (with `clip`: paper eq. 2, sign turned to be minimised), each token times its importance weight."""
+    old_logp_T, lengths_R = targets.old_logp_T, targets.lengths_R
+    ratio_T = log_ratios(logp_T, old_logp_T, surrogate.ratio, lengths_R).exp()
+    if surrogate.custom is not None:
+        assert lengths_R is not None, "a custom loss is called once per response"
+        given = {"old_logp": old_logp_T, "advantages": targets.advantages_T, **targets.columns}
+        if targets.reference_logp_T is not None:
+            given["reference_logp"] = targets.reference_logp_T
+        losses_T = surrogate.custom.losses(logp_T, given, lengths_R.tolist(), {"num_tokens": num_tokens, **targets.counts})
+        lost_T = torch.zeros_like(ratio_T)
+    else:
+        objective = OBJECTIVES[surrogate.objective]
+        losses_T, lost_T = objective.terms(logp_T, ratio_T, targets.advantages_T, surrogate)
+        if objective.through_ratio and surrogate.ratio == "sequence_product":
+            assert lengths_R is not None
+            losses_T = losses_T / to_tokens(lengths_R, lengths_R, losses_T.numel())
+    if targets.weight_T is not None:
+        losses_T = losses_T * targets.weight_T
+    losses_T = shared(losses_T, targets.share_T)
+
+    size_T = shared(shared(targets.advantages_T.abs(), targets.weight_T), targets.share_T)
+    stale_T = torch.zeros_like(size_T) if targets.stale_T is None else targets.stale_T.to(size_T.dtype)
+    fresh_T, stale_T = size_T * (1 - stale_T), size_T * stale_T
+    zero = torch.zeros((), dtype=torch.float64, device=logp_T.device)
+    stats = PolicyStats(
+        num_tokens=count(logp_T),
+        loss=total(losses_T),
+        clipped=total(lost_T > 0),
+        approx_kl=total(kl_per_token(old_logp_T, logp_T, "k3")),
+        ratio=total(ratio_T),
+        weight=count(logp_T) if targets.weight_T is None else total(targets.weight_T),
+        kl=zero,
+        entropy=zero,
+        fresh_gradient=total(fresh_T),
+        fresh_lost=total(fresh_T * lost_T),
+        stale_gradient=total(stale_T),
+        stale_lost=total(stale_T * lost_T),
+        max_ratio=maximum(ratio_T),
+    )
+    return losses_T.sum() / num_tokens, stats
+
+
+def shared(terms_T: Tensor, share_T: Tensor | None) -> Tensor:
+    """Weight each token's loss by its share under the reduction."""
+    return terms_T if share_T is None else terms_T * share_T
+
+
+def actor_loss(
+    logp_T: Tensor,
+    entropy_T: Tensor,
+    targets: ActorTargets,
+    surrogate: Surrogate,
+    ppo: PPOConfig,
+    kl_coefficient: float,
+    num_tokens: int,
+) -> tuple[Tensor, PolicyStats]:
+    """Return the actor's loss: surrogate + KL term (only with `kl.mode: loss`) - entropy bonus, by the same weights.
+
+    `kl_coefficient` is the current one (an adaptive one changes).  `entropy_T` needs no gradient if its coefficient is 0.
+    """
+    loss, stats = policy_loss(logp_T, targets, surrogate, num_tokens)
+    if targets.reference_logp_T is not None:
+        kl_T = kl_per_token(logp_T, targets.reference_logp_T, ppo.kl.estimator)
+        stats = replace(stats, kl=total(kl_T))
+        if ppo.kl.mode == "loss":
+            if ppo.kl.gradient == "reverse":
+                kl_T = with_reverse_gradient(kl_T, logp_T, targets.old_logp_T, ppo.kl.estimator)
+            loss = loss + kl_coefficient * shared(kl_T, targets.share_T).sum() / num_tokens
+    if ppo.entropy_coefficient > 0:
+        loss = loss - ppo.entropy_coefficient * (shared(entropy_T, targets.share_T).sum() / num_tokens)
+    return loss, replace(stats, entropy=total(entropy_T))
+
+
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_clip: float, num_tokens: int
 ) -> tuple[Tensor, ValueStats]:
@@ -287,58 +345,29 @@ def value_loss(
     return losses_T.sum() / num_tokens, stats
 
 
-def actor_loss(
-    logp_T: Tensor,
-    entropy_T: Tensor,
-    targets: ActorTargets,
-    surrogate: Surrogate,
-    ppo: PPOConfig,
-    kl_coefficient: float,
-    num_tokens: int,
-) -> tuple[Tensor, PolicyStats]:
-    """Return the actor's loss: surrogate + KL term (only with `kl.mode: loss`) - entropy bonus, by the same weights.
-
-    `kl_coefficient` is the current coefficient (an adaptive one differs from the configured one).  `entropy_T` needs no
-    gradient if the entropy coefficient is 0.
-    """
-    loss, stats = policy_loss(logp_T, targets, surrogate, num_tokens)
-    if targets.reference_logp_T is not None:
-        kl_T = kl_per_token(logp_T, targets.reference_logp_T, ppo.kl.estimator)
-        stats = replace(stats, kl=total(kl_T))
-        if ppo.kl.mode == "loss":
-            if ppo.kl.gradient == "reverse":
-                kl_T = with_reverse_gradient(kl_T, logp_T, targets.old_logp_T, ppo.kl.estimator)
-            loss = loss + kl_coefficient * shared(kl_T, targets.share_T).sum() / num_tokens
-    if ppo.entropy_coefficient > 0:
-        loss = loss - ppo.entropy_coefficient * (shared(entropy_T, targets.share_T).sum() / num_tokens)
-    return loss, replace(stats, entropy=total(entropy_T))
+POLICY_FIGURES = (
+    "actor_loss", "clip_fraction", "lost_gradient_fresh", "lost_gradient_stale", "approx_kl", "ratio_mean", "ratio_max",
+    "importance_weight_mean", "entropy",
+)  # fmt: skip
+BOUND_FIGURES = ("clip_fraction", "lost_gradient_fresh", "lost_gradient_stale")
+"""Figures of the bounds of the ratio, which a custom loss may not have."""
 
 
-WEIGHT_CAP = 2.0
-"""Largest importance weight of a token (`ppo.staleness: decoupled`)."""
+def policy_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return `POLICY_FIGURES` of an update, from the reports of its optimizer steps."""
 
+    def summed(name: str) -> float:
+        return sum(report[name] for report in reports)
 
-def ratio_base(
-    behaviour_logp_T: Tensor,
-    proximal_logp_T: Tensor | None,
-    correction: Literal["behaviour", "decoupled"],
-    ratio: Ratio = "token",
-    lengths_B: Tensor | None = None,
-    weight_cap: float = WEIGHT_CAP,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probs that PPO's ratio is taken against and each token's importance weight, both [T], without gradient.
-
-    behaviour: the log-probs recorded at sampling, no weight.
-    decoupled: the proximal log-probs, recomputed once at the step's start, and min(proximal / behaviour,
-    `weight_cap`) as weight (decoupled PPO: Hilton et al. 2022, AReaL 2025).  Ratios are then clipped around the policy that
-    the step began with, which may differ much from an older one; the cap bounds the variance of tokens that the older policy
-    found unlikely.  If the `ratio` is a response's (of `lengths_B` tokens), so is the weight.
-
-    With no stale token (proximal equals behaviour) both are plain PPO, to the last bit.
-    """
-    if correction == "behaviour":
-        return behaviour_logp_T.detach(), None
-    assert proximal_logp_T is not None, "correction 'decoupled' needs the log-probs recomputed at the step's start"
-    proximal_logp_T = proximal_logp_T.detach()
-    weight_T = log_ratios(proximal_logp_T, behaviour_logp_T.detach(), ratio, lengths_B).exp().clamp(max=weight_cap)
-    return proximal_logp_T, weight_T
+    tokens = summed("num_tokens")
+    return {
+        "actor_loss": summed("loss") / tokens,
+        "clip_fraction": summed("clipped") / tokens,
+        "lost_gradient_fresh": summed("fresh_lost") / (summed("fresh_gradient") or 1.0),
+        "lost_gradient_stale": summed("stale_lost") / (summed("stale_gradient") or 1.0),
+        "approx_kl": summed("approx_kl") / tokens,
+        "ratio_mean": summed("ratio") / tokens,
+        "ratio_max": max(report["max_ratio"] for report in reports),
+        "importance_weight_mean": summed("weight") / tokens,
+        "entropy": summed("entropy") / tokens,
+    }

@@ -1,4 +1,4 @@
-"""Packed response tokens: row b of a batch owns a contiguous span of one 1-D tensor; there is no padding.
+"""Packed response tokens: row b of a batch owns a contiguous span of one 1-D tensor, without padding.
 
 Legend: T all response tokens of the batch, B rows (responses), N some of the T tokens.
 """
@@ -15,30 +15,28 @@ Lengths = Sequence[int] | Tensor
 
 
 def lengths_like(x_T: Tensor, lengths_B: Lengths) -> Tensor:
-    """`lengths_B` as an int64 tensor on the device of `x_T`, checked to cover it with non-empty spans."""
+    """Return `lengths_B` as int64 on the device of `x_T`, checked to cover it with non-empty spans."""
     result_B = torch.as_tensor(lengths_B, dtype=torch.int64, device=x_T.device)
-    assert result_B.dim() == 1 and x_T.dim() == 1, (
-        f"packed tensors are 1-D, got {x_T.shape} and lengths {result_B.shape}"
-    )
+    assert result_B.dim() == 1 and x_T.dim() == 1, f"packed tensors are 1-D, got {x_T.shape}, lengths {result_B.shape}"
     assert bool((result_B >= 1).all()), f"every response has at least one token, got lengths {result_B.tolist()}"
     assert int(result_B.sum()) == x_T.numel(), f"lengths sum to {int(result_B.sum())}, packed tokens are {x_T.numel()}"
     return result_B
 
 
 def last_tokens(lengths_B: Tensor) -> Tensor:
-    """Packed index of each row's last token, shape [B]."""
+    """Packed index of each row's last token, [B]."""
     return lengths_B.cumsum(0) - 1
 
 
 def tokens_after(lengths_B: Tensor) -> Tensor:
-    """For each token, how many tokens of its own row follow it, shape [T]: n-1 ... 0 within a row of n."""
+    """Number of tokens of its own row that follow each token, [T]: n-1 ... 0 within a row of n."""
     num_tokens = int(lengths_B.sum())
     last_T = last_tokens(lengths_B).repeat_interleave(lengths_B, output_size=num_tokens)
     return last_T - torch.arange(num_tokens, device=lengths_B.device)
 
 
 def tokens_of_rows(lengths_B: Tensor, rows: Sequence[int]) -> Tensor:
-    """Packed indices of the tokens of `rows`, in that order, shape [N]: `x_T[tokens_of_rows(...)]` packs those rows."""
+    """Packed indices of the tokens of `rows`, in that order, [N]."""
     rows_R = torch.as_tensor(rows, dtype=torch.int64, device=lengths_B.device)
     chosen_R = lengths_B[rows_R]
     num_tokens = int(chosen_R.sum())
@@ -74,15 +72,12 @@ def count(x_T: Tensor) -> Tensor:
 
 
 def right_share(margin: Tensor, noise: Tensor) -> Tensor:
-    """Return 1 for margins above `noise`, 0 below -`noise`, 1/2 between (float64).
-
-    The sign of a margin within rounding would change with the processor, the layout and the packing.
-    """
+    """Return 1 for margins above `noise`, 0 below -`noise`, 1/2 between, where rounding decides the sign (float64)."""
     return (margin.greater(noise).double() + margin.greater_equal(-noise).double()) / 2
 
 
 def rounding(x: Tensor) -> float:
-    """Return the relative rounding error of a model's outputs: a few units of their type."""
+    """Relative rounding error of a model's outputs: a few units of their type."""
     return 4 * torch.finfo(x.dtype).eps
 
 

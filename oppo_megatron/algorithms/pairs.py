@@ -1,7 +1,6 @@
 """Online DPO (arXiv 2402.04792): the loss of pairs, each of the best and the worst response of a group.
 
-A group of equal scores does not make a pair: its rows have weight 0.  The loss compares the policy with the reference only, not
-with the policy that sampled.
+The rows of a group of equal scores have weight 0.  The policy is compared with the reference, not with the policy that sampled.
 
 Legend: T response tokens of a micro-batch, B responses of a batch in groups side by side, P pairs, two rows of a group each.
 """
@@ -38,20 +37,16 @@ class PairStats(TokenStats):
 
 
 def rows_of_pairs(signs_B: Tensor, group_size: int) -> list[list[int]]:
-    """Return the rows of the best and the worst response of each group, in order; the first two if the group is not a pair.
-
-    `signs_B`: 1 of the best, -1 of the worst, 0 of the others.
-    """
+    """Return the rows of each group whose signs are not 0 (1: best, -1: worst), or its first two if the group is not a pair."""
     found = []
     for first, signs in zip(range(0, signs_B.numel(), group_size), signs_B.view(-1, group_size).tolist(), strict=True):
         places = [place for place, sign in enumerate(signs) if sign] or [0, 1]
-        found.append([first + place for place in places[:2]])  # of a group without numbers no more either
+        found.append([first + place for place in places[:2]])  # all signs of a group with a NaN are NaN
     return found
 
 
 def pair_weights(num_tokens: int, counted_N: Sequence[bool]) -> list[float]:
-    """Return the weights of the rows of a minibatch [N], 1 / pairs in units of 1/T (see `reduction.row_weights`); 0 for rows
-    without a pair."""
+    """Return the weights of a minibatch's rows, 1 / pairs in units of 1/T (see `row_weights`); 0 for rows without a pair."""
     pairs = sum(counted_N) / 2
     return [num_tokens / pairs if counted else 0.0 for counted in counted_N]
 
@@ -59,10 +54,9 @@ def pair_weights(num_tokens: int, counted_N: Sequence[bool]) -> list[float]:
 def pair_loss(
     logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, rule: DPOLossConfig, num_tokens: int, noise: float
 ) -> tuple[Tensor, PairStats]:
-    """The loss of a micro-batch that has two rows of a group side by side: its share of the mean over the minibatch's pairs.
+    """Return a micro-batch's share of the mean loss over the minibatch's pairs; two rows of a group are side by side.
 
-    The sign of a row's advantages says whether it is the better one; `share_T` is by `pair_weights`, and 0 of no pair.  `noise`:
-    `token_noise` of the policy's type.
+    The sign of a row's advantages says whether it is the better one; `share_T` is from `pair_weights`; `noise`: `token_noise`.
     """
     assert targets.lengths_R is not None and targets.share_T is not None and targets.reference_logp_T is not None
     lengths_R = targets.lengths_R
@@ -85,7 +79,7 @@ def pair_loss(
 
 
 def pair_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return `PAIR_FIGURES` of an update, from the reports of its optimizer steps; means over pairs are 0 if there were none."""
+    """Return `PAIR_FIGURES` of an update, from the reports of its optimizer steps; means over no pairs are 0."""
     sums = {name: sum(report[name] for report in reports) for name in reports[0] if name in PairStats.__dataclass_fields__}
     pairs = max(1.0, sums["pairs"])
     means = (sums[name] / pairs for name in ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected"))

@@ -9,7 +9,7 @@
     kto     wanted 1 - s(b(ratio - z0)), unwanted 1 - s(b(z0 - ratio)) (Ethayarajh et al. 2024, eq. 7)
     apo_zero_unpaired  the same with z0 = 0 (D'Oosterlinck et al. 2024)
 
-Everything is added up in double precision: a sum of hundreds of log-probs is compared with another one.
+Sums are in double precision, because a sum of hundreds of log-probs is compared with another one.
 
 Legend: R answer tokens of a micro-batch, S its sequences (chosen, rejected, chosen, rejected, ... of pairs), P pairs.
 """
@@ -30,17 +30,17 @@ FLOAT32 = token_noise("float32")
 
 
 def sequence_sums(logp_R: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each sequence's sum in float64 [S]; `counts` are their rows, in order.  Adds in the same order each time."""
+    """Sum of each sequence's `counts` rows in float64, [S], added in the same order each time."""
     return torch.stack([piece.sum() for piece in logp_R.double().split(list(counts))])
 
 
 def pair_columns(
     logp_S: Tensor, reference_S: Tensor, counts_S: Tensor, rule: DPOLossConfig, noise: float = FLOAT32
 ) -> dict[str, Tensor]:
-    """What is known of each pair, [P] a name: its `loss`, and without gradient the implicit rewards and their difference.
+    """Return each pair's `loss` and, without gradient, its implicit rewards and their difference, [P] each.
 
-    `logp_S`, `reference_S`: sums over a sequence's tokens, of which `counts_S` says how many there are.  `accuracy`: whether the
-    chosen answer's reward is the larger one; 1/2 if their difference may be rounding, which is `noise` a token (`token_noise`).
+    `logp_S` and `reference_S` are sums over a sequence's `counts_S` tokens.  `accuracy`: 1 if the chosen answer's reward is the
+    larger one, 1/2 if their difference may be rounding, which is `noise` per token (`token_noise`).
     """
     scale_S = 1.0 / counts_S if rule.average else torch.ones_like(reference_S)
     ratio_P2 = ((logp_S - reference_S) * scale_S).view(-1, 2)
@@ -62,7 +62,7 @@ def pair_columns(
 
 
 def margin_losses(margin_P: Tensor, rule: DPOLossConfig) -> Tensor:
-    """The loss of each margin [P], without the term of the chosen answer's own log-prob."""
+    """Loss of each margin, [P], without the term of the chosen answer's own log-prob."""
     scaled_P, flipped = rule.beta * margin_P, rule.label_smoothing
     if rule.loss == "hinge":
         return torch.relu(1 - scaled_P)
@@ -83,10 +83,10 @@ def row_columns(
     point: float,
     noise: float = FLOAT32,
 ) -> dict[str, Tensor]:
-    """What is known of each row, [S] a name: its `loss`, and without gradient on which side of the reference point it is.
+    """Return each row's `loss` and, without gradient, its position relative to the reference point, [S] each.
 
-    `sign_S`: 1 of wanted rows, -1 of unwanted ones; `point`: z0.  `margin`: how far a row's implicit reward is on its right
-    side of the point's; `accuracy`: whether it is at all; `counts_S` and `noise` as for `pair_columns`.
+    `sign_S`: 1 for wanted rows, -1 for unwanted ones; `point`: z0.  `margin`: how far a row's implicit reward is on its right
+    side of the point's, `accuracy` whether it is; `counts_S` and `noise` as for `pair_columns`.
     """
     ratio_S = logp_S - reference_S
     margin_S = rule.beta * sign_S * (ratio_S - point)
@@ -102,12 +102,12 @@ def row_columns(
 
 
 def mean_loss(columns: Mapping[str, Tensor], num_rows: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The micro-batch's share of the mean over the `num_rows` of the whole batch; its statistics are sums, `count` of them."""
+    """Return the micro-batch's share of the mean over the batch's `num_rows`; statistics are sums over `count` rows."""
     share = columns["loss"].sum() / num_rows
     return share.float(), {"count": count(columns["loss"])} | {name: total(each) for name, each in columns.items()}
 
 
 def table_of(columns: Mapping[str, Tensor], metrics: Sequence[str]) -> Tensor:
-    """1 and the `metrics` of each row [N, 1 + K] in float64."""
+    """Return 1 and the `metrics` of each row, [N, 1 + K] in float64."""
     found = [columns[name].detach().double() for name in metrics]
     return torch.stack([torch.ones_like(found[0]), *found], -1)

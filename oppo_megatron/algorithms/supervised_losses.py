@@ -1,8 +1,7 @@
 """Losses of supervised training: next tokens (SFT) and preferences (reward model).
 
-Legend: R completion tokens of a micro-batch, P pairs of a micro-batch.  `num_tokens` and `num_pairs` count the whole
-batch, so that the losses (and gradients) of micro-batches add up to the batch's mean.  Statistics are sums over a
-micro-batch's own tokens or pairs, `count` of them; they add up too, and `means` makes the batch's means of them.
+Legend: R completion tokens of a micro-batch, P pairs of a micro-batch.  `num_tokens` and `num_pairs` count the whole batch, so
+that the losses of micro-batches add up to the batch's mean.  Statistics are sums over a micro-batch's `count` tokens or pairs.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from oppo_megatron.algorithms.packed import count, right_share, rounding, total
 
 
 def next_token_loss(logp_R: Tensor, num_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean negative log-prob (nats) of the completion tokens.  Statistic: `loss`."""
+    """Mean negative log-prob (nats) of the completion tokens."""
     return -logp_R.sum() / num_tokens, {"count": count(logp_R), "loss": total(-logp_R)}
 
 
 def preference_loss(scores_P2: Tensor, num_pairs: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Bradley-Terry: mean -log sigmoid(chosen - rejected); column 0 scores the chosen answers.
 
-    Statistics: `loss`, `accuracy` (whether the chosen answer scores higher; a tie, up to rounding, counts half), `margin`
-    (chosen - rejected).
+    Statistics: `loss`, `accuracy` (1 if the chosen answer scores higher, 1/2 for a tie up to rounding), `margin`.
     """
     _, losses_P, right_P, margin_P = preference_table(scores_P2).unbind(-1)
     return losses_P.sum() / num_pairs, {
@@ -38,7 +36,7 @@ def preference_loss(scores_P2: Tensor, num_pairs: int) -> tuple[Tensor, dict[str
 
 
 def preference_table(scores_P2: Tensor) -> Tensor:
-    """For each pair: 1, its loss, whether the chosen answer scores higher, and by how much [P, 4]."""
+    """Return 1, the loss, the accuracy and the margin of each pair, [P, 4]."""
     chosen_P, rejected_P = scores_P2.unbind(-1)
     margin_P = chosen_P - rejected_P
     right_P = right_share(margin_P, rounding(scores_P2) * scores_P2.abs().amax(-1)).to(margin_P.dtype)
@@ -46,15 +44,14 @@ def preference_table(scores_P2: Tensor) -> Tensor:
 
 
 def means(stats: Mapping[str, float]) -> dict[str, float]:
-    """Every summed statistic divided by `count`, which is left out.  No statistics (an early stage) have no means."""
+    """Return the summed statistics divided by `count`, which is left out; {} for {} (an early pipeline stage)."""
     return {name: value / stats["count"] for name, value in stats.items() if name != "count"}
 
 
 def step_loss(logits_R: Tensor, labels_R: Tensor, num_labels: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean binary cross-entropy (nats) of the labels, from 0 to 1, where sigmoid(logit) is the probability of 1.
+    """Mean binary cross-entropy (nats) of labels from 0 to 1; sigmoid(logit) is the probability of 1.
 
-    It is the cross-entropy of two classes whose logits differ by `logits_R`.  Statistics: `loss`, `accuracy` (1 if the
-    label's class is the likelier one, 1/2 if both are equally likely, up to rounding).
+    Statistics: `loss`, `accuracy` (1 if the label's class is the likelier one, 1/2 for a tie up to rounding).
     """
     _, losses_R, right_R = step_table(logits_R, labels_R).unbind(-1)
     return losses_R.sum() / num_labels, {"count": count(losses_R), "loss": total(losses_R), "accuracy": total(right_R)}

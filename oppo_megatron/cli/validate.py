@@ -87,7 +87,7 @@ def service_lines(path: Path, overrides: Sequence[str], *, skip_data: bool) -> I
 def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     """Read all rows as the run does; return lines about rows used and dropped.  Raises DataError or RewardError."""
     from oppo_megatron.clock import by_time
-    from oppo_megatron.config.derived import describe_batch, describe_settle
+    from oppo_megatron.config.derived import describe_batch
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.train.inputs import describe_first, describe_inputs, read_inputs, try_answers
 
@@ -95,8 +95,8 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
         return _supervised_lines(settings)
     inputs = read_inputs(settings, by_time())
     refused = try_answers(inputs, settings)
-    about = [describe_batch(settings), *describe_settle(settings)]
-    return [*about, *describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings)]
+    found = [*describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings)]
+    return [describe_batch(settings), *found]
 
 
 def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:

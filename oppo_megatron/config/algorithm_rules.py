@@ -97,12 +97,6 @@ READS = (
         "there is no KL to a reference (ppo.kl.mode; with pairs, rollout.temperature 1)",
         "remove it, or set ppo.kl.mode to penalty, score or loss",
     ),
-    Read(
-        ("settle.every", "settle.audit"),
-        lambda config: config.settle.mode != "off",
-        "settle.mode is off",
-        "remove it, or set settle.mode to certain",
-    ),
 )
 """The settings that not every algorithm reads.  Each is refused, unless it has its default, if the choices do not read it."""
 

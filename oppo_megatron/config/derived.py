@@ -98,29 +98,10 @@ def describe_batch(config: TrainSettings) -> str:
     )
 
 
-def settle_period(config: TrainSettings) -> int | None:
-    """Decode steps from one question for settled prefixes to the next; None: nobody asks."""
-    if config.settle.mode == "off":
-        return None
-    return config.settle.every or config.overlap.admission_period or config.overlap.chunk.tokens
-
-
-def describe_settle(config: TrainSettings) -> list[str]:
-    """How responses end early, in a line, if they do; and that this is biased, if it is."""
-    period, audit = settle_period(config), config.settle.audit
-    if period is None:
-        return []
-    checked = f"one group of {audit} is decoded to its end and checked" if audit else "no group is checked at its end"
-    line = f"settle {config.settle.mode}: rewards are asked every {period} decode steps; {checked}"
-    biased = "WARNING: settle.mode is predicted: the gradient is biased towards short responses, see docs/algorithm.md"
-    return [line, biased] if config.settle.mode == "predicted" else [line]
-
-
 def longest_chunk(config: TrainConfig) -> int:
-    """Decode steps that a round has at most: no more than a response has tokens, none beyond an admission or a question for
-    settled prefixes."""
-    ends = config.rollout.max_response_tokens, config.overlap.admission_period, settle_period(config)
-    return min(end for end in ends if end is not None)
+    """Most decode steps of a round: no more than a response has tokens, and none beyond an admission."""
+    longest, period = config.rollout.max_response_tokens, config.overlap.admission_period
+    return longest if period is None else min(longest, period)
 
 
 def minibatch_rows(config: TrainSettings) -> int:

@@ -52,7 +52,6 @@ from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
 from oppo_megatron.config.preference_losses import PairLossConfig
 from oppo_megatron.config.preset_file import with_preset_file
 from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
-from oppo_megatron.config.settling import SettleConfig
 
 
 def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
@@ -173,7 +172,6 @@ class TrainSettings(RunConfig):
     overlap: OverlapConfig = OverlapConfig()
     filter: FilterConfig | None = Field(None, description="drops groups whose responses are all equally good; null: none is; "
     "default: that of `algorithm.preset` (`dapo` has one, and backfill for it, with `overlap.inter`)")
-    settle: SettleConfig = SettleConfig()
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
     checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()

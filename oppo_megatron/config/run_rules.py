@@ -11,7 +11,6 @@ from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
 from oppo_megatron.config.reward_rules import check_part, check_rewards, check_waits
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
-from oppo_megatron.config.settle_rules import settle_rules
 
 
 def train_rules(config: TrainConfig) -> Iterator[str]:
@@ -40,7 +39,6 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
         alone = rollout.group_size == 1 and not config.algorithm.greedy
         yield from config.filter.rules(part_labels(config.rewards), backfill=bool(overlap.backfill), alone=alone)
     yield from config.overlong.rules(rollout.max_response_tokens)
-    yield from settle_rules(config)
     yield from _step_rewards(config)
     warming, steps = config.ppo.critic_warmup_steps, config.steps
     if warming and steps is not None and warming >= steps:

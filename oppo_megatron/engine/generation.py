@@ -76,12 +76,6 @@ class DecodeWorker:
         for seq_id in self.cache.seq_ids:
             self.cache.truncate(seq_id, 0)
 
-    def stop(self, seq_ids: Sequence[int]) -> None:
-        """Close the sequences that this replica holds, between two rounds."""
-        held = [seq_id for seq_id in seq_ids if seq_id in self.cache]
-        for seq_id in sorted(held, key=self.cache.slot, reverse=True):
-            self.cache.close(seq_id)
-
     def resume(self, stored: Mapping[int, Tensor]) -> None:
         """Open sequences with their stored caches, in the order of their slots."""
         for seq_id, cached in stored.items():

@@ -97,20 +97,6 @@ class RoundRunner:
         """Update the planner after the chunk has been recorded in the active rollouts."""
         self.planner.actor.record(rollouts)
 
-    def stop(self, rollouts: Sequence[Rollout]) -> None:
-        """Stop decoding these rollouts, which may have been cut, between two rounds.
-
-        A scorer that has read as much of one as is left, or more, reads it again.
-        """
-        self.planner.actor.stop(rollouts)
-        if self.decode is not None:
-            self.decode.stop([rollout.seq_id for rollout in rollouts])
-        for name, book in self.planner.scorers.items():
-            beyond = book.beyond(rollouts)
-            book.forget(*beyond, unread=True)
-            if name in self.scoring:
-                self.scoring[name].give_up(*beyond)
-
     def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
         """True if any scorer (or scorer `role`), on any rank, has not read all of the rollouts."""
         return self.planner.owes(rollouts) if role is None else self.planner.scorers[role].owes(rollouts)

@@ -31,7 +31,7 @@ buffer never holds more than B + delta groups, and no round is ended by the last
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -185,17 +185,6 @@ class RolloutBuffer:
     def drop(self, groups: Iterable[int]) -> list[Rollout]:
         """Remove groups, by number, untrained."""
         return self._remove(np.flatnonzero(np.isin(self._numbers(), list(groups))))
-
-    def cut(self, lengths: Mapping[int, int]) -> list[Rollout]:
-        """End unfinished rollouts, by sequence, at these response lengths; drop their later tokens."""
-        cut = [self._unfinished.pop(seq_id) for seq_id in lengths]
-        places = self._table.rows(np.array(list(lengths), dtype=np.int64))
-        self._table.columns.response_tokens[places] = list(lengths.values())
-        self._table.columns.finished[places] = True
-        self._table.finish_clocks[places] = self._clock
-        for rollout in cut:
-            rollout.cut(lengths[rollout.seq_id], self._clock)
-        return cut
 
     def pass_to(self, clock: int) -> None:
         assert not self._unfinished and clock >= self._clock

@@ -4,8 +4,8 @@ Rewards arrive at unpredictable times, so verdicts follow a clock of decode step
 next, a response that ended at step c is judged at step p * (ceil(c / p) + lag).  The ranks wait there for the scores due, so
 batches depend on tokens, rewards, p and lag, not on seconds, chunk sizes or placements.
 
-A group is kept as soon as two members differ, but is trained with its last one.  It is dropped once all its scores, foreseen
-ones (`settling.py`) included, are known to be equal.
+A group is kept as soon as two members differ, but is trained with its last one.  It is dropped once all its scores are known and
+equal.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class GroupFilter:
         assert scheduler.buffer.filtered and scheduler.buffer.group_size > 1
         self.scheduler, self.clock, self.rule = scheduler, clock, rule
         self.scores: dict[int, Scores] = {}
-        self.foreseen: Mapping[int, Scores] = {}  # of responses that are still decoded, whatever follows
         self.counts = Counts()
         self._judged: set[int] = set()  # groups, by number, that have their verdict and are still held
 
@@ -112,7 +111,6 @@ class GroupFilter:
         return {
             "labels": list(self.rule.labels),
             "scores": scores,
-            "foreseen": [[i, list(parts)] for i, parts in self.foreseen.items()],
             "kept": self.counts.kept,
             "dropped": self.counts.dropped,
         }
@@ -126,7 +124,6 @@ class GroupFilter:
             held = {rollout.seq_id for rollout in self.scheduler.buffer.rollouts if rollout.finished}
             numbers = {i: [math.nan if x is None else x for x in parts] for i, parts in state["scores"]}
             self.scores = {seq_id: parts for seq_id, parts in numbers.items() if seq_id in held}
-            self.foreseen = dict(state.get("foreseen", ()))
         kept = [number for number, group in self._groups().items() if self._decided(group)]
         self._judged = set(kept)
         self.scheduler.buffer.keep(kept)
@@ -136,9 +133,9 @@ class GroupFilter:
         due = [r for r in buffer.rollouts if self._is_due(r)]
         if due:
             self.scores |= dict(zip((r.seq_id for r in due), judge(due), strict=True))
-        waiting = {n: group for n, group in self._groups().items() if n not in self._judged}
-        kept = {n for n, group in waiting.items() if self._decided(group) and self._differ(group)}
-        futile = {n for n, group in waiting.items() if self._known(group) and not self._differ(group)}
+        decided = {n: group for n, group in self._groups().items() if n not in self._judged and self._decided(group)}
+        kept = {n for n, group in decided.items() if self._differ(group)}
+        futile = decided.keys() - kept
         self._judged |= kept
         self.counts.kept += len(kept)
         self.counts.dropped += len(futile)
@@ -163,13 +160,9 @@ class GroupFilter:
     def _decided(self, group: Sequence[Rollout]) -> bool:
         return all(rollout.seq_id in self.scores for rollout in group)
 
-    def _known(self, group: Sequence[Rollout]) -> bool:
-        return all(rollout.seq_id in self.scores or rollout.seq_id in self.foreseen for rollout in group)
-
     def _differ(self, group: Sequence[Rollout]) -> bool:
         """True if two known scores differ by more than `TIE`.  A non-finite score differs from all: the guards are to see it."""
-        found = [self.scores.get(r.seq_id, self.foreseen.get(r.seq_id)) for r in group]
-        values = [self.rule.metric(scores) for scores in found if scores is not None]
+        values = [self.rule.metric(self.scores[r.seq_id]) for r in group if r.seq_id in self.scores]
         if not all(map(math.isfinite, values)):
             return True
         if not values:

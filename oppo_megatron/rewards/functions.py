@@ -18,10 +18,10 @@ from oppo_megatron.config.reward_rules import check_rewards
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.plugins import SHOWN_CHARACTERS, load_entry_point, said_of
 from oppo_megatron.rewards.isolated_rule import IsolatedRule
-from oppo_megatron.rewards.isolation import NO_SETTLED, IsolatedFunction
+from oppo_megatron.rewards.isolation import IsolatedFunction
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, read_token
 from oppo_megatron.rewards.remote import RemoteReward
-from oppo_megatron.rewards.rule_parts import FormatReward, Rule, VerifierReward, build_rule
+from oppo_megatron.rewards.rule_parts import Rule, VerifierReward, build_rule
 from oppo_megatron.rewards.rules.lengths import LengthRule
 from oppo_megatron.rewards.user_code import ProcessExit, staying
 
@@ -40,14 +40,10 @@ class ResponseReward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """A user's function, called in this process.  Raises RewardError if it raises, or asks to end the process.
-
-    `early`: its `settled`, which takes a prefix in place of the response, and may return None.
-    """
+    """A user's function, called in this process.  Raises RewardError if it raises, or asks to end the process."""
 
     entry_point: str
     function: ResponseReward
-    early: ResponseReward | None = None
 
     def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
         try:
@@ -57,16 +53,6 @@ class UserFunction:
             raise RewardError(f"it asked to end the process ({said_of(error)}); return a number, or raise") from error
         except Exception as error:
             raise RewardError(said_of(error)) from error
-
-    @property
-    def never_settles(self) -> str | None:
-        return None if self.early is not None else NO_SETTLED
-
-    def settled(self, prompt: str, prefix: str, fields: Mapping[str, Any]) -> float | None:
-        """By the function's `settled`, which there is.  Raises as a call does."""
-        assert self.early is not None
-        return UserFunction(self.entry_point, self.early)(prompt, prefix, fields)
-
 
 @dataclass(frozen=True, slots=True)
 class Summand:
@@ -134,10 +120,7 @@ def _function(
         isolated.check()
         return isolated
     function, options = load_entry_point(part.entry_point, part.options), part.options
-    early = load_entry_point(f"{part.entry_point}.settled", options) if hasattr(function, "settled") else None
-    if early is not None and options:
-        early = partial(early, **options)
-    return UserFunction(part.entry_point, partial(function, **options) if options else function, early)
+    return UserFunction(part.entry_point, partial(function, **options) if options else function)
 
 
 def _about(function: ResponseReward | RemoteReward | Rule | None) -> str:
@@ -201,29 +184,6 @@ class RewardSum:
             if isinstance(summand.function, IsolatedRule):
                 for place, reason in summand.function.unusable(rows, tell).items():
                     found.setdefault(place, f"reward part {summand.label!r}: {reason}")
-        return found
-
-    def never_settle(self) -> dict[str, str]:
-        """The parts that no prefix ever settles, by label, with the reason."""
-        return {part.label: why for part in self.summands if (why := _never_settles(part.function)) is not None}
-
-    def settled(self, item: ScoreItem, place: str = "") -> dict[str, float]:
-        """Return, by label, the value of each part that is the same for every response beginning with the response of `item`.
-
-        Raises `RewardError` naming sequence, `place` (file:line of the prompt's row) and part.
-        """
-        found = dict[str, float]()
-        for summand in self.summands:
-            if not isinstance(summand.function, Settling) or summand.function.never_settles is not None:
-                continue
-            what = f"{_of(item, place)}: `settled` of reward part {summand.label!r}"
-            try:
-                value = summand.function.settled(item.prompt, item.response, item.fields)
-                if value is not None:
-                    found[summand.label] = _finite(value, "it")
-            except RewardError as error:
-                remedy = "it must give a finite number or None for every prefix: correct it"
-                raise RewardError(f"{what} failed: {error}; {remedy}") from (error.__cause__ or error)
         return found
 
     def reads_model(self, labels: Collection[str]) -> bool:
@@ -314,16 +274,6 @@ class RewardSum:
                     each.forget(item.seq_id)
             raise
         return parts
-
-
-Settling = VerifierReward | FormatReward | UserFunction | IsolatedFunction
-"""Parts that may give a score early, with `settled(prompt, prefix, fields)`, unless `never_settles` gives a reason."""
-
-
-def _never_settles(function: ResponseReward | RemoteReward | Rule | None) -> str | None:
-    if isinstance(function, Settling):
-        return function.never_settles
-    return "it is known at the end of a response only"
 
 
 def _value(summand: Summand, item: ScoreItem, model_score: float | None, sequence: str, num_tokens: int | None) -> Any:

@@ -44,7 +44,7 @@ def main(reads: int, writes: int) -> None:
         except ConfigError as error:
             _answer(answers, task, {"error": error.problems[0]})
             return
-        _answer(answers, task, {"ready": True, "settles": hasattr(function, "settled")})
+        _answer(answers, task, {"ready": True})
         for line in calls:
             allow_processor_time(task["cpu_s"])
             call = json.loads(line)
@@ -97,10 +97,7 @@ def _environment_of(pid: int) -> bytes:
 
 def _call(function: Any, call: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     try:
-        asked = function.settled if "settled" in call else function
-        value = asked(call["prompt"], call["response"], call["fields"], **options)
-        if value is None and "settled" in call:
-            return {"value": None}
+        value = function(call["prompt"], call["response"], call["fields"], **options)
         if not isinstance(value, numbers.Real):
             return {"error": f"it gave {str(value)[:SHOWN_CHARACTERS]} ({type(value).__name__}), not a number"}
         return {"value": float(value)}

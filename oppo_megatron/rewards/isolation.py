@@ -33,7 +33,6 @@ CHILD = "oppo_megatron.rewards.isolated_child"
 END_S = 2.0
 SHOWN_BYTES = 1 << 16
 """The first of what a process prints goes to the run's own output; a function may print for each of a million responses."""
-NO_SETTLED = "the function has no `settled`"
 
 
 class Unanswered(RewardError):
@@ -61,7 +60,6 @@ class IsolatedFunction:
         self._cpu_s = math.ceil(limits.wall_s) if cpu_s is None else cpu_s
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
-        self._settles = False
         self._mark = ""
         self._thread = self._to_child = self._from_child = -1
         self._shows: threading.Thread | None = None
@@ -79,26 +77,14 @@ class IsolatedFunction:
 
         For a limit and a crash it is `Unanswered`, but not while the process starts.
         """
-        return float(self._called({"prompt": prompt, "response": response, "fields": dict(fields)}))
-
-    @property
-    def never_settles(self) -> str | None:
-        """Why no prefix is ever settled, if so; known once the process has started, as in `check`."""
-        return None if self._settles else NO_SETTLED
-
-    def settled(self, prompt: str, prefix: str, fields: Mapping[str, Any]) -> float | None:
-        """By the function's `settled`, which there is.  Raises as a call does."""
-        value = self._called({"prompt": prompt, "response": prefix, "fields": dict(fields), "settled": True})
-        return None if value is None else float(value)
-
-    def _called(self, call: Mapping[str, Any]) -> Any:
         if self._process is None:
             self._start()
         assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"
+        call = {"prompt": prompt, "response": response, "fields": dict(fields)}
         answer = self._ask(call, self.limits.wall_s, f"{self.entry_point} gave no score within isolate.wall_s")
         if "error" in answer:
             raise RewardError(f"{self.entry_point} failed in its process: {answer['error']}")
-        return answer["value"]
+        return float(answer["value"])
 
     def interrupt(self) -> None:
         """Kill the process, from any thread: a call that is under way fails."""
@@ -155,7 +141,6 @@ class IsolatedFunction:
         if answer.get("ready") is not True:
             self.close()
             raise RewardError(f"{self.entry_point} cannot be loaded in its process: {answer.get('error', answer)}")
-        self._settles = bool(answer.get("settles"))
 
     def _ask(self, message: Mapping[str, Any], limit_s: float, late: str) -> dict[str, Any]:
         """Send a line and read the next one.  Whatever goes wrong ends the process, and is `Unanswered` but for a wrong line."""

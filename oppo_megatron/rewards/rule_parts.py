@@ -17,7 +17,7 @@ from oppo_megatron.rewards.isolation import IsolatedFunction
 from oppo_megatron.rewards.rules import choices, code_tests, math_answers
 from oppo_megatron.rewards.rules.formats import FormatRule
 from oppo_megatron.rewards.rules.lengths import LengthRule
-from oppo_megatron.rewards.verifiers import expected_answer, first_settled, verify
+from oppo_megatron.rewards.verifiers import expected_answer, verify
 
 VERLS_ANSWER = "reward_model.ground_truth"
 """The expected answer in rows of verl's layout, if they have no column `answer`."""
@@ -29,15 +29,11 @@ OWN_MB = 2048
 
 @dataclass(frozen=True, slots=True)
 class VerifierReward:
-    """1.0 or 0.0 by `verify`, against column `answer`, which `expected` reads.
-
-    `early(prefix, expected)`: the score of every response that begins so, or None; None: the rule cannot tell.
-    """
+    """1.0 or 0.0 by `verify`, against column `answer`, which `expected` reads."""
 
     verify: Callable[[str, Any], float]
     expected: Callable[[Any], Any]
     answer: str
-    early: Callable[[str, Any], float | None] | None = None
 
     def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
         return self.verify(response, column(fields, self.answer))
@@ -46,29 +42,12 @@ class VerifierReward:
         """Raise `RewardError` if a response to this row could not be scored."""
         self.expected(column(fields, self.answer))
 
-    @property
-    def never_settles(self) -> str | None:
-        return "its rule cannot tell before the end" if self.early is None else None
-
-    def settled(self, prompt: str, prefix: str, fields: Mapping[str, Any]) -> float | None:
-        return None if self.early is None else self.early(prefix, column(fields, self.answer))
-
-
 @dataclass(frozen=True, slots=True)
 class FormatReward:
     rule: FormatRule
 
     def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
         return self.rule.score(response)
-
-    @property
-    def never_settles(self) -> str | None:
-        why = "its pattern looks around, refers to groups or has anchors within, and a prefix says nothing of its match"
-        return None if self.rule.can_settle else why
-
-    def settled(self, prompt: str, prefix: str, fields: Mapping[str, Any]) -> float | None:
-        return self.rule.settled(prefix)
-
 
 Rule = VerifierReward | FormatReward | LengthRule | IsolatedRule
 
@@ -100,11 +79,10 @@ def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_to
     if part.isolation is not None:
         return _isolated_rule(part, part.isolation, environment)
     if part.name == "multiple_choice":
-        return VerifierReward(choices.verify, choices.expected_letter, part.answer, lambda prefix, _: choices.settled(prefix))
+        return VerifierReward(choices.verify, choices.expected_letter, part.answer)
     assert part.name is not None, "check_rewards asks for it"
     name = "flexible" if part.lenient else part.name
-    early = first_settled if part.name == "gsm8k_first" else None
-    return VerifierReward(partial(verify, name), expected_answer, part.answer, early)
+    return VerifierReward(partial(verify, name), expected_answer, part.answer)
 
 
 def _length_rule(part: RewardPart, max_response_tokens: int | None) -> LengthRule:

@@ -59,12 +59,6 @@ def first_answer(text: str) -> Fraction | None:
     return _number(mark[1].partition("####")[0]) if mark else None
 
 
-def first_settled(prefix: str, expected: Any) -> float | None:
-    """The score by `first_answer` once the line of the first mark has ended; None before.  Raises as `expected_answer`."""
-    mark = _MARK.search(prefix)
-    return verify("gsm8k_first", prefix, expected) if mark and mark.end() < len(prefix) else None
-
-
 def _read(text: str, forms: Sequence[str]) -> Fraction | None:
     form, found = texts(text, forms)
     return _number(found[-1].rpartition("=")[2] if form == "last line" else found[-1]) if found else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from oppo_megatron.config.derived import batch_rows, max_context, members, settle_period
+from oppo_megatron.config.derived import batch_rows, max_context, members
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements
@@ -102,16 +102,16 @@ def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tupl
 def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
     """Rounds until the batch has been decoded, then until it has been scored.
 
-    They end where the run's do: also where prompts may enter, and where rewards are asked for settled prefixes.
+    They end where the run's do: also where prompts may enter.
     """
     prompt, chunk, clock = (0,) * prompt_tokens, config.overlap.chunk.tokens, 0
-    periods = [each for each in (config.overlap.admission_period, settle_period(config)) if each is not None]
+    period = config.overlap.admission_period
     rows = batch_rows(config)
     rollouts = [Rollout(Prompt(number, number, "", prompt), number) for number in range(_in_flight(config))]
     stream, number = plan_step(config).stream, 1
     while sum(rollout.finished for rollout in rollouts) < rows:
         active = [rollout for rollout in rollouts if not rollout.finished]
-        steps = min([chunk, *(period - clock % period for period in periods)])
+        steps = chunk if period is None else min(chunk, period - clock % period)
         planned = planner.plan(number, active, rollouts if stream else [], steps, list)
         yield planned
         clock += planned.round.steps

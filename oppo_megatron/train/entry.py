@@ -12,7 +12,7 @@ import torch.distributed as dist
 from oppo_megatron.clock import by_time
 from oppo_megatron.cluster.liveness.watchdog import stacks_on_request, watched
 from oppo_megatron.cluster.world import World, choose_device, open_world
-from oppo_megatron.config.derived import describe_batch, describe_settle
+from oppo_megatron.config.derived import describe_batch
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE
@@ -97,7 +97,6 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             told = [
                 *start,
                 describe_batch(config),
-                *describe_settle(config),
                 *describe_inputs(inputs),
                 *(each.describe() for each in rollbacks.done),
             ]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oppo_megatron.config.derived import batch_rows, members
+from oppo_megatron.config.derived import batch_rows, members, verdict_lag
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.prompt_tokens import hidden_ids, require_stop_texts
@@ -15,6 +15,7 @@ from oppo_megatron.data.rows import Quarantine, RowProblems
 from oppo_megatron.data.supervised_rows import describe_seen
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.overcommit.filter import VerdictClock
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.rules.formats import literals
 
@@ -61,7 +62,6 @@ def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda 
     longest = config.rollout.max_response_tokens
     rewards = build_reward_functions(config.rewards, max_response_tokens=longest)
     quarantine = Quarantine(progress=progress)
-    require_settling(config, rewards)
     prompts = load_prompts(
         config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=members(config).size
     )
@@ -137,17 +137,6 @@ def require_trained_actor(config: TrainSettings, prompts: PromptSet) -> None:
         )
 
 
-def require_settling(config: TrainSettings, rewards: RewardSum) -> None:
-    if config.settle.mode != "off" and (silent := rewards.never_settle()):
-        raise ConfigError(
-            [
-                f"settle.mode is {config.settle.mode}, but reward part {label!r} settles nothing: {why}; give it what it needs "
-                "(docs/rewards.md), or set settle.mode to off"
-                for label, why in silent.items()
-            ]
-        )
-
-
 def require_separators(config: TrainSettings, tokenizer: Tokenizer) -> None:
     metrics = [] if config.evaluation is None else config.evaluation.metrics
     for name, parts in (("rewards", config.rewards), ("evaluation.metrics", metrics)):
@@ -185,3 +174,12 @@ def describe_first(quarantine: Quarantine) -> list[str]:
         )
         lines.append(f"  {part}: {shown}")
     return ["the first row as the model reads it:", *lines] if lines else []
+
+
+def verdict_clock(config: TrainConfig) -> VerdictClock | None:
+    """When a response that has ended is judged; None if groups are not filtered."""
+    if config.filter is None:
+        return None
+    period = config.overlap.admission_period
+    assert period is not None, "a filter asks for backfill"
+    return VerdictClock(period, verdict_lag(config, config.filter.metric))

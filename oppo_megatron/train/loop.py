@@ -262,7 +262,6 @@ class TrainingLoop(Saveable):
             "done": self.done,
             "scheduler": rollouts.scheduler.state_dict(),
             "filter": None if rollouts.filter is None else rollouts.filter.state_dict(),
-            "settle": None if rollouts.settler is None else rollouts.settler.state_dict(),
             "chunk": self.adaptation.chunk.state_dict(),
             "kl": self.adaptation.kl.state_dict(),
             "early_stop": None if self.evaluator is None else self.evaluator.state_dict(),
@@ -314,8 +313,6 @@ class TrainingLoop(Saveable):
         rollouts.scheduler.load_state_dict(state["scheduler"], held)
         if rollouts.filter is not None:
             rollouts.filter.load_state_dict(state.get("filter"))
-        if rollouts.settler is not None:
-            rollouts.settler.load_state_dict(state.get("settle"))
         self.adaptation.chunk.load_state_dict(state["chunk"])
         self.adaptation.kl.load_state_dict(state["kl"])
         if self.evaluator is not None:

@@ -14,7 +14,6 @@ from oppo_megatron.engine.round_runner import Decoding, RoundRunner
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.filter import GroupFilter
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.overcommit.settling import Settler, known
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.score_exchange import Known, ScoreExchange
 
@@ -35,7 +34,6 @@ class Rollouts:
     overlap: OverlapConfig
     planning: Callable[[], AbstractContextManager[None]]
     filter: GroupFilter | None = None
-    settler: Settler | None = None
 
     @property
     def buffer(self) -> RolloutBuffer:
@@ -48,8 +46,6 @@ class Rollouts:
     def admit(self) -> None:
         with self.planning():
             self.rounds.admit(self.scheduler.begin_step())
-        if self.settler is not None:
-            self.settler.begin_step()
         if self.filter is not None:
             self.filter.begin_step()
             self._settle(self.filter)
@@ -66,17 +62,13 @@ class Rollouts:
             self.rounds.admit(backfilled)
             active, score = buffer.active, buffer.rollouts if stream else []
             readable = buffer.worth_reading()
-        steps = self.scheduler.chunk(most)
-        if self.settler is not None:
-            steps = min(steps, self.settler.clock.left(buffer.clock))
-        chunk = self.rounds.run(active, score, steps, Decoding(buffer.clock, version, buffer.readiness, halt), readable)
+        decoding = Decoding(buffer.clock, version, buffer.readiness, halt)
+        chunk = self.rounds.run(active, score, self.scheduler.chunk(most), decoding, readable)
         assert chunk is not None
         with self.planning():
             buffer.record(chunk)
             self.rounds.recorded(active)
         self.exchange.request(active)
-        if self.settler is not None and self.settler.due:
-            self._end_early(self.settler)
         if self.filter is not None:
             self._settle(self.filter)
         return chunk, len(backfilled)
@@ -89,12 +81,11 @@ class Rollouts:
         return {seq_id: dict(zip(labels, parts, strict=True)) for seq_id, parts in self.filter.scores.items()}
 
     def figures(self) -> dict[str, float | None]:
-        """Metrics of the step's filtered groups, and of the responses that ended early."""
-        found: dict[str, float | None] = {}
-        if self.filter is not None:
-            counts = self.filter.counts
-            found = {"groups_dropped": counts.dropped, "keep_rate": counts.keep_rate}
-        return found if self.settler is None else found | self.settler.figures()
+        """Metrics of the step's filtered groups."""
+        if self.filter is None:
+            return {}
+        counts = self.filter.counts
+        return {"groups_dropped": counts.dropped, "keep_rate": counts.keep_rate}
 
     def _settle(self, groups: GroupFilter) -> None:
         """Apply the verdicts that are due; dropped groups leave every record."""
@@ -107,24 +98,9 @@ class Rollouts:
             return self.exchange.judge(due, self.rounds, labels)
 
         dropped = groups.settle(judge)
-        if unfinished := [rollout for rollout in dropped if not rollout.finished]:
-            self.rounds.stop(unfinished)
         self.rounds.give_up(dropped)
         for rollout in dropped:
             self.exchange.rewards.forget(rollout.seq_id)
-        if self.settler is not None:
-            self.settler.retire(dropped)
-
-    def _end_early(self, settler: Settler) -> None:
-        """End responses whose rewards are fixed; a filter learns the fixed parts of the others."""
-        asked = settler.asked()
-        prefixes = self.exchange.prefixes(asked) if asked else []
-        if ended := settler.take(asked, prefixes):
-            self.rounds.stop(ended)
-        if self.filter is not None:
-            labels, of = settler.labels, self.filter.rule.labels
-            found = {i: known(prefix, labels, of) for i, prefix in settler.foreseen(asked, prefixes).items()}
-            self.filter.foreseen = {i: scores for i, scores in found.items() if scores is not None}
 
     def take_batch(self) -> list[Rollout]:
         with self.planning():
@@ -138,8 +114,6 @@ class Rollouts:
             self.rounds.retire(batch)
         if self.filter is not None:
             self.filter.retire(batch)
-        if self.settler is not None:
-            self.settler.retire(batch)
 
     def weights_changed(self, actor: bool) -> None:
         """Invalidate what trained roles have cached of carried rollouts, unless the configuration keeps it."""

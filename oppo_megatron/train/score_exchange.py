@@ -27,14 +27,12 @@ from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.stream import share
 from oppo_megatron.layout.placements import RolePlacement, scorers_leader
 from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.overcommit.settling import Prefix, Settler
 from oppo_megatron.records import ALONE, Members, Rollout
 from oppo_megatron.rewards.functions import NOTHING_KNOWN as NO_PART
 from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.token_text import StepEnds
 from oppo_megatron.train.actor import CRITIC_STATS, Actor, Critic
-from oppo_megatron.train.verdicts import read_prefix, require_as_settled
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class ScoreExchange:
     """Collective of the world, once per step.  Sizes follow from the batch, which every rank knows.
 
     A reward that is not finite is NaN on every rank; `refusal` has the reason, on the scorers' first rank, where rewards are
-    computed and RewardError is raised.  `settler` has the rewards that were fixed early.
+    computed and RewardError is raised.
     """
 
     rank: int
@@ -113,7 +111,6 @@ class ScoreExchange:
     critic: Critic | None = None
     steps: StepRewards | None = None
     refusal: str | None = None
-    settler: Settler | None = None
 
     def gather(
         self,
@@ -164,26 +161,9 @@ class ScoreExchange:
         def parts(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
             place, num_tokens = rollout.prompt.place, len(rollout.tokens)
             found = self.rewards.parts(item, score, place, num_tokens, of=labels)
-            self._require_as_settled(found, item, rollout)
             return [found[label] for label in labels]
 
         return self._scored(rollouts, model_N, len(labels), parts).tolist()
-
-    def prefixes(self, rollouts: Sequence[Rollout]) -> list[Prefix]:
-        """Return the rewards' fixed prefixes of unfinished responses."""
-
-        def numbers(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
-            found = read_prefix(self.rewards, item, rollout.tokens, self.tokenizer.decode, rollout.prompt.place)
-            return [float(found.num_tokens), *found.parts]
-
-        table = self._scored(rollouts, None, 1 + len(self.rewards.summands), numbers).tolist()
-        return [Prefix(tuple(parts), int(num_tokens)) for num_tokens, *parts in table]
-
-    def _require_as_settled(self, parts: Mapping[str, float], item: ScoreItem, rollout: Rollout) -> None:
-        note = None if self.settler is None else self.settler.notes.get(rollout.seq_id)
-        if self.settler is not None and note is not None:
-            beginning = self.tokenizer.decode(rollout.tokens[: note.num_tokens])
-            require_as_settled(parts, note, self.settler.labels, item, rollout.prompt.place, beginning)
 
     def request(self, rollouts: Sequence[Rollout], known: Collection[str] = ()) -> None:
         """Request scores of finished rollouts from services and rules' processes, except `known` parts; returns at once."""
@@ -289,7 +269,6 @@ class ScoreExchange:
                 item.prompt, item.response, item.fields, score, item.seq_id, place, num_tokens,
                 known.get(item.seq_id, NO_PART),
             )  # fmt: skip
-            self._require_as_settled(found.parts, item, rollout)
             return [found.total, *found.parts.values()]
 
         self.refusal = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.derived import batch_rows, longest_chunk, members
+from oppo_megatron.config.derived import batch_rows, longest_chunk, members, most_judged
+from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner
 from oppo_megatron.control.delta_controllers import make_delta_controller
@@ -12,7 +13,9 @@ from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead
 from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.overcommit.filter import GroupFilter, Rule, Scores
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
+from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.plan import delta_rule, plan_step
@@ -20,7 +23,7 @@ from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guard import Guard, Rollbacks
-from oppo_megatron.train.inputs import Inputs
+from oppo_megatron.train.inputs import Inputs, verdict_clock
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.meter import RoundTracer, StepMeter
 from oppo_megatron.train.logs.step import CriticPlacement
@@ -35,7 +38,6 @@ from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.saving.state import prompt_data, source_state
 from oppo_megatron.train.score_exchange import ScoreExchange, StepRewards
 from oppo_megatron.train.updates import Adaptation, Updates
-from oppo_megatron.train.verdicts import build_filter, build_settler
 
 
 def build_loop(
@@ -63,10 +65,9 @@ def build_loop(
     meter = StepMeter(world, rounds, tracer.spans, tracer, memory, journal, role, placement)
     guard = Guard(config, algorithm, world.rank, world.device, site, total_steps, rollbacks)
     scheduler, kl = _scheduler(config, prompts, ahead), KLController(config.ppo.kl)
-    settler = build_settler(config, scheduler.buffer, inputs.rewards)
     exchange = ScoreExchange(
         world.rank, world.device, site.placements, inputs.rewards, inputs.tokenizer, world.activity,
-        members(config), actor, critic, StepRewards.of(config.rewards, inputs.tokenizer), settler=settler,
+        members(config), actor, critic, StepRewards.of(config.rewards, inputs.tokenizer),
     )  # fmt: skip
     adaptation = Adaptation(
         world, scheduler, ChunkTuner(config.overlap.chunk, longest_chunk(config)), kl, rounds.planner, tracer.meter,
@@ -75,8 +76,8 @@ def build_loop(
     updates = Updates(
         config, world, actor, critic, guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position
     )
-    groups = build_filter(config, scheduler, inputs.rewards)
-    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning, groups, settler)
+    groups = _filter(config, scheduler, inputs.rewards)
+    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning, groups)
     evaluator = None
     if inputs.heldout is not None and inputs.judges is not None:
         evaluator = Evaluator(
@@ -122,3 +123,19 @@ def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RU
 def ppo_saver(config: TrainConfig, world: World, prompts: PromptSet, preemption: Preemption) -> Saver:
     extra = {"caches": config.checkpoint.caches, "sources": source_state(config)}
     return Saver(config, world, preemption, lambda: prompt_data(config, prompts), extra)
+
+
+def _filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: RewardSum) -> GroupFilter | None:
+    clock = verdict_clock(config)
+    if config.filter is None or clock is None:
+        return None
+    metric = config.filter.metric
+    labels = tuple(summand.label for summand in rewards.summands if metric in (REWARD, summand.label))
+
+    def total(scores: Scores) -> float:
+        return rewards.total(dict(zip(labels, scores, strict=True)))
+
+    def part(scores: Scores) -> float:
+        return scores[0]
+
+    return GroupFilter(scheduler, clock, Rule(labels, total if metric == REWARD else part, most_judged(config)))

@@ -66,24 +66,3 @@ def level(prompt: str, response: str, fields: dict[str, Any], flat: list[str]) -
     return 1.0 if prompt in flat else float(CALLS[prompt])
 
 
-def fifth(prompt: str, response: str, fields: dict[str, Any], calls: str | None = None) -> float:
-    """1 or 0 by the fifth character, whatever follows; `settled` writes what it is asked into the file `calls`."""
-    return float(ord(response[4]) % 2) if len(response) > 4 else 0.5
-
-
-def fifth_is_there(prompt: str, prefix: str, fields: dict[str, Any], calls: str | None = None) -> float | None:
-    if calls is not None:
-        with open(calls, "a") as file:
-            file.write(f"{len(prefix)}\n")
-    return fifth(prompt, prefix, fields) if len(prefix) > 4 else None
-
-
-fifth.settled = fifth_is_there  # type: ignore[attr-defined]
-
-
-def fickle(prompt: str, response: str, fields: dict[str, Any], bound: int) -> float:
-    """Counts up to `bound` characters, but its `settled` holds three for all there is."""
-    return float(min(len(response), bound))
-
-
-fickle.settled = lambda prompt, prefix, fields, bound: 3.0 if len(prefix) > 2 else None  # type: ignore[attr-defined]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms import experience
+from oppo_megatron.algorithms.advantages import compared
 from oppo_megatron.algorithms.algorithm import Algorithm
-from oppo_megatron.algorithms.baselines import compared
 from oppo_megatron.algorithms.experience import GreedyRows, ScoredBatch
 from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.config.algorithm import AlgorithmConfig

@@ -95,19 +95,6 @@ CASES = {
     "remax": Case(2, WITHOUT_CRITIC | {"algorithm": {"preset": "remax"}, "placement": {"mode": "disaggregated"}}),
     "pairs": Case(1, PAIRS),
     "pairs, dp 2": Case(2, PAIRS | {"placement": {"mode": "colocated", "actor": {"dp": 2}}}),
-    "settled": Case(
-        2,
-        WITHOUT_CRITIC
-        | {
-            "algorithm": {"preset": "dr_grpo"},
-            "ppo": {"epochs": 1, "minibatches": 1, "kl": {"mode": "none"}},
-            "rollout.group_size": 2,
-            "reward": None,
-            "rewards": [{"kind": "python", "entry_point": "tests.e2e.rewards:fifth"}],
-            "settle": {"mode": "certain", "every": 4, "audit": 0},
-            "placement": {"mode": "colocated", "actor": {"dp": 2}},
-        },
-    ),
     "dpo": Case(1, {"dpo": {"loss": "sigmoid", "nll": 0.1}}, "dpo"),
     "sft, tp 2": Case(2, {"parallel": {"tp": 2}}, "sft"),
     "kto, tp 2": Case(2, {"kto": {"loss": "kto"}, "parallel": {"tp": 2}}, "kto"),

@@ -89,7 +89,6 @@ def _name_phases(watch: Watch) -> None:
     from oppo_megatron.engine.device_decode import DeviceLane
     from oppo_megatron.engine.executor import Executor
     from oppo_megatron.engine.generation import DecodeWorker
-    from oppo_megatron.engine.round_runner import RoundRunner
     from oppo_megatron.engine.scoring import ScoringWorker
     from oppo_megatron.engine.stream import ListenWorker
     from oppo_megatron.mcore.training import TrainedModel
@@ -110,7 +109,6 @@ def _name_phases(watch: Watch) -> None:
         *((worker, name, phase) for phase, worker in workers.items() for name in ("compute", "outbox", "inbox", "end")),
         *((worker, "begin", phase) for phase, worker in workers.items() if phase != "listen"),
         (DeviceLane, "step", "decode step"),
-        (RoundRunner, "stop", "stop"),
         (TrainedModel, "step", "update"),
         (TrainedModel, "ahead", "ahead"),
         (Reallocation, "move", "move"),

@@ -74,12 +74,6 @@ def test_nothing_is_wrong(rehearsals: Rehearsals, case: str) -> None:
         assert report["phases"][run] == 1 and report["phases"][step] == of["steps"]
 
 
-def test_responses_end_early_while_others_are_decoded(rehearsals: Rehearsals) -> None:
-    for report in rehearsals.of("settled"):
-        assert report["phases"]["stop"] > 0
-    assert all("stop" not in report["phases"] for report in rehearsals.of("single"))
-
-
 @pytest.mark.parametrize("case", REHEARSED)
 def test_the_host_waits_where_it_has_to_and_no_more(rehearsals: Rehearsals, case: str) -> None:
     """A new wait, or more of one, fails here: mend it, or enter it into `waits.py`."""

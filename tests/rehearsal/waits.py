@@ -49,8 +49,6 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("rest", "read", "train/actor.py update"): (1, ONCE_A_STEP),
     # a step with tokens that an older policy has drawn: figures of the log-probs at its start
     ("rest", "read", "mcore/training.py read_reports"): (1, ONCE_A_STEP),
-    # a question for settled prefixes, between two rounds
-    ("rest", "read", "train/score_exchange.py prefixes"): (1, "round"),
     # a checkpoint: two shards a scored sequence, and of a sharded optimizer three tensors a weight
     ("checkpoint", "read", "train/saving/caches.py hold"): (2, "checkpoint"),
     ("checkpoint", "read", "mcore/weights/checkpoint.py _state"): (51, "checkpoint"),

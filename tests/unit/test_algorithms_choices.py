@@ -12,11 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oppo_megatron.algorithms.baselines import DEVIATION_EPS, compared, equal_groups
-from oppo_megatron.algorithms.kl import kl_per_token, with_reverse_gradient
-from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, policy_loss, ratio_base
-from oppo_megatron.algorithms.reduction import row_weights
-from oppo_megatron.config.algorithm import Baseline, Objective, Ratio, Reduction, Scale
+from oppo_megatron.algorithms.advantages import DEVIATION_EPS, compared, equal_groups
+from oppo_megatron.algorithms.losses import (
+    ActorTargets,
+    Surrogate,
+    kl_per_token,
+    policy_loss,
+    ratio_base,
+    with_reverse_gradient,
+)
+from oppo_megatron.config.algorithm import Baseline, Objective, Ratio, Scale
 
 DOUBLE = torch.float64
 LENGTHS = [3, 1, 4, 2, 6, 1]
@@ -155,31 +160,14 @@ def test_a_ratio_by_tokens_of_a_response_has_each_tokens_own_gradient() -> None:
     torch.testing.assert_close(gradient_T, -advantages_T * math.exp(0.01))
 
 
-@pytest.mark.parametrize("reduction", get_args(Reduction))
-def test_weights_are_those_of_the_reduction(reduction: Reduction) -> None:
-    T, N = sum(LENGTHS), len(LENGTHS)
-    groups = [sum(LENGTHS[i : i + 2]) for i in range(0, N, 2)]
-    expected = {
-        "token_mean": [1 / T] * N, "sequence_mean": [1 / (N * n) for n in LENGTHS], "constant": [1 / (N * 9)] * N,
-        "group_token_mean": [1 / (len(groups) * groups[i // 2]) for i in range(N)], "sequence_sum": [1 / N] * N,
-    }[reduction]  # fmt: skip
-    weights = row_weights(LENGTHS, 2, reduction, longest=9)
-    assert [weight / T for weight in weights] == pytest.approx(expected, rel=1e-12)
-    assert reduction != "token_mean" or weights == [1.0] * N, "plain PPO multiplies by nothing"
-
-
-def softmax_policy(logits_A: Tensor) -> Tensor:
-    return logits_A.log_softmax(0)
-
-
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("moved", [0.0, 0.5], ids=["on-policy", "off-policy"])
 def test_the_reverse_gradient_is_that_of_the_kl_in_expectation(estimator: str, moved: float) -> None:
     """Enumerated over a policy's actions; k3's own gradient is that of the reversed KL, and k1's nothing."""
     logits_A, reference_A, noise_A = randn(3, 6, seed=5)
     logits_A.requires_grad_()
-    logp_A, reference_A = softmax_policy(logits_A), softmax_policy(reference_A)
-    old_A = softmax_policy(logits_A + moved * noise_A).detach()
+    logp_A, reference_A = logits_A.log_softmax(0), reference_A.log_softmax(0)
+    old_A = (logits_A + moved * noise_A).log_softmax(0).detach()
     kl = (logp_A.exp() * (logp_A - reference_A)).sum()
     (wanted_A,) = torch.autograd.grad(kl, logits_A, retain_graph=True)
     own_A = kl_per_token(logp_A, reference_A, estimator)

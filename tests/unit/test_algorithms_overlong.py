@@ -14,9 +14,8 @@ from torch import Tensor
 from oppo_megatron.algorithms.advantages import Overlong
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
-from oppo_megatron.algorithms.losses import shared
+from oppo_megatron.algorithms.losses import row_weights, shared
 from oppo_megatron.algorithms.packed import to_tokens
-from oppo_megatron.algorithms.reduction import row_weights
 from oppo_megatron.config.algorithm import AlgorithmConfig, Reduction
 from oppo_megatron.config.filtering import OverlongConfig
 from oppo_megatron.config.ppo import PPOConfig
@@ -137,3 +136,4 @@ def test_what_is_left_of_the_loss_is_what_trl_leaves(reduction: Reduction, count
     assert loss == pytest.approx(trl_loss(losses, of, reduction, 2), rel=1e-12, abs=1e-15)
     if counted == "all":
         assert weights == row_weights(lengths, 2, reduction, LONGEST)
+        assert reduction != "token_mean" or weights == [1.0] * 6, "plain PPO multiplies by nothing"

@@ -50,14 +50,6 @@ def value_and_slope(margin: float, **rule: Any) -> tuple[float, float]:
     return float(losses_P), float(margin_P.grad)
 
 
-@given(MARGINS, BETAS, st.sampled_from([0.0, 0.1, 0.4]))
-def test_sigmoid_and_its_smoothed_form(margin: float, beta: float, share: float) -> None:
-    value, slope = value_and_slope(margin, beta=beta, label_smoothing=share)
-    x = beta * margin
-    assert value == pytest.approx((1 - share) * nll(x) + share * nll(-x), abs=1e-12)
-    assert slope == pytest.approx(beta * (share * sigmoid(x) - (1 - share) * sigmoid(-x)), abs=1e-12)
-
-
 @given(MARGINS, BETAS, st.sampled_from([0.1, 0.4]))
 def test_robust_is_without_bias_over_flipped_pairs(margin: float, beta: float, share: float) -> None:
     """Its mean over pairs of which `share` are the wrong way round is the loss of pairs that are right; slopes alike."""
@@ -65,18 +57,6 @@ def test_robust_is_without_bias_over_flipped_pairs(margin: float, beta: float, s
     value, slope = value_and_slope(margin, beta=beta)
     assert (1 - share) * right[0] + share * wrong[0] == pytest.approx(value, abs=1e-9)
     assert (1 - share) * right[1] - share * wrong[1] == pytest.approx(slope, abs=1e-9)
-
-
-@pytest.mark.parametrize(("margin", "value", "slope"), [(4.0, 0.6, -0.1), (-5.0, 1.5, -0.1), (11.0, 0.0, 0.0)])
-def test_hinge(margin: float, value: float, slope: float) -> None:
-    assert value_and_slope(margin, loss="hinge") == (pytest.approx(value), pytest.approx(slope))
-
-
-@given(MARGINS, BETAS)
-def test_ipo_is_the_square_of_the_distance_from_half_an_inverse_beta(margin: float, beta: float) -> None:
-    value, slope = value_and_slope(margin, loss="ipo", beta=beta)
-    assert value == pytest.approx((margin - 0.5 / beta) ** 2, rel=1e-12)
-    assert slope == pytest.approx(2 * (margin - 0.5 / beta), rel=1e-12)
 
 
 def test_sums_of_sequences() -> None:
@@ -110,22 +90,6 @@ def test_a_difference_that_rounding_could_make_has_no_side(dtype: str, noise: fl
         assert pairs["accuracy"].tolist()[: len(expected)] == expected
         rows = row_columns(logp_S, reference_S, counts_S, signs_S, KTOLossConfig(), 0.0, token_noise(dtype))
         assert rows["accuracy"].tolist() == [expected[0]] * 8
-
-
-def test_average_divides_by_each_answers_tokens() -> None:
-    columns = pair_columns(LOGPS, REFERENCE, COUNTS, DPOLossConfig(loss="ipo", average=True, beta=0.25))
-    assert columns["loss"].tolist() == pytest.approx([(0.5 + 0.25 - 2) ** 2, (1.0 - 0.6 - 2) ** 2])
-
-
-def test_the_second_term_is_the_chosen_answers_mean() -> None:
-    plain, with_nll = (pair_columns(LOGPS, REFERENCE, COUNTS, DPOLossConfig(nll=nll)) for nll in (0.0, 0.3))
-    assert (with_nll["loss"] - plain["loss"]).tolist() == pytest.approx([0.3 * 2.5, 0.3 * 3.0])
-    logps_S = LOGPS.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(
-        pair_columns(logps_S, REFERENCE, COUNTS, DPOLossConfig(nll=0.3))["loss"].sum(), logps_S
-    )
-    (without,) = torch.autograd.grad(pair_columns(logps_S, REFERENCE, COUNTS, DPOLossConfig())["loss"].sum(), logps_S)
-    assert (gradient - without).tolist() == pytest.approx([-0.15, 0.0, -0.3, 0.0])
 
 
 @given(st.floats(-30, 30), st.floats(0, 20), st.booleans(), BETAS)

@@ -123,15 +123,3 @@ def test_a_response_earns_its_compared_score_with_steps_as_without(algorithm: di
     for name in ("advantages_T", "returns_T"):
         expected_T = getattr(whole, name) - torch.cat(given)
         assert torch.allclose(getattr(by_steps, name), expected_T, atol=1e-6)
-
-
-def test_the_rewards_of_a_potential_telescope_to_the_last_score() -> None:
-    tokenizer = CharacterTokenizer()
-    response = tokenizer.encode("ab\ncd\nef\3")
-    logits_T = torch.randn(len(response), generator=torch.Generator().manual_seed(2))
-    part = RewardPart(kind="process", step_rewards="potential", weight=0.5)
-    scores_B, rewards_T = StepRewards(part, StepEnds("\n", tokenizer.decode)).of_tokens(logits_T, [response])
-    assert rewards_T is not None
-    assert float(rewards_T.sum()) == pytest.approx(0.5 * float(scores_B), abs=1e-6)
-    assert float(scores_B) == pytest.approx(float(logits_T[-1].sigmoid()), abs=1e-6)
-    assert rewards_T.nonzero().flatten().tolist() == [2, 5, 8]

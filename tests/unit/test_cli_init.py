@@ -209,7 +209,7 @@ def test_the_reward_function_is_one(folder: Path, capsys: pytest.CaptureFixture[
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     told = build_reward_functions([RewardPart(kind="python", entry_point=f"{module.__file__}:score")]).describe()
-    about = "1 where the response contains the row's `answer`, else 0, as `oppo init` wrote it; write your own."
+    about = "Return 1 if the response contains the row's `answer`, else 0.  This is an example; replace it by your own rule."
     assert len(told) == 1 and told[0].endswith(f": {about}")
     assert module.score("q", "it is 42", {"answer": 42}) == 1.0 and module.score("q", "no", {"answer": 42}) == 0.0
     with pytest.raises(KeyError, match="column `answer`, and this row has .*'solution'.*write in my_reward.py"):

@@ -179,16 +179,11 @@ def test_what_a_filter_would_do_to_the_round_is_told(
     assert "filter" not in shown(capsys, str(config), *GROUPS)
 
 
-def test_rounds_end_where_rewards_are_asked(config: Path) -> None:
-    """Chunks of 6 steps, questions for settled prefixes every 4, and prompts that may enter every 12."""
-    grouped = [*GROUPS, "algorithm.preset=dr_grpo", "critic=null", "ppo.kl.mode=none"]
-    settled = ["settle={mode: predicted, every: 4}", "rewards=[{kind: verifier, name: gsm8k_first}]", "reward=null"]
-    for changes, steps in (
-        (settled, [4, 4, 4, 4, 4]),
-        (["overlap.chunk.tokens=5", "overlap.backfill=12"], [5, 5, 2, 5, 3]),
-    ):
-        loaded = load_config(TrainConfig, config, [*grouped, *changes])
-        assert [preview(loaded, number).round.steps for number in range(1, 6)] == steps
+def test_rounds_end_where_prompts_may_enter(config: Path) -> None:
+    """Chunks of 5 steps, and prompts that may enter every 12."""
+    changes = ["algorithm.preset=dr_grpo", "critic=null", "ppo.kl.mode=none", "overlap.chunk.tokens=5", "overlap.backfill=12"]
+    loaded = load_config(TrainConfig, config, [*GROUPS, *changes])
+    assert [preview(loaded, number).round.steps for number in range(1, 6)] == [5, 5, 2, 5, 3]
 
 
 def test_scoring_waits_for_the_batch_where_intra_is_off(config: Path) -> None:

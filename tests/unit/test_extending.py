@@ -19,8 +19,7 @@ import oppo_megatron as oppo
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN
 from oppo_megatron.algorithms.custom import ADVANTAGE, AdvantageInputs, CustomAdvantage, CustomLoss, LossInputs
 from oppo_megatron.algorithms.experience import ScoredBatch, build_experience
-from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, policy_loss
-from oppo_megatron.algorithms.reduction import row_weights
+from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, policy_loss, row_weights
 from oppo_megatron.config.algorithm import AlgorithmConfig, Reduction
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.config.ppo import PPOConfig

@@ -216,24 +216,6 @@ def test_the_critic_reads_what_is_worth_it() -> None:
     assert worth() == {0, 1, 3, 4}, "the fifth finisher is left for the next batch"
 
 
-def test_a_cut_response_finishes_at_the_clock_of_the_cut() -> None:
-    """Its tokens beyond the cut are gone, and it comes before responses that finish later in the next round."""
-    buffer = filled(2, 1)
-    buffer.record(Chunk(0, 4, [row(0, 0, [1, 2, 3, 4]), row(1, 0, [1, 2, 3, 4]), row(2, 0, [1, 2, 3, 4])]))
-    (cut,) = buffer.cut({2: 3})
-    assert (cut.tokens, cut.finish_clock, cut.finished) == ([1, 2, 3], 4, True)
-    buffer.record(Chunk(1, 5, [row(0, 4, [5]), row(1, 4, [5], 5)]))
-    assert seq_ids(buffer.take_batch()) == [2, 1]
-    assert seq_ids(buffer.rollouts) == [0]
-
-
-def test_a_cut_is_no_later_than_what_has_finished_in_its_round() -> None:
-    buffer = filled(1, 1)
-    buffer.record(Chunk(0, 4, [row(0, 0, [1, 2, 3, 4]), row(1, 0, [1, 2, 3, 4], 4)]))
-    buffer.cut({0: 2})
-    assert seq_ids(buffer.take_batch()) == [0], "at one clock the first admitted is taken"
-
-
 def test_deferrals_are_taken_up_with_the_rollouts_of_a_checkpoint() -> None:
     buffer = filled(1, 1, max_staleness=1)
     buffer.record(Chunk(0, 1, [row(0, 0, [1], 1), row(1, 0, [1])]))

@@ -356,7 +356,6 @@ def test_ranks_for_scorers_that_there_are_not_are_refused(settings: dict[str, An
         ("online_dpo", {"ppo.clip": 0.1}),
         ("online_dpo", {"overlong.mask": True}),
         ("online_dpo", {"guards.ratio_max.limit": 3.0}),
-        ("grpo", {"settle.every": 3}),
         ("grpo", {"rewards.0.entry_point": "a:b"}),
         ("grpo", {"rewards.0.pattern": "a"}),
     ],

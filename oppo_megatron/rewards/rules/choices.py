@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from oppo_megatron.errors import RewardError
-from oppo_megatron.rewards.rules.final_answer import bare, closed_marks, labelled, shown, texts
+from oppo_megatron.rewards.rules.final_answer import bare, labelled, shown, texts
 
 LETTERS = "ABCDEFGHIJ"
 """As many as MMLU-Pro has choices."""
@@ -57,12 +57,6 @@ def choice(response: str) -> str | None:
 def verify(response: str, expected: Any) -> float:
     """1.0 if the response states the expected letter, else 0.0.  Raises `RewardError` as `expected_letter`."""
     return 1.0 if choice(response) == expected_letter(expected) else 0.0
-
-
-def settled(prefix: str) -> float | None:
-    """Return 0.0 once the closed marks after the thoughts state two letters, or one states none: more text cannot change it."""
-    found = {letter for text in closed_marks(prefix) for letter in _marked(text)}
-    return 0.0 if len(found) > 1 or None in found else None
 
 
 def expected_letter(value: Any) -> str:

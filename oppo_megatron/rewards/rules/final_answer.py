@@ -87,11 +87,6 @@ def shown(response: str) -> str:
     return behind if behind.strip() else response
 
 
-def closed_marks(prefix: str) -> list[str]:
-    """The marked answers that every response with this beginning has; none while it may still turn out to be a thought."""
-    return [text for text, _, _ in _marks(shown(prefix))] if _CLOSED_THOUGHT.search(prefix) else []
-
-
 def last_group(response: str) -> str | None:
     """The last marked answer, as a list with those that only commas, spaces or words such as `and` part from it."""
     text = shown(response)

@@ -130,7 +130,8 @@ def found_answer(response: str) -> str | None:
     if form == "last line":
         return _closing(response)
     if form == "stated":
-        found = [text for text in found if re.search(r"[\d$\\∞π√]|^\W*\w{1,2}\W*$", text)] or found
+        readable = (text for text in reversed(found[-64:]) if re.search(r"[\d$\\∞π√]|^\W*\w{1,2}\W*$", text))
+        found = [next(readable, found[-1])]
     cut = _cut(found[-1])
     return (
         _closing(cut) or cut if _PROSE.search(cut) and _words(_tidy(cut)) is None and read_number(cut) is None else cut

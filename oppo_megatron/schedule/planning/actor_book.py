@@ -129,13 +129,6 @@ class ActorBook(Book):
         self._ledger[REPLICA][ended] = ABSENT
         self._ledger[OUTLIVED][ended] = 0
 
-    def stop(self, rollouts: Sequence[Rollout]) -> None:
-        """Stop decoding these sequences; called between two rounds."""
-        rows = self._ledger.rows(columns_of(rollouts).seq_ids)
-        self._close(rows[self._ledger[CACHED][rows] != ABSENT])
-        self._ledger[REPLICA][rows] = ABSENT
-        self._ledger[OUTLIVED][rows] = 0
-
     def invalidate(self) -> None:
         """Discard cached tokens after a change of weights."""
         self._ledger[CACHED][self._ledger[CACHED] != ABSENT] = 0

@@ -116,14 +116,6 @@ class ScoringBook(Book):
         self._ledger[OUTPUTS][rows] = 0
         self._ledger[REPLICA][rows] = ABSENT
 
-    def beyond(self, rollouts: Sequence[Rollout]) -> list[int]:
-        """Return the sequences of shortened rollouts that this role has read completely, so that no plan closes them."""
-        columns = columns_of(rollouts)
-        rows = self._ledger.rows(columns.seq_ids)
-        read: Bools = self._ledger[CACHED][rows] >= self._targets(columns)
-        found: list[int] = columns.seq_ids[read].tolist()
-        return found
-
     def reset(self) -> None:
         """Discard all cached tokens and outputs after a change of weights."""
         self._ledger[OUTPUTS][:] = 0

@@ -1,7 +1,7 @@
 """The pure half of the training loop without models: scheduler, buffer, books, controllers.  Subclasses define a round.
 
 Chunks are made up: every sequence grows by what its round allows, up to a length that is a function of its id.  There are no
-rewards, so a `filter` is not played, nor are responses that end early (`settle`): every group is trained.
+rewards, so a `filter` is not played: every group is trained.
 """
 
 from __future__ import annotations

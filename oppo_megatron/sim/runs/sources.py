@@ -138,8 +138,6 @@ def not_counted(config: TrainConfig) -> Iterator[str]:
     """Yield lines about parts of a configuration's steps that are not simulated."""
     if config.filter is not None:
         yield "the filter is not played: its verdicts need rewards; every group is trained"
-    if config.settle.mode != "off":
-        yield "responses that end early (settle) are not played: that needs rewards"
     if others := sorted({part.kind for part in config.rewards if part.kind in ("python", "http")}):
         yield f"rewards of kind {', '.join(others)} take no time here, as the time of functions and services is unknown"
 

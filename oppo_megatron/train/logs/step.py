@@ -49,7 +49,7 @@ class StepFacts:
     checkpoint_hidden_s: float = 0.0  # and what of their writing the run did not wait for
     scores: ScoreReport | None = None
     actor: dict[str, float] = field(default_factory=dict)
-    filtered: dict[str, float | None] = field(default_factory=dict)  # by a filter, and for settled rewards
+    filtered: dict[str, float | None] = field(default_factory=dict)  # by a filter
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:

@@ -65,12 +65,8 @@ DELTA = record(  # the optional fields depend on the rule (`make_delta_controlle
 )  # fmt: skip
 BUFFER = record(clock=Count, num_admitted=Count, delta=Count, closed=bool)
 SCHEDULER = record(num_consumed=Count, position=Count, due=Count, delta=DELTA, buffer=BUFFER)
-FILTER = record(  # scores by sequence and part; null is a score that is not finite, which no foreseen score is
-    labels=list[str], scores=list[tuple[Count, list[float | None]]], foreseen=list[tuple[Count, list[float]]],
-    kept=Count, dropped=Count,
-)  # fmt: skip
-SETTLE = record(  # `notes`: sequence, tokens, parts; `audited`: rows, and the tokens after the fixed prefix
-    labels=list[str], notes=list[tuple[Count, Count, list[float]]], audited=tuple[Count, Count], cut=Count
+FILTER = record(  # scores by sequence and part; null is a score that is not finite
+    labels=list[str], scores=list[tuple[Count, list[float | None]]], kept=Count, dropped=Count
 )
 CHUNK = record(
     value=Annotated[int, Field(ge=1, lt=2**53)], steps_to_search=Annotated[int, Field(gt=-(2**53), lt=2**53)]
@@ -105,7 +101,7 @@ SUPERVISED_STATE = record(**COMMON, kind=str, rows=Count, elapsed_s=float, heldo
 PPO_STATE = record(
     **COMMON, scheduler=SCHEDULER, chunk=CHUNK, kl=record(value=Amount), guard=GUARD, actor=ACTOR, history=HISTORY,
     phase=PHASE | None, journal=JOURNAL, layout=by_role(PLACE), books=by_role(BOOK), caches=bool,
-    sources=dict[str, str], filter=FILTER | None, settle=SETTLE | None,
+    sources=dict[str, str], filter=FILTER | None,
 )  # fmt: skip
 ROLLOUT = record(
     seq_id=Count, admission=Count, tokens=list[Count], logprobs=list[float], sampling_logprobs=list[float],
