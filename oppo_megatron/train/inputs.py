@@ -176,7 +176,7 @@ def describe_first(quarantine: Quarantine) -> list[str]:
     return ["the first row as the model reads it:", *lines] if lines else []
 
 
-def verdict_clock(config: TrainConfig) -> VerdictClock | None:
+def verdict_clock(config: TrainSettings) -> VerdictClock | None:
     """When a response that has ended is judged; None if groups are not filtered."""
     if config.filter is None:
         return None
