@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oppo_megatron.config.derived import batch_rows, members, verdict_lag
-from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.prompt_tokens import hidden_ids, require_stop_texts
 from oppo_megatron.data.prompts import PromptSet, load_prompts
@@ -176,7 +176,7 @@ def describe_first(quarantine: Quarantine) -> list[str]:
     return ["the first row as the model reads it:", *lines] if lines else []
 
 
-def verdict_clock(config: TrainSettings) -> VerdictClock | None:
+def verdict_clock(config: TrainConfig) -> VerdictClock | None:
     """When a response that has ended is judged; None if groups are not filtered."""
     if config.filter is None:
         return None
