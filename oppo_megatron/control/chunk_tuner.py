@@ -40,7 +40,6 @@ class DecodeLaw:
         return [getattr(self, name) for name in self.__slots__]
 
     def seconds(self, steps: int, tokens: int) -> float:
-        """Predicted time, above 0; proportional to tokens before any round and if steps and tokens never vary."""
         determinant = self.steps_steps * self.tokens_tokens - self.steps_tokens**2
         if determinant > 1e-9 * self.steps_steps * self.tokens_tokens:
             a = (self.steps_seconds * self.tokens_tokens - self.tokens_seconds * self.steps_tokens) / determinant
@@ -76,7 +75,6 @@ class Search:
         return self.candidates[len(self.measured) % len(self.candidates)]
 
     def ratios(self, law: DecodeLaw) -> dict[int, float]:
-        """Seconds of each candidate's steps over those that the law has for their work."""
         found = {}
         for place, size in enumerate(self.candidates):
             costs = self.measured[place :: len(self.candidates)]
@@ -90,12 +88,10 @@ TRIALS = 1
 
 
 def candidates(config: ChunkConfig, settled: int, longest: int) -> list[int]:
-    """Sizes that a search compares: those configured and the one in force, none beyond the response limit."""
     return sorted({min(size, longest) for size in [*config.candidates, settled]})
 
 
 def first_settled_step(config: ChunkConfig, longest: int) -> int:
-    """First step, counted from 1, with the size that the first search has found."""
     count = len(candidates(config, min(config.tokens, longest), longest))
     return 2 + count * TRIALS if config.adaptive and count > 1 else 1
 

@@ -23,8 +23,6 @@ from oppo_megatron.records import TIE, Decision, StepSignals
 
 
 class DeltaController(ABC):
-    """Sets delta for each step from the signals of the step before, which are the same on all ranks."""
-
     def __init__(self, config: DeltaConfig):
         self._config = config
         self._value = config.initial
@@ -368,6 +366,5 @@ RULES: dict[str, type[DeltaController]] = {
 
 
 def make_delta_controller(config: DeltaConfig) -> DeltaController:
-    """Return the controller of `config.rule`.  Raises ConfigError for a function that cannot be loaded."""
     rule = RULES.get(config.rule)
     return CustomDelta(config) if rule is None else rule(config)

@@ -90,7 +90,6 @@ class EarlyStop:
         return self.worse >= self.config.patience
 
     def observe(self, step: int, value: float) -> bool:
-        """Take the metric after `step` steps; return True if it is the best so far."""
         self.last = Best(step, value)
         gain = math.inf if self.best is None else self.config.standard.gain(value, self.best.value)
         better = not math.isnan(value) and gain > 0

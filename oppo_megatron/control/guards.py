@@ -90,19 +90,15 @@ def gravest(breaches: Sequence[Breach | None]) -> Breach | None:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules in force; `gap_limit` is `guards.logprob_gap.limit` in numbers."""
-
     config: GuardsConfig
     gap_limit: float | None
 
     @property
     def undo_updates(self) -> bool:
-        """True if a completed update may have to be undone."""
         return "skip" in self._in_update
 
     @property
     def agree_on_updates(self) -> bool:
-        """True if all ranks have to know what one of them finds wrong with its update."""
         return self.undo_updates or "rollback" in self._in_update
 
     @property
@@ -111,7 +107,6 @@ class Rules:
         return {action for rule, action in self.config.in_force(self.gap_limit).items() if rule != "kl_mean"}
 
     def check(self, figures: Mapping[str, float]) -> Breach | None:
-        """Return the gravest breach among the figures that are there."""
         known = {name: figures[name] for name in FIGURES if name in figures}
         found = [self.non_finite(name, value) for name, value in known.items() if not math.isfinite(value)]
         for rule, (limit, action) in self.config.limits(self.gap_limit).items():

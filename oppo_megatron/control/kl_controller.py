@@ -28,7 +28,6 @@ class KLController:
         return self._value
 
     def observe(self, kl_per_response: float) -> float:
-        """Take the mean KL of a batch's responses (nats); return the coefficient that follows."""
         assert math.isfinite(kl_per_response), f"KL per response {kl_per_response} should have been refused earlier"
         if self._target is not None:
             error = kl_per_response / self._target - 1
@@ -39,6 +38,5 @@ class KLController:
         return {"value": self._value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A coefficient that is fixed by the configuration stays as configured."""
         if self._target is not None:
             self._value = state["value"]

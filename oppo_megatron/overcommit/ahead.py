@@ -55,7 +55,6 @@ def require_resumable(done: int, steps: int | None) -> None:
 
 
 def require_prompts(ahead: Ahead, most: int | None, a_pass: int) -> None:
-    """Raise CheckpointError if the run is past prompt `most`, the end of its passes over `a_pass` prompts each."""
     if most is not None and ahead.position > most:
         passes = math.ceil(ahead.position / a_pass)
         raise CheckpointError(
@@ -66,7 +65,6 @@ def require_prompts(ahead: Ahead, most: int | None, a_pass: int) -> None:
 
 
 def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: int) -> None:
-    """Raise CheckpointError if a run that has ended has nothing more to train."""
     ends = [end for end in (ahead.limit(steps, batch_size), most) if end is not None]
     if ahead.total_steps(steps, min(ends), batch_size) <= ahead.done:
         raise CheckpointError(
@@ -76,7 +74,6 @@ def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: 
 
 
 def require_bounded_deferrals(deferrals: Sequence[int], groups: int, group_size: int, max_staleness: int) -> None:
-    """Raise CheckpointError if groups with these deferrals cannot all be trained in time in batches of `groups`."""
     if max(deferrals, default=0) > max_staleness:
         raise CheckpointError(
             f"overlap.max_staleness is {max_staleness}, but the checkpoint holds a rollout that was deferred "

@@ -80,7 +80,6 @@ class RolloutBuffer:
 
     @property
     def capacity(self) -> int:
-        """Rollouts of B + delta groups."""
         return self.batch_size + self._delta * self.group_size
 
     @property
@@ -110,7 +109,6 @@ class RolloutBuffer:
 
     @property
     def target(self) -> int:
-        """Rollouts of the next batch: B groups, or all that remain after the end of the prompts."""
         return min(self.batch_size, len(self)) if self._closed else self.batch_size
 
     @property
@@ -124,7 +122,6 @@ class RolloutBuffer:
 
     @property
     def sure(self) -> Ints:
-        """Sequences that the next batch will contain, whatever is decoded next."""
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
@@ -141,7 +138,6 @@ class RolloutBuffer:
         return columns.at(sure).seq_ids
 
     def admit(self, prompts: Iterable[Prompt]) -> list[Rollout]:
-        """Hold a new rollout for each prompt, of whole groups."""
         admitted = [
             Rollout(prompt, number, recorded=self._recorded)
             for number, prompt in enumerate(prompts, self._num_admitted)
@@ -178,12 +174,10 @@ class RolloutBuffer:
         return kind(self.target // size, int(finished_G.sum()), self._unfinished.keys(), waits, size)
 
     def keep(self, groups: Iterable[int]) -> None:
-        """Allow these groups, by number, to be trained."""
         assert self._kept is not None, "keep is called with a filter only"
         self._kept.update(groups)
 
     def drop(self, groups: Iterable[int]) -> list[Rollout]:
-        """Remove groups, by number, untrained."""
         return self._remove(np.flatnonzero(np.isin(self._numbers(), list(groups))))
 
     def pass_to(self, clock: int) -> None:
@@ -214,7 +208,6 @@ class RolloutBuffer:
         return {"clock": self._clock, "num_admitted": self._num_admitted, "delta": self._delta, "closed": self._closed}
 
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
-        """Continue from `state` with the rollouts that were held, in the order of admission."""
         self._clock, self._num_admitted = state["clock"], state["num_admitted"]
         self._delta, self._closed = state["delta"], state["closed"]
         self._rollouts = {rollout.seq_id: rollout for rollout in rollouts}
@@ -277,13 +270,11 @@ class RolloutBuffer:
             rollout.finish_clock, rollout.finish_reason = clock, reason
 
     def _foremost_groups(self) -> Ints:
-        """Groups that the next batch is sure to contain, as places in the table."""
         size, finished_G, clocks_G = self.group_size, self._finished_groups(), self._group_clocks()
         batch, target = self.batch_size // size, self.target // size
         return settled(finished_G, clocks_G, self._ages, batch, self.max_staleness, target)
 
     def _finished_groups(self) -> Bools:
-        """True for each group of the table that has finished and is not to be dropped."""
         finished: Bools = np.logical_and.reduce(self._table.columns.finished.reshape(-1, self.group_size), axis=1)
         if self._kept is not None:
             finished &= np.isin(self._numbers()[:: self.group_size], list(self._kept))

@@ -61,8 +61,6 @@ class Counts:
 
 
 class GroupFilter:
-    """Verdicts of a run, the same on every rank.  `scores`: the scores in force of rollouts in the buffer."""
-
     def __init__(self, scheduler: OvercommitScheduler, clock: VerdictClock, rule: Rule):
         assert scheduler.buffer.filtered and scheduler.buffer.group_size > 1
         self.scheduler, self.clock, self.rule = scheduler, clock, rule
@@ -116,7 +114,6 @@ class GroupFilter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from `state`, whose rollouts the buffer holds; scores from other parts are judged again."""
         if state is None:
             return
         self.counts = Counts(state["kept"], state["dropped"])

@@ -69,7 +69,6 @@ class OvercommitScheduler:
 
     @property
     def position(self) -> int:
-        """Position in the stream of prompts after the last admitted one."""
         return self._position
 
     @property
@@ -81,7 +80,6 @@ class OvercommitScheduler:
         return self._admit()
 
     def backfill(self) -> list[Rollout]:
-        """Between two rounds: if it is time, admit prompts in the places of finished rollouts."""
         if not self._backfills or self.buffer.clock < self._due:
             return []
         assert self._every is not None and self.buffer.clock == self._due, "a round went beyond an admission"
@@ -130,7 +128,6 @@ class OvercommitScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
-        """Continue from `state`; the prompts must be the run's, from `position` on."""
         self._num_consumed, self._position = state["num_consumed"], state["position"]
         self._due = state["due"]
         if self._every is not None:  # where backfill was off before, the clock has passed what was due

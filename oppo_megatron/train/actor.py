@@ -69,7 +69,6 @@ class Actor:
             begin_update(self.role.trained, batch, settings, self.algorithm.units)
 
     def abandon(self) -> None:
-        """Drop the update that was begun, if there is one."""
         if self._begun is not None:
             self._begun = None
             self.role.trained.forget_ahead()
@@ -118,7 +117,6 @@ class Actor:
         return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
 
     def set_aside(self) -> Callable[[], None]:
-        """Return a function that undoes every update from now on."""
         undo, ess = self.role.undo(), self.ess
 
         def back() -> None:
@@ -222,7 +220,6 @@ class Actor:
         }
 
     def _summary(self, reports: list[dict[str, float]], gap: dict[str, float] | None) -> dict[str, float]:
-        """Statistics of the update; `gap` covers the whole batch, if it is known."""
         if not reports or "num_tokens" not in reports[0]:
             return {}
         first = reports[0]

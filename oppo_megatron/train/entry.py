@@ -37,7 +37,6 @@ from oppo_megatron.train.supervised import run_supervised
 
 
 def run_rank(kind: str, config: Any) -> int:
-    """Run one rank of a `train` job, or a supervised one; returns its exit code."""
     choose_device(config.runtime)
     stacks_on_request()
     with memory_for(_other_work), clear_when_full(config.run_dir):

@@ -133,7 +133,6 @@ class Evaluator(HeldoutSchedule):
         return join_rows(outputs, [len(row) for row in places], batches) if outputs else None
 
     def _judge(self, rollouts: Sequence[Rollout], scores_N: Tensor | None) -> list[tuple[float, float]]:
-        """Mean and standard error (below 0: none) of each metric, in the order of their names."""
         columns: list[dict[int, list[float]]] = [{} for _ in self.config.names]
         items = [
             ScoreItem(r.seq_id, r.prompt.text, self.exchange.tokenizer.decode(r.tokens), r.prompt.fields)

@@ -76,7 +76,6 @@ class RejectedBatch:
     scored: ScoredBatch
 
     def write(self, path: Path) -> None:
-        """Write `path` (.safetensors) and its .jsonl, each complete or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_writer(path.with_suffix(".jsonl")) as lines:
             lines.write(encode_json({"format": FORMAT, **vars(self.facts)}) + "\n")
@@ -168,7 +167,6 @@ class Rollbacks:
 
     @property
     def left_out(self) -> frozenset[int]:
-        """Positions in the stream of prompts."""
         return frozenset(position for each in self.done for position in each.left_out)
 
     @property
@@ -179,7 +177,6 @@ class Rollbacks:
         return {"rollbacks": len(self.done), "prompts_left_out": len(self.left_out)}
 
     def require(self, count: int) -> None:
-        """Raises CheckpointError if a checkpoint has seen more rollbacks than the file has."""
         if count > len(self.done):
             raise CheckpointError(
                 f"{self._run.rollbacks} has {len(self.done)} rollbacks, but the checkpoint was written after {count}: prompts "
@@ -315,7 +312,6 @@ class Guard:
         return {"in_a_row": self.in_a_row, "num_written": self.num_written, "rollbacks": len(self.rollbacks.done)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from `state`, on every rank; batches kept before a rollback still count."""
         self.rollbacks.require(state["rollbacks"])
         self.in_a_row = state["in_a_row"]
         self.num_written = max(state["num_written"], self.rollbacks.num_written)

@@ -30,7 +30,6 @@ class HeldoutLog:
         self._by_step: dict[int, dict[str, Any]] = {}
 
     def record(self, step: int, figures: Figures) -> dict[str, Any]:
-        """Return mean and standard error of the metrics after `step` steps as fields of its line."""
         fields = {
             "heldout": {name: mean for name, (mean, _) in figures.items()},
             "heldout_error": {name: error for name, (_, error) in figures.items()},
@@ -106,15 +105,12 @@ class HeldoutSchedule:
         return self.stop is not None and self.stop.due
 
     def describe_end(self) -> str | None:
-        """Reason for an early end, if there is one."""
         return self.stop.describe() if self.stop is not None and self.stop.due else None
 
     def due(self, step: int, last: bool) -> bool:
-        """True before the first step, after the last, and every `every_steps` steps."""
         return step == 0 or last or bool(self.every_steps and step % self.every_steps == 0)
 
     def observe(self, step: int, figures: Figures) -> None:
-        """Pass the metrics after `step` steps to early stopping."""
         if self.stop is not None:
             self.stop.observe(step, figures[self.stop.config.standard.metric][0])
 
@@ -144,7 +140,6 @@ class Heldout(HeldoutSchedule, Generic[RowT]):
         self.rows = rows[: config.max_rows]
 
     def measure(self, trained: TrainedModel, step: int, budget: int) -> Figures:
-        """Measure the metrics after `step` steps, in micro-batches of at most `budget` tokens; early stopping learns of them."""
         if self.take_point is not None:
             self.take_point(trained, self.rows, step, budget)
         width, what = 1 + len(self.metrics), f"held-out metrics after step {step}"

@@ -157,7 +157,6 @@ def describe_inputs(inputs: Inputs) -> list[str]:
 
 
 def describe_quarantine(quarantine: Quarantine) -> list[str]:
-    """Describe how the rows were understood, and the first that were set aside with their reasons."""
     first = [f"  {entry['file']}:{entry['line']}: {entry['reason']}" for entry in quarantine.entries[:SHOWN_REASONS]]
     left = len(quarantine) - len(first)
     return [*quarantine.notes, *first, *([f"  and {left} more"] if left else [])]

@@ -181,7 +181,6 @@ class TrainingLoop(Saveable):
         return chunk
 
     def _gather_scores(self, step: int, batch: Sequence[Rollout]) -> ScoredBatch:
-        """Bring the scores, and the state of all ranks, to every rank."""
         with self.meter.part("send" if self.actor is None else "wait_scores"):
             scored, report = self.exchange.gather(
                 batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work, self.meter.measured,
@@ -214,7 +213,6 @@ class TrainingLoop(Saveable):
             self.journal.evaluation(self.done, figures)
 
     def _end_of_prompts(self) -> None:
-        """End the run: the filter has dropped all remaining groups."""
         dropped = self.rollouts.figures()["groups_dropped"]
         told = f"the prompts have ended: none of the last {dropped} groups was worth training"
         if not self.done:
@@ -289,7 +287,6 @@ class TrainingLoop(Saveable):
         return note
 
     def restore(self, found: Found) -> None:
-        """Continue from a checkpoint.  Raises CheckpointError for other data, models or a damaged file."""
         left_out = self.rollbacks.left_out
         rest_of_run(found, self.saver.data, self.config, self.prompts, left_out)
         self.saver.load(self.models, found)

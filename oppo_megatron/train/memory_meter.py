@@ -56,15 +56,12 @@ class MemoryMeter:
         self.peak_bytes = max(self.peak_bytes, peak_bytes(self.device))
 
     def of_all_ranks(self) -> MemoryByRank:
-        """Collective of the world."""
         self.by_rank = MemoryByRank(*by_rank([self.base_bytes, self.peak_bytes], self.device))
         return self.by_rank
 
 
 @dataclass(frozen=True)
 class MemoryByRank:
-    """Base and peak of every rank, in bytes, in the order of ranks."""
-
     base: Sequence[float]
     peak: Sequence[float]
 
@@ -84,7 +81,6 @@ class MemoryByRank:
         return [(peak - base) / plan for base, peak, plan in zip(self.base, self.peak, planned, strict=True)]
 
     def describe(self, planned: Sequence[float]) -> str:
-        """Describe the rank that went furthest beyond its plan."""
         ratios = self.ratios(planned)
         rank = max(range(len(ratios)), key=ratios.__getitem__)
         used, plan = (round(size / MEBIBYTE) for size in (self.peak[rank] - self.base[rank], planned[rank]))

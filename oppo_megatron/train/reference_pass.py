@@ -92,7 +92,6 @@ class LogprobTable:
         return self.by_key[key_of(prompt, answer)]
 
     def missing(self, answers: Iterable[Answered]) -> dict[bytes, Answered]:
-        """Return the answers without a log-prob, each once, in order."""
         found = ((key_of(*each), each) for each in answers)
         return {key: each for key, each in found if key not in self.by_key}
 
@@ -102,7 +101,6 @@ class UnusableFileError(DataError):
 
 
 def write_logprobs(path: Path, table: Mapping[bytes, float], reference: str) -> None:
-    """Write the complete file at once; `reference` is the fingerprint."""
     keys = torch.frombuffer(bytearray(b"".join(table)), dtype=torch.uint8).view(-1, KEY_BYTES)
     logprobs = torch.tensor(list(table.values()), dtype=torch.float64)
     metadata = {"kind": KIND, "reference": reference, "sha256": _checksum(keys, logprobs)}
@@ -119,7 +117,6 @@ def write_logprobs(path: Path, table: Mapping[bytes, float], reference: str) -> 
 
 
 def read_logprobs(path: Path, reference: str) -> dict[bytes, float]:
-    """Read the log-probs of a reference.  Raises UnusableFileError for a damaged file, or another reference."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -200,7 +197,6 @@ class ReferencePass:
         return known
 
     def _compute(self, model: RoleModel, missing: Mapping[bytes, Answered]) -> None:
-        """Compute the missing answers' log-probs block by block, and write the file after each."""
         started, left = time.monotonic(), iter(missing.items())
         done, by_time = 0, ByTime(self.note)
 

@@ -54,12 +54,10 @@ class RoleBuilder:
 
     @property
     def kv_budget_bytes(self) -> int | None:
-        """Bytes that each role's KV cache may take on this rank."""
         megabytes = self.config.runtime.kv_cache_mb
         return None if megabytes is None else int(megabytes * 2**20)
 
     def num_slots(self, role: str) -> int:
-        """Cache slots of one replica, if the budget allows."""
         return share_of_sequences(self.config, role, self.topology.site.placements[role].dp)
 
     def actor(self) -> Actor | None:

@@ -75,7 +75,6 @@ def build_trained_role(
     layers: Layers,
     num_updates: int,
 ) -> TrainedRole:
-    """Build both models of a role on this rank; it serves in `groups` and is updated in `training`."""
     layout = config.train
     plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
     multiple = lcm(groups.tp, training.tp)

@@ -81,7 +81,6 @@ class Rollouts:
         return {seq_id: dict(zip(labels, parts, strict=True)) for seq_id, parts in self.filter.scores.items()}
 
     def figures(self) -> dict[str, float | None]:
-        """Metrics of the step's filtered groups."""
         if self.filter is None:
             return {}
         counts = self.filter.counts

@@ -37,8 +37,6 @@ from oppo_megatron.train.actor import CRITIC_STATS, Actor, Critic
 
 @dataclass(frozen=True)
 class StepRewards:
-    """Rewards at the ends of steps from a process reward model's outputs, the same on every rank."""
-
     part: RewardPart
     step_ends: StepEnds
 
@@ -177,7 +175,6 @@ class ScoreExchange:
         return ScoreItem(rollout.seq_id, prompt.text, response, prompt.fields, [*prompt.tokens, *rollout.tokens])
 
     def critic_stats(self) -> dict[str, float]:
-        """Statistics of the critic's last update; empty without a critic."""
         if "critic" not in self.placements:
             return {}
         mine = None
@@ -228,7 +225,6 @@ class ScoreExchange:
         return torch.cat([pieces[i] for i in range(len(batch))])
 
     def _model_scores(self, rollouts: Sequence[Rollout], rounds: RoundRunner) -> tuple[Tensor | None, Tensor | None]:
-        """The reward model's score of each rollout [N], and the rewards of trained tokens [T] of a process reward model."""
         if "reward" not in self.placements:
             return None, None
         if self.steps is None:
@@ -259,7 +255,6 @@ class ScoreExchange:
     def _rewards(
         self, batch: Sequence[Rollout], model_N: Tensor | None, known: Known
     ) -> tuple[Tensor, dict[str, float]]:
-        """Total reward of each rollout [N], and the mean of each part over those that are trained."""
         labels = [summand.label for summand in self.rewards.summands]
         self.request(batch, {label for rollout in batch for label in known.get(rollout.seq_id, ())})
 

@@ -122,7 +122,6 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
 
     @property
     def over(self) -> bool:
-        """True if nothing is left to train, or a held-out metric ends the run."""
         return self.passed.steps >= self.steps or (self.heldout is not None and self.heldout.over)
 
     @property
@@ -161,7 +160,6 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
             self.report.heldout.load_state_dict(found.state["heldout"])
 
     def _measure(self) -> Figures | None:
-        """Measure the held-out metrics if they are due."""
         step = self.passed.steps
         if self.heldout is None or not self.heldout.due(step, last=step >= self.steps):
             return None
@@ -174,7 +172,6 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
         return figures
 
     def _step(self, index: Sequence[int]) -> dict[str, Any]:
-        """Train on a batch and return the figures of the step."""
         start, self.passed = time.monotonic(), self.passed.step(len(index))
         step, chosen = self.passed.steps, [self.rows[i] for i in index]
         groups, device = self.trained.model.groups, next(self.trained.model.parameters()).device
@@ -322,8 +319,6 @@ def _load_rows(
     world: World,
     take_point: TakePoint | None,
 ) -> tuple[list[RowT], Heldout[RowT] | None]:
-    """Return the rows to train on, and the held-out rows."""
-
     def read(data: DataConfig) -> list[RowT]:
         return task.load(config.model_copy(update={"data": data}), tokenizer, quarantine)
 
@@ -362,7 +357,6 @@ def _take_reference(saver: Saver, fingerprint: str, found: Found | None) -> None
 
 
 def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer: Tokenizer) -> None:
-    """Write the weights, a checkpoint to continue from, and the best step's weights."""
     run, keeps = RunDirectory(config.run_dir), config.checkpoint.writes_weights
     trained, saver, base = trainer.trained, trainer.saver, config.model.checkpoint
     activity = saver.world.activity

@@ -195,8 +195,6 @@ class ProcessRewardModelling:
 
 
 class Preferences(ABC, Generic[AnswersT]):
-    """Log-probs of answers, compared with log-probs of a reference."""
-
     title: str
     head: Head = "lm"
 
@@ -207,12 +205,10 @@ class Preferences(ABC, Generic[AnswersT]):
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[AnswersT]: ...
 
     @abstractmethod
-    def answers(self, row: AnswersT) -> Sequence[Answered]:
-        """The prompt with each of the row's answers, in the order of the loss."""
+    def answers(self, row: AnswersT) -> Sequence[Answered]: ...
 
     @abstractmethod
-    def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]:
-        """The loss and the figures of each row, given its answers' log-probs."""
+    def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]: ...
 
     @property
     def has_mismatched(self) -> bool:
@@ -221,7 +217,6 @@ class Preferences(ABC, Generic[AnswersT]):
     def all_answers(
         self, config: PreferenceConfig, rows: Sequence[AnswersT], held: Sequence[AnswersT], passed: Passed
     ) -> list[Answered]:
-        """Return the answers of all rows, and of the mismatched rows of every batch from `passed` on."""
         others = [*self.mismatched(held)]
         if self.has_mismatched:
             order = batches(

@@ -39,8 +39,6 @@ def each_alone(rows: Sequence[int]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """How a batch is split for an update.  `step` seeds the shuffle, so that actor and critic see the same minibatches."""
-
     epochs: int
     minibatches: int
     micro_batch_tokens: int
@@ -167,7 +165,6 @@ def stats_dict(stats: TokenStats) -> dict[str, Tensor]:
 def _shares(
     batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings, units: Units
 ) -> Iterator[list[list[list[int]]]]:
-    """The units of each replica, for every optimizer step: a minibatch divided by tokens."""
     for minibatch in minibatches_of(len(batch), settings):
         read = units(minibatch)
         parts = balance([sum(batch[i].num_tokens for i in unit) for unit in read], num_replicas)

@@ -105,7 +105,6 @@ class Updates:
     def _update(
         self, step: int, batch: Sequence[Rollout], experience: Experience
     ) -> tuple[dict[str, float], Breach | None]:
-        """Make the updates; return statistics and the guards' breach, after which updates are undone if possible."""
         actor = self.actor if self.trains_actor(step) else None
         critic, coefficient, settings = self.critic, self.kl.value, self._settings(step)
         roles = [role for role in (actor, critic) if role is not None]
@@ -175,7 +174,6 @@ class Adaptation:
         self.planner.learn(self._of_late.costs(Costs()))
 
     def measured_costs(self) -> Costs | None:
-        """Return the costs of actions on all ranks, over all steps except the first; None before any step; collective."""
         sums = sum_over_ranks(self._of_run.to_vector(), self.world.device)
         of_run = CostMeter(self.costs.stages, sums)
         return None if of_run.empty else of_run.costs(Costs())
@@ -183,7 +181,6 @@ class Adaptation:
     def learn_batch(
         self, facts: StepFacts, batch: Sequence[Rollout], experience: Experience, *, actor_trained: bool = True
     ) -> None:
-        """Update delta and KL after an update of the actor; their inputs are the same on every rank."""
         assert facts.scores is not None
         with facts.planning():
             facts.length_gap = length_gap(batch, self.members.to_train(self.scheduler.buffer.rollouts))

@@ -47,7 +47,6 @@ class Progress:
         self._live = Live(_one_line(f"{title}  starting"), console=console, auto_refresh=False)
 
     def update(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Show `step` (the number of steps done) with the known fields that are there."""
         if self.mode == "off":
             return
         of_total = "" if self._total_steps is None else f"/{self._total_steps}"
@@ -62,7 +61,6 @@ class Progress:
             self._print_line()
 
     def note(self, text: str) -> None:
-        """Show a message of its own line, above the live line."""
         if self.mode == "live":
             self._live.console.print(text, markup=False, highlight=False)
         elif self.mode == "plain":

@@ -70,7 +70,6 @@ class RunLog:
         return time.monotonic() - self.started
 
     def end(self, stopped: str | None) -> None:
-        """The last step has been made; `stopped`: why the run ends early, if it does."""
         self.stopped = stopped
         for note in (stopped, self.heldout.describe_best()):
             if note is not None:
@@ -142,12 +141,10 @@ class Journal(RunLog):
                 file.write(encode_json(line) + "\n")
 
     def complete(self, step: int, late: dict[str, Any]) -> None:
-        """Add the fields that waited for the critic's update of the step."""
         self.log.complete(step, late)
         self.trackers.log(step, late)
 
     def state_dict(self) -> dict[str, Any]:
-        """State that is not in metrics.jsonl."""
         figures = {"accuracy": list(self.accuracy.items()), "heldout": self.heldout.state_dict()}
         return {"elapsed_s": self.elapsed_s, **figures}
 
@@ -158,7 +155,6 @@ class Journal(RunLog):
         self.heldout.load_state_dict(state.get("heldout", ()))
 
     def evaluation(self, step: int, figures: Figures) -> None:
-        """Add the held-out metrics after `step` steps."""
         fields = self.heldout.record(step, figures)
         if step:
             self.log.extend(step, fields)
@@ -313,7 +309,6 @@ class Report(RunLog):
             self.note(note)
 
     def before(self, heldout: Figures) -> None:
-        """Report held-out metrics before the first step."""
         self.trackers.log(0, self.heldout.record(0, heldout))
         self.note(HeldoutLog.describe(0, heldout))
 

@@ -73,7 +73,6 @@ class RoundTracer:
             self._extend(span)
 
     def flush(self) -> None:
-        """Write the stretch under way."""
         if self._stretch is not None:
             self.spans.write(self._stretch)
             self._stretch = None
@@ -147,7 +146,6 @@ class StepMeter:
         return self.phase.facts
 
     def begin(self, phase: RolloutPhase) -> None:
-        """Begin a step, or continue it after an interruption."""
         self._started = time.monotonic()
         self._phase, self._before_s, self._planned_s = phase, phase.spent_s, self.rounds.planning_s
         self._prefills = self._planned_prefills()
@@ -196,7 +194,6 @@ class StepMeter:
 
     @contextlib.contextmanager
     def drain(self) -> Iterator[None]:
-        """The block completes the scoring of the batch."""
         started = time.monotonic()
         yield
         self.tracer.flush()
@@ -207,7 +204,6 @@ class StepMeter:
         self._count_prefills()
 
     def scoring_seconds(self) -> dict[str, float]:
-        """Seconds by label that this rank spent on the scoring roles in the step so far."""
         totals: dict[str, float] = {}
         for role in ("scorer", *self.rounds.scoring):
             for name, seconds in self.spans.totals(self.facts.step, role).items():
@@ -263,7 +259,6 @@ class StepMeter:
         self.facts.forked_tokens += self._prefills[1] - before[1]
 
     def _planned_prefills(self) -> tuple[int, int]:
-        """(tokens computed, tokens that forks saved) since the run began."""
         return self.rounds.planner.prefilled_tokens, self.rounds.planner.forked_tokens
 
     def _elapsed_s(self) -> float:

@@ -53,7 +53,6 @@ class StepFacts:
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
-        """Count the block as planning."""
         started = time.monotonic()
         try:
             yield

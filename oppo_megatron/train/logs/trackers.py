@@ -83,7 +83,6 @@ class WandbSink:
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    """Raises ConfigError if a library that the configuration names is not installed."""
     if config.tensorboard:
         _import("tensorboard")
     if config.wandb_project is not None:
@@ -91,7 +90,6 @@ def check_trackers(config: LoggingConfig) -> None:
 
 
 def open_trackers(config: LoggingConfig, run_dir: str | os.PathLike[str]) -> Tracker:
-    """Open the trackers that the configuration names.  Raises ConfigError if a library is missing or refuses to begin."""
     sinks: list[Sink] = []
     if config.tensorboard:
         sinks.append(TensorBoardSink(run_dir))
@@ -109,7 +107,6 @@ def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
-    """The resolved configuration, which holds no secrets; empty if it has not been written."""
     return read_yaml(run.config.read_text(encoding="utf-8")) if run.config.exists() else {}
 
 

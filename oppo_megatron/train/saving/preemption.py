@@ -124,7 +124,6 @@ class Preemption:
                 self.ask()
 
     def _counts(self, number: int) -> bool:
-        """True if a second signal of this kind ends the process."""
         if number in ONCE:
             return False
         now = time.monotonic()

@@ -34,7 +34,6 @@ class Found:
 
     @property
     def position(self) -> int:
-        """Position of the run in the stream of prompts."""
         return int(self.state["scheduler"]["position"])
 
     @property
@@ -42,7 +41,6 @@ class Found:
         return Passed(self.state["done"], self.state["rows"])
 
     def held(self, left_out: Set[int]) -> list[dict[str, Any]]:
-        """Return the rollouts that the run keeps; rollouts of prompts at the positions `left_out` are dropped."""
         return [line for line in self.rollouts if line["seq_id"] not in left_out]
 
     def ahead(self, left_out: Set[int]) -> Ahead:
@@ -82,7 +80,6 @@ def find_checkpoint(config: TrainConfig | SupervisedConfig, world: World) -> Fou
 
 
 def _read(folder: Path, vocab_size: int | None) -> Found:
-    """Read a checkpoint of PPO, or of supervised training if there is no `vocab_size`.  Raises CheckpointError."""
     if vocab_size is None:
         return Found(folder, read_state(folder / STATE, SUPERVISED_STATE), [])
     state = read_state(folder / STATE, PPO_STATE)
@@ -90,7 +87,6 @@ def _read(folder: Path, vocab_size: int | None) -> Found:
 
 
 def _damage(folder: Path, world: World, vocab_size: int | None) -> str | None:
-    """Return the fault of a checkpoint that any rank finds.  Raises OtherFormatError, on all ranks."""
     mine: str | OtherFormatError | None
     files = (STATE, f"{MODELS}/{INDEX}", *(() if vocab_size is None else (ROLLOUTS,)))
     try:

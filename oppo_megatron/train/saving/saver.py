@@ -55,8 +55,7 @@ class Saveable(ABC):
 
     @property
     @abstractmethod
-    def models(self) -> Mapping[str, TrainedModel]:
-        """The trained models of this rank, by role."""
+    def models(self) -> Mapping[str, TrainedModel]: ...
 
     @property
     @abstractmethod
@@ -144,7 +143,6 @@ class Saver:
         return self._fingerprint()
 
     def state(self, run: Saveable) -> dict[str, Any]:
-        """Content of `state.json`."""
         return {
             **run.state_dict(),
             **self.extra,
@@ -169,7 +167,6 @@ class Saver:
                 self.conclude()
 
     def due(self, step: int) -> bool:
-        """True if a checkpoint is due after `step`."""
         every, standard = self.rules.every_steps, self.standard
         # Rewards come with every step and are uncertain: the best of the checkpoints that are saved anyway is enough.
         best = self.rules.keep_best and standard is not None and standard.metric != REWARD and self._is_best(step)
@@ -195,7 +192,6 @@ class Saver:
         return self.best is None or self.standard.gain(value, self.best[0]) > 0
 
     def load_best(self, run: Saveable) -> bool:
-        """Load the models of the best checkpoint of a run that has ended; False if none is kept."""
         if not self.rules.keep_best or self.best is None:
             return False
         folder = self.store.folder(self.best[1])
@@ -206,7 +202,6 @@ class Saver:
         return True
 
     def load(self, models: Mapping[str, TrainedModel], found: Found) -> None:
-        """Load weights, optimizers and schedules.  Raises CheckpointError for other models or a damaged file."""
         state = found.state
         best = None if state["best"] is None else (state["best"][0], Position(*state["best"][1]))
         same = self.standard is not None and state["best_metric"] == self.standard.metric
@@ -246,7 +241,6 @@ class Saver:
             self.preemption.saved()
 
     def snapshot(self, run: Saveable, *, copied: bool) -> Snapshot:
-        """Take this rank's part of a snapshot; if `copied`, into memory that later steps do not change."""
         models, caches = gather_models(run.models, copied=copied), run.caches(copied=copied)
         texts = {} if run.note is None else {STATE: json.dumps(self.state(run), indent=1), **run.texts()}
         return Snapshot(run.position, models, caches, texts, self.best)
@@ -282,7 +276,6 @@ class Saver:
 
 
 def updates_of(state: Mapping[str, Any], models: Iterable[str]) -> dict[str, int]:
-    """Optimizer steps of each model in a checkpoint's state; the critic's warm-up adds to its own."""
     warmed = History.of(state.get("history", {})).warmed
     return {name: state["updates"] + (warmed if name == "critic" else 0) for name in models}
 

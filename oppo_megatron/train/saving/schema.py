@@ -33,7 +33,6 @@ class _Strict(BaseModel):
 
 
 def record(**fields: Any) -> Any:
-    """Return a model with these fields: a type each, or a type and a default."""
     types: dict[str, Any] = {name: hint if isinstance(hint, tuple) else (hint, ...) for name, hint in fields.items()}
     return create_model("record", __base__=_Strict, **types)
 
@@ -110,7 +109,6 @@ ROLLOUT = record(
 
 
 def read_state(path: Path, kind: Any) -> dict[str, Any]:
-    """Read a `state.json` as a tree.  Raises CheckpointError if no run can continue from it."""
     try:
         text = path.read_text(encoding="utf-8")
         state = kind.model_validate_json(text)
@@ -122,7 +120,6 @@ def read_state(path: Path, kind: Any) -> dict[str, Any]:
 
 
 def read_lines(path: Path, state: dict[str, Any], vocab_size: int) -> list[dict[str, Any]]:
-    """Read the `rollouts.jsonl` that belongs to `state`.  Raises CheckpointError as `read_state` does."""
     lines: list[dict[str, Any]] = []
     try:
         for text in path.read_text(encoding="utf-8").splitlines():

@@ -49,7 +49,6 @@ FIXED = {
 
 
 def books_state(rounds: RoundRunner) -> dict[str, Any]:
-    """Return the planner's books, and the layout that they and the caches belong to: ranks and slots of every role."""
     planner = rounds.planner
     books = {"actor": planner.actor, **planner.scorers}
     layout = {
@@ -100,7 +99,6 @@ def row_data(config: SupervisedConfig, rows: Sequence[tuple[list[Any], ...]]) ->
 
 
 def adapter_state(config: TrainConfig | SupervisedConfig) -> dict[str, Any]:
-    """Return the settings of adapters that their tensors do not contain, by role."""
     return {
         name: {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.projections)}
         for name, lora in adapters(config).items()
@@ -126,14 +124,12 @@ def _source(entry_point: str) -> Path | None:
 
 
 def rollout_lines(rollouts: Iterable[Rollout]) -> Iterator[str]:
-    """Yield a line of JSON per rollout; numbers keep every bit."""
     for rollout in rollouts:
         line = {"seq_id": rollout.seq_id} | {name: getattr(rollout, name) for name in ROLLOUT_FIELDS}
         yield json.dumps(line) + "\n"
 
 
 def make_rollouts(lines: Iterable[Mapping[str, Any]], prompts: PromptStream) -> list[Rollout]:
-    """Build the rollouts that `rollout_lines` wrote; `prompts` is the run's stream."""
     return [Rollout(prompts.at(line["seq_id"]), **{name: line[name] for name in ROLLOUT_FIELDS}) for line in lines]
 
 
@@ -192,7 +188,6 @@ def rest_of_run(
 
 
 def describe_changes(run_dir: Path, found: Found, settings: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
-    """Return a line about the checkpoint that a run continues from, and a line per changed setting or source file."""
     state = found.state
     seconds = max(time.time() - state["saved_at"], 0.0)
     units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
@@ -205,7 +200,6 @@ def describe_changes(run_dir: Path, found: Found, settings: Mapping[str, Any], s
 def changes(
     then: Mapping[str, Any], now: Mapping[str, Any], sources: Mapping[str, str], sources_now: Mapping[str, str]
 ) -> list[str]:
-    """Return a line per setting, and per file of a reward function, that differs from the checkpoint's run."""
     lines = [f"changed: {change}" for change in changed_settings(then, now)]
     return lines + [
         f"changed: the file of {name}" for name, digest in sources_now.items() if sources.get(name, digest) != digest

@@ -64,7 +64,6 @@ class CheckpointWriting:
     activity: Activity
 
     def run(self) -> int:
-        """Write the checkpoint and return its bytes.  If one rank fails, all raise the same CheckpointError."""
         snapshot = self.snapshot
         folder = self.store.aside(snapshot.position)
         needed = sum(self._together("size", 0, lambda: snapshot.models.num_bytes))
