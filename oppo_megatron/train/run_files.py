@@ -5,15 +5,19 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import World
+from oppo_megatron.config.load import dump_config
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.data.beside_weights import special_ids, write_beside
+from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.mcore.training import Chunks, as_chunks
@@ -59,9 +63,25 @@ def save_role(
 VISIBLE_WITHIN_S = 60.0  # network file systems show a new file late
 
 
-def share_run_directory(run: RunDirectory, world: World, *, owner: bool, show: bool) -> None:
-    """Write `hosts.json` after `owner` has created the run directory; ConfigError on a host that does not see it."""
-    if show and world.rank == 0:
+def prepare_run_directory(
+    config: TrainConfig | SupervisedConfig,
+    world: World,
+    state: Mapping[str, Any] | None,
+    quarantine: Quarantine,
+    *,
+    owner: bool,
+) -> None:
+    """Let `owner` create the run directory, or cut its files to a checkpoint's `state`; then every rank may write into it.
+
+    Raises ConfigError on a host that does not see the run directory.
+    """
+    run = RunDirectory(config.run_dir)
+    if owner:
+        run.take_up(state)
+        dump_config(config, run.config)
+        if quarantine:
+            quarantine.write(run.quarantine)
+    if config.logging.console != "off" and world.rank == 0:
         show_hosts(world.hosts)
     if owner:
         write_json(run.hosts, {"format": RUN_FORMAT, "ranks": [asdict(rank) for rank in world.hosts]})

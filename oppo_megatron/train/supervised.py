@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from oppo_megatron.cluster.liveness.watchdog import watched
 from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.data import DataConfig
-from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
 from oppo_megatron.config.run import ProcessRewardModelConfig, RewardModelConfig, SupervisedConfig
@@ -46,7 +46,7 @@ from oppo_megatron.train.logs.journal import Report
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
 from oppo_megatron.train.reference_pass import ReferencePass
-from oppo_megatron.train.run_files import save_role, share_run_directory
+from oppo_megatron.train.run_files import prepare_run_directory, save_role
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found, find_checkpoint
 from oppo_megatron.train.saving.saver import Saveable, Saver
@@ -240,7 +240,13 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, p
         trainer = _build(config, task, tokenizer, groups, world, preemption, stack)
         if not trainer.run():
             return False
-        _write(config, trainer, tokenizer)
+
+        def save(folder: Path) -> None:
+            with trainer.spans.span("save", role="model", step=trainer.passed.steps):
+                save_role(trainer.trained.chunks, folder, tokenizer, config.model.checkpoint)
+
+        trainer.saver.finish(trainer, save)
+        trainer.spans.flush()
         dist.barrier()  # the weights and every rank's trace are whole
         if trainer.report:
             merge_traces(config.run_dir)
@@ -275,12 +281,7 @@ def _build(
         _require_same_run(found, saver, config, steps)
         start = saver.describe(found)
         dist.barrier()  # no rank reads the directory any more
-    if is_owner:
-        run.take_up(None if found is None else found.state)
-        dump_config(config, run.config)
-        if quarantine:
-            quarantine.write(run.quarantine)
-    share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
+    prepare_run_directory(config, world, None if found is None else found.state, quarantine, owner=is_owner)
     trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
     spans, memory = SpanRecorder(world.rank, run if config.logging.trace else None), MemoryMeter.begin(world.device)
     held = () if heldout is None else heldout.rows
@@ -354,20 +355,6 @@ def _take_reference(saver: Saver, fingerprint: str, found: Found | None) -> None
             "start a new run in another run_dir"
         )
     saver.extra["reference"] = fingerprint
-
-
-def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer: Tokenizer) -> None:
-    run, keeps = RunDirectory(config.run_dir), config.checkpoint.writes_weights
-    trained, saver, base = trainer.trained, trainer.saver, config.model.checkpoint
-    activity = saver.world.activity
-    with trainer.spans.span("save", role="model", step=trainer.passed.steps), activity.doing("writing weights"):
-        if keeps:
-            save_role(trained.chunks, run.weights, tokenizer, base)
-    saver.save_end(trainer)
-    with activity.doing("writing the best step's weights"):
-        if keeps and saver.load_best(trainer):
-            save_role(trained.chunks, run.best, tokenizer, base)
-    trainer.spans.flush()
 
 
 def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -245,16 +246,21 @@ class Saver:
         texts = {} if run.note is None else {STATE: json.dumps(self.state(run), indent=1), **run.texts()}
         return Snapshot(run.position, models, caches, texts, self.best)
 
-    def save_end(self, run: Saveable) -> None:
-        """Save after the last step and its weights; if the disk is full now, only later continuation is lost."""
-        if not self.rules.saves_end or self.saved == run.position:
-            return
-        try:
-            self.save(run)
-            self.conclude()
-        except CheckpointError as error:
-            if run.note is not None:
-                run.note(f"the run has ended, but cannot be given more steps later: {error}")
+    def finish(self, run: Saveable, save_weights: Callable[[Path], None]) -> None:
+        """Write the last step's weights, a checkpoint to continue from, and the best step's weights."""
+        with self.world.activity.doing("writing weights"):
+            if self.rules.writes_weights:
+                save_weights(self.run_dir.weights)
+        if self.rules.saves_end and self.saved != run.position:
+            try:
+                self.save(run)
+                self.conclude()
+            except CheckpointError as error:  # the disk may be full now: only later continuation is lost
+                if run.note is not None:
+                    run.note(f"the run has ended, but cannot be given more steps later: {error}")
+        with self.world.activity.doing("writing the best step's weights"):
+            if self.rules.writes_weights and self.load_best(run):
+                save_weights(self.run_dir.best)
 
     def conclude(self) -> None:
         """Wait for the checkpoint under way, if there is one.  Raises CheckpointError if it could not be written."""
