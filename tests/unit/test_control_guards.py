@@ -30,14 +30,8 @@ ALL = {
     "logprob_gap": {"action": "skip"},
 }
 SOUND = {
-    "kl_mean": 1.0,
-    "ratio_max": 2.0,
-    "ess": 0.9,
-    "logprob_gap": 1e-6,
-    "grad_norm": 3.0,
-    "critic_loss": 0.1,
-    "lr": 0,
-}
+    "kl_mean": 1.0, "ratio_max": 2.0, "ess": 0.9, "logprob_gap": 1e-6, "grad_norm": 3.0, "critic_loss": 0.1, "lr": 0
+}  # fmt: skip
 
 
 def rules(gap: float | None = 1e-4, **settings: Any) -> Rules:
@@ -73,23 +67,6 @@ def test_without_limits_only_what_is_not_finite_breaks_a_rule() -> None:
     assert breach is not None and (breach.action, breach.figure) == ("skip", "actor_loss")
 
 
-@pytest.mark.parametrize(
-    ("settings", "gap", "expected"),
-    [
-        ({}, 1e-4, False),
-        ({"non_finite": "skip"}, None, True),
-        ({"kl_mean": {"limit": 1, "action": "skip"}}, 1e-4, False),  # known before the update
-        ({"ratio_max": {"action": "skip"}}, 1e-4, False),
-        ({"ratio_max": {"limit": 3, "action": "skip"}}, None, True),
-        ({"ess": {"limit": 0.2, "action": "skip"}}, None, True),
-        ({"logprob_gap": {"action": "skip"}}, None, False),
-        ({"logprob_gap": {"action": "skip"}}, 1e-4, True),
-    ],
-)
-def test_when_updates_may_have_to_be_taken_back(settings: dict[str, Any], gap: float | None, expected: bool) -> None:
-    assert rules(gap, **settings).undo_updates is expected
-
-
 @given(
     rule=st.sampled_from(RULES),
     figure=st.sampled_from(FIGURES),
@@ -114,16 +91,24 @@ def test_the_gravest_breach_is_the_first_that_stops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "agree"),
+    ("settings", "gap", "undo", "agree"),
     [
-        ({}, False),
-        ({"non_finite": "rollback"}, True),
-        ({"kl_mean": {"limit": 1, "action": "rollback"}}, False),  # every rank knows it
-        ({"ess": {"action": "rollback"}}, False),
-        ({"ess": {"limit": 0.2, "action": "rollback"}}, True),
-        ({"logprob_gap": {"action": "skip"}}, True),
+        ({}, 1e-4, False, False),
+        ({"non_finite": "skip"}, None, True, True),
+        ({"non_finite": "rollback"}, 1e-4, False, True),
+        ({"kl_mean": {"limit": 1, "action": "skip"}}, 1e-4, False, False),  # known before the update
+        ({"kl_mean": {"limit": 1, "action": "rollback"}}, 1e-4, False, False),
+        ({"ratio_max": {"action": "skip"}}, 1e-4, False, False),
+        ({"ratio_max": {"limit": 3, "action": "skip"}}, None, True, True),
+        ({"ess": {"limit": 0.2, "action": "skip"}}, None, True, True),
+        ({"ess": {"action": "rollback"}}, 1e-4, False, False),
+        ({"ess": {"limit": 0.2, "action": "rollback"}}, 1e-4, False, True),
+        ({"logprob_gap": {"action": "skip"}}, None, False, False),
+        ({"logprob_gap": {"action": "skip"}}, 1e-4, True, True),
     ],
 )
-def test_when_ranks_have_to_agree_on_updates(settings: dict[str, Any], agree: bool) -> None:
-    held = rules(1e-4, **settings)
-    assert held.agree_on_updates is agree and held.undo_updates is ("logprob_gap" in settings)
+def test_when_updates_may_have_to_be_taken_back_and_ranks_to_agree(
+    settings: dict[str, Any], gap: float | None, undo: bool, agree: bool
+) -> None:
+    held = rules(gap, **settings)
+    assert (held.undo_updates, held.agree_on_updates) == (undo, agree)
