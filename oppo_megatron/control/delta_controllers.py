@@ -55,9 +55,9 @@ class DeltaController(ABC):
     def _take(self, signals: StepSignals) -> tuple[int, str]:
         """Return the new delta and the reason."""
 
-    @abstractmethod
     def _memory(self) -> dict[str, Any]:
         """The rule's state besides delta."""
+        return {}
 
     @abstractmethod
     def _recall(self, state: dict[str, Any]) -> None: ...
@@ -144,9 +144,6 @@ class Eq4LiteralDelta(RewardDelta):
 class FixedDelta(DeltaController):
     def _take(self, signals: StepSignals) -> tuple[int, str]:
         return self._value, f"delta is fixed at {self._value}"
-
-    def _memory(self) -> dict[str, Any]:
-        return {}
 
     def _recall(self, state: dict[str, Any]) -> None:
         self._value = self._config.initial

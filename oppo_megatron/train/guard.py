@@ -229,12 +229,10 @@ class Guard:
     in_a_row: int = 0
     num_written: int = 0
 
-    @property
-    def rules(self) -> Rules:
+    def __post_init__(self) -> None:
         config = self.config
-        return Rules(
-            config.guards, config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature)
-        )
+        gap_limit = config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature)
+        self.rules = Rules(config.guards, gap_limit)
 
     def examine(self, scored: ScoredBatch, kl_coefficient: float, seen: Moments) -> tuple[Experience, Breach | None]:
         """Return the experience, and a breach if it must not be trained on; its figures may then not be finite."""

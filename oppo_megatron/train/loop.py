@@ -26,17 +26,12 @@ from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.data.prompts import PromptSet, PromptStream
-from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import SamplingError
 from oppo_megatron.mcore.training import TrainedModel
-from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.schedule.plan import StepPlan, plan_step
-from oppo_megatron.train.actor import Actor, Critic
 from oppo_megatron.train.evaluate import Evaluator
-from oppo_megatron.train.guard import Rollbacks
-from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.meter import RolloutPhase, StepMeter
 from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.rollouts import Rollouts
@@ -66,6 +61,11 @@ class TrainingLoop(Saveable):
     meter: StepMeter
     done: int = 0
     phase: RolloutPhase | None = None
+
+    def __post_init__(self) -> None:
+        self.rounds, self.buffer = self.rollouts.rounds, self.rollouts.buffer
+        self.actor, self.critic, self.journal = self.updates.actor, self.updates.critic, self.meter.journal
+        self.rollbacks = self.updates.guard.rollbacks
 
     def run(self) -> bool:
         """Train until the prompts end and every rollout has been trained; False if the run was asked to stop and has saved."""
@@ -132,30 +132,6 @@ class TrainingLoop(Saveable):
         """True if nothing is left to train; a run resumed with fewer steps, or ended early, may have rollouts left."""
         stopped = self.evaluator is not None and self.evaluator.over
         return self.rollouts.scheduler.done or self.done == self.config.steps or stopped
-
-    @property
-    def rounds(self) -> RoundRunner:
-        return self.rollouts.rounds
-
-    @property
-    def buffer(self) -> RolloutBuffer:
-        return self.rollouts.buffer
-
-    @property
-    def actor(self) -> Actor | None:
-        return self.updates.actor
-
-    @property
-    def critic(self) -> Critic | None:
-        return self.updates.critic
-
-    @property
-    def journal(self) -> Journal | None:
-        return self.meter.journal
-
-    @property
-    def rollbacks(self) -> Rollbacks:
-        return self.updates.guard.rollbacks
 
     def _admit(self, step: int) -> None:
         interrupted = self.phase

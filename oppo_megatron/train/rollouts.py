@@ -11,7 +11,6 @@ import numpy as np
 from oppo_megatron.chunks import Chunk
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner
-from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.filter import GroupFilter
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Rollout
@@ -35,9 +34,8 @@ class Rollouts:
     planning: Callable[[], AbstractContextManager[None]]
     filter: GroupFilter | None = None
 
-    @property
-    def buffer(self) -> RolloutBuffer:
-        return self.scheduler.buffer
+    def __post_init__(self) -> None:
+        self.buffer = self.scheduler.buffer
 
     @property
     def complete(self) -> bool:

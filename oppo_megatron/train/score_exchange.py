@@ -110,6 +110,9 @@ class ScoreExchange:
     steps: StepRewards | None = None
     refusal: str | None = None
 
+    def __post_init__(self) -> None:
+        self._leader = scorers_leader(self.placements)
+
     def gather(
         self,
         batch: Sequence[Rollout],
@@ -191,10 +194,6 @@ class ScoreExchange:
             assert self.actor is not None
             mine = torch.tensor([self.actor.ess, *measured], dtype=torch.float64)
         return self.shared("effective sample size, seconds of the rollout", mine, 1 + len(measured), source)
-
-    @property
-    def _leader(self) -> int:
-        return scorers_leader(self.placements)
 
     def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
         """Call `share` and wait for its end: a watchdog blames no rank for this wait."""
