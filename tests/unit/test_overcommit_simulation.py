@@ -347,17 +347,6 @@ def test_each_token_carries_the_version_that_sampled_it(run: Run, chunk_tokens: 
         assert rollout.versions == expected
 
 
-@given(run=runs(), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=100, deadline=None)
-def test_batches_are_ordered_by_the_logical_clock(run: Run, chunk_tokens: int) -> None:
-    n = run.group_size
-    for batch in simulate(run, chunk_tokens).batches:
-        assert [r.seq_id % n for r in batch] == [i % n for i in range(len(batch))], "groups are whole, and side by side"
-        groups = [batch[i : i + n] for i in range(0, len(batch), n)]
-        keys = [(max(r.finish_clock or 0 for r in group), group[0].admission) for group in groups]
-        assert keys == sorted(keys)
-
-
 @given(run=runs(backfill=True), chunk_tokens=st.sampled_from(CHUNKS))
 @settings(max_examples=150, deadline=None)
 def test_backfill_admits_at_its_own_clock_ticks(run: Run, chunk_tokens: int) -> None:
@@ -407,13 +396,6 @@ def test_the_cap_is_needed_and_binds() -> None:
     straggler = next(r for batch in log.batches for r in batch if r.seq_id == 0)
     assert (straggler.deferrals, straggler.finish_clock) == (3, 60)
     assert any(straggler is r for r in log.batches[3])
-
-
-def test_delta_zero_is_plain_ppo() -> None:
-    run = Run(lengths=[5, 1, 9, 2, 2, 2, 7, 1], batch_size=3, deltas=[0], max_staleness=1)
-    log = simulate(run, 4)
-    assert [sorted(r.seq_id for r in batch) for batch in log.batches] == [[0, 1, 2], [3, 4, 5], [6, 7]]
-    assert {r.deferrals for batch in log.batches for r in batch} == {0}
 
 
 @pytest.mark.parametrize("num_prompts", [0, 1, 4, 5, 6, 12])
