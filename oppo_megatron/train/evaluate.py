@@ -118,19 +118,16 @@ class Evaluator(HeldoutSchedule):
     ) -> Tensor | None:
         """The reward model's score of each prompt and response; None before its last stage."""
         sequences = [[*prompt, *response] for prompt, response in rows]
-        if self.steps is None:
-            return self._outputs_at([[len(sequence) - 1] for sequence in sequences], sequences, model, device)
-        ends = self.steps.ends([response for _, response in rows])
-        places = [[len(prompt) + end for end in own] for (prompt, _), own in zip(rows, ends, strict=True)]
-        logits_S = self._outputs_at(places, sequences, model, device)
-        return None if logits_S is None else self.steps.scores(logits_S, ends)
-
-    def _outputs_at(
-        self, places: Sequence[Sequence[int]], sequences: Sequence[list[int]], model: RoleModel, device: torch.device
-    ) -> Tensor | None:
+        places = [[len(sequence) - 1] for sequence in sequences]
+        if self.steps is not None:
+            ends = self.steps.ends([response for _, response in rows])
+            places = [[len(prompt) + end for end in own] for (prompt, _), own in zip(rows, ends, strict=True)]
         batches = pack_at(sequences, places, self.runtime.micro_batch_tokens, device)
         outputs = forward_rows(model, batches, lambda _, scores_S: scores_S.float())
-        return join_rows(outputs, [len(row) for row in places], batches) if outputs else None
+        if not outputs:
+            return None
+        values = join_rows(outputs, [len(row) for row in places], batches)
+        return values if self.steps is None else self.steps.scores(values, ends)
 
     def _judge(self, rollouts: Sequence[Rollout], scores_N: Tensor | None) -> list[tuple[float, float]]:
         columns: list[dict[int, list[float]]] = [{} for _ in self.config.names]

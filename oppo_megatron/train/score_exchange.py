@@ -7,8 +7,8 @@ P parts of the reward, S steps of responses (packed).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
@@ -280,31 +280,20 @@ class ScoreExchange:
         """`width` numbers of each rollout, [N, width].  User code runs on one rank only."""
         table = None
         if self.rank == self._leader:
-            rows = []
-            for rollout, score in zip(
-                rollouts, [None] * len(rollouts) if model_N is None else model_N.tolist(), strict=True
-            ):
+            rows, functions = [], " and ".join(map(repr, self.rewards.user_functions))
+            scores = [None] * len(rollouts) if model_N is None else model_N.tolist()
+            for rollout, score in zip(rollouts, scores, strict=True):
                 item = self._item(rollout)
+                told = f"the reward function {functions}, called for sequence {item.seq_id} (of {rollout.prompt.place})"
+                note = noted(self.rank, told) if functions else nullcontext()  # in case the rank ends in it
                 try:
-                    with self._scoring(item, rollout.prompt.place):
+                    with self.activity.doing(f"reward of sequence {item.seq_id}"), note:
                         rows.append(numbers(item, score, rollout))
                 except NonFiniteRewardError as error:
                     self.refusal = self.refusal or str(error)
                     rows.append([math.nan] * width)
             table = torch.tensor(rows, dtype=torch.float64).flatten()
         return self.shared("rewards", table, len(rollouts) * width, self._leader).view(len(rollouts), -1)
-
-    @contextmanager
-    def _scoring(self, item: ScoreItem, placement: str) -> Iterator[None]:
-        what, functions = f"reward of sequence {item.seq_id}", " and ".join(map(repr, self.rewards.user_functions))
-        with self.activity.doing(what):
-            if not functions:
-                yield
-                return
-            with noted(
-                self.rank, f"the reward function {functions}, called for sequence {item.seq_id} (of {placement})"
-            ):
-                yield
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:

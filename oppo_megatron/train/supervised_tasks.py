@@ -68,6 +68,10 @@ class Task(Measured[RowT], Protocol[RowT]):
         ...
 
 
+def _reading(config: SupervisedConfig, quarantine: Quarantine) -> dict[str, Any]:
+    return {"max_tokens": config.max_tokens, "long_rows": config.data.long_rows, "quarantine": quarantine}
+
+
 class FineTuning:
     """Next-token prediction on completions; prompts are not trained on."""
 
@@ -75,9 +79,7 @@ class FineTuning:
     head: Head = "lm"
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Completion]:
-        return load_completions(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
+        return load_completions(config.data, tokenizer, **_reading(config, quarantine))
 
     def num_tokens(self, row: Completion) -> int:
         """The last token predicts nothing and is not read."""
@@ -115,9 +117,7 @@ class RewardModelling:
     head: Head = "scalar"
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
-        return load_pairs(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
+        return load_pairs(config.data, tokenizer, **_reading(config, quarantine))
 
     def num_tokens(self, row: Pair) -> int:
         """The prompt is read twice, once with each answer."""
@@ -154,14 +154,7 @@ class ProcessRewardModelling:
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Steps]:
         assert isinstance(config, ProcessRewardModelConfig)
-        return load_steps(
-            config.data,
-            tokenizer,
-            separator=config.separator,
-            max_tokens=config.max_tokens,
-            long_rows=config.data.long_rows,
-            quarantine=quarantine,
-        )
+        return load_steps(config.data, tokenizer, separator=config.separator, **_reading(config, quarantine))
 
     def num_tokens(self, row: Steps) -> int:
         return len(row.prompt) + len(row.completion)
@@ -268,9 +261,7 @@ class PairPreferences(Preferences[Pair]):
         self.rule, self.noise = config.dpo, token_noise(config.model.dtype)
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
-        return load_unequal_pairs(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
+        return load_unequal_pairs(config.data, tokenizer, **_reading(config, quarantine))
 
     def answers(self, row: Pair) -> Sequence[Answered]:
         return (row.prompt, row.chosen), (row.prompt, row.rejected)
@@ -290,9 +281,7 @@ class MarkedPreferences(Preferences[Marked]):
         self.point, self.noise = 0.0, token_noise(config.model.dtype)
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Marked]:
-        return load_marked(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
-        )
+        return load_marked(config.data, tokenizer, **_reading(config, quarantine))
 
     def answers(self, row: Marked) -> Sequence[Answered]:
         return ((row.prompt, row.completion),)

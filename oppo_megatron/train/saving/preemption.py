@@ -89,22 +89,17 @@ class Preemption:
 
     def agreed(self, group: dist.ProcessGroup | None, activity: Activity | None = None) -> bool:
         """True if any rank of the group (None: the world) was asked to stop before its call; all of them make the call."""
-        if not self.deadline_s or dist.get_world_size(group) == 1:
-            return self.asked
-        flags = torch.tensor([int(self.asked)])
-        with waiting_for("ranks that may have been asked to stop", activity):
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        if flags.item():
-            self.ask()
-        return bool(flags.item())
+        return self.agreed_with(False, activity, group)[0] if self.deadline_s else self.asked
 
-    def agreed_with(self, mine: bool, activity: Activity | None = None) -> tuple[bool, bool]:
-        """Return `agreed` for the world, and True if `mine` is true on any rank, with one message."""
-        if dist.get_world_size() == 1:
+    def agreed_with(
+        self, mine: bool, activity: Activity | None = None, group: dist.ProcessGroup | None = None
+    ) -> tuple[bool, bool]:
+        """Return `agreed`, and True if `mine` is true on any rank of the group, with one message."""
+        if dist.get_world_size(group) == 1:
             return self.asked, mine
         flags = torch.tensor([int(self.asked), int(mine)])
         with waiting_for("ranks that may have been asked to stop", activity):
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         asked, any_rank = map(bool, flags.tolist())
         if asked:
             self.ask()
