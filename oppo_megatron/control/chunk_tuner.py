@@ -1,7 +1,6 @@
-"""Tuner of the chunk size: tries a few sizes on different steps and keeps the one that takes the least time for its work.
+"""Tries a few chunk sizes on different steps and keeps the one that takes the least time for its work.
 
-Steps differ in work, so a step's seconds are compared with the prediction for its decode steps and tokens by a law fitted to
-all rounds.
+Steps differ in work, so a step's seconds are compared with those of a law fitted to all rounds.
 """
 
 from __future__ import annotations
@@ -97,10 +96,9 @@ def first_settled_step(config: ChunkConfig, longest: int) -> int:
 
 
 class ChunkTuner:
-    """Sets the chunk size (decode steps per round) from measured steps.
+    """Sets the chunk size (decode steps per round) from measured steps, of which the first only warms up.
 
-    The first step only warms up; then a search starts, and again every `period` steps.  `longest` is the response limit in
-    tokens.  A step that decoded nothing is repeated with its candidate.
+    A search starts every `period` steps.  `longest` is the response limit in tokens.
     """
 
     def __init__(self, config: ChunkConfig, longest: int, trials: int = TRIALS, period: int = SEARCH_STEPS):
@@ -123,11 +121,10 @@ class ChunkTuner:
         return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        """A search under way is not kept: it starts again after the first step of the resumed run, which warms up again."""
+        """A search under way is not kept: the resumed run warms up and starts it again."""
         return {"value": self._settled, "steps_to_search": 1 if self._search else self._steps_to_search}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A chunk size that is fixed by the configuration stays as configured."""
         if self._config.adaptive:
             self._settled = min(state["value"], self._longest)
         self._steps_to_search = state["steps_to_search"]

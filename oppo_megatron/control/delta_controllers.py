@@ -1,7 +1,7 @@
-"""Controllers of delta, the number of prompts decoded beyond the batch.  R_t is the mean reward of step t, W the window in steps.
+"""Controllers of delta, the number of prompts decoded beyond the batch (docs/algorithm.md).
 
 The OPPO paper gives two rules that disagree in sign: eq. 4 increases delta while the reward improves, line 24 of Algorithm 1
-decreases it.  The paper's text (delta decays as training converges) agrees with eq. 4, the default.
+decreases it.  The paper's text agrees with eq. 4, the default.  R_t is the mean reward of step t, W the window in steps.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RewardDelta(DeltaController):
 
 
 class Eq4Delta(RewardDelta):
-    """Eq. 4 with the windowed means of Algorithm 1 (line 22): slope = mean(last W rewards) - mean(W before)."""
+    """Eq. 4 with the windowed means of Algorithm 1 (line 22)."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -153,7 +153,7 @@ RULE = Signature(("signals", "delta", "memory"), "number")
 
 
 class CustomDelta(DeltaController):
-    """Delta by a user's function (signals, delta, memory) -> the next delta, which is held to 0..`max` (docs/extending.md)."""
+    """Delta by a user's function (signals, delta, memory) -> the next delta (docs/extending.md)."""
 
     def __init__(self, config: DeltaConfig):
         super().__init__(config)
@@ -191,10 +191,7 @@ class Ceiling:
     level: float | None = None
 
     def after(self, now: float, band: float) -> Ceiling | None:
-        """Return the ceiling after a window with signal `now`; None once it is better than the worst one by more than `band`.
-
-        Comparing with the first window instead would forbid growth for good if that one was good by chance.
-        """
+        """Return the ceiling after a window with signal `now`; None once it is better than the worst one by more than `band`."""
         if self.level is None:
             return replace(self, level=now)
         if self.signal == "length_gap":
@@ -204,12 +201,6 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of the signals of `measured`.
-
-    Delta grows while the share of the decode batch that runs empty is above `target_waste` + `dead_band`, and shrinks at once
-    if the effective sample size is below `ess_floor` or the length gap over a window above `length_gap_cap`.
-    """
-
     target_waste: float = 0.35
     dead_band: float = 0.05
     ess_floor: float = 0.8
@@ -225,19 +216,8 @@ BOUNDS = Bounds()
 class MeasuredDelta(DeltaController):
     """Delta from the measured benefit (less tail waste) and cost (stale tokens, shorter responses) of overcommitment.
 
-    Laws, held by the tests, with W = `window`, band = `dead_band`:
-
-    1. Bias first.  If the step's ess is below `ess_floor`, or the mean length gap of the last W steps above
-       `length_gap_cap`, delta shrinks in that step.
-    2. Otherwise delta moves once every W steps, by their mean waste: above `target_waste` + band it grows, if no step of the W
-       broke a bound; below `target_waste` - band it shrinks; in between it stays.
-    3. A growth that is reverted within its first W steps is not repeated until the signal that forbade it is better, by more
-       than the band, than its worst value at the current delta.
-    4. Delta never leaves 0..`max`.
-    5. Convergence: if the signals are functions of delta, delta converges.  A growth that survives its first W steps is then
-       permanent, and a reverted one lowers the ceiling of law 3 for good.
-    6. Monotone: of two steps in the same state, the one with more waste never gets the smaller delta, and the one with less
-       ess or a larger length gap never the larger one.  The same holds for whole histories while none has a ceiling.
+    The laws of docs/algorithm.md, "Delta from measured signals".  A growth that survives its first W steps is permanent if the
+    signals are functions of delta, and a reverted one lowers the ceiling of law 3 for good: so delta converges (law 5).
     """
 
     def __init__(self, config: DeltaConfig, bounds: Bounds = BOUNDS):

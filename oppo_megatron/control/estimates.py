@@ -43,9 +43,7 @@ def _of(means: Sequence[float]) -> Estimate:
 
 
 def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
-    """Sums that can be added over ranks: the row count, then of each of `width` columns the sum, the sum of its products with the
-    first column, and the sum of its squares.
-    """
+    """Row count, and of each of `width` columns the sums of values, of products with the first column, and of squares."""
     sums, by_weight, squares = [0.0] * width, [0.0] * width, [0.0] * width
     for row in table:
         for column, value in enumerate(row):
@@ -58,8 +56,7 @@ def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
 def ratios(moments: Sequence[float], width: int) -> list[tuple[float, float | None]]:
     """For each column after the first: its mean per unit of the first (the row's weight), and the mean's standard error.
 
-    The ratio estimator's error, of sums v and weights w over n rows with m = sum v / sum w, is
-    sqrt(n / (n - 1) * sum (v - m w)^2) / sum w; None for a single row.
+    Of sums v and weights w over n rows with m = sum v / sum w the error is sqrt(n / (n - 1) * sum (v - m w)^2) / sum w.
     """
     n, parts = moments[0], [moments[1 + k * width : 1 + (k + 1) * width] for k in range(3)]
     sums, by_weight, squares = parts

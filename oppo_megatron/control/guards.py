@@ -1,7 +1,4 @@
-"""Rules for a step's numbers.  Figures, and so decisions, are the same on every rank.
-
-A non-finite figure takes precedence over all limits, `stop` over `rollback`, and `rollback` over `skip`.
-"""
+"""Rules for a step's numbers; a non-finite figure takes precedence over limits, `stop` over `rollback`, and that over `skip`."""
 
 from __future__ import annotations
 

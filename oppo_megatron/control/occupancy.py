@@ -15,8 +15,7 @@ from oppo_megatron.records import Rollout
 class Occupancy:
     """How full the decode batch was in the rollout phase of a step.
 
-    A sequence gets one token per decode step while it runs, so a row of n tokens ran in the n steps up to its finish clock, or
-    up to the chunk's clock if it has not ended.
+    A row of n tokens ran in the n decode steps up to its finish clock, or to the chunk's clock if it has not ended.
     """
 
     def __init__(self, clock: int):
@@ -53,7 +52,6 @@ class Occupancy:
 
 
 def _most_running(counts: Ints, ends: Ints) -> int:
-    """Largest number of rows that ran at once, if each ran in `counts` steps up to its clock in `ends`."""
     if not len(counts):
         return 0
     starts = ends - counts

@@ -1,8 +1,7 @@
 """The rollout buffer: holds growing rollouts and selects the ones of a step's batch.
 
 Legend: a *group* is the n responses to one prompt (n is 1 in plain PPO); a batch has B groups, delta is the number of groups
-decoded beyond it, *clock* the logical clock (decode steps since the run began).  Nothing here depends on wall time or on the
-size of a chunk, so a batch can be repeated.
+decoded beyond it, *clock* the decode steps since the run began.  Nothing depends on wall time or on the size of a chunk.
 
       admit            record                record with              take_batch
     ---------> waiting --------> decoding ---------------> finished -----------> trained (left the buffer)
@@ -10,23 +9,19 @@ size of a chunk, so a batch can be repeated.
                +----+            +----+                    +----+
               deferred          deferred                  deferred (a surplus finisher)
 
-Every `take_batch` defers what it leaves: `deferrals` + 1, all tokens kept.  No group is trained with more than η deferrals
-(`max_staleness`): the batch waits for the groups that may not be deferred again, and for as many of the next oldest as must
-not fall due with them (`readiness.py`).
-
 Invariants (held by the unit tests):
 
 1. Every admitted group leaves the buffer once, whole, in exactly one batch, with every token that was recorded for it.
 2. Admission never makes the buffer hold more than B + delta.  A smaller delta drops nothing: the buffer drains.  With backfill
    the limits are n (B + delta) unfinished rollouts and 2B groups in all (with delta > B: B + delta and (η + 1) B).
 3. A batch has B groups; only after the end of the prompts may the last one have fewer.
-4. Apart from groups that the batch had to wait for, every group of a batch finished no later than any group left in the
-   buffer (ties: by admission).
-5. While delta <= η B (with backfill: always), no group is trained with more than η deferrals.
+4. Apart from groups that the batch had to wait for (`readiness.py`), every group of a batch finished no later than any group
+   left in the buffer (ties: by admission).
+5. While delta <= η B (with backfill: always), no group is trained with more than η (`max_staleness`) deferrals.
 6. The responses to a prompt are side by side, in the buffer and in a batch.
 
-With a filter (`filter.py`), "finished" means "finished and kept" in 3 and 4, every admitted group is trained or dropped, the
-buffer never holds more than B + delta groups, and no round is ended by the last response of a batch.
+With a filter, "finished" means "finished and kept" in 3 and 4, every admitted group is trained or dropped, the buffer never
+holds more than B + delta groups, and no round is ended by the last response of a batch.
 """
 
 from __future__ import annotations

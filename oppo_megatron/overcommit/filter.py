@@ -1,11 +1,7 @@
 """The filter of groups (dynamic sampling, arXiv 2503.14476): a group of equally good responses is not trained.
 
-Rewards arrive at unpredictable times, so verdicts follow a clock of decode steps: with p the steps from one admission to the
-next, a response that ended at step c is judged at step p * (ceil(c / p) + lag).  The ranks wait there for the scores due, so
-batches depend on tokens, rewards, p and lag, not on seconds, chunk sizes or placements.
-
-A group is kept as soon as two members differ, but is trained with its last one.  It is dropped once all its scores are known and
-equal.
+Verdicts follow a clock of decode steps, at which the ranks wait for the scores due ("Dynamic sampling", docs/algorithm.md).
+A group is kept as soon as two members differ, but is trained with its last one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The decode step at which a batch is complete, and the groups that it must have (bounded staleness)."""
+"""The decode step at which a batch is complete, and the groups that it must have.
+
+See "A bound on staleness" in docs/algorithm.md, for S_k and r_k.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The overcommit scheduler: sits between the prompts and the decode engine, with B + delta rollouts in flight.
+"""Sits between the prompts and the decode engine, with B + delta rollouts in flight.
 
     while not scheduler.done:
         admitted = scheduler.begin_step()
@@ -9,8 +9,8 @@
         ...                                  # score, train
         decision = scheduler.end_step(step, signals)
 
-Plain PPO has delta fixed at 0.  With backfill, prompts also enter within a step, every `backfill_every` decode steps, in the
-places of finished rollouts.  Admission follows the logical clock, so batches do not depend on the chunk size.
+Plain PPO has delta fixed at 0.  With backfill, prompts also enter every `backfill_every` decode steps, in the places of
+finished rollouts.
 """
 
 from __future__ import annotations

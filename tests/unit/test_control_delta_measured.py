@@ -1,4 +1,4 @@
-"""The laws of the `measured` rule, as the docstring of `MeasuredDelta` states them."""
+"""The laws of the `measured` rule, as docs/algorithm.md states them."""
 
 from __future__ import annotations
 
