@@ -77,7 +77,7 @@ class Actor:
     def update(
         self, batch: Sequence[Rollout], experience: Experience, kl_coefficient: float, settings: UpdateSettings
     ) -> dict[str, float]:
-        """Train PPO epochs on the batch and publish the new weights.  Returns statistics, on every rank.
+        """Train PPO epochs on the batch and publish the new weights.  Returns statistics.
 
         Raises NumericsError, on every rank, for a gradient that is not finite.
         """
@@ -208,7 +208,6 @@ class Actor:
         return BegunUpdate(logp_T, read_reports([gap])[0])
 
     def _first_sums(self, micro: MicroBatch, logp_R: Tensor, logits_RV: Tensor) -> dict[str, Tensor]:
-        """Sums before the first update: the gap between decoding and training, and moments of the current / behaviour ratio."""
         if self._compared_at != self.temperature:
             logp_R, _ = token_logprobs(logits_RV, micro.targets_R, self._vocab, self.temperature)
         difference_R = logp_R - micro.extra["behaviour_logp"]
@@ -250,17 +249,14 @@ CRITIC_STATS = ("critic_loss", "critic_clip_fraction", "critic_error", "critic_g
 
 @dataclass
 class Critic:
-    """The value model and its optimizer.  `stats` are of its last update, on every rank of the critic."""
+    """The value model and its optimizer.  `stats` are of its last update."""
 
     role: TrainedRole
     algorithm: Algorithm
     stats: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CRITIC_STATS, 0.0))
 
     def update(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, float]:
-        """Train value epochs on the batch and publish the new weights.  Returns statistics, on every rank.
-
-        Raises NumericsError, on every rank, for a gradient that is not finite; `stats` are then NaN.
-        """
+        """Train value epochs on the batch and publish the new weights.  Raises NumericsError as the actor; `stats` are then NaN."""
         self.stats = no_stats()
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,13 +1,11 @@
 """Acts on the guards' rules (`control/guards.py`): skips an update, stops the run, or returns to the last checkpoint.
 
-The scorers' results are the same on all ranks, so each decides alone whether to train on a batch.  The results of an update are
-known to the ranks of its role only: if it may have to be undone, all ranks meet after both updates.
+All ranks have the scorers' results, so each decides alone whether to train on a batch.  Only the ranks of a role know the
+results of its update: if it may have to be undone, all ranks meet after both updates.
 
-A rejected batch has all inputs of one update, for `tools/replay.py`: tensors in `step-N.safetensors` (`TENSORS`), a line about
-the step and a line per rollout in `step-N.jsonl`.  No pickle.
-
-After a rollback the same prompts would cause the same breach.  So prompts admitted since the checkpoint are left out, and those
-of the rejected batch that the checkpoint has in flight.  `rollbacks.jsonl` has a line per rollback, written before any rank ends.
+A rejected batch is kept for `tools/replay.py`: tensors in `step-N.safetensors`, a line about the step and a line per rollout in
+`step-N.jsonl`.  After a rollback the same prompts would cause the same breach, so prompts admitted since the checkpoint are
+left out, and those of the rejected batch.
 
 Legend: B rollouts, P their prompt tokens, T their response tokens (both packed), G greedy responses.
 """
@@ -245,7 +243,7 @@ class Guard:
         return experience, self.rules.check({} if kl is None else {"kl_mean": kl})
 
     def watch(self, role: str, update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], Breach | None]:
-        """Make an update of `role`.  Returns its statistics (none if a gradient was not finite) and its breaches."""
+        """Make an update of `role`.  Returns its statistics (none if a gradient was not finite) and its breach."""
         try:
             figures = update()
         except NumericsError as error:
@@ -268,8 +266,7 @@ class Guard:
     def settle(self, breach: Breach | None, rejected: RejectedBatch, position: int, refusal: str | None) -> None:
         """Keep the rejected batch; raise NumericsError or RewardError to stop the run, RollBack to return to a checkpoint.
 
-        `position` in the stream of prompts is after all admitted prompts; `refusal` is the reward's reason for a score that is
-        not finite, on the scorers' first rank.
+        `position` in the stream of prompts is after all admitted prompts; `refusal` is the reward's reason for a NaN score.
         """
         if breach is None:
             self.in_a_row = 0

@@ -95,7 +95,7 @@ def build_trained_role(
 class Topology:
     """The placement of all roles, and this rank's groups (None for a role that it does not hold).
 
-    `training` holds the groups that update actor and critic: the same objects as in `groups` if the layouts agree.
+    `training` groups update actor and critic: the same objects as in `groups` if the layouts agree.
     """
 
     site: Site

@@ -21,8 +21,7 @@ NOTHING = np.zeros(0, dtype=np.int64)  # no sequence
 
 @dataclass
 class Rollouts:
-    """All records of a sequence: the buffer (its tokens), the planner's books (the cached tokens of each role), the caches and
-    outputs of this rank's workers, the codec of the token stream, and the requests to reward services.
+    """All records of a sequence: buffer, planner's books, workers' caches and outputs, the codec of the stream, reward requests.
 
     All but the workers' are the same on every rank.  `planning` times the decisions and bookkeeping here.
     """
@@ -51,8 +50,7 @@ class Rollouts:
     def decode(self, most: int, version: int, *, stream: bool, halt: bool) -> tuple[Chunk, int]:
         """Run a round: decode at most `most` tokens of each rollout with the policy's `version`; all records advance.
 
-        With `stream` the scorers prefill the chunk before.  `halt`: the run is to stop after this round.  Returns the chunk,
-        and the number of prompts that replaced finished rollouts before it.
+        With `stream` the scorers prefill the chunk before.  Returns the chunk, and the prompts that replaced finished rollouts.
         """
         buffer = self.buffer
         with self.planning():

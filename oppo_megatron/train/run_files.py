@@ -30,10 +30,9 @@ from oppo_megatron.rundir.disk import free_bytes, megabytes
 def save_role(
     model: Chunks, directory: Path, tokenizer: Tokenizer, base: Path | None = None, stop_token_ids: Sequence[int] = ()
 ) -> None:
-    """Write a role's weights; every rank of the role makes the call, which returns when the directory is complete.
+    """Write a role's weights, or its adapters with `base` as base model; every rank of the role makes the call.
 
-    Adapters are written as a peft directory that names `base` as its base model.  `stop_token_ids` end a response in addition
-    to the tokenizer's own.  Raises CheckpointError on the writing rank if it fails.
+    `stop_token_ids` end a response in addition to the tokenizer's own.  Raises CheckpointError on the writing rank if it fails.
     """
     chunks = as_chunks(model)
     first = chunks[0]

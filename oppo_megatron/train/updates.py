@@ -29,8 +29,7 @@ from oppo_megatron.train.update import History, UpdateSettings, num_minibatches
 class Updates:
     """`actor` and `critic` are None if the rank does not hold them, or the algorithm has no critic.
 
-    `version` counts the actor's updates.  `conclude` waits for the checkpoint under way, because a guard may return to it.
-    `admitted` gives the position in the stream after the last admitted prompt.
+    `conclude` waits for the checkpoint under way, because a guard may return to it; `admitted` is the stream's position.
     """
 
     config: TrainConfig
@@ -56,10 +55,7 @@ class Updates:
         return step > self.config.ppo.critic_warmup_steps
 
     def make(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch) -> tuple[Experience, Breach | None]:
-        """Update actor and critic with the batch, or leave them unchanged if a guard finds a breach, which is returned.
-
-        Raises an error if the run is to stop, or to return to a checkpoint.
-        """
+        """Update actor and critic, or leave them unchanged and return the breach that a guard finds."""
         experience, breach = self.guard.examine(scored, self.kl.value, self.history.seen)
         known = experience.stats.figures()
         evidence = RejectedBatch(self._facts(step, known), batch, scored)
@@ -141,7 +137,6 @@ class Adaptation:
     """The controllers of one rank, and `costs`, the times of its actions in the current step.
 
     All ranks that plan a round need the same chunk size, so it depends only on figures that the scores bring to every rank.
-    `tunes_chunk` is False for rounds without scoring, to which the size does not matter.
     """
 
     world: World

@@ -35,9 +35,8 @@ SHORTEST_WAIT_S = 0.5e-3
 class RoundTracer:
     """The executor's observer on one rank.
 
-    Totals of a step are kept by (role, label): `decode`, `score`, `wait` (for a message of the pipeline), `wait_tokens` (for a
-    chunk).  The trace gets a span for each stretch of actions with the same role and label; with `actions` a span for every
-    action, named as in the schedule, and the schedules themselves go to `schedules`.
+    Totals of a step are kept by (role, label): `decode`, `score`, `wait` (for the pipeline), `wait_tokens` (for a chunk).  The
+    trace gets a span for each stretch of equal actions, with `actions` for every action; schedules go to `schedules`.
     """
 
     def __init__(self, spans: SpanRecorder, meter: CostMeter, site: Site, *, actions: bool, schedules: Path | None):
@@ -268,7 +267,6 @@ class StepMeter:
         return self.spans.totals(self.facts.step, "scorer").get("wait_tokens", 0.0)
 
     def _critic_delay(self, report: ScoreReport) -> float:
-        """How much of this step's wait for scores is due to the critic's update of the step before."""
         if self.critic is None or not self.critic.delays_scores:
             return 0.0
         delay_s = scoring_delay(report.critic["critic_update_s"], report.work, self.clock.ends)

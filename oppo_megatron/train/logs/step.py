@@ -1,9 +1,8 @@
-"""The facts of a step for its line in the metrics, and the times from which the critic's update is split.
+"""The facts of a step for its line in the metrics, and the times from which the critic's update is split (docs/metrics.md).
 
-If the critic has ranks of its own and the step does not wait for it (`debug.wait_for`), the update of step k delays the scorers
-at the start of step k + 1, and chunks queue up meanwhile.  The scorers have absorbed the delay if they are idle again before the
-last chunk.  To tell how long they would have been idle without the update, the step is replayed with and without it, as a queue
-with one server, over the arrival times of the chunks and the seconds of work on each on the critic's first rank.
+If the critic has ranks of its own and the step does not wait for it, its update delays the scorers at the start of the next
+step.  They have absorbed the delay if they are idle again before the last chunk.  So the step is replayed with and without the
+update, as a queue with one server.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ class StepFacts:
 class StepClock:
     """One rank's rounds of a step, in seconds since it met all others for the scores of the step before.
 
-    `ends`: of the rounds that decode; on the actor's output rank the times at which the chunks were there.  `work`: the work
-    before the first round (the critic's update is in it), then in each round; waits for chunks are left out.
+    `ends` are of the rounds that decode.  `work` has the work before the first round (with the critic's update), then in each
+    round, without waits for chunks.
     """
 
     now: Callable[[], float] = time.monotonic
@@ -100,9 +99,9 @@ class CriticPlacement:
 
     @property
     def delays_scores(self) -> bool:
-        """True if the update extends into the next step, so that the actor's wait for it is part of its wait for scores."""
+        """True if the update extends into the next step."""
         return not (self.shares_ranks or self.waited_for)
 
     def exposed_s(self, update_s: float, waited_s: float) -> float:
-        """Seconds of an update that delay the actor, which waited `waited_s` for it in addition to its own update."""
+        """Seconds of an update that delay the actor, which waited `waited_s` for it."""
         return update_s if self.shares_ranks else min(update_s, waited_s)

@@ -1,7 +1,7 @@
 """Stopping on signals: they are noted, and every rank learns of them at the same point of the run.
 
 SIGUSR1, SIGHUP and the first SIGTERM or SIGINT (Ctrl-C) ask for a checkpoint.  A second SIGTERM or SIGINT, or a missed
-deadline, ends the process at once: the last checkpoint is complete, because a checkpoint under way has no name yet.
+deadline, ends the process at once: a checkpoint under way has no name yet, so the last one is complete.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ DEADLINE_S = 120.0
 
 
 class Preemption:
-    """Signal handling of one rank.  `asked`: this process was asked to stop, by a signal or by the other ranks.
-
-    A run that could not be saved within `deadline_s` ends unsaved; if 0, signals are ignored.
-    """
+    """Signal handling of one rank, which ends unsaved `deadline_s` after it was `asked` to stop; 0: signals are ignored."""
 
     def __init__(self, deadline_s: float = DEADLINE_S):
         self.deadline_s = deadline_s
@@ -52,7 +49,7 @@ class Preemption:
     def listening(self) -> Iterator[None]:
         """Handle signals in the block; only a process's main thread can.
 
-        A rank that fails among several ignores signals afterwards: it is about to end, and still has to report the reason.
+        A rank that fails among several ignores signals afterwards: it still has to report the reason.
         """
         if not self.deadline_s or threading.current_thread() is not threading.main_thread():
             yield

@@ -1,7 +1,6 @@
 """The schemas of `state.json` and `rollouts.jsonl`: types, ranges, and consistency.
 
-The manifest proves that a file is unchanged since it was written; the schema proves that a run can continue from its content.
-Both are checked before any state of a run is touched.
+The manifest proves that a file is as it was written; the schema proves, before any state is touched, that a run can continue.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The content of a checkpoint, and how all ranks write it, complete or not at all: they agree after every part.
-
-A snapshot is taken between two rounds, when every rank has recorded the same chunk and no message is under way.
+"""How all ranks write a checkpoint, complete or not at all: they agree after every part.
 
 state.json       counters, controllers, books           models/   weights and optimizers
 rollouts.jsonl   every rollout in the buffer            caches/   a file per rank, with `checkpoint.caches`
@@ -51,8 +49,7 @@ class Snapshot:
 class CheckpointWriting:
     """One rank's part in writing `snapshot`; `group` has all ranks of the world, and nothing else may use it meanwhile.
 
-    The last `keep` checkpoints remain, with `keep_best` also the best one.  `warn` shows a message to the user; the one rank
-    that has it also creates and names the folder.  `activity` is this thread's.
+    `warn` shows a message to the user; the one rank that has it also creates and names the folder.
     """
 
     store: CheckpointStore
