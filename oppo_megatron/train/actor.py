@@ -256,7 +256,7 @@ class Critic:
     stats: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CRITIC_STATS, 0.0))
 
     def update(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, float]:
-        """Train value epochs on the batch and publish the new weights.  Raises NumericsError as the actor; `stats` are then NaN."""
+        """Train value epochs on the batch and publish the new weights.  If it raises NumericsError, `stats` are NaN."""
         self.stats = no_stats()
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
