@@ -20,9 +20,8 @@ CMD ["oppo", "--help"]
 
 FROM nvcr.io/nvidia/nemo:26.02 AS gpu
 COPY . /opt/oppo-megatron
-# --no-deps: the image's torch and megatron-core must stay the ones that were built for each other.  tenacity, which asks for
-# nothing itself, is no part of them: an image may lack it, and keeps its own where that is new enough.
-RUN pip install --no-cache-dir --no-deps /opt/oppo-megatron 'tenacity>=8.3' \
+# --no-deps: the image's torch and megatron-core must stay the ones that were built for each other.
+RUN pip install --no-cache-dir --no-deps /opt/oppo-megatron \
     && useradd --create-home --uid 10001 oppo \
     && install -d -o oppo /runs
 USER 10001

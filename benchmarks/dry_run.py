@@ -17,8 +17,8 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import StepCost
 from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.length_trace import forced_quantile
-from oppo_megatron.engine.chunk_codec import ChunkDecoder, ChunkEncoder
 from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.engine.stream import ChunkDecoder, ChunkEncoder
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.records import Decision, Prompt, Rollout
@@ -33,8 +33,6 @@ DRIFT = 0.02
 """The largest relative difference of measured seconds from the cost model, drawn in each step."""
 
 PARTS = ("scheduler and buffer", "planner and checker", "stream", "controllers")
-
-DryRound = Recorded[PlannedRound]
 
 MODEL_70B = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8192, "num_hidden_layers": 80,
@@ -103,7 +101,7 @@ class Stopwatch:
             self.seconds[name] += self.clock() - started
 
 
-class DryRun(PureLoop[PlannedRound]):
+class DryRun(PureLoop):
     """The work of one rank other than its actions, and the codec of a listener.
 
     `prompt_tokens`: of all prompts, or of each.  `rank`: the actor's output rank by default.  `responses(seq_id)`: tokens of a
@@ -154,7 +152,7 @@ class DryRun(PureLoop[PlannedRound]):
             steps.append(self.watch.seconds)
         return steps
 
-    def rounds(self) -> Iterator[DryRound]:
+    def rounds(self) -> Iterator[Recorded]:
         """Yield the rounds of all steps after they are recorded."""
         for rounds in self._steps():
             yield from rounds
@@ -162,7 +160,7 @@ class DryRun(PureLoop[PlannedRound]):
     def _part(self, name: str) -> AbstractContextManager[None]:
         return self.watch.part(name)
 
-    def _step(self, step: int) -> Iterator[DryRound]:
+    def _step(self, step: int) -> Iterator[Recorded]:
         self._started = self.clock()
         yield from super()._step(step)
 

@@ -49,8 +49,8 @@ from benchmarks.peaks import DTYPES, Products, best_s, measure_peaks, threads_of
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.cli.run import load_train
+from oppo_megatron.config.debug import ForcedLimits
 from oppo_megatron.config.derived import batch_rows
-from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import usable_cores

@@ -15,7 +15,7 @@ import torch
 
 from oppo_megatron.layout.cpu_kernels import MOST_ROWS
 from oppo_megatron.layout.flops import Linear, Shape, head_linear, layer_linears
-from oppo_megatron.mcore.cpu.prepacked import can_prepack, product
+from oppo_megatron.mcore.cpu import can_prepack, product
 
 SQUARES = (512, 1024, 2048)
 LARGE_BYTES = 256 * 2**20

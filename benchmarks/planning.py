@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import run_script
-from benchmarks.dry_run import Cluster, DryRound, DryRun
+from benchmarks.dry_run import Cluster, DryRun
 from benchmarks.simulation import COLUMNS as SIMULATED_COLUMNS
 from benchmarks.simulation import simulate_all
 from oppo_megatron.cli.lengths import count
@@ -31,9 +31,12 @@ from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.records import Prompt
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.schedule.actions import Op, Payload
+from oppo_megatron.schedule.checking.proof import require_provable
 from oppo_megatron.schedule.checking.transport import TRANSPORTS
 from oppo_megatron.schedule.links import calls_of, groups_by_rank, run_groups
+from oppo_megatron.schedule.planning import planner
 from oppo_megatron.schedule.planning.planner import PlannedRound
+from oppo_megatron.sim.runs.loop import Recorded
 
 MODES = ("disaggregated", "colocated")
 SHOWN = 20
@@ -90,15 +93,13 @@ class _Measured(DryRun):
         super().__init__(config, cluster.prompt_tokens, rank, time.process_time, transport=cluster.transport)
         self.rows: list[dict[str, float]] = []
         self._checking_s, self._shapes = 0.0, 0
-        require = self.planner.require
-
         def timed(*args: Any) -> None:
             started = self.clock()
-            require(*args)
+            require_provable(*args)
             self._checking_s += self.clock() - started
             self._shapes += 1
 
-        self.planner.require = timed
+        planner.require_provable = timed
 
     def _prompts(self, count: int, num_tokens: int | Sequence[int]) -> Iterator[Prompt]:
         """Make the prompts before the timing."""
@@ -108,7 +109,7 @@ class _Measured(DryRun):
         """Return the mean tokens of a response."""
         return sum(map(self.limit, range(self.scheduler.num_consumed))) / self.scheduler.num_consumed
 
-    def _step(self, step: int) -> Iterator[DryRound]:
+    def _step(self, step: int) -> Iterator[Recorded]:
         checking_s, shapes, rounds = self._checking_s, self._shapes, self.num_rounds
         yield from super()._step(step)
         spent, checking_s = self.watch.seconds, self._checking_s - checking_s

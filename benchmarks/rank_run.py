@@ -18,8 +18,7 @@ from benchmarks.dry_run import DryRun
 from oppo_megatron.chunks import FIELDS, GOES_ON, Chunk, StopSignal
 from oppo_megatron.columns import columns_of
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.engine.chunk_codec import HEADER_SIZE, ROW_SIZE
-from oppo_megatron.engine.row_words import DRAWN
+from oppo_megatron.engine.stream import DRAWN, HEADER_SIZE, ROW_SIZE
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.layout.shape import DTYPE_BYTES
 from oppo_megatron.modeldir.headers import read_hf_config

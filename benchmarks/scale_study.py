@@ -21,8 +21,8 @@ from benchmarks.paper.assumptions import CHUNK, LONG, MICRO_BATCH_TOKENS, ROUND_
 from benchmarks.published.tables import llama_shape
 from oppo_megatron.cli.bench import chosen, names, refuse_figures
 from oppo_megatron.cli.lengths import counts
-from oppo_megatron.config.forced_limits import ForcedLimits
-from oppo_megatron.config.modes import switched
+from oppo_megatron.config.debug import ForcedLimits
+from oppo_megatron.config.derived import switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.flops import Shape
@@ -34,8 +34,7 @@ from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.reading import ClusterConfig, build_cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.pricing.prices import Prices
-from oppo_megatron.sim.runs.sources import cluster_costs
-from oppo_megatron.sim.runs.step_costs import StepCosts
+from oppo_megatron.sim.runs.step_costs import StepCosts, cluster_costs
 from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep
 
 NODE, GPU, NIC_GB_PER_S, MARGIN = 8, "h200", 50, 0.1

@@ -11,9 +11,8 @@ from oppo_megatron.bench.figures import figures
 from oppo_megatron.bench.overlap import placed
 from oppo_megatron.bench.suite import Runs, all_lines, work_figures, work_lines
 from oppo_megatron.cli.bench import load_base
-from oppo_megatron.config.derived import max_context
+from oppo_megatron.config.derived import max_context, switched
 from oppo_megatron.config.model import ParallelConfig
-from oppo_megatron.config.modes import switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError

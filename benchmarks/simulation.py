@@ -170,7 +170,7 @@ def _once(made: RankRound, known: dict[Records, Records]) -> RankRound:
 def _together(config: TrainConfig, site: Site, made: Mapping[int, RankRound], transport: Transport) -> Simulated:
     whole, schedule, faults = agree({rank: each.plan for rank, each in made.items()}, site)
     timeline = simulate(schedule, whole, site, ONLY_MESSAGES, transport)
-    faults += check_timeline(schedule, whole, site, _budgets(config, site), timeline, transport)
+    faults += check_timeline(schedule, whole, site, _budgets(config, site), timeline)
     widths = token_bytes(config)
     carried = {rank: Carried.of(rank, each, site, widths) for rank, each in made.items()}
     faults += _unequal_ends(schedule, carried)

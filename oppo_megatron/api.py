@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oppo_megatron.config.run import SupervisedConfig, TrainSettings
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.config.supervised import SupervisedConfig
 
 Source = str | Path | Mapping[str, Any]
 """A configuration: its file, or its tree of settings."""

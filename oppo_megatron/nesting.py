@@ -35,6 +35,23 @@ def read_json(text: str | bytes, **options: Any) -> Any:
     return json.loads(text, **options)
 
 
+def read_strict_json(text: str, **options: Any) -> Any:
+    """`read_json` but for what parsers read differently: names that come twice in an object, NaN, infinity."""
+    return read_json(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct, **options)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if any(name == other for other, _ in pairs[:i]))
+        raise ValueError(f"the name {twice!r:.60} comes twice in one object")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
 def check_json(text: str) -> None:
     """Raise DataError for a text that is nested beyond `DEEPEST`."""
     if too_deep_at(text) is not None:

@@ -33,7 +33,7 @@ from oppo_megatron.config.load import load_config
 from oppo_megatron.config.model import PlacementConfig, TrainingLayoutConfig
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.run import TrainConfig, TrainSettings
-from oppo_megatron.control.guards import Breach, Rules, gravest
+from oppo_megatron.control.guards import Breach, Rules, first, non_finite
 from oppo_megatron.errors import ConfigError, DataError, NumericsError
 from oppo_megatron.layout.shape import check_use
 from oppo_megatron.mcore.model import Head
@@ -168,7 +168,6 @@ def one_process(config: TrainSettings) -> TrainConfig:
     for name in ("actor", "critic", "reference", "reward"):
         if tree[name] is not None:
             tree[name] |= {"parallel": None, "ranks": None}
-    tree["actor"]["generate"] = None
     for name, role in config.trained.items():
         tree[name]["train"] = TrainingLayoutConfig(recompute=role.train.recompute).model_dump()
     return TrainConfig.model_validate(tree)
@@ -253,7 +252,7 @@ def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Repla
         _role("actor", "lm", config, world, topology, facts, warmed=0),
         algorithm,
         config.rollout.temperature,
-        gap_limit=GapLimit.of(config.guards.logprob_gap, config.actor.dtype, config.rollout.temperature),
+        gap_limit=GapLimit.of(config.guards, config.actor.dtype, config.rollout.temperature),
     )
     critic = None
     if config.algorithm.critic:
@@ -294,7 +293,7 @@ def _update(
     config: TrainConfig,
     world: World,
 ) -> tuple[dict[str, float], Breach | None]:
-    rules = Rules(config.guards, config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature))
+    rules = Rules(config.guards, config.guards.gap_limit(config.actor.dtype, config.rollout.temperature))
     settings = UpdateSettings.of(config, rejected.facts.step, world.device, rejected.facts.policy_version)
     coefficient = rejected.facts.kl_coefficient
     figures = experience.stats.figures()
@@ -309,10 +308,10 @@ def _update(
             made = update()
         except NumericsError as error:
             made = {name: float("nan")}
-            found.append(rules.non_finite(name, float("nan"), str(error)))
+            found.append(non_finite(name, float("nan"), str(error)))
         figures |= made
         found.append(rules.check(made))
-    return figures, gravest(found)
+    return figures, first(found)
 
 
 def _shown(value: float | None) -> str:

@@ -31,7 +31,7 @@ except ImportError as error:
 
 from oppo_megatron.mcore.kv.cached_plan import attend_one
 from oppo_megatron.mcore.kv.call_parts import beyond_mask
-from oppo_megatron.mcore.kv.paged_kernels import PagedCall
+from oppo_megatron.mcore.kv.paged import PagedCall
 
 
 @triton.jit

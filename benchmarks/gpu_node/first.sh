@@ -72,7 +72,7 @@ import importlib, importlib.metadata as m, os, platform, sys, time
 begun = time.time()
 print("python", platform.python_version(), sys.executable)
 for name in ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "megatron-core", "pydantic", "pydantic-core",
-             "typing-extensions", "omegaconf", "tenacity", "pytest", "hypothesis", "protobuf", "huggingface-hub", "flash-attn", "transformer-engine"):
+             "typing-extensions", "omegaconf", "pytest", "hypothesis", "protobuf", "huggingface-hub", "flash-attn", "transformer-engine"):
     try:
         print(f"{name} {m.version(name)}", end="; ")
     except m.PackageNotFoundError:

@@ -27,10 +27,10 @@ from oppo_megatron.integrations.huggingface import write_random_checkpoint
 from oppo_megatron.layout.flops import weight_bytes
 from oppo_megatron.mcore.batch import pack_responses
 from oppo_megatron.mcore.groups import build_groups
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import DTYPES
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.vocab import token_logprobs
 
 DEVICE, OUT = sys.argv[1], Path(sys.argv[2])
 ON_GPU = DEVICE == "cuda"

@@ -12,16 +12,15 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 from benchmarks.paper.assumptions import CAPTURED, MICRO_BATCH_TOKENS, ROUND_S, Sampled, Setting
-from oppo_megatron.config.forced_limits import ForcedLimits
-from oppo_megatron.config.modes import switched
+from oppo_megatron.config.debug import ForcedLimits
+from oppo_megatron.config.derived import switched
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.records import StepSignals
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.pricing.prices import Prices
-from oppo_megatron.sim.runs.sources import cluster_costs
-from oppo_megatron.sim.runs.step_costs import StepCosts
+from oppo_megatron.sim.runs.step_costs import StepCosts, cluster_costs
 from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep
 from oppo_megatron.uniforms import uniforms
 
@@ -148,7 +147,7 @@ class Case:
         chunk: int | None = None,
         signals: Signals | None = None,
     ) -> Summary:
-        """Play `steps` steps of a mode of `config/modes.py`; `delta` and `chunk` replace the assumed ones."""
+        """Play `steps` steps of a mode of `config/derived.py`; `delta` and `chunk` replace the assumed ones."""
         config = switched(self.config, mode)
         overlap = config.overlap
         if delta is not None:

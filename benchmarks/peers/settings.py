@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from oppo_megatron.config.algorithm import CHOICES, PRESETS
-from oppo_megatron.config.filtering import OverlongConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 
@@ -54,7 +53,7 @@ def _update_problems(config: TrainConfig) -> Iterator[str]:
         "entropy_coefficient": 0.0,
         "reward_clip": None,
         "truncated_score": None,
-        "missing_eos_penalty": 0.0,
+        "mask_truncated": False,
         "reward_normalization": "none",
         "critic_warmup_steps": 0,
     }
@@ -91,8 +90,8 @@ def _grpo_problems(config: TrainConfig) -> Iterator[str]:
             f"ppo.epochs is {ppo.epochs} and ppo.minibatches {ppo.minibatches}, but TRL computes old log-probs in a forward of "
             "their own if a batch has several optimizer steps; set both to 1"
         )
-    if ppo.dual_clip is not None or config.filter is not None or config.overlong != OverlongConfig():
-        yield "TRL is compared without ppo.dual_clip, filter and overlong: remove them"
+    if ppo.dual_clip is not None or config.filter is not None:
+        yield "TRL is compared without ppo.dual_clip and filter: remove them"
     if len(config.rewards) != 1 or config.rewards[0].name != "length" or config.rewards[0].weight != 1:
         yield (
             "the reward has to be one that both have, and that costs neither time: `rewards` must be [{kind: verifier, "

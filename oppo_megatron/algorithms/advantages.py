@@ -14,7 +14,6 @@ from torch import Tensor
 
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums, tokens_after
 from oppo_megatron.config.algorithm import Baseline, Scale
-from oppo_megatron.config.filtering import OverlongConfig
 from oppo_megatron.records import TIE
 
 WHITEN_EPS = 1e-8
@@ -168,29 +167,3 @@ def whiten(x_T: Tensor, moments: Moments | None = None) -> Tensor:
     """
     moments = moments or Moments.of(x_T)
     return (x_T - moments.mean) / math.sqrt(moments.variance + WHITEN_EPS)
-
-
-@dataclass(frozen=True)
-class Overlong:
-    """Responses near their limit of `longest` tokens, and responses cut there (DAPO, arXiv 2503.14476)."""
-
-    settings: OverlongConfig
-    longest: int
-
-    def penalties(self, lengths_B: Tensor) -> Tensor | float:
-        """Return what is added to the scores (eq. 13, times `penalty`), [B], or 0 without a penalty.
-
-        0 up to `longest - buffer` tokens, from there down to -1 at `longest`, and -1 beyond.
-        """
-        buffer = self.settings.buffer
-        if buffer is None:
-            return 0.0
-        return self.settings.penalty * ((self.longest - buffer - lengths_B) / buffer).clamp(-1.0, 0.0)
-
-    def counted(self, truncated_B: Tensor) -> Tensor | None:
-        """Return True for the responses that the actor's loss counts (bool, [B]); None: it counts all."""
-        return ~truncated_B if self.settings.mask else None
-
-
-NO_LIMIT = Overlong(OverlongConfig(), longest=0)
-"""No penalty and no mask."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from oppo_megatron.algorithms.advantages import NO_LIMIT, NOTHING_SEEN, Moments, Overlong
+from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
 from oppo_megatron.algorithms.custom import ADVANTAGE, LOSS, CustomAdvantage, CustomLoss
 from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience, with_pairs
@@ -30,8 +30,8 @@ from oppo_megatron.algorithms.packed import TokenStats
 from oppo_megatron.algorithms.pairs import PAIR_FIGURES, pair_figures, pair_loss, pair_weights
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
-from oppo_megatron.config.preference_losses import DPOLossConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import DPOLossConfig
 from oppo_megatron.plugins import Plugin
 
 
@@ -43,7 +43,6 @@ class Algorithm:
     ppo: PPOConfig
     group_size: int
     longest: int  # limit of a response, in tokens
-    overlong: Overlong = NO_LIMIT
     drawn_at: float = 1.0  # sampling temperature
     dpo: DPOLossConfig | None = None  # the loss of pairs; None: the loss is of tokens
     dtype: str = "float32"  # the actor's
@@ -53,7 +52,6 @@ class Algorithm:
     @classmethod
     def of(cls, config: TrainConfig) -> Algorithm:
         rollout, longest = config.rollout, config.rollout.max_response_tokens
-        overlong = Overlong(config.overlong, longest)
         drawn_at, dtype = rollout.temperature, config.actor.dtype
         pair = None if config.dpo is None else DPOLossConfig.model_validate(config.dpo.model_dump())
         choices, advantage, loss = config.algorithm, None, None
@@ -62,13 +60,13 @@ class Algorithm:
         if choices.loss is not None:
             plugin = Plugin.load("algorithm.loss", choices.loss, LOSS)
             loss = CustomLoss(plugin, mean=choices.reduction == "sequence_mean")
-        return cls(choices, config.ppo, rollout.group_size, longest, overlong, drawn_at, pair, dtype, advantage, loss)
+        return cls(choices, config.ppo, rollout.group_size, longest, drawn_at, pair, dtype, advantage, loss)
 
     def experience(
         self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN
     ) -> Experience:
         """Return the tensors that the update trains on; see `build_experience`."""
-        made = build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.overlong, self.advantage)
+        made = build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.advantage)
         return with_pairs(made, scored, knows_kl=self.drawn_at == 1) if self.choices.pairs else made
 
     @property

@@ -31,7 +31,7 @@ class AdvantageInputs:
     versions_T: Tensor  # the policy version that sampled each token; an update of the actor adds 1
     values_T: Tensor | None
     rewards_T: Tensor  # score at the last token, step rewards at their steps, less the KL with `kl.mode: penalty`
-    scores_B: Tensor  # clipped, normalised and penalised as `ppo` and `overlong` say, less the KL with `kl.mode: score`
+    scores_B: Tensor  # clipped, normalised and replaced as `ppo` says, less the KL with `kl.mode: score`
     lengths_B: Tensor
     truncated_B: Tensor  # bool: cut at the limit
     groups_B: Tensor  # index of each response's group, from 0

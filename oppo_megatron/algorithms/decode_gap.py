@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oppo_megatron.config.guards import APART, GapGuardConfig
+from oppo_megatron.config.reliability import APART, GuardsConfig
 
 USUAL_LOGIT = 16.0
 """A limit holds up to twice this size of a token's largest logit; it doubles with each doubling beyond."""
@@ -29,8 +29,8 @@ class GapLimit:
     by_rounding: bool = False
 
     @classmethod
-    def of(cls, guard: GapGuardConfig, dtype: str, temperature: float) -> GapLimit:
-        return cls(guard.in_numbers(dtype, temperature), by_rounding=guard.limit == "auto")
+    def of(cls, guards: GuardsConfig, dtype: str, temperature: float) -> GapLimit:
+        return cls(guards.gap_limit(dtype, temperature), by_rounding=guards.logprob_gap == "auto")
 
 
 def gap_stats(difference_R: Tensor, largest_R: Tensor, fresh_R: Tensor, limit: GapLimit) -> dict[str, Tensor]:

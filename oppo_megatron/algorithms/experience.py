@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import (
-    NO_LIMIT,
     NOTHING_SEEN,
     Moments,
-    Overlong,
     compared,
     equal_groups,
     gae,
@@ -122,13 +120,12 @@ def build_experience(
     kl_coefficient: float,
     check: bool = True,
     seen: Moments = NOTHING_SEEN,
-    overlong: Overlong = NO_LIMIT,
     custom: CustomAdvantage | None = None,
 ) -> Experience:
     """Compute rewards, advantages and returns of the whole global batch, without gradient.
 
-    Scores are clipped, then normalised (`seen`: the scores of all batches trained before), then shaped by `truncated_score`,
-    `missing_eos_penalty` and `overlong`.  The KL enters a response's score with `kl.mode: score`, the rewards of its tokens with
+    Scores are clipped, then normalised (`seen`: the scores of all batches trained before), then replaced by
+    `truncated_score`.  The KL enters a response's score with `kl.mode: score`, the rewards of its tokens with
     `penalty`.  Advantages are GAE(gamma, lambda) with a critic; otherwise the rewards to come, A_t = sum over u >= t of
     gamma^(u-t) r_u, which is GAE with values 0 and lambda 1.
 
@@ -143,7 +140,7 @@ def build_experience(
             kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
             if check:
                 _check_tokens("KL to the reference", kl_T, lengths_B)
-        scores = _trained_scores(scored, lengths_B, ppo, seen, overlong)
+        scores = _trained_scores(scored, ppo, seen)
         rewards_T, compared_T, given_T = _rewards(scored, scores, kl_T, lengths_B, choices, ppo, kl_coefficient, custom)
         gae_lambda, values_T = ppo.gae_lambda, scored.values_T
         if not choices.critic:
@@ -167,7 +164,7 @@ def build_experience(
             rewards_T=rewards_T,
             lengths_B=lengths_B,
             scores_B=scored.scores_B,
-            counted_B=overlong.counted(scored.truncated_B),
+            counted_B=~scored.truncated_B if ppo.mask_truncated else None,
             scores=scores.moments,
             stats=_summarise(scored, scores.shaped_B, kl_T, rewards_T, advantages_T, returns_T),
         )
@@ -234,9 +231,7 @@ class _Scores(NamedTuple):
     greedy_G: Tensor | None  # scores of greedy responses, as a baseline
 
 
-def _trained_scores(
-    scored: ScoredBatch, lengths_B: Tensor, ppo: PPOConfig, seen: Moments, overlong: Overlong
-) -> _Scores:
+def _trained_scores(scored: ScoredBatch, ppo: PPOConfig, seen: Moments) -> _Scores:
     """Clip, normalise and shape the scores; greedy ones by the moments of the trained ones."""
 
     def clipped(scores_B: Tensor) -> Tensor:
@@ -247,16 +242,14 @@ def _trained_scores(
             return scores_B
         return whiten(scores_B, moments if ppo.reward_normalization == "batch" else seen + moments)
 
-    def shaped(scores_B: Tensor, truncated_B: Tensor, lengths_B: Tensor) -> Tensor:
-        if ppo.truncated_score is not None:
-            scores_B = scores_B.masked_fill(truncated_B, ppo.truncated_score)
-        return scores_B - ppo.missing_eos_penalty * truncated_B + overlong.penalties(lengths_B)
+    def shaped(scores_B: Tensor, truncated_B: Tensor) -> Tensor:
+        return scores_B if ppo.truncated_score is None else scores_B.masked_fill(truncated_B, ppo.truncated_score)
 
     clipped_B, greedy, greedy_G = clipped(scored.scores_B), scored.greedy, None
     moments = Moments.of(clipped_B)
     if greedy is not None:
-        greedy_G = shaped(normalised(clipped(greedy.scores_G)), greedy.truncated_G, greedy.lengths_G)
-    trained_B, shaped_B = (shaped(x_B, scored.truncated_B, lengths_B) for x_B in (normalised(clipped_B), clipped_B))
+        greedy_G = shaped(normalised(clipped(greedy.scores_G)), greedy.truncated_G)
+    trained_B, shaped_B = (shaped(x_B, scored.truncated_B) for x_B in (normalised(clipped_B), clipped_B))
     return _Scores(trained_B, shaped_B, moments, greedy_G)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.algorithms.packed import TokenStats, count, last_tokens, row_sums, total
 from oppo_megatron.algorithms.preference_losses import pair_columns
-from oppo_megatron.config.preference_losses import DPOLossConfig
+from oppo_megatron.config.supervised import DPOLossConfig
 
 PAIR_FIGURES = (
     "actor_loss", "pair_accuracy", "pair_margin", "implicit_reward_chosen", "implicit_reward_rejected", "entropy",

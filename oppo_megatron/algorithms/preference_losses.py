@@ -24,7 +24,7 @@ from torch.nn.functional import logsigmoid
 
 from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.packed import count, right_share, total
-from oppo_megatron.config.preference_losses import DPOLossConfig, KTOLossConfig
+from oppo_megatron.config.supervised import DPOLossConfig, KTOLossConfig
 
 FLOAT32 = token_noise("float32")
 

@@ -24,22 +24,20 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oppo_megatron.bench.figures import describe_machine
 from oppo_megatron.cluster.world import World, open_world
-from oppo_megatron.config.debug import DebugConfig, log_normal
+from oppo_megatron.config.debug import DebugConfig, ForcedLimits, log_normal
 from oppo_megatron.config.explain import explain
-from oppo_megatron.config.forced_limits import ForcedLimits
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
 from oppo_megatron.data.length_trace import forced_quantile
-from oppo_megatron.engine.links import Links
+from oppo_megatron.engine.executor import Links
 from oppo_megatron.engine.round_runner import Decoding, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.integrations.bare_loop import BareLoop, plain, prepacked
-from oppo_megatron.mcore.cpu.prepacked import can_prepack
+from oppo_megatron.mcore.cpu import can_prepack
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.roles import load_role
-from oppo_megatron.mcore.stage import step
 from oppo_megatron.mcore.static_peer import StaticContextDecoder
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.preflight.settings import check_trace

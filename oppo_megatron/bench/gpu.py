@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 
 from oppo_megatron.bench.figures import describe_machine
+from oppo_megatron.config.derived import switches
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import Dtype
-from oppo_megatron.config.modes import switches
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.errors import ConfigError
@@ -235,7 +235,7 @@ class GpuBench:
                 },
                 "debug": {"forced_lengths": [work.median, work.sigma], "wait_for": wait_for},
                 # Random weights in low precision have a large gap.
-                "guards": {"logprob_gap": {"limit": None}},
+                "guards": {"logprob_gap": None},
                 "overlap": {
                     **overlap,
                     "chunk": {"tokens": work.chunk_tokens, "adaptive": False},

@@ -21,12 +21,10 @@ import torch
 from oppo_megatron.bench.decode import HuggingFace
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.cluster.world import choose_device, open_world
-from oppo_megatron.config.debug import ForcedLengths, log_normal
-from oppo_megatron.config.forced_limits import ForcedLimits
+from oppo_megatron.config.debug import ForcedLengths, ForcedLimits, log_normal
 from oppo_megatron.config.model import KVLayout, ModelConfig, ParallelConfig, RuntimeConfig
-from oppo_megatron.engine.executor import Executor, RoleWorker
+from oppo_megatron.engine.executor import Executor, Links, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker
-from oppo_megatron.engine.links import Links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker

@@ -12,8 +12,8 @@ from typing import Any
 
 from oppo_megatron.bench.figures import figures, speedups
 from oppo_megatron.bench.suite import Runs, Suite, all_lines, require_same_work, work_figures
+from oppo_megatron.config.derived import MODES, switched
 from oppo_megatron.config.model import ParallelConfig
-from oppo_megatron.config.modes import MODES, switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.report.comparison import draw_steps, draw_utilization
@@ -82,8 +82,6 @@ def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
         update: dict[str, Any] = {"ranks": None, "parallel": None}
         if name in ("actor", "critic"):
             update["train"] = role.train.model_copy(update=layout)
-        if name == "actor":
-            update["generate"] = None
         changes[name] = role.model_copy(update=update)
     return config.model_copy(update=changes)
 

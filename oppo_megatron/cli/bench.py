@@ -81,7 +81,7 @@ def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
 def _overlap(args: argparse.Namespace) -> int:
     from oppo_megatron.bench import overlap
     from oppo_megatron.bench.suite import work_lines
-    from oppo_megatron.config.modes import MODES
+    from oppo_megatron.config.derived import MODES
     from oppo_megatron.cores import usable_cores
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.report.comparison import format_table

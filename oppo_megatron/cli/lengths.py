@@ -57,7 +57,7 @@ def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
     """
     from oppo_megatron.config.derived import usual_prompt_tokens
     from oppo_megatron.errors import ConfigError
-    from oppo_megatron.sim.runs.sources import run_prompt_tokens
+    from oppo_megatron.sim.runs.step_costs import run_prompt_tokens
 
     longest, asked, run = config.data.max_prompt_tokens, args.prompt_tokens, getattr(args, "calibrate", None)
     if asked is not None and asked > longest:

@@ -10,7 +10,8 @@ from oppo_megatron.layout.layouts import format_ranks
 
 if TYPE_CHECKING:
     from oppo_megatron.config.model import RuntimeConfig
-    from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.config.supervised import SupervisedConfig
     from oppo_megatron.layout.holdings import Holding
     from oppo_megatron.layout.memory import Memory
 

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 from oppo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+    from oppo_megatron.config.run import TrainConfig, TrainSettings
+    from oppo_megatron.config.supervised import SupervisedConfig
 
 SERVICE_PACKAGES = {"fastapi": ("fastapi:FastAPI",), "uvicorn": ("uvicorn:Server",)}
 """Packages that a service needs, with the names used from each."""

@@ -16,7 +16,8 @@ from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.errors import EXIT_REQUEUE
 
 if TYPE_CHECKING:
-    from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+    from oppo_megatron.config.run import TrainConfig, TrainSettings
+    from oppo_megatron.config.supervised import SupervisedConfig
     from oppo_megatron.rundir.directory import RunDirectory
 
 KINDS = ("train", "sft", "rm", "prm", "dpo", "kto")
@@ -163,10 +164,9 @@ def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: in
 
 def _goes_back(config: TrainConfig | SupervisedConfig) -> bool:
     """True if a guard of the run may roll back to a checkpoint; its ranks then need their own processes."""
-    from oppo_megatron.config.derived import rollback_rules
     from oppo_megatron.config.run import TrainConfig
 
-    return isinstance(config, TrainConfig) and bool(rollback_rules(config))
+    return isinstance(config, TrainConfig) and config.guards.action == "rollback"
 
 
 def resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | SupervisedConfig:

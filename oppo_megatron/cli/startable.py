@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from oppo_megatron.config.run import SupervisedConfig, TrainSettings
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.config.supervised import SupervisedConfig
     from oppo_megatron.rundir.directory import RunDirectory
 
 

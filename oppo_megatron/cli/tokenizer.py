@@ -35,8 +35,8 @@ def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
     Raises DataError with file and line of each row that is not JSON or whose column holds no text.
     """
     from oppo_megatron.config.data import RowsConfig
-    from oppo_megatron.data.columns import read_value
     from oppo_megatron.data.rows import Quarantine, RowProblems, read_rows
+    from oppo_megatron.data.values import read_value
     from oppo_megatron.errors import DataError
 
     problems = RowProblems(Quarantine(), configured=False)

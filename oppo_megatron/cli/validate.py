@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,9 @@ from oppo_megatron.cli.run import KINDS, load_settings, placed, unplaced
 from oppo_megatron.cli.serve import load_service
 
 if TYPE_CHECKING:
-    from oppo_megatron.config.run import SupervisedConfig, TrainSettings
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.config.supervised import SupervisedConfig
+    from oppo_megatron.data.supervised_rows import RowLoader
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,41 +100,32 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     return [describe_batch(settings), *found]
 
 
-def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:
-    """Return the function that reads the rows of a command's configuration."""
-    from oppo_megatron.config.preference import DPOConfig, KTOConfig
-    from oppo_megatron.config.run import ProcessRewardModelConfig, SFTConfig
-    from oppo_megatron.data.supervised_rows import (
-        load_completions,
-        load_marked,
-        load_pairs,
-        load_steps,
-        load_unequal_pairs,
-    )
+def _load(settings: SupervisedConfig, loader: RowLoader) -> list[Any]:
+    """Read rows as the command of this configuration does."""
+    from oppo_megatron.config.supervised import DPOConfig, KTOConfig, ProcessRewardModelConfig, SFTConfig
 
     if isinstance(settings, DPOConfig):
-        return load_unequal_pairs
+        return loader.unequal_pairs()
     if isinstance(settings, KTOConfig):
-        return load_marked
+        return loader.marked()
     if isinstance(settings, ProcessRewardModelConfig):
-        return partial(load_steps, separator=settings.separator)
-    return load_completions if isinstance(settings, SFTConfig) else load_pairs
+        return loader.steps(settings.separator)
+    return loader.completions() if isinstance(settings, SFTConfig) else loader.pairs()
 
 
 def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     from oppo_megatron.clock import by_time
     from oppo_megatron.config.data import DataConfig
     from oppo_megatron.data.rows import Quarantine
-    from oppo_megatron.data.supervised_rows import describe_seen, num_duplicates, read_heldout
+    from oppo_megatron.data.supervised_rows import RowLoader, describe_seen, num_duplicates, read_heldout
     from oppo_megatron.data.tokenizer import load_tokenizer
     from oppo_megatron.train.inputs import describe_first, describe_quarantine
 
-    quarantine, load = Quarantine(progress=by_time()), _row_loader(settings)
+    quarantine = Quarantine(progress=by_time())
     tokenizer = load_tokenizer(settings.tokenizer, settings.model.checkpoint)
 
     def read(data: DataConfig) -> list[Any]:
-        longest, policy = settings.max_tokens, data.long_rows
-        return load(data, tokenizer, max_tokens=longest, long_rows=policy, quarantine=quarantine)
+        return _load(settings, RowLoader(data, tokenizer, settings.max_tokens, quarantine))
 
     every = read(settings.data)
     set_aside = len(quarantine)

@@ -1,18 +1,18 @@
-"""The algorithm: a preset, and the six choices that it is made of.
-
-A preset fills in every choice, and the settings of `ppo`, `ppo.kl` and `rollout` that belong to it, unless the configuration
-does not give them (`with_preset`); so the resolved configuration shows what a preset came to.
-"""
+"""The algorithm: a preset, and the choices that it is made of.  The resolved configuration shows what a preset came to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import Field, model_validator
 
 from oppo_megatron.config.base import Choices, FunctionPath, Section
+from oppo_megatron.config.paths import missing_path
+from oppo_megatron.nesting import read_yaml
 
 Baseline = Literal["critic", "group_mean", "others", "greedy", "best_worst", "none"]
 Scale = Literal["none", "group_std", "batch_std", "advantage_std", "whiten"]
@@ -26,7 +26,7 @@ AnyReduction = Literal[Reduction, "pair_mean"]
 
 @dataclass(frozen=True)
 class Preset:
-    """An algorithm: its choices, and its other settings by section; `source` is the paper, and `about` says what it is."""
+    """An algorithm: its choices, and its other settings by section; `source` is the paper."""
 
     about: str
     source: str
@@ -38,11 +38,10 @@ class Preset:
     kl: Mapping[str, Any]
     ppo: Mapping[str, Any] = field(default_factory=dict)
     group_size: int = 1
-    filter: Mapping[str, Any] | None = None  # with `overlap.backfill`, without which there is no filter
+    filter: str | None = None  # the metric; with `overlap.backfill`, without which there is no filter
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Those of `AlgorithmConfig`."""
         return {name: getattr(self, name) for name in CHOICES}
 
 
@@ -68,7 +67,7 @@ PRESETS = {
     ),
     "dapo": Preset(
         "GRPO over tokens, with more room for a ratio to grow", "arXiv 2503.14476",
-        "group_mean", "group_std", "token", "clip", "token_mean", NO_KL, {"clip_high": 0.28}, group_size=16, filter={},
+        "group_mean", "group_std", "token", "clip", "token_mean", NO_KL, {"clip_high": 0.28}, group_size=16, filter="reward",
     ),
     "gspo": Preset(
         "GRPO with one ratio for a response: the geometric mean of its tokens'", "arXiv 2507.18071",
@@ -105,7 +104,6 @@ PRESETS = {
         "greedy", "none", "token", "clip", "sequence_sum", {"mode": "penalty", "estimator": "k1", "coefficient": 0.05},
     ),
 }  # fmt: skip
-"""By name.  Settings that are not given have their defaults."""
 
 Name = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "magistral",
@@ -129,47 +127,39 @@ class AlgorithmConfig(Section):
     """The algorithm: a preset, or a preset with some of its choices changed."""
 
     preset: Annotated[Name, Choices(_table())] = Field(
-        "ppo",
-        description="algorithm whose choices are the defaults of the settings here, of `ppo.kl`, of bounds in `ppo` and of "
-        "`rollout.group_size` (`oppo config --explain algorithm.preset` shows them); or a YAML file of your own, see "
-        "docs/extending.md",
+        "ppo", description="built-in preset, whose choices are the defaults here, of `ppo.kl`, of bounds in `ppo` and "
+        "of `rollout.group_size` (`oppo config --explain algorithm.preset`); or a YAML file of your own "
+        "(docs/extending.md)"
     )
     baseline: Baseline = Field(
-        "critic",
-        description="baseline of a score: critic: a critic's values (GAE); group_mean: its group's mean; others: the mean of "
-        "the others in its group; greedy: the score of a greedy response to its prompt, which is decoded too and not trained; "
-        "none; best_worst: a group's best response against its worst; default: the preset's",
+        "critic", description="baseline of a score: a critic's values (GAE); the group's mean; the mean of the others "
+        "in the group; the score of a greedy response, which is decoded too and not trained; a group's best response "
+        "against its worst; default: the preset's"
     )
     scale: Scale = Field(
-        "whiten",
-        description="divisor of advantages: none; group_std: standard deviation of the group's scores; batch_std: of the batch's "
-        "scores; advantage_std: of the batch's advantages after their mean is subtracted; whiten: mean 0 and variance 1 over the "
-        "batch's tokens; default: the preset's",
+        "whiten", description="divisor of advantages: standard deviation of the scores of the group, or of the batch; "
+        "advantage_std: of the batch's advantages less their mean; whiten: mean 0 and variance 1 over the batch's "
+        "tokens; default: the preset's"
     )
     ratio: Ratio = Field(
-        "token",
-        description="ratio of new to old policy that is bounded: token: each token's; sequence: the geometric mean over the "
-        "response; sequence_token: that value with each token's gradient; sequence_product: the product over the response; "
-        "default: the preset's",
+        "token", description="bounded ratio of new to old policy: each token's; sequence: the geometric mean over the "
+        "response; sequence_token: that value with each token's gradient; sequence_product: the product over the "
+        "response; default: the preset's"
     )
     objective: AnyObjective = Field(
-        "clip",
-        description="clip: the clipped surrogate; cispo: log-probs weighted by capped ratios, which have no gradient; "
-        "plain: log-probs, without a ratio; dpo: the loss of a pair, by section `dpo`; default: the preset's",
+        "clip", description="clip: the clipped surrogate; cispo: log-probs weighted by capped ratios without "
+        "gradient; plain: log-probs, without a ratio; dpo: the loss of a pair, by section `dpo`; default: the "
+        "preset's"
     )
     reduction: AnyReduction = Field(
-        "token_mean",
-        description="weight of a token in the loss of a minibatch with N responses, G groups and T tokens: token_mean: 1/T; "
-        "sequence_mean: 1/(N x tokens of its response); constant: 1/(N x rollout.max_response_tokens); group_token_mean: 1/(G x "
-        "tokens of its group); sequence_sum: 1/N; pair_mean: each pair counts 1/pairs; default: the preset's",
+        "token_mean", description="weight of a token in the loss of a minibatch with N responses, G groups and T "
+        "tokens: token_mean: 1/T; sequence_mean: 1/(N x tokens of its response); constant: 1/(N x "
+        "rollout.max_response_tokens); group_token_mean: 1/(G x tokens of its group); sequence_sum: 1/N; pair_mean: "
+        "1/pairs; default: the preset's"
     )
 
-    advantage: FunctionPath | None = Field(
-        None, description="your own function of advantages, in place of `baseline` and `scale`; see docs/extending.md"
-    )
-    loss: FunctionPath | None = Field(
-        None, description="your own loss of a response, in place of `ratio` and `objective`; see docs/extending.md"
-    )
+    advantage: FunctionPath | None = Field(None, description="your own advantages, in place of baseline and scale")
+    loss: FunctionPath | None = Field(None, description="your own loss of a response, in place of ratio and objective")
 
     @model_validator(mode="before")
     @classmethod
@@ -179,13 +169,11 @@ class AlgorithmConfig(Section):
 
     @property
     def critic(self) -> bool:
-        """True if a critic is trained."""
         return self.baseline == "critic"
 
     @property
     def contradiction(self) -> str | None:
-        """A critic makes a preset ppo: the others have no section for it, and ppo no use for a group's baseline.  Pairs make
-        online_dpo."""
+        """Only preset ppo has a section for a critic, and only online_dpo makes pairs."""
         preset, critic = self.preset, PRESETS[self.preset].baseline == "critic"
         for name, value in OF_PAIRS.items():
             found = getattr(self, name)
@@ -210,16 +198,14 @@ class AlgorithmConfig(Section):
 
     @property
     def pairs(self) -> bool:
-        """True if the loss compares pairs of responses to a prompt."""
         return self.objective == "dpo"
 
     def temperature(self, drawn: float) -> float:
-        """Temperature of the log-probs in the loss and of the reference: that of sampling, `drawn`, or 1 for pairs."""
+        """Temperature of the log-probs in the loss and of the reference: that of sampling, or 1 for pairs."""
         return 1.0 if self.pairs else drawn
 
     @property
     def greedy(self) -> bool:
-        """True if each prompt has one more response, which is decoded greedily and not trained."""
         return self.baseline == "greedy"
 
     @property
@@ -235,9 +221,8 @@ class AlgorithmConfig(Section):
 
 
 def with_preset(settings: Any) -> Any:
-    """The settings with what belongs to `algorithm.preset` beside the choices: the KL, bounds of the ratio, the group size, the
-    loss of a pair, and the filter of groups with the backfill that it needs (not with `overlap.inter: false`, which excludes
-    both)."""
+    """Add the preset's KL, bounds of the ratio, group size, loss of pairs, and the filter with the backfill that it needs (not
+    with `overlap.inter: false`, which excludes both)."""
     if not isinstance(settings, dict):
         return settings
     algorithm = settings.get("algorithm", {})
@@ -257,10 +242,56 @@ def with_preset(settings: Any) -> Any:
     return settings if preset.filter is None else _with_filter(settings, preset.filter)
 
 
-def _with_filter(settings: dict[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+def _with_filter(settings: dict[str, Any], usual: str) -> dict[str, Any]:
     overlap = settings.get("overlap", {})
     if settings.get("filter", usual) is None or not isinstance(overlap, dict):
         return settings
     if overlap.get("inter", True) is True:
         overlap = {"backfill": True} | overlap
-    return {"filter": dict(usual)} | settings | {"overlap": overlap} if overlap.get("backfill") else settings
+    return {"filter": usual} | settings | {"overlap": overlap} if overlap.get("backfill") else settings
+
+
+SECTIONS = ("algorithm", "ppo", "dpo", "rollout", "overlap", "filter")
+SUFFIXES = (".yaml", ".yml")
+
+
+def with_preset_file(settings: Any) -> Any:
+    """Return the settings over those of the file that `algorithm.preset` names, if it names one.
+
+    The file names in `algorithm.preset` the built-in preset that it starts from.  Raises ValueError if it cannot be read, or
+    has other sections.
+    """
+    algorithm = settings.get("algorithm") if isinstance(settings, dict) else None
+    name = algorithm.get("preset") if isinstance(algorithm, dict) else None
+    if not isinstance(name, str | Path) or Path(name).suffix not in SUFFIXES:
+        return settings
+    assert isinstance(algorithm, dict), "it has the name"
+    brought = _read(Path(name))
+    start = brought.get("algorithm", {}).get("preset", "ppo") if isinstance(brought.get("algorithm"), dict) else "ppo"
+    if Path(str(start)).suffix in SUFFIXES:
+        raise ValueError(f"algorithm.preset of `{name}` is `{start}`, but must be a built-in preset; name one of these")
+    return _laid_over(brought, {**settings, "algorithm": {**algorithm, "preset": start}})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(missing_path("algorithm.preset", path))
+    try:
+        tree = read_yaml(path.read_bytes())
+    except (yaml.YAMLError, ValueError, OSError) as error:
+        raise ValueError(f"algorithm.preset `{path}` cannot be read ({str(error).partition(chr(10))[0]}); correct it") from error
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise ValueError(f"algorithm.preset `{path}` is not a YAML mapping; write sections such as `ppo: {{clip: 0.1}}`")
+    if others := [key for key in tree if key not in SECTIONS]:
+        raise ValueError(
+            f"algorithm.preset `{path}` has {', '.join(others)}, but a preset has the sections {', '.join(SECTIONS)} only; move "
+            "the others into the configuration"
+        )
+    return tree
+
+
+def _laid_over(under: Any, over: Any) -> Any:
+    """The mapping `under` with the keys of `over` replaced, section by section."""
+    if not (isinstance(under, dict) and isinstance(over, dict)):
+        return over
+    return {**under, **{key: _laid_over(under[key], value) if key in under else value for key, value in over.items()}}

@@ -1,4 +1,4 @@
-"""Rules that tie the choices of an algorithm, the settings that they read, and the groups of responses together."""
+"""Rules that tie the choices of an algorithm to the settings that they read, and to groups of responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AND_NOTHING = "so that nothing is learned"
 
 @dataclass(frozen=True)
 class Read:
-    """Settings that are read only if `chosen` holds; `why` says why nothing reads them otherwise, `remedy` what to do."""
+    """Settings that are read only if `chosen` holds; `why` nothing reads them otherwise."""
 
     settings: tuple[str, ...]
     chosen: Callable[[TrainConfig], bool]
@@ -81,28 +81,22 @@ READS = (
         "remove it, or set ppo.kl.mode to loss",
     ),
     Read(
-        ("overlong.penalty",),
-        lambda config: config.overlong.buffer is not None,
-        "overlong.buffer is null",
-        "remove it, or set overlong.buffer to the tokens over which it grows",
-    ),
-    Read(
-        ("guards.ratio_max.limit",),
+        ("guards.ratio_max",),
         lambda config: not config.algorithm.pairs,
         "algorithm.preset {preset} has no ratio",
     ),
     Read(
-        ("guards.kl_mean.limit",),
+        ("guards.kl_mean",),
         lambda config: config.ppo.kl.mode != "none" and (config.ppo.kl.mode != "margin" or config.rollout.temperature == 1),
         "there is no KL to a reference (ppo.kl.mode; with pairs, rollout.temperature 1)",
         "remove it, or set ppo.kl.mode to penalty, score or loss",
     ),
 )
-"""The settings that not every algorithm reads.  Each is refused, unless it has its default, if the choices do not read it."""
+"""Settings that not every algorithm reads."""
 
 
 def unread_settings(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each setting that nothing reads; a default, and the value that a preset brings, are allowed."""
+    """Yield a sentence for each setting that nothing reads; a default, and the preset's value, are allowed."""
     algorithm, reported = config.algorithm, set[str]()
     words = {
         "preset": algorithm.preset, "objective": algorithm.objective, "scale": algorithm.scale, "kl": config.ppo.kl.mode,
@@ -125,7 +119,7 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _default(config: TrainConfig, key: str) -> Any:
-    """Return the default of a setting; of `algorithm.ratio` the one that needs no ratio."""
+    """The default of a setting; of `algorithm.ratio` the one that needs no ratio."""
     if key == "algorithm.ratio":
         return "token"
     section, _, name = key.rpartition(".")
@@ -133,7 +127,6 @@ def _default(config: TrainConfig, key: str) -> Any:
 
 
 def _of_preset(config: TrainConfig, key: str) -> Any:
-    """Return the value that the preset brings, else the default."""
     preset = PRESETS[config.algorithm.preset]
     brought = {f"ppo.{name}": value for name, value in preset.ppo.items()}
     if config.algorithm.pairs:  # the others bring a KL with its mode
@@ -144,8 +137,7 @@ def _of_preset(config: TrainConfig, key: str) -> Any:
 def _scales_again(config: TrainConfig) -> bool:
     """True if advantages do not depend on the scale of scores, and nothing is added to scores after their scaling."""
     algorithm, ppo = config.algorithm, config.ppo
-    added = ppo.truncated_score is not None or ppo.missing_eos_penalty or config.overlong.buffer is not None
-    if added or algorithm.critic or algorithm.greedy or algorithm.pairs:
+    if ppo.truncated_score is not None or algorithm.critic or algorithm.greedy or algorithm.pairs:
         return False
     if ppo.kl.mode == "score" or (ppo.kl.mode == "penalty" and algorithm.scale == "whiten"):
         return False
@@ -153,7 +145,7 @@ def _scales_again(config: TrainConfig) -> bool:
 
 
 def algorithm_rules(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each broken rule of `algorithm`, `ppo`, `dpo` and `rollout.group_size`."""
+    """Rules of `algorithm`, `ppo`, `dpo` and `rollout.group_size`."""
     yield from _groups(config)
     yield from _greedy(config)
     yield from unread_settings(config)
@@ -193,7 +185,7 @@ def _groups(config: TrainConfig) -> Iterator[str]:
 
 
 def greedily(rollout: RolloutConfig) -> str | None:
-    """Return the setting with which every draw is the most likely token; None if there is none."""
+    """The setting with which every draw is the most likely token, if any."""
     for name, most in (("temperature", 1e-3), ("top_k", 1), ("top_p", 1e-6)):
         value = getattr(rollout, name)
         if value <= most and (name != "top_k" or value):
@@ -231,7 +223,7 @@ def _objective(config: TrainConfig) -> Iterator[str]:
 
 
 def _kl(ppo: PPOConfig) -> Iterator[str]:
-    """The KL term of a loss must have a gradient: that of k1 is the score function, whose expectation is 0."""
+    """The gradient of k1 is the score function, whose expectation is 0."""
     if ppo.kl.mode == "loss" and ppo.kl.estimator == "k1" and ppo.kl.gradient == "estimator":
         yield (
             "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation, so that nothing would hold the "
@@ -245,7 +237,6 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
 
 
 def _pairs(config: TrainConfig) -> Iterator[str]:
-    """Rules of a loss of pairs: the reference, both responses in a micro-batch."""
     mode, tokens = config.ppo.kl.mode, config.runtime.micro_batch_tokens
     if not config.algorithm.pairs:
         if mode == "margin":
@@ -261,10 +252,10 @@ def _pairs(config: TrainConfig) -> Iterator[str]:
         )
     if config.algorithm.scale != "none":
         yield f"algorithm.scale is {config.algorithm.scale}, but a pair has no advantage to be scaled; remove it"
-    if config.overlong.mask:
+    if config.ppo.mask_truncated:
         yield (
-            "overlong.mask is true, but a pair needs both of its responses; remove it, or make cut responses the worse ones "
-            "with ppo.missing_eos_penalty"
+            "ppo.mask_truncated is true, but a pair needs both of its responses; remove it, or make cut responses the worse ones "
+            "with ppo.truncated_score"
         )
     longest = least_micro_batch(config)
     if longest // 2 <= tokens < longest:
@@ -275,7 +266,6 @@ def _pairs(config: TrainConfig) -> Iterator[str]:
 
 
 def _custom(config: TrainConfig) -> Iterator[str]:
-    """Choices that a user's functions replace, and pairs, which take no such function."""
     algorithm = config.algorithm
     preset = PRESETS[algorithm.preset]
     for name, replaced in (("advantage", ("baseline", "scale")), ("loss", ("ratio", "objective"))):

@@ -24,23 +24,18 @@ class AlignerDeltaConfig(DeltaConfig):
     """Prompts drawn beyond `num_rollout_samples`, over all replicas; by default none."""
 
     initial: Annotated[int, Unit("prompts")] = Field(0, ge=0, description="delta of the first step")
-    max: Annotated[int, Unit("prompts")] = Field(
-        0, ge=0, description="largest delta; at most `num_rollout_samples`, and 0 defers nothing"
-    )
+    max: Annotated[int, Unit("prompts")] = Field(0, ge=0, description="largest delta, up to `num_rollout_samples`")
 
 
 class AlignerConfig(CarryConfig):
     """The settings that `oppo_megatron.integrations.nemo_aligner` adds to NeMo-Aligner's `trainer.ppo`."""
 
     delta: AlignerDeltaConfig = AlignerDeltaConfig()
-    scorer: StreamConfig | None = Field(
-        None,
-        description="service that computes the rewards, fed while the actor decodes; null: NeMo-Aligner's own server",
-    )
+    scorer: StreamConfig | None = Field(None, description="service that scores while the actor decodes; null: its own")
 
 
 def read_aligner_config(tree: Mapping[str, Any]) -> AlignerConfig:
-    """The block as a typed configuration.  Raises ConfigError with every problem in it."""
+    """Raises ConfigError with every problem in the block."""
     try:
         config = AlignerConfig.model_validate(tree)
     except ValidationError as error:

@@ -11,10 +11,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, fiel
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of a setting's number, for the documentation: `Annotated[int, Unit("prompts")]`.
+    """The unit of a setting's number, for the documentation.
 
-    A setting whose last word is a unit (`timeout_s`, `max_prompt_tokens`) needs none; see `UNITS_OF_NAMES` of describe.py.
-    `Unit("")`: a pure number.
+    A name that ends in a unit (`timeout_s`) needs none; see `UNITS_OF_NAMES` of describe.py.  `Unit("")`: a pure number.
     """
 
     name: str
@@ -22,7 +21,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Choices:
-    """The meaning of each value of a setting, as a table with a head, for `oppo config --explain`."""
+    """The meaning of each value of a setting, as a table with a head."""
 
     rows: tuple[tuple[str, ...], ...]
 
@@ -54,7 +53,7 @@ ImportPath = Annotated[str, AfterValidator(_check_path)]
 
 
 class Section(BaseModel):
-    """A section that refuses unknown keys, booleans as numbers, infinities, and validates on assignment."""
+    """Refuses unknown keys, booleans as numbers and infinities; validates on assignment."""
 
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False

@@ -7,20 +7,16 @@ from itertools import zip_longest
 from typing import Any
 
 WITHOUT_EFFECT = ("run_dir", "checkpoint.resume")
-"""Settings of where and how a run is continued; they do not change its results."""
+"""Settings of where and how a run is continued."""
 
 STARTING = ("checkpoint", "init", "init_seed", "fresh_head", "lora.adapter")
-"""Settings of a trained role that named the source of its weights when the run began."""
+"""Settings that named the source of a trained role's weights when the run began."""
 
 SHOWN = 60
-"""Most characters shown of a value; a longer one is cut."""
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`key: old -> new` for every setting of a run that differs, in the order of its configuration.
-
-    The line says so if the run keeps the value of its checkpoint.  Both are plain trees of resolved settings.
-    """
+    """`key: old -> new` for every setting that differs between two trees, and whether the checkpoint's value is kept."""
     return [
         f"{key}: {_shown(old)} -> {_shown(new)}{_kept(key, now)}"
         for key, old, new in _differences(then, now)
@@ -29,7 +25,6 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def _kept(key: str, now: Mapping[str, Any]) -> str:
-    """Return a note if the run keeps the value of its checkpoint in spite of the change."""
     role, _, name = key.partition(".")
     if role in ("actor", "critic", "model") and name.startswith(STARTING):
         return f" (the {role}'s weights come from the checkpoint)"
@@ -77,7 +72,7 @@ def _shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return the value as YAML on one line, without the null settings of a section."""
+    """The value as YAML on one line, without null settings."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_plain(item)}" for name, item in value.items() if item is not None) + "}"
     if isinstance(value, list):

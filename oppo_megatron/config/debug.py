@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, field_validator
 
 from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.uniforms import uniforms_at
 
 MOST_MEDIAN, MOST_SIGMA = 1e9, 10.0
 """Limits of forced log-normal lengths: the longest that can be drawn stays in the range of floats."""
 Quantile = Callable[[float], float]
-"""Inverse of a distribution function: from a share in [0, 1) to a length in tokens."""
+"""From a share in [0, 1) to a length in tokens."""
 
 
 @dataclass(frozen=True)
 class ForcedLengths:
     """Lengths of responses in place of EOS: log-normal (`median`, `sigma`), or from a file of requests (`trace`).
 
-    `column` is the trace's column of tokens, or the kind of a histogram; None: the default.  `scale` multiplies a trace's
-    lengths; auto: so that their 99th percentile is `rollout.max_response_tokens`.
+    `column`: the trace's column of tokens, or the kind of a histogram.  `scale` multiplies a trace's lengths; auto: their 99th
+    percentile is `rollout.max_response_tokens`.
     """
 
     median: float | None = None
@@ -35,7 +37,6 @@ class ForcedLengths:
 
 
 def log_normal(forced: ForcedLengths) -> Quantile:
-    """Lengths whose logarithm is normal, with a median in tokens."""
     assert forced.median is not None, "checked with the configuration"
     median, sigma = forced.median, forced.sigma
     return lambda u: median * math.exp(sigma * NormalDist().inv_cdf(max(u, 2.0**-53)))
@@ -51,23 +52,18 @@ class DebugConfig(Section):
     """
 
     forced_lengths: Annotated[list[float] | Path | tuple[Path, str] | None, Unit("tokens, nats")] = Field(
-        None,
-        description="lengths at which responses end, in place of EOS: [median, sigma] of log-normal lengths, in "
-        "tokens, and the standard deviation of their logarithm (0: all equal); or a CSV file of recorded lengths; or "
-        "[file, column], with the file's column of tokens (else `GeneratedTokens`), or the kind, if the file is a "
-        "histogram (else `output`)",
+        None, description="lengths at which responses end, in place of EOS: [median, sigma] of log-normal lengths, in "
+        "tokens, and of their logarithm (0: all equal); a CSV file of lengths; or [file, column], with its column of "
+        "tokens (else `GeneratedTokens`), or the kind of a histogram (else `output`)"
     )
     wait_for: list[Literal["critic", "scores"]] = Field(
-        default=[],
-        description="with `overlap.intra`, unnecessary waits that leave the result unchanged. `critic`: the next step "
-        "begins after the critic's update, which otherwise runs while the actor decodes; `scores`: the actor's "
-        "update begins after the last scores arrive; otherwise the forward pass of its first micro-batch runs before",
+        default=[], description="with `overlap.intra`, unnecessary waits that leave the result unchanged: the next "
+        "step waits for the critic's update; the forward pass of the actor's update waits for the last scores"
     )
 
     fork: bool = Field(
-        True,
-        description="with `rollout.group_size` above 1, the cache of a prompt is computed once and forked for its responses; "
-        "false: each response computes its own, for comparison",
+        True, description="compute the cache of a prompt once and fork it for its responses; false: each response "
+        "computes its own, for comparison"
     )
 
     @field_validator("forced_lengths")
@@ -82,7 +78,6 @@ class DebugConfig(Section):
 
     @property
     def lengths(self) -> ForcedLengths | None:
-        """The forced lengths; None: responses end by themselves."""
         given = self.forced_lengths
         if given is None:
             return None
@@ -91,3 +86,34 @@ class DebugConfig(Section):
         if isinstance(given, tuple):
             return ForcedLengths(trace=given[0], column=given[1])
         return ForcedLengths(median=given[0], sigma=given[1])
+
+
+LENGTH_DRAW = 2**63  # takes the place of a token's position in its draw; no token has this position
+KEPT_LENGTHS = 65536  # a length is asked for in every round
+DRAWN_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class ForcedLimits:
+    """The forced length of each sequence, from 1 to `most` tokens: a function of (seed, sequence id) alone."""
+
+    quantile: Quantile
+    most: int
+    seed: int
+    _drawn: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, forced: ForcedLengths, most: int, seed: int, trace: Quantile | None = None) -> ForcedLimits:
+        """`trace`: the lengths of the file that `forced` names, if it names one."""
+        return cls(trace or log_normal(forced), most, seed)
+
+    def __call__(self, seq_id: int) -> int:
+        if seq_id not in self._drawn:
+            if len(self._drawn) >= KEPT_LENGTHS:
+                self._drawn.clear()
+            first = seq_id - seq_id % DRAWN_AT_ONCE
+            seq_ids = range(first, first + DRAWN_AT_ONCE)
+            shares = uniforms_at(self.seed, np.arange(first, seq_ids.stop), LENGTH_DRAW)
+            lengths = [round(self.quantile(share)) for share in shares]
+            self._drawn.update(zip(seq_ids, [min(max(length, 1), self.most) for length in lengths], strict=True))
+        return self._drawn[seq_id]

@@ -1,31 +1,26 @@
-"""Figures and names that follow from several settings together."""
+"""Numbers that follow from several settings together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
+from typing import Literal
 
 from oppo_megatron.config.algorithm import PRESETS
-from oppo_megatron.config.evaluation import REWARD, Standard, part_labels
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import RoleConfig
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.config.evaluation import REWARD, Standard
+from oppo_megatron.config.model import LoraConfig, RoleConfig
+from oppo_megatron.config.rewards import part_labels
+from oppo_megatron.config.run import TrainConfig, TrainSettings
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.records import Members
 
 
 def adapters(config: TrainConfig | SupervisedConfig) -> dict[str, LoraConfig]:
-    """The adapters of the roles that have some."""
     if isinstance(config, SupervisedConfig):
         trained = {"model": config.model.lora}
     else:
         trained = {name: role.lora for name, role in config.trained.items()}
     return {name: lora for name, lora in trained.items() if lora is not None}
-
-
-def rollback_rules(config: TrainConfig) -> list[str]:
-    """Return the guards whose breach returns the run to a checkpoint."""
-    gap_limit = config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature)
-    return [rule for rule, action in config.guards.in_force(gap_limit).items() if action == "rollback"]
 
 
 def max_context(config: TrainConfig) -> int:
@@ -35,54 +30,47 @@ def max_context(config: TrainConfig) -> int:
 
 
 def least_micro_batch(config: TrainConfig) -> int:
-    """The least `runtime.micro_batch_tokens`: those of the longest sequence that is trained, or of a pair of them."""
+    """The least `runtime.micro_batch_tokens`: the longest sequence that is trained, or a pair of them."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return 2 * longest if config.algorithm.pairs else longest
 
 
 def usual_prompt_tokens(config: TrainSettings) -> int:
-    """Tokens of every prompt of a predicted run if nothing says how long prompts are: half of the most."""
+    """Tokens of every prompt of a predicted run: half of the most."""
     return max(1, config.data.max_prompt_tokens // 2)
 
 
 READ_GREEDY = ("actor", "reward")
-"""Roles that read greedy responses, which serve as a baseline only."""
+"""Roles that read greedy responses, which are a baseline only."""
 
 
 def members(config: TrainSettings) -> Members:
-    """The responses to each prompt."""
     return Members(config.rollout.group_size, config.algorithm.greedy)
 
 
 def batch_rows(config: TrainSettings) -> int:
-    """Sequences of a batch, greedy ones that are not trained included."""
+    """Sequences of a batch, greedy ones included."""
     return config.rollout.batch_size // config.rollout.group_size * members(config).size
 
 
 def most_sequences(config: TrainConfig) -> int:
-    """Sequences that are decoded, and scored, at once: the batch and, where steps overlap, the largest delta, greedy ones
-    included.
+    """Sequences that are decoded and scored at once: the batch and the largest delta, greedy ones included.
 
-    With backfill the buffer holds up to 2B, but no more than these are unfinished and need a slot of the actor.  A scorer
-    reads the last tokens of a finished one in the next round, and then frees its slot: for that one round, what came in
-    its place waits.
+    With backfill the buffer holds up to 2B, but no more than these are unfinished and need a slot of the actor.  A scorer reads
+    the last tokens of a finished one in the next round and then frees its slot; what replaced it waits for that round.
     """
     delta = config.overlap.delta
     return batch_rows(config) + (max(delta.max, delta.initial) * members(config).size if config.overlap.inter else 0)
 
 
 def share_of_sequences(config: TrainConfig, role: str, dp: int) -> int:
-    """Sequences that one of `dp` replicas of a role holds at most: its share of them all, in whole groups.
-
-    The greedy ones among them are decoded and rewarded; no other role reads them.
-    """
+    """The most sequences that one of `dp` replicas of a role holds, in whole groups."""
     each = members(config)
     of_group = each.size if role in READ_GREEDY else each.trained
     return ceil(most_sequences(config) // each.size / dp) * of_group
 
 
 def describe_batch(config: TrainSettings) -> str:
-    """Rows, groups and optimizer steps of a batch, in a line."""
     rollout, ppo = config.rollout, config.ppo
     groups = rollout.batch_size // rollout.group_size
     prompts = f"{groups} groups of {rollout.group_size}" if rollout.group_size > 1 else f"{groups} prompts"
@@ -105,18 +93,17 @@ def longest_chunk(config: TrainConfig) -> int:
 
 
 def minibatch_rows(config: TrainSettings) -> int:
-    """Rollouts of one optimizer step."""
     return max(1, config.rollout.batch_size // config.ppo.minibatches)
 
 
 def minibatch_parts(config: TrainSettings) -> int:
-    """Return the number of parts that replicas share in an optimizer step: its rollouts, or its pairs, one per group."""
+    """Parts that replicas share in an optimizer step: its rollouts, or its pairs, one per group."""
     rows = minibatch_rows(config)
     return max(1, rows // config.rollout.group_size) if config.algorithm.pairs else rows
 
 
 def num_updates(config: TrainConfig, role: str, steps: int) -> int:
-    """Optimizer steps of a trained role in a run of `steps` steps; the actor makes none while the critic warms up."""
+    """Optimizer steps of a trained role; the actor makes none while the critic warms up."""
     warming = config.ppo.critic_warmup_steps if role == "actor" else 0
     return max(0, steps - warming) * config.ppo.epochs * config.ppo.minibatches
 
@@ -132,10 +119,8 @@ def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
 
 
 def best_standard(config: TrainSettings | SupervisedConfig) -> Standard | None:
-    """Return the standard of the best step: `checkpoint.keep_best`, else `early_stop`, else the first held-out metric.
-
-    If nothing is measured during the run, it is the mean reward of a step's batch; supervised runs then have none.
-    """
+    """The standard of the best step: `checkpoint.keep_best`, else `early_stop`, else the first held-out metric, else the mean
+    reward of a step's batch; None for supervised runs that measure nothing."""
     rules, names = config.checkpoint, config.measured
     if isinstance(rules.keep_best, str):
         return Standard.of(rules.keep_best)
@@ -150,15 +135,46 @@ BATCHES_JUDGED = 10
 
 
 def most_judged(config: TrainConfig) -> int:
-    """Return the number of groups that a step may judge without having a batch."""
     return BATCHES_JUDGED * (config.rollout.batch_size // config.rollout.group_size)
 
 
 def verdict_lag(config: TrainConfig, metric: str) -> int:
-    """Periods of the verdict clock that a filter by `metric` waits for beyond the end of a response, at the least.
+    """Periods of the verdict clock that a filter by `metric` waits beyond the end of a response.
 
-    A reward model reads the last chunk of a response while the next one is decoded, so its scores are there a period later than
-    those of verifiers, functions and services.  This holds without streaming too, so that streaming changes no batch.
+    A reward model reads the last chunk while the next one is decoded, so its scores are a period later than others.  This holds
+    without streaming too, so that streaming changes no batch.
     """
     parts = zip(config.rewards, part_labels(config.rewards), strict=True)
     return int(any(part.reads_model for part, label in parts if metric in (REWARD, label)))
+
+
+MODES: dict[str, dict[str, bool]] = {
+    "sequential": {"intra": False, "inter": False, "hide_critic": False, "backfill": False},
+    "intra": {"intra": True, "inter": False, "hide_critic": False, "backfill": False},
+    "inter": {"intra": False, "inter": True, "hide_critic": False, "backfill": False},
+    "full": {"intra": True, "inter": True, "hide_critic": False, "backfill": False},
+    "intra+critic": {"intra": True, "inter": False, "hide_critic": True, "backfill": False},
+    "full+backfill": {"intra": True, "inter": True, "hide_critic": False, "backfill": True},
+    "full+critic": {"intra": True, "inter": True, "hide_critic": True, "backfill": False},
+    "full+both": {"intra": True, "inter": True, "hide_critic": True, "backfill": True},
+}
+"""The switches by name, `hide_critic` for no `critic` in `debug.wait_for`.  `full` is the paper's method."""
+
+
+def switched(config: TrainConfig, mode: str) -> TrainConfig:
+    """The configuration with the switches of a mode, and without a filter, which most modes cannot have."""
+    overlap, wait_for = switches(mode)
+    others = [each for each in config.debug.wait_for if each != "critic"]
+    return config.model_copy(
+        update={
+            "overlap": config.overlap.model_copy(update=overlap),
+            "filter": None,
+            "debug": config.debug.model_copy(update={"wait_for": wait_for + others}),
+        }
+    )
+
+
+def switches(mode: str) -> tuple[dict[str, bool], list[Literal["critic", "scores"]]]:
+    """The settings of `overlap` and `debug.wait_for` of a mode."""
+    overlap = {name: value for name, value in MODES[mode].items() if name != "hide_critic"}
+    return overlap, [] if MODES[mode]["hide_critic"] else ["critic"]

@@ -1,4 +1,4 @@
-"""Descriptions of settings: meaning, values, unit and default.  For `oppo config` and the page of all settings."""
+"""Meaning, values, unit and default of settings, for `oppo config` and the page of all settings."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from pydantic.fields import FieldInfo
 
 from oppo_megatron.config.base import Choices, Section, Unit
 from oppo_megatron.config.explain import section_in
-from oppo_megatron.config.preference import DPOConfig, KTOConfig
-from oppo_megatron.config.run import (
+from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.config.serve import ServeConfig
+from oppo_megatron.config.supervised import (
+    DPOConfig,
+    KTOConfig,
     ProcessRewardModelConfig,
     RewardModelConfig,
     SFTConfig,
     SupervisedConfig,
-    TrainSettings,
 )
-from oppo_megatron.config.serve import ServeConfig
 
 SUPERVISED: dict[str, type[SupervisedConfig]] = {
     "sft": SFTConfig,
@@ -84,7 +85,7 @@ class Setting:
 
     @property
     def unit(self) -> str | None:
-        """Unit of its number; empty for a pure number, None if it is not a number or has no unit."""
+        """Unit of its number; empty for a pure number, None if it has none."""
         if not self.is_number:
             return None
         given = [rule.name for rule in self.field.metadata if isinstance(rule, Unit)]
@@ -92,12 +93,11 @@ class Setting:
 
     @property
     def table(self) -> tuple[tuple[str, ...], ...]:
-        """The meaning of each value, head first; empty if the setting has no such table."""
         return next((rule.rows for rule in self.field.metadata if isinstance(rule, Choices)), ())
 
     @property
     def default(self) -> str:
-        """As YAML would have it; `required`, or `as listed there` of a section with defaults of its own."""
+        """As YAML; `required`, or `as listed there` of a section with defaults of its own."""
         if self.field.is_required():
             return "required"
         value = self.field.get_default(call_default_factory=True)
@@ -109,7 +109,6 @@ class Setting:
 
 
 def settings_in(section: type[Section], prefix: str = "") -> Iterator[Setting]:
-    """Yield the keys of one section, in its order."""
     for name, field in section.model_fields.items():
         yield Setting(prefix + name, field)
 
@@ -123,13 +122,13 @@ def all_settings(kind: type[Section], prefix: str = "") -> Iterator[Setting]:
 
 
 def find_setting(kind: type[Section], key: str) -> Setting | None:
-    """The setting at `key`; of a list, `rewards.kind`, `rewards[].kind` and `rewards.0.kind` are the same."""
+    """`rewards.kind`, `rewards[].kind` and `rewards.0.kind` are the same."""
     wanted = plain_key(key)
     return next((setting for setting in all_settings(kind) if plain_key(setting.key) == wanted), None)
 
 
 def plain_key(key: str) -> str:
-    """Without the places in lists: `rewards.0.kind` -> `rewards.kind`."""
+    """Remove the places in lists: `rewards.0.kind` -> `rewards.kind`."""
     return re.sub(r"\[\d*\]|\.\d+(?=\.|$)", "", key).strip(".")
 
 
@@ -147,7 +146,6 @@ def near_keys(kinds: dict[str, type[Section]], key: str, most: int = 3) -> list[
 
 
 def about(section: type[Section]) -> str:
-    """The section's full description."""
     return inspect.cleandoc(section.__doc__ or "")
 
 

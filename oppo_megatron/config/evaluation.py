@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.data import DataConfig, PromptDataConfig, RewardPart, RowsConfig
+from oppo_megatron.config.data import DataConfig, PromptDataConfig, RowsConfig
+from oppo_megatron.config.rewards import RewardPart, part_labels
 
 ACCURACY, RESPONSE_TOKENS, TRUNCATED = "accuracy", "response_tokens", "truncated"
 LOSS, MARGIN = "loss", "margin"
 REWARD = "reward"
-"""The mean reward of a step's batch; it names the best step if nothing is held out."""
+"""The mean reward of a step's batch."""
 
 LOWER_IS_BETTER = (LOSS, TRUNCATED)
 Direction = Literal["max", "min"]
@@ -23,8 +23,7 @@ class MeasuringConfig(Section):
     """Measurements before the first step, after the last and in between."""
 
     data: RowsConfig | None = Field(None, description="files of held-out rows, read as `data` is")
-    max_rows: Annotated[int, Unit("rows")] = Field(1000, ge=1, description="use at most this many held-out rows, the "
-    "first ones")
+    max_rows: Annotated[int, Unit("rows")] = Field(1000, ge=1, description="use at most this many held-out rows")
     every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
 
 
@@ -37,17 +36,15 @@ class EvaluationConfig(MeasuringConfig):
         "`answer`; null: only `metrics`"
     )
     metrics: list[RewardPart] = Field(
-        default_factory=list,
-        description="parts as under `rewards`; each is a metric of its own, whatever its weight; `model` and `process` "
-        "are the run's reward model",
+        default_factory=list, description="parts as under `rewards`, each a metric, whatever its weight; `model` and "
+        "`process` are the run's reward model"
     )
     samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses per prompt")
     temperature: Annotated[float, Unit("")] = Field(0.0, ge=0, description="0: the likeliest token each time")
-    max_rows: Annotated[int, Unit("rows")] = Field(200, ge=1, description="use at most this many prompts, the first ones")
+    max_rows: Annotated[int, Unit("rows")] = Field(200, ge=1, description="use at most this many prompts")
 
     @property
     def judges(self) -> list[RewardPart]:
-        """Every judge as a part; the metric of `verifier` comes first."""
         rule = [RewardPart(kind="verifier", name=self.verifier)] if self.verifier else []
         return rule + self.metrics
 
@@ -61,13 +58,9 @@ class EvaluationConfig(MeasuringConfig):
 class HeldoutConfig(MeasuringConfig):
     """Held-out rows, measured before the first step, after the last and in between."""
 
-    data: DataConfig | None = Field(None, description="files of held-out rows, read as `data` is; null: a `fraction` "
-    "of `data`")
+    data: DataConfig | None = Field(None, description="held-out rows, read as `data` is; null: a `fraction` of it")
     fraction: Annotated[float | None, Unit("of the rows")] = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="share of `data` that is held out, drawn by `seed`; rows of one prompt stay together",
+        None, gt=0, lt=1, description="held-out share of `data`, drawn by `seed`; rows of one prompt stay together"
     )
 
 
@@ -75,10 +68,9 @@ class EarlyStopConfig(Section):
     """The run ends once a held-out metric no longer improves."""
 
     metric: str = Field(
-        ...,
-        description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; for supervised "
-        "training `loss`, `accuracy`, `margin`. Lower is better for `loss` and `truncated`, higher for others; "
-        "`min toxicity` and `max length` override this",
+        ..., description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; for "
+        "supervised training `loss`, `accuracy`, `margin`. Lower is better for `loss` and `truncated`; `min toxicity` "
+        "and `max length` override this"
     )
     patience: Annotated[int, Unit("evaluations")] = Field(
         3, ge=1, description="end after this many consecutive evaluations that do not beat the best"
@@ -97,23 +89,11 @@ class Standard(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Standard:
-        """The standard of a metric; `min ` or `max ` may precede its name."""
+        """`min ` or `max ` may precede the metric's name."""
         if text.startswith("min "):
             return cls(text.removeprefix("min "), "min")
         metric = text.removeprefix("max ")
         return cls(metric, "min" if metric == text and metric in LOWER_IS_BETTER else "max")
 
     def gain(self, value: float, over: float) -> float:
-        """The amount by which `value` is better; below 0 it is worse."""
         return value - over if self.mode == "max" else over - value
-
-
-def part_labels(parts: Sequence[RewardPart]) -> list[str]:
-    """The name of each part in figures and errors."""
-    labels: list[str] = []
-    for part in parts:
-        address = (part.url or "").partition("://")[2]
-        named = {"verifier": part.name, "python": part.entry_point, "http": address}
-        name = named.get(part.kind, part.kind) or ""
-        labels.append(name if name not in labels else f"{name}#{len(labels) + 1}")
-    return labels

@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into one sentence each: the value, the rule, the remedy."""
+"""Turn pydantic's errors into one sentence each: the value, the rule, the remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Path = tuple[str | int, ...]
 
 
 def explain(kind: type[Section], error: ValidationError) -> list[str]:
-    """Every problem in `error`, in the order of the schema, those of one key joined."""
+    """Every problem in `error`, those of one key joined."""
     by_path: dict[Path, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_path.setdefault(_data_path(kind, detail), []).append(detail)
@@ -77,7 +77,7 @@ def _rule(detail: Mapping[str, Any]) -> str:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first problem in `error`, without the value met, which may be one that must not be shown."""
+    """The first problem in `error`, without the value, which may be secret."""
     detail = error.errors(include_url=False, include_input=False)[0]
     name = f"`{dotted(detail['loc'])}`" if detail["loc"] else "the whole"
     if detail["type"] == "extra_forbidden":

@@ -24,8 +24,7 @@ from pydantic import ValidationError
 
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import explain, takes_null, wrong_paths
-from oppo_megatron.config.paths import missing_path
-from oppo_megatron.config.secrets import shown_secrets
+from oppo_megatron.config.paths import missing_path, shown_secrets
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.nesting import DEEPEST_YAML, check_yaml
 
@@ -110,12 +109,12 @@ def config_yaml(config: Section) -> str:
 
 
 def plain_settings(config: Section) -> dict[str, Any]:
-    """Return the tree that a reader of that text gets, without writing and reading it (0.1 s)."""
+    """The tree that a reader of that text gets, without writing and reading it (0.1 s)."""
     return {key: _plain(value) for key, value in config.model_dump().items()}
 
 
 def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[Any, Any]:
-    """The file's mapping with the overrides that can be laid over it, interpolations unresolved."""
+    """The file's mapping with the overrides that can be applied, interpolations unresolved."""
     read = _read_yaml(Path(path))
     _apply_overrides(read, overrides)  # `load_config` reports their faults
     tree = OmegaConf.to_container(read)
@@ -168,7 +167,7 @@ def _read_yaml(path: Path) -> DictConfig:
 
 
 def _reference_problem(values: Collection[str]) -> str | None:
-    """Return why references `${...}` are not resolved (omegaconf recurses for each); None if they are."""
+    """Why references `${...}` are not resolved (omegaconf recurses for each), if so."""
     if len(values) > MOST_REFERENCES:
         return (
             f"it has {len(values)} different references `${{...}}`, more than {MOST_REFERENCES}; write some of them out"
@@ -181,7 +180,7 @@ def _reference_problem(values: Collection[str]) -> str | None:
 
 
 def _without_removed(kind: type[Section], tree: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """Take out each key that an override makes null though it cannot be; return what is left of the file and overrides."""
+    """Take out each key that an override makes null though it cannot be."""
     nulls = [override for override in overrides if re.fullmatch(r"[^=]+=\s*(null|~)\s*", override, re.IGNORECASE)]
     removed, container = [], OmegaConf.to_container(tree)
     for override in nulls:
@@ -204,7 +203,7 @@ def _item(place: Any, part: str) -> Any:
 
 
 def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Change `tree` in place; return the faults of the overrides themselves."""
+    """Change `tree` in place; return the faults of the overrides."""
     problems = []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -235,7 +234,7 @@ def _misses(problem: str, path: Sequence[str | int]) -> bool:
 
 
 def _without_wrong_keys(kind: type[SectionT], data: Any, wrong: Sequence[Sequence[str | int]]) -> SectionT | None:
-    """Return the configuration without the keys at `wrong` paths; None if one of them is required."""
+    """The configuration without the keys at `wrong` paths; None if one is required."""
     for path in wrong:
         place = data
         with suppress(KeyError, TypeError):  # a key that a preset's file brought is not in the data
@@ -250,7 +249,7 @@ def _without_wrong_keys(kind: type[SectionT], data: Any, wrong: Sequence[Sequenc
 
 
 def _plain(value: Any) -> Any:
-    """Plain YAML values; `${` is escaped, since what was resolved once must not be resolved again."""
+    """Plain YAML values; `${` is escaped, because it is resolved already."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -261,7 +260,6 @@ def _plain(value: Any) -> Any:
 
 
 def yaml_remedy(said: str) -> str:
-    """The remedy for a fault of syntax; `said` is the message of the parser."""
     return next((remedy for words, remedy in REMEDIES.items() if words in said), "correct the syntax there")
 
 

@@ -1,4 +1,4 @@
-"""Sections for models, their weights, their optimizers, their placement and the machine."""
+"""Sections for models, optimizers, placement and the machine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,46 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from typing_extensions import Self
 
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.cores import has_cuda
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021): only they are trained; the model's own weights stay as they are.
+
+    y = W x + alpha / rank * B A x for each target, in every layer.  Without dropout, so that log-probs in training equal
+    those of decoding.
+    """
+
+    rank: Annotated[int, Unit("rows")] = Field(16, ge=1, description="rows of A and columns of B")
+    alpha: Annotated[float, Unit("")] = Field(32.0, gt=0, description="the adapters' weight, divided by the rank")
+    targets: Annotated[list[LoraTarget], Field(min_length=1)] | None = Field(
+        None, description="projections that have adapters, by their Hugging Face names; null: all seven"
+    )
+    adapter: Path | None = Field(
+        None, description="peft directory to start from, of this rank, alpha and targets; null: A drawn by init_seed, "
+        "B zero"
+    )
+
+    @field_validator("targets")
+    @classmethod
+    def _in_order(cls, value: list[LoraTarget] | None) -> list[LoraTarget] | None:
+        if value is None:
+            return None
+        if len(set(value)) < len(value):
+            raise ValueError("each target once")
+        return [target for target in TARGETS if target in value]
+
+    @property
+    def projections(self) -> list[LoraTarget]:
+        return list(TARGETS) if self.targets is None else self.targets
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
 
 Layers = Literal["auto", "torch", "transformer_engine"]
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
@@ -26,27 +64,17 @@ PlacementMode = Literal["disaggregated", "colocated", "single"]
 class SizesConfig(Section):
     """Sizes of a layout; null: as in the role's own."""
 
-    tp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
-        None, description="tensor-parallel size; null: as in the role's layout"
-    )
-    pp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
-        None, description="pipeline-parallel size; null: as in the role's layout"
-    )
-    dp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
-        None, description="data-parallel size; null: as in the role's layout"
-    )
+    tp: Annotated[PositiveInt | None, Unit("ranks")] = Field(None, description="tensor-parallel; null: the role's")
+    pp: Annotated[PositiveInt | None, Unit("ranks")] = Field(None, description="pipeline-parallel; null: the role's")
+    dp: Annotated[PositiveInt | None, Unit("ranks")] = Field(None, description="data-parallel; null: the role's")
 
 
 class ParallelConfig(SizesConfig):
     """Tensor-, pipeline- and data-parallel size of one role."""
 
     tp: Annotated[int, Unit("ranks")] = Field(1, ge=1, description="tensor-parallel size: ranks that share each layer")
-    pp: Annotated[int, Unit("ranks")] = Field(
-        1, ge=1, description="pipeline-parallel size: stages that the layers are split into"
-    )
-    dp: Annotated[int, Unit("ranks")] = Field(
-        1, ge=1, description="data-parallel size: replicas, each with sequences of its own"
-    )
+    pp: Annotated[int, Unit("ranks")] = Field(1, ge=1, description="pipeline-parallel size: stages of the layers")
+    dp: Annotated[int, Unit("ranks")] = Field(1, ge=1, description="data-parallel size: replicas")
 
     @property
     def num_ranks(self) -> int:
@@ -60,16 +88,10 @@ class TrainingLayoutConfig(SizesConfig):
     (or scores) after each update; if they are equal, both share the weights.
     """
 
-    vpp: Annotated[int, Unit("stages a rank")] = Field(
-        1, ge=1, description="virtual stages a rank: above 1 the update runs interleaved 1F1B"
-    )
+    vpp: Annotated[int, Unit("stages a rank")] = Field(1, ge=1, description="virtual stages; above 1: interleaved 1F1B")
     sequence_parallel: bool = Field(False, description="shard activations between layers over the tensor ranks")
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward pass: none, attention only, or whole layers"
-    )
-    distributed_optimizer: bool = Field(True, description="shard the optimizer's state over the replicas (dp > 1)")
-    overlap_grad_reduce: bool = Field(
-        True, description="reduce gradients over replicas while the backward runs (dp > 1)"
     )
 
 
@@ -80,23 +102,17 @@ class ModelConfig(Section):
     """
 
     checkpoint: Path | None = Field(
-        None,
-        description="Hugging Face directory (config.json + safetensors), or a Megatron torch_dist one with a config.json",
+        None, description="Hugging Face directory (config.json + safetensors), or a Megatron torch_dist one with a "
+        "config.json"
     )
     init: dict[str, Any] | Path | None = Field(
-        None, description="config.json as a mapping, or a path to one: random weights of that shape"
+        None, description="config.json, or its path: random weights of that shape"
     )
-    init_seed: Annotated[int, Unit("")] = Field(
-        1234, ge=0, description="seed of a random initialisation, and of a fresh head"
-    )
+    init_seed: Annotated[int, Unit("")] = Field(1234, ge=0, description="of random weights and fresh heads")
     fresh_head: bool = Field(False, description="a causal LM may be loaded with a new scalar head (reward, critic)")
-    dtype: Dtype = Field(
-        "float32",
-        description="type of the weights and of the computation; default: `runtime.dtype`",
-    )
+    dtype: Dtype = Field("float32", description="type of the weights and of the computation; default: `runtime.dtype`")
 
     def rules(self, name: str) -> Iterator[str]:
-        """Yield a sentence if not exactly one source is given for the model at `name`."""
         if (self.checkpoint is None) == (self.init is None):
             given = "neither" if self.checkpoint is None else "both"
             yield f"{name} has {given} of checkpoint and init, but needs exactly one; give the folder of weights or a shape"
@@ -105,10 +121,7 @@ class ModelConfig(Section):
 class LearningModelConfig(ModelConfig):
     """A model that is trained."""
 
-    lora: LoraConfig | None = Field(
-        None,
-        description="train low-rank adapters and keep the model's weights frozen; null: train all weights",
-    )
+    lora: LoraConfig | None = Field(None, description="train low-rank adapters only; null: all weights")
 
 
 class UsualRate(NamedTuple):
@@ -122,39 +135,27 @@ class OptimizerConfig(Section):
     """Adam and its schedule, through megatron-core's optimizer."""
 
     lr: Annotated[float | None, Unit("")] = Field(
-        None,
-        gt=0,
-        description="largest learning rate; null: 1e-6 for an actor and the model of `oppo dpo` and `oppo kto`, 5e-6 for a "
-        "critic, 1e-5 for the model of `oppo sft`, `oppo rm` and `oppo prm`; ten times that if adapters (`lora`) are trained. "
-        "`config.yaml` shows the result",
+        None, gt=0, description="largest learning rate; null: 1e-6 for an actor, `oppo dpo` and `oppo kto`, 5e-6 for "
+        "a critic, 1e-5 for `oppo sft`, `oppo rm` and `oppo prm`; ten times that for adapters (`lora`)"
     )
     min_lr: Annotated[float, Unit("")] = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    warmup_steps: Annotated[int, Unit("optimizer steps")] = Field(
-        0, ge=0, description="optimizer steps of linear warm-up"
-    )
-    decay: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="course of the learning rate after the warm-up, to the last optimizer step"
-    )
+    warmup_steps: Annotated[int, Unit("optimizer steps")] = Field(0, ge=0, description="linear warm-up")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="learning rate after the warm-up")
     weight_decay: Annotated[float, Unit("")] = Field(0.0, ge=0, description="decoupled weight decay (AdamW)")
     betas: Annotated[list[Annotated[float, Ge(0), Lt(1)]], Unit("")] = Field(
-        default=[0.9, 0.95],
-        min_length=2,
-        max_length=2,
-        description="decay of the mean gradient, and of the mean squared gradient",
+        default=[0.9, 0.95], min_length=2, max_length=2, description="decay of the mean gradient, and of the mean "
+        "squared gradient"
     )
     eps: Annotated[float, Unit("")] = Field(1e-8, gt=0, description="added to the root of the mean squared gradient")
-    clip_grad: Annotated[float, Unit("")] = Field(
-        1.0, ge=0, description="largest global gradient norm; 0 turns clipping off"
-    )
+    clip_grad: Annotated[float, Unit("")] = Field(1.0, ge=0, description="largest global gradient norm; 0: none")
 
     @property
     def rate(self) -> float:
-        """`lr`, which the enclosing section has settled."""
         assert self.lr is not None, "no section has settled the learning rate"
         return self.lr
 
     def rules(self, name: str) -> Iterator[str]:
-        """Yield a sentence for each broken rule of the optimizer at `name`, whose learning rate is known."""
+        """Rules of the optimizer at `name`."""
         if self.min_lr > self.rate:
             yield f"{name}.min_lr is {self.min_lr}, but must not exceed lr {self.rate}; lower it"
         elif self.min_lr and self.decay == "constant":
@@ -164,7 +165,7 @@ class OptimizerConfig(Section):
             )
 
     def settled(self, usual: UsualRate, lora: LoraConfig | None) -> OptimizerConfig:
-        """The same settings with a learning rate: the usual one if none is given."""
+        """The same settings with the usual learning rate if none is given."""
         if self.lr is not None:
             return self
         return self.model_copy(update={"lr": usual.weights if lora is None else usual.adapters})
@@ -208,8 +209,6 @@ class TrainedRoleConfig(AdaptedRoleConfig):
 class ActorConfig(TrainedRoleConfig):
     """The policy."""
 
-    generate: ParallelConfig | None = Field(None, description="layout of decoding; default: `parallel`")
-
     USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-6, 1e-5)
 
 
@@ -217,18 +216,14 @@ class PlacementSettings(Section):
     """The ranks of the roles that name no ranks of their own."""
 
     mode: Literal["disaggregated", "colocated", "single", "auto"] = Field(
-        "disaggregated",
-        description="disaggregated: actor on the first ranks, scorers on the next; colocated: all roles on the same "
-        "ranks; single: one process; auto: measure before the run which mode is fastest on this machine",
+        "disaggregated", description="disaggregated: actor on the first ranks, scorers on the next; colocated: all on "
+        "the same ranks; single: one process; auto: measure before the run which is fastest on this machine"
     )
     actor: ParallelConfig = ParallelConfig()
-    scorer: ParallelConfig | None = Field(
-        None, description="default: one rank if disaggregated, the actor's layout if colocated"
-    )
+    scorer: ParallelConfig | None = Field(None, description="default: one rank, or the actor's layout if colocated")
     reference: Literal["scorer", "actor"] = Field(
-        "scorer",
-        description="ranks and layout of the reference: the scorers', or the actor's, which pays if a large reward "
-        "model keeps the scorers busy",
+        "scorer", description="ranks and layout of the reference: the scorers', or the actor's, if a large reward "
+        "model keeps the scorers busy"
     )
 
 
@@ -242,7 +237,6 @@ LEAST_MEETING_S = 60.0
 
 
 def usual_dtype(device: object) -> Dtype:
-    """The default type of roles on a `runtime.device`."""
     return "bfloat16" if device == "cuda" or (device == "auto" and has_cuda()) else "float32"
 
 
@@ -251,56 +245,39 @@ class RuntimeConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a device, else cpu")
     dtype: Dtype | None = Field(
-        None,
-        description="type of every role that gives no type of its own; with bfloat16 the optimizer also keeps float32 "
-        "weights. null: bfloat16 on CUDA devices, float32 on a CPU; `config.yaml` shows the result",
+        None, description="type of every role that gives none of its own; with bfloat16 the optimizer also keeps "
+        "float32 weights; null: bfloat16 on CUDA devices, float32 on a CPU"
     )
     threads_per_rank: Annotated[int, Unit("threads")] = Field(
-        0,
-        ge=0,
-        description="CPU threads of each rank; 0: as OMP_NUM_THREADS or MKL_NUM_THREADS says, else cores (those that a "
-        "container may use) divided by local ranks",
+        0, ge=0, description="CPU threads of each rank; 0: OMP_NUM_THREADS or MKL_NUM_THREADS, else usable cores "
+        "divided by local ranks"
     )
     timeout_s: float = Field(
-        1800.0,
-        gt=0,
-        description="time limit of a message or collective; at the start, all ranks must meet within a sixth of it, or "
-        "within a minute if that is longer",
+        1800.0, gt=0, description="time limit of a message or collective; at the start, all ranks must meet within a "
+        "sixth of it, or within a minute if that is longer"
     )
-    micro_batch_tokens: int = Field(
-        4096, ge=1, description="token budget of one packed micro-batch (training, prefill)"
-    )
-    kv_cache_mb: float | None = Field(
-        None, gt=0, description="budget of each role's KV cache per rank; null: room for the whole buffer"
-    )
+    micro_batch_tokens: int = Field(4096, ge=1, description="most tokens of a packed micro-batch")
+    kv_cache_mb: float | None = Field(None, gt=0, description="budget per role and rank; null: the whole buffer")
     decode_path: DecodePath = Field(
-        "packed",
-        description="computation of cached calls: megatron's own modules (module), few calls over megatron's "
-        "parameters (fused), or few calls over a copy of the weights laid out for the CPU's products (packed; fused "
-        "if the CPU has no such products)",
+        "packed", description="computation of cached calls: megatron's modules, few calls over its parameters "
+        "(fused), or over a copy laid out for the CPU's products (packed; fused if the CPU has none)"
     )
     layers: Layers = Field(
-        "auto",
-        description="linear layers and norms of the models: megatron-core's own with torch's norm (torch), or "
-        "transformer-engine's; auto: transformer-engine's on CUDA devices if it is installed and a role has no "
-        "adapters",
+        "auto", description="linear layers and norms: megatron-core's with torch's norm, or transformer-engine's; "
+        "auto: transformer-engine's on CUDA devices if it is installed and a role has no adapters"
     )
     kv_layout: KVLayout = Field(
-        "auto",
-        description="KV caches with a slot of full length for each sequence (dense), or with blocks of 256 tokens that "
-        "change slots without a copy (paged); auto: paged if a GPU has an attention kernel for it, else dense; "
-        "memory tables count auto as dense",
+        "auto", description="KV caches with a slot of full length per sequence (dense), or with blocks of 256 tokens "
+        "(paged); auto: paged if a GPU has an attention kernel for it, else dense; memory tables count auto as dense"
     )
     decode_sync_steps: Annotated[PositiveInt | None, Unit("decode steps")] = Field(
-        None,
-        description="decode steps between two checks for ended responses, if one rank holds all layers (pp 1); with "
-        "more than 1, the steps between checks never wait for the device, and on a GPU they are replayed CUDA "
-        "graphs; null: 16 on a GPU, else 1",
+        None, description="decode steps between two checks for ended responses, if one rank holds all layers (pp 1); "
+        "steps between them never wait for the device and are CUDA graphs on a GPU; null: 16 on a GPU, else 1"
     )
 
     @property
     def meeting_s(self) -> float:
-        """Seconds that a rank waits at the start for the others, which may first read data and load libraries."""
+        """Seconds that a rank waits at the start for the others, which may first read data."""
         return max(self.timeout_s / 6, LEAST_MEETING_S)
 
     @model_validator(mode="after")
@@ -310,5 +287,4 @@ class RuntimeConfig(Section):
         return self
 
     def sync_steps(self, device: str) -> int:
-        """`decode_sync_steps` on a device of this type."""
         return self.decode_sync_steps or (16 if device == "cuda" else 1)

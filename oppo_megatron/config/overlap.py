@@ -19,8 +19,8 @@ class ChunkConfig(Section):
 
     tokens: int = Field(32, ge=1, description="decode steps in a round at the start of the run")
     adaptive: Annotated[bool | Annotated[list[PositiveInt], Field(min_length=1)], Unit("tokens")] = Field(
-        True,
-        description="search for the fastest size among these, and the current one; true: [16, 32, 64]; false: stay at `tokens`",
+        True, description="search for the fastest size among these, and the current one; true: [16, 32, 64]; false: "
+        "stay at `tokens`"
     )
 
     @property
@@ -36,12 +36,8 @@ class DeltaConfig(Section):
         "eq4", description="rule that changes delta (docs/algorithm.md), or your own function (docs/extending.md)"
     )
     initial: Annotated[int, Unit("prompts")] = Field(4, ge=0, description="delta of the first step")
-    max: Annotated[int, Unit("prompts")] = Field(
-        8, ge=0, description="largest delta; at most the prompts of `max_staleness` batches"
-    )
-    window: Annotated[int, Unit("steps")] = Field(
-        5, ge=1, description="steps averaged by the rule (W or w in the paper)"
-    )
+    max: Annotated[int, Unit("prompts")] = Field(8, ge=0, description="largest delta, up to `max_staleness` batches")
+    window: Annotated[int, Unit("steps")] = Field(5, ge=1, description="steps averaged by the rule (paper's W, w)")
 
 
 class CarryConfig(Section):
@@ -50,10 +46,8 @@ class CarryConfig(Section):
     chunk: ChunkConfig = ChunkConfig()
     delta: DeltaConfig = DeltaConfig()
     max_staleness: Annotated[int, Unit("steps")] = Field(
-        4,
-        ge=1,
-        description="most steps that a prompt's rollouts are carried before they are trained; the batch waits for as many of the "
-        "oldest as this needs, and nothing is thrown away",
+        4, ge=1, description="most steps that a prompt's rollouts are carried before they are trained; the batch "
+        "waits for the oldest, and nothing is thrown away"
     )
 
 
@@ -63,34 +57,26 @@ class OverlapConfig(CarryConfig):
     intra: bool = Field(True, description="stream chunks to the scorers while the actor decodes")
     inter: bool = Field(True, description="overcommit delta prompts and carry unfinished rollouts to the next step")
     schedule: Literal["auto", "intra", "woven"] | ImportPath = Field(
-        "auto",
-        description="schedule of a round with `intra`: on ranks that score and decode, scoring comes before decoding, "
-        "or is woven into the bubbles of the decode pipeline; auto: woven if some rank does both; or your own function "
-        "(docs/extending.md)",
+        "auto", description="schedule of a round with `intra` on ranks that score and decode: scoring first, or woven "
+        "into the bubbles of the decode pipeline; auto: woven if some rank does both; or your own function "
+        "(docs/extending.md)"
     )
     weave: Annotated[list[PositiveInt | Literal["auto"]], Unit("micro-batches, tokens")] = Field(
-        default=["auto", "auto"],
-        min_length=2,
-        max_length=2,
-        description="if decoding and scoring share pipeline stages: the number of decode micro-batches of each "
-        "replica, and the most tokens of a scorer's prefill micro-batch; auto: by the measured times of the stages. "
-        "The choice decides which sequences are computed together, hence rounding: a run that must repeat to the bit "
-        "fixes both",
+        default=["auto", "auto"], min_length=2, max_length=2, description="if decoding and scoring share pipeline "
+        "stages: decode micro-batches of each replica, and most tokens of a scorer's prefill micro-batch; auto: by "
+        "measured times. Fix both if a run must repeat to the bit, because they decide which sequences are computed "
+        "together"
     )
     backfill: Annotated[bool | PositiveInt, Unit("decode steps")] = Field(
-        False,
-        description="with `inter`: new prompts take the places of finished rollouts within a step, so that B + delta "
-        "are decoded; a number gives the decode steps between two admissions, a multiple of `chunk.tokens` that no "
-        "chunk exceeds; true: `chunk.tokens`",
+        False, description="with `inter`: new prompts replace finished rollouts within a step; a number gives the "
+        "decode steps between two admissions, a multiple of `chunk.tokens`; true: `chunk.tokens`"
     )
     actor_kv: Literal["recompute", "keep"] = Field(
-        "recompute",
-        description="the actor's KV cache of a carried rollout after an update: computed again with the "
-        "new weights, or kept",
+        "recompute", description="recompute or keep a carried KV cache after an update"
     )
 
     def rules(self, batch_size: int, group_size: int = 1) -> Iterator[str]:
-        """Yield a sentence for each broken rule of delta, chunk sizes and backfill."""
+        """Rules of delta, chunk sizes and backfill."""
         yield from self._backfill_rules()
         delta, candidates, groups = self.delta, self.chunk.candidates, batch_size // group_size
         if self.inter and delta.initial > delta.max:
@@ -120,13 +106,13 @@ class OverlapConfig(CarryConfig):
 
     @property
     def admission_period(self) -> int | None:
-        """Decode steps from one admission within a step to the next; None: prompts enter between steps only."""
+        """Decode steps between admissions within a step; None: prompts enter between steps only."""
         if not (self.inter and self.backfill):
             return None
         return self.chunk.tokens if self.backfill is True else self.backfill
 
     def carries(self, *, filtered: bool) -> bool:
-        """True if responses may be trained that were begun in an earlier step.
+        """True if responses may be trained that began in an earlier step.
 
         Backfill alone begins them for the next batch; with a filter a batch leaves none but delta behind.
         """

@@ -1,11 +1,12 @@
-"""Messages about files and folders that a configuration names and the disk lacks."""
+"""Files and folders that a configuration names and the disk lacks, and secrets that it must not show."""
 
 from __future__ import annotations
 
 import difflib
 import glob
+import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a d
 
 
 def irregular_path(what: str, path: Path, remedy: str = "write its content to a file, and name that") -> str | None:
-    """Return a sentence if `path` exists and is neither a file nor a folder; else None."""
+    """A sentence if `path` exists and is neither a file nor a folder."""
     kind = SPECIAL.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
     if kind is None:
         return None
@@ -24,10 +25,7 @@ def irregular_path(what: str, path: Path, remedy: str = "write its content to a 
 
 
 def missing_path(what: str, path: Path) -> str:
-    """Return a sentence: `path` does not exist, the first part that is missing, and the sibling with the nearest name.
-
-    The message names anything that exists but is of another kind than the caller needs.
-    """
+    """A sentence: `path` does not exist (or is of the wrong kind), the first part that is missing, the nearest sibling."""
     if irregular := irregular_path(what, path):
         return irregular
     if path.is_dir():
@@ -45,14 +43,14 @@ def missing_path(what: str, path: Path) -> str:
 
 
 def folders_with(names: Sequence[str], directory: Path) -> list[Path]:
-    """Return the folders within a directory, or a run's, that hold one of the files; a run's final weights come first."""
+    """Folders within a directory, or a run's, that hold one of the files; final weights come first."""
     patterns = ("weights", "weights/*", "models/*", "best", "best/*", "*", "checkpoints/*/models/*")
     found = (path for pattern in patterns for path in sorted(directory.glob(pattern), reverse="checkpoints" in pattern))
     return list(dict.fromkeys(path for path in found if any((path / name).is_file() for name in names)))
 
 
 def missing_within(what: str, path: Path) -> str:
-    """Return `missing_path` of a file in a model's folder, with the folders within that have such a file."""
+    """`missing_path` of a file in a model's folder, with the folders within that have such a file."""
     folder = path.parent
     inner = folders_with([path.name, "adapter_config.json"], folder) if folder.is_dir() else []
     if not inner:
@@ -64,14 +62,14 @@ def missing_within(what: str, path: Path) -> str:
 
 
 def check_exists(what: str, path: Path) -> list[str]:
-    """Return a problem if `path` is missing, or neither a file nor a folder."""
+    """A problem if `path` is missing, or neither a file nor a folder."""
     if irregular := irregular_path(what, path):
         return [irregular]
     return [] if path.exists() else [missing_path(what, path)]
 
 
 def check_files(what: str, path: Path) -> list[str]:
-    """Return a problem if `path` is missing and does not match a file as a pattern, or is neither a file nor a folder."""
+    """A problem if `path` is missing and matches no file as a pattern, or is neither a file nor a folder."""
     if path.exists():
         return check_exists(what, path)
     if glob.has_magic(str(path)):
@@ -88,7 +86,7 @@ def check_files(what: str, path: Path) -> list[str]:
 
 
 def named_paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
-    """Every path in a configuration with its dotted key, in the order of the schema."""
+    """Every path in a configuration with its dotted key."""
     if isinstance(value, Path):
         yield key, value
     elif isinstance(value, Section):
@@ -97,3 +95,34 @@ def named_paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from named_paths(item, f"{key}.{index}")
+
+
+SECRET_NAME = re.compile(
+    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY)S?(?:_|$)", re.IGNORECASE
+)
+SHORTEST = 8  # a shorter value may occur in a text by chance
+
+
+def shown_secrets(settings: Any, environment: Mapping[str, str]) -> list[str]:
+    """A sentence, without the value, for each setting that holds the value of a secret variable."""
+    secrets = {
+        name: value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST
+    }
+    return [
+        f"`{key}` holds the value of the environment variable {name}, by its name a secret, and the run's config.yaml would "
+        "show it; leave it out: libraries read it from the environment themselves"
+        for key, text in _texts(settings, "")
+        for name, value in secrets.items()
+        if value in text
+    ]
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{key}.{index}")

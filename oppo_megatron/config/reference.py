@@ -1,4 +1,4 @@
-"""The schema as a page of the site (docs/tools/site_hooks.py): `python -m oppo_megatron.config.reference` prints it."""
+"""The schema as a page of the site: `python -m oppo_megatron.config.reference` prints it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ PAGES: dict[str, type[Section]] = {
 
 
 def render_reference() -> str:
-    """The whole page: a table for each command, then one for each section that they use."""
     parts = [INTRODUCTION]
     for title, kind in PAGES.items():
         parts.append(f"## {title}\n\n{_table(kind)}")
@@ -92,7 +91,7 @@ def _default(setting: Setting) -> str:
 
 
 def _title(section: type[Section]) -> str:
-    """`TrainedRoleConfig` -> `Trained role`, `KLGuardConfig` -> `KL guard`, `PlacementSettings` -> `Placement`."""
+    """`TrainedRoleConfig` -> `Trained role`, `KLConfig` -> `KL`, `PlacementSettings` -> `Placement`."""
     name = section.__name__.removesuffix("Config").removesuffix("Settings")
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]+", name)
     return " ".join(word if word.isupper() or not index else word.lower() for index, word in enumerate(words))

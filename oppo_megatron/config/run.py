@@ -1,4 +1,4 @@
-"""Top-level configurations, one a command."""
+"""Top-level configurations, one per command."""
 
 from __future__ import annotations
 
@@ -9,53 +9,35 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset
+from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset, with_preset_file
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.data import (
-    STEP_SEPARATOR,
-    DataConfig,
-    PromptDataConfig,
-    RewardPart,
-    RowsConfig,
-    TokenizerConfig,
-)
+from oppo_megatron.config.data import PromptDataConfig, RowsConfig, TokenizerConfig
 from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.evaluation import (
-    ACCURACY,
-    LOSS,
-    MARGIN,
     REWARD,
     EarlyStopConfig,
     EvaluationConfig,
-    HeldoutConfig,
     MeasuringConfig,
 )
-from oppo_megatron.config.filtering import FilterConfig, OverlongConfig
-from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import (
     ActorConfig,
     Dtype,
-    LearningModelConfig,
     ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
     PlacementConfig,
     PlacementSettings,
     RoleConfig,
     RuntimeConfig,
     TrainedRoleConfig,
-    UsualRate,
     usual_dtype,
 )
 from oppo_megatron.config.overlap import OverlapConfig
-from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
-from oppo_megatron.config.preference_losses import PairLossConfig
-from oppo_megatron.config.preset_file import with_preset_file
-from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
+from oppo_megatron.config.ppo import PairLossConfig, PPOConfig, RolloutConfig
+from oppo_megatron.config.reliability import CheckpointConfig, GuardsConfig, TrainCheckpointConfig
+from oppo_megatron.config.rewards import RewardPart
 
 
-def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
-    """The settings with `runtime.dtype` in each role that gives no type of its own; the section refuses a wrong type."""
+def with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
+    """`runtime.dtype` in each role that gives no type of its own; the section refuses a wrong type."""
     runtime = data.get("runtime", {}) if isinstance(data, dict) else None
     if isinstance(runtime, dict) and runtime.get("dtype") is None:
         runtime = runtime | {"dtype": usual_dtype(runtime.get("device", "auto"))}
@@ -72,38 +54,17 @@ def _of_dtype(role: Any, dtype: Any) -> Any:
     return {"dtype": dtype} | role if isinstance(role, dict) else role
 
 
-def _with_long_rows(settings: Any) -> Any:
-    """Return the settings of a supervised run, with `long_rows: quarantine` as the default of all its rows."""
-    data = settings.get("data") if isinstance(settings, dict) else None
-    if not isinstance(data, dict):
-        return settings
-    usual = {"long_rows": data.get("long_rows", "quarantine")}
-    settings = settings | {"data": data | usual}
-    evaluation = settings.get("evaluation")
-    heldout = evaluation.get("data") if isinstance(evaluation, dict) else None
-    if isinstance(heldout, dict):
-        settings["evaluation"] = evaluation | {"data": usual | heldout}
-    return settings
-
-
 class LoggingConfig(Section):
     """Outputs of progress and metrics.  `metrics.jsonl` is always written."""
 
-    console: Literal["auto", "live", "plain", "off"] = Field(
-        "auto", description="progress as a live line or as plain lines; auto: live in a terminal"
-    )
+    console: Literal["auto", "live", "plain", "off"] = Field("auto", description="auto: live in a terminal")
     tensorboard: bool = Field(False, description="also write the metrics to `tensorboard/` in the run directory")
-    wandb_project: str | None = Field(
-        None, description="Weights & Biases project to log to, in the mode of the variable WANDB_MODE; null: none"
-    )
+    wandb_project: str | None = Field(None, description="Weights & Biases project (mode: WANDB_MODE); null: none")
     trace: bool | Literal["actions"] = Field(
-        True,
-        description="write trace.json: each rank's work over time; actions: every action of every round in it, and the "
-        "rounds' schedules in schedules.txt",
+        True, description="write trace.json: each rank's work over time; actions: every action of every round in it, "
+        "and schedules.txt"
     )
-    rollouts: bool = Field(
-        False, description="write every trained rollout, and greedy ones that are a baseline, to rollouts.jsonl"
-    )
+    rollouts: bool = Field(False, description="write trained and greedy rollouts to rollouts.jsonl")
 
     @field_validator("console", mode="before")
     @classmethod
@@ -118,9 +79,7 @@ class RunConfig(Section):
     run_dir: Path = Field(..., description="folder for everything that the run writes; it must hold no finished run")
     seed: Annotated[int, Unit("")] = Field(1, ge=0, lt=2**63, description="seed of the data's order and of all draws")
     steps: int | None = Field(None, ge=1, description="end after this many steps; null: when `epochs` are over")
-    epochs: Annotated[float | None, Unit("passes")] = Field(
-        None, gt=0, description="passes over the data; null: as many as `steps` needs, or one"
-    )
+    epochs: Annotated[float | None, Unit("passes")] = Field(None, gt=0, description="null: as `steps` needs, or one")
     tokenizer: TokenizerConfig
     data: RowsConfig
     evaluation: MeasuringConfig | None = None
@@ -129,19 +88,13 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     preempt_deadline_s: float = Field(
-        120.0,
-        ge=0,
-        description="on SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C) the run saves after the chunk under way and ends with exit "
-        "code 75; a run that cannot save within this time ends unsaved; 0: SIGTERM and Ctrl-C end the run at once",
+        120.0, ge=0, description="on SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C) the run saves after the current "
+        "chunk and ends with exit code 75, or unsaved after this time; 0: SIGTERM and Ctrl-C end the run at once"
     )
     stall_deadline_s: float = Field(
-        900.0,
-        ge=0,
-        description="a run that makes no progress for this long is ended, and every rank writes the stacks of its threads "
-        "to `stacks/`; that is, if a rank gives no sign of life, if a rank neither works nor waits for another, or if no rank "
-        "works; the deadline must exceed the longest single piece of work: reading a model's "
-        "weights, saving or reading a checkpoint, a micro-batch of an update, a call of a reward function; 0: no "
-        "limit",
+        900.0, ge=0, description="a run without progress for this long is ended, and every rank writes the stacks of "
+        "its threads to `stacks/`; must exceed the longest single piece of work (reading weights, a checkpoint, a "
+        "micro-batch of an update, a call of a reward function); 0: no limit"
     )
 
     METRICS: ClassVar[tuple[str, ...]] = ()
@@ -151,27 +104,28 @@ class RunConfig(Section):
 class TrainSettings(RunConfig):
     """`oppo train` as written in a configuration file: the placement may be `auto`."""
 
-    epochs: Annotated[int | None, Unit("passes")] = Field(
-        None, ge=1, description="passes over the prompts; null: as many as `steps` needs, or one"
-    )
+    epochs: Annotated[int | None, Unit("passes")] = Field(None, ge=1, description="null: as `steps` needs, or one")
     data: PromptDataConfig
     placement: PlacementSettings = PlacementSettings()
     actor: ActorConfig
-    critic: TrainedRoleConfig | None = Field(None, description="required if `algorithm.preset` trains a critic, "
-    "otherwise an error")
-    reference: RoleConfig | None = Field(None, description="null: the actor's starting weights, "
-    "`lora.adapter` included; there is none with `ppo.kl.mode: none`")
-    reward: RoleConfig | None = Field(None, description="the reward model, or process reward model, if `rewards` names one")
+    critic: TrainedRoleConfig | None = Field(None, description="needed if `algorithm.preset` trains a critic")
+    reference: RoleConfig | None = Field(
+        None, description="null: the actor's starting weights, `lora.adapter` included; there is none with "
+        "`ppo.kl.mode: none`"
+    )
+    reward: RoleConfig | None = Field(None, description="the (process) reward model, if `rewards` names one")
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     ppo: PPOConfig = PPOConfig()
-    dpo: PairLossConfig | None = Field(None, description="the loss of a pair of responses; default: DPO's with preset "
-    "online_dpo, an error with others")
-    overlong: OverlongConfig = OverlongConfig()
+    dpo: PairLossConfig | None = Field(None, description="the loss of pairs, for preset online_dpo only")
     overlap: OverlapConfig = OverlapConfig()
-    filter: FilterConfig | None = Field(None, description="drops groups whose responses are all equally good; null: none is; "
-    "default: that of `algorithm.preset` (`dapo` has one, and backfill for it, with `overlap.inter`)")
+    filter: str | None = Field(
+        None, description="dynamic sampling: drop groups whose responses all have the same score, and sample other "
+        "prompts instead; the score is `reward`, the whole sum, or the label of one part of `rewards`, before its "
+        "weight; needs `overlap.backfill`; default: that of `algorithm.preset` (`dapo` has one, and backfill for it, "
+        "with `overlap.inter`)"
+    )
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
     checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()
@@ -180,7 +134,7 @@ class TrainSettings(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _common_dtype(cls, data: Any) -> Any:
-        return with_preset(with_preset_file(_with_common_dtype(data, ("actor", "critic", "reference", "reward"))))
+        return with_preset(with_preset_file(with_common_dtype(data, ("actor", "critic", "reference", "reward"))))
 
     @model_validator(mode="after")
     def _roles_of_algorithm(self) -> Self:
@@ -208,7 +162,7 @@ class TrainSettings(RunConfig):
 
     @model_validator(mode="after")
     def _staleness_of_ratio(self) -> Self:
-        """A response's ratio to what sampled it leaves the clip range by stale tokens, and by bfloat16's rounding in decoding."""
+        """A response's ratio leaves the clip range by stale tokens, and by bfloat16's rounding in decoding."""
         apart = self.overlap.carries(filtered=self.filter is not None) or self.actor.dtype == "bfloat16"
         whole = self.algorithm.ratio != "token" and not self.algorithm.pairs
         if apart and whole and "staleness" not in self.ppo.model_fields_set:
@@ -219,17 +173,15 @@ class TrainSettings(RunConfig):
 
     @property
     def trained(self) -> dict[str, TrainedRoleConfig]:
-        """The trained roles: the actor, and the critic if there is one."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     @property
     def scores_steps(self) -> bool:
-        """True if the reward model is a process reward model."""
         return any(part.kind == "process" for part in self.rewards)
 
     @property
     def measured(self) -> list[str]:
-        """The held-out metrics that are measured during the run, in their order."""
+        """The held-out metrics that are measured during the run."""
         return self.evaluation.names if self.evaluation is not None and self.evaluation.every_steps else []
 
     @property
@@ -238,7 +190,7 @@ class TrainSettings(RunConfig):
         return self.epochs or (1 if self.steps is None else None)
 
     def settled(self) -> TrainConfig | None:
-        """The configuration with its placement settled; None if the placement is still to be measured."""
+        """None if the placement is still to be measured."""
         if self.placement.mode == "auto":
             return None
         return self.with_placement(PlacementConfig(**self.placement.model_dump()))
@@ -251,72 +203,3 @@ class TrainConfig(TrainSettings):
     """`oppo train`: PPO, its placement settled."""
 
     placement: PlacementConfig = PlacementConfig()
-
-
-class SupervisedConfig(RunConfig):
-    """Settings that `oppo sft`, `oppo rm`, `oppo prm`, `oppo dpo` and `oppo kto` share."""
-
-    epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
-    batch_size: Annotated[int, Unit("rows")] = Field(
-        32, ge=1, description="rows (pairs for `rm` and `dpo`) per optimizer step"
-    )
-    max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
-    data: DataConfig
-    parallel: ParallelConfig = ParallelConfig()
-    model: LearningModelConfig
-    evaluation: HeldoutConfig | None = None
-    optimizer: OptimizerConfig = OptimizerConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _common_dtype(cls, data: Any) -> Any:
-        return _with_long_rows(_with_common_dtype(data, cls.MODELS))
-
-    MODELS: ClassVar[tuple[str, ...]] = ("model",)
-    USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-5, 1e-4)
-    SCALAR: ClassVar[bool] = False
-    """True if the model has a scalar head instead of the language model's."""
-
-    @model_validator(mode="after")
-    def _learning_rate(self) -> Self:
-        if self.optimizer.lr is None:
-            self.optimizer = self.optimizer.settled(self.USUAL_RATE, self.model.lora)
-        return self
-
-    @property
-    def models(self) -> dict[str, ModelConfig]:
-        """The models that are read, by the key of their section."""
-        found = {name: getattr(self, name) for name in self.MODELS}
-        return {name: model for name, model in found.items() if model is not None}
-
-    @property
-    def measured(self) -> list[str]:
-        """The held-out metrics that are measured during the run, in their order."""
-        return list(self.METRICS) if self.evaluation is not None and self.evaluation.every_steps else []
-
-
-class SFTConfig(SupervisedConfig):
-    """`oppo sft`: next-token loss on completions."""
-
-    METRICS = (LOSS, ACCURACY)
-
-
-class RewardModelConfig(SupervisedConfig):
-    """`oppo rm`: Bradley-Terry loss on chosen / rejected pairs."""
-
-    METRICS = (LOSS, ACCURACY, MARGIN)
-    SCALAR = True
-
-
-class ProcessRewardModelConfig(SupervisedConfig):
-    """`oppo prm`: binary cross-entropy on the labels of steps."""
-
-    separator: str = Field(
-        STEP_SEPARATOR,
-        min_length=1,
-        description="text between two steps (`oppo prm`); a step ends with the token that completes it, the last one with the "
-        "response",
-    )
-
-    METRICS = (LOSS, ACCURACY)
-    SCALAR = True

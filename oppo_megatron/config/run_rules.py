@@ -1,20 +1,21 @@
-"""Rules that tie the settings of a run together.  The rules of one section are its method `rules`."""
+"""Rules that tie the settings of a run together.  Rules of one section are its method `rules`."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
 from oppo_megatron.config.algorithm_rules import algorithm_rules
-from oppo_megatron.config.derived import best_standard, rollback_rules, scorers
-from oppo_megatron.config.evaluation import Standard, part_labels
+from oppo_megatron.config.derived import best_standard, scorers
+from oppo_megatron.config.evaluation import REWARD, Standard
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
-from oppo_megatron.config.reward_rules import check_part, check_rewards, check_waits
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.rewards import check_part, check_rewards, check_waits, part_labels
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import DPOConfig, KTOConfig, PreferenceConfig, SupervisedConfig
 
 
 def train_rules(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each broken rule of `oppo train`'s settings.  Files, models and layouts are not looked at."""
+    """Rules of `oppo train`'s settings.  Files, models and layouts are not looked at."""
     rollout, overlap = config.rollout, config.overlap
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     yield from _fits(config.runtime.micro_batch_tokens, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
@@ -27,7 +28,6 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
             yield f"{name}.fresh_head is true, but only reward and critic have a scalar head; remove it"
     yield from check_rewards(config.rewards, has_reward_model=config.reward is not None)
     yield from check_waits(config.rewards, config.runtime.timeout_s, config.stall_deadline_s)
-    yield from config.guards.rules()
     yield from _rollback(config)
     yield from config.data.rules("data", ("prompt",))
     if config.evaluation is not None:
@@ -35,10 +35,7 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
     yield from _evaluation(config)
     yield from _standards(config)
     yield from algorithm_rules(config)
-    if config.filter is not None:
-        alone = rollout.group_size == 1 and not config.algorithm.greedy
-        yield from config.filter.rules(part_labels(config.rewards), backfill=bool(overlap.backfill), alone=alone)
-    yield from config.overlong.rules(rollout.max_response_tokens)
+    yield from _filter(config)
     yield from _step_rewards(config)
     warming, steps = config.ppo.critic_warmup_steps, config.steps
     if warming and steps is not None and warming >= steps:
@@ -51,7 +48,7 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
 
 
 def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
-    """Yield a sentence for each broken rule of a supervised run's settings.  Files, models and layouts are not looked at."""
+    """Rules of a supervised run's settings.  Files, models and layouts are not looked at."""
     yield from _fits(config.runtime.micro_batch_tokens, config.max_tokens, "max_tokens")
     for name, model in config.models.items():
         yield from model.rules(name)
@@ -65,7 +62,7 @@ def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
 
 
 def heldout_rules(config: SupervisedConfig) -> Iterator[str]:
-    """Yield a sentence for each broken rule of held-out rows: their source, and the settings that depend on their metrics."""
+    """Rules of held-out rows: their source, and the settings that depend on their metrics."""
     evaluation = config.evaluation
     if evaluation is not None and (evaluation.data is None) == (evaluation.fraction is None):
         given = "neither" if evaluation.data is None else "both"
@@ -86,13 +83,31 @@ def _fits(micro_batch_tokens: int, longest: int, what: str) -> Iterator[str]:
 
 
 def _rollback(config: TrainConfig) -> Iterator[str]:
-    """A guard that goes back needs frequent checkpoints."""
-    rules = rollback_rules(config)
-    if rules and not config.checkpoint.every_steps:
+    if config.guards.action == "rollback" and not config.checkpoint.every_steps:
         yield (
-            f"guards: {' and '.join(rules)} goes back to the last checkpoint (rollback), but checkpoint.every_steps is 0, and "
-            "checkpoints by the clock are too rare for it; set checkpoint.every_steps, or choose skip or stop"
+            "guards.action is rollback, but checkpoint.every_steps is 0, and checkpoints by the clock are too rare for it; set "
+            "checkpoint.every_steps, or choose skip or stop"
         )
+
+
+def _filter(config: TrainConfig) -> Iterator[str]:
+    if config.filter is None:
+        return
+    if not config.overlap.backfill:
+        yield (
+            "filter is set, but overlap.backfill is false, and nothing would take the places of groups that are dropped; set "
+            "overlap.backfill to true, or filter to null"
+        )
+    if config.rollout.group_size == 1 and not config.algorithm.greedy:
+        yield (
+            "filter is set, but rollout.group_size is 1, and a response alone is always equally good: every group would be "
+            "dropped; set rollout.group_size to 2 or more, or filter to null"
+        )
+    known = [REWARD, *part_labels(config.rewards)]
+    if config.filter not in known:
+        near = difflib.get_close_matches(config.filter, known, n=1)
+        remedy = f"did you mean `{near[0]}`?" if near else f"choose from {', '.join(known)}"
+        yield f"filter is {config.filter!r}, but no part of rewards has that name; {remedy}"
 
 
 def _step_rewards(config: TrainConfig) -> Iterator[str]:
@@ -107,7 +122,6 @@ def _step_rewards(config: TrainConfig) -> Iterator[str]:
 
 
 def _evaluation(config: TrainConfig) -> Iterator[str]:
-    """The judges of held-out responses have what their kinds need."""
     evaluation = config.evaluation
     if evaluation is None:
         return
@@ -160,7 +174,6 @@ def _metric(key: str, text: str, config: TrainConfig | SupervisedConfig) -> Iter
 
 
 def _preferences(config: SupervisedConfig) -> Iterator[str]:
-    """Rules of `oppo dpo` and `oppo kto`; none of other commands."""
     if isinstance(config, DPOConfig):
         yield from config.dpo.rules()
         longest, tokens = 2 * config.max_tokens, config.runtime.micro_batch_tokens

@@ -9,8 +9,9 @@ from typing import Annotated
 from pydantic import Field
 
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.data import RewardPart, TokenizerConfig
+from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.model import RoleConfig, RuntimeConfig
+from oppo_megatron.config.rewards import RewardPart
 
 
 class ServeConfig(Section):
@@ -21,36 +22,24 @@ class ServeConfig(Section):
     (docs/nemo_aligner.md).
     """
 
-    host: str = Field("127.0.0.1", description="address to listen on; one that other machines can reach needs `token_env`")
-    port: Annotated[int, Unit("")] = Field(
-        8900, ge=0, le=65535, description="port to listen on; 0: a free one, which is printed"
-    )
-    token_env: str | None = Field(
-        None, description="environment variable with the bearer token that every request must carry; null: none needed"
-    )
+    host: str = Field("127.0.0.1", description="address to listen on; if others can reach it, with `token_env`")
+    port: Annotated[int, Unit("")] = Field(8900, ge=0, le=65535, description="0: a free one, which is printed")
+    token_env: str | None = Field(None, description="environment variable with the bearer token of all requests")
     max_tokens: int = Field(4096, ge=2, description="longest prompt + response that the reward model reads")
     runtime: RuntimeConfig = RuntimeConfig()
-    rewards: list[RewardPart] = Field(
-        [], description="the reward is the weighted sum of these parts; empty: stream sequences to `reward`"
-    )
+    rewards: list[RewardPart] = Field([], description="parts of a weighted sum; empty: stream to `reward`")
     reward: RoleConfig | None = Field(None, description="the reward model, on one process; required without `rewards`")
-    tokenizer: TokenizerConfig | None = Field(
-        None, description="the reward model's tokenizer, for requests without token ids (with `rewards`)"
-    )
+    tokenizer: TokenizerConfig | None = Field(None, description="the reward model's, for requests without token ids")
     sequences: Annotated[int, Unit("sequences")] = Field(
-        256,
-        ge=1,
-        description="without `rewards`: sequences whose KV caches are kept; the least recently used is dropped first and sent "
-        "again",
+        256, ge=1, description="without `rewards`: sequences whose KV caches are kept; the least recently used is "
+        "dropped first"
     )
 
     @property
     def streams(self) -> bool:
-        """True if growing sequences are sent to the model, not whole responses."""
         return not self.rewards
 
     def rules(self) -> Iterator[str]:
-        """Yield a sentence for each broken rule."""
         if self.token_env is None and self.host != "localhost" and not is_loopback(self.host):
             yield (
                 f"host is {self.host!r}, which others can reach, but token_env is not set; name an environment variable that "
@@ -79,7 +68,7 @@ class ServeConfig(Section):
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this host can reach the address; False for a host name."""
+    """True if only this host can reach the address; False for a host name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

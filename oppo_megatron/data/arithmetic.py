@@ -1,14 +1,11 @@
-"""Arithmetic problems with worked solutions, generated: a task for the demo that needs no outside file.
-
-A problem is a chain of additions and subtractions worked from left to right, one partial result per line:
+"""Generated arithmetic problems with worked solutions: the demo's task.  Chains of sums, a partial result per line:
 
     Q: 7+5-3=?
     A:7+5=12
     12-3=9
     #### 9
 
-Every partial result stays in 0..99.  Most chains are short and a few are long (a Pareto law), so the lengths of the
-solutions have the long tail that real responses have.
+Every partial result is in 0..99.  Lengths follow a Pareto law, so they have the long tail of real responses.
 """
 
 from __future__ import annotations
@@ -68,7 +65,6 @@ class Problem:
 
 
 def _worked(totals: list[int], terms: tuple[int, ...], answer: int) -> str:
-    """Lines `before+term=after`, then the answer; a slip in `totals` is carried through."""
     lines = [f"{totals[i]}{terms[i + 1]:+d}={totals[i + 1]}" for i in range(len(terms) - 1)]
     return "\n".join([*lines, f"#### {answer}"])
 
@@ -82,39 +78,39 @@ def problems(seed: int, split: Literal["train", "heldout"], shape: Shape = Shape
     """An endless stream of problems of one split, equal for equal arguments."""
     rng = random.Random(f"arithmetic {split} {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     while True:
-        problem = _draw(rng, shape)
+        pareto = shape.scale * (1.0 - rng.random()) ** (-1.0 / shape.tail)
+        total = rng.randint(1, shape.largest)
+        terms = [total]
+        for _ in range(max(1, min(int(pareto), shape.max_operations))):
+            operand = rng.randint(1, shape.max_operand)
+            terms.append(rng.choice([term for term in (operand, -operand) if 0 <= total + term <= shape.largest]))
+            total += terms[-1]
+        problem = Problem(tuple(terms))
         if is_heldout(problem.prompt) == (split == "heldout"):
             yield problem
 
 
-def _draw(rng: random.Random, shape: Shape) -> Problem:
-    pareto = shape.scale * (1.0 - rng.random()) ** (-1.0 / shape.tail)
-    num_operations = max(1, min(int(pareto), shape.max_operations))
-    total = rng.randint(1, shape.largest)
-    terms = [total]
-    for _ in range(num_operations):
-        operand = rng.randint(1, shape.max_operand)
-        fits = [sign * operand for sign in (1, -1) if 0 <= total + sign * operand <= shape.largest]
-        terms.append(rng.choice(fits))
-        total += terms[-1]
-    return Problem(tuple(terms))
-
-
 def wrong_solution(problem: Problem, rng: random.Random) -> str:
-    """A worked solution that looks right and ends in a wrong answer.
-
-    Mostly one slip in a partial result, carried through; else the right work with a wrong last line, one step left out, or
-    a stop before the end.  If a variant does not fit the problem, it is a slip.
+    """A worked solution that looks right and ends in a wrong answer: mostly one slip, carried through; else a wrong last line, a
+    step left out, or a stop before the end.
     """
     kind = rng.choices(("slip", "copy", "skip", "stop"), weights=(60, 15, 15, 10))[0]
-    wrong: str | None = None
+    terms, totals = problem.terms, problem.totals
     if kind == "copy":
-        wrong = _wrong_copy(problem, rng)
-    elif kind == "skip":
-        wrong = _skipped_step(problem, rng)
-    elif kind == "stop":
-        wrong = _early_stop(problem, rng)
-    return wrong or slipped_solution(problem, rng)
+        answer = problem.answer
+        near = {totals[-2], int(str(answer)[::-1]), answer - 1, answer + 1, answer - 10, answer + 10}
+        wrong = rng.choice(sorted(value for value in near if 0 <= value <= LARGEST and value != answer))
+        return _worked(totals, terms, wrong)
+    if kind == "skip" and problem.num_operations > 1:
+        step = rng.randrange(1, len(terms))
+        shorter = Problem(terms[:step] + terms[step + 1 :])
+        if all(0 <= total <= LARGEST for total in shorter.totals):
+            return shorter.solution
+    if kind == "stop" and problem.num_operations > 1:
+        shorter = Problem(terms[: rng.randrange(2, len(terms))])
+        if shorter.answer != problem.answer:
+            return shorter.solution
+    return slipped_solution(problem, rng)
 
 
 def misreported_solution(problem: Problem, rng: random.Random) -> str:
@@ -136,30 +132,8 @@ def slipped_solution(problem: Problem, rng: random.Random) -> str:
     return _worked(slipped, problem.terms, slipped[-1])
 
 
-def _wrong_copy(problem: Problem, rng: random.Random) -> str:
-    answer = problem.answer
-    near = {problem.totals[-2], int(str(answer)[::-1]), answer - 1, answer + 1, answer - 10, answer + 10}
-    wrong = rng.choice(sorted(value for value in near if 0 <= value <= LARGEST and value != answer))
-    return _worked(problem.totals, problem.terms, wrong)
-
-
-def _skipped_step(problem: Problem, rng: random.Random) -> str | None:
-    if problem.num_operations < 2:
-        return None
-    step = rng.randrange(1, len(problem.terms))
-    shorter = Problem(problem.terms[:step] + problem.terms[step + 1 :])
-    return shorter.solution if all(0 <= total <= LARGEST for total in shorter.totals) else None
-
-
-def _early_stop(problem: Problem, rng: random.Random) -> str | None:
-    if problem.num_operations < 2:
-        return None
-    shorter = Problem(problem.terms[: rng.randrange(2, len(problem.terms))])
-    return shorter.solution if shorter.answer != problem.answer else None
-
-
 def labelled_steps(problem: Problem, rng: random.Random, wrong: float = 0.6) -> tuple[list[str], list[bool]]:
-    """The lines of a solution, wrong in a share `wrong` of the problems, and for each whether all is right up to it."""
+    """Lines of a solution, wrong in a share `wrong` of the problems, and whether all is right up to each."""
     text = wrong_solution(problem, rng) if rng.random() < wrong else problem.solution
     steps, right = text.split("\n"), problem.solution.split("\n")
     same = [step == expected for step, expected in zip(steps, right, strict=False)]
@@ -168,8 +142,6 @@ def labelled_steps(problem: Problem, rng: random.Random, wrong: float = 0.6) -> 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSizes:
-    """Rows of each file."""
-
     sft: int = 6000
     pairs: int = 4000
     prompts: int = 4000
@@ -187,32 +159,38 @@ def write_dataset(
 ) -> dict[str, Path]:
     """Write sft.jsonl, pairs.jsonl, prompts.jsonl and heldout.jsonl, and return their paths by name.
 
-    `imperfect` is the fraction of SFT completions that `flaw` writes, so that there is something left for RL to learn.
-    The first three files use the train split; held-out prompts are distinct and in none of them.
+    `imperfect`: the fraction of SFT completions that `flaw` writes, so that RL has something to learn.  Held-out prompts are
+    distinct and in no other file.
     """
     rng = random.Random(f"arithmetic answers {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     train = problems(seed, "train", shape)
 
-    def completion(problem: Problem) -> str:
-        return flaw(problem, rng) if rng.random() < imperfect else problem.solution
+    def sft(problem: Problem) -> dict[str, Any]:
+        completion = flaw(problem, rng) if rng.random() < imperfect else problem.solution
+        return {"prompt": problem.prompt, "completion": completion}
+
+    def pair(problem: Problem) -> dict[str, Any]:
+        return {"prompt": problem.prompt, "chosen": problem.solution, "rejected": wrong_solution(problem, rng)}
 
     def question(problem: Problem) -> dict[str, Any]:
         return {"prompt": problem.prompt, "answer": str(problem.answer)}
 
+    heldout: dict[Problem, None] = {}
+    for problem in problems(seed, "heldout", shape) if sizes.heldout else ():
+        heldout[problem] = None
+        if len(heldout) == sizes.heldout:
+            break
     files: dict[str, Iterable[dict[str, Any]]] = {
-        "sft": ({"prompt": p.prompt, "completion": completion(p)} for p in islice(train, sizes.sft)),
-        "pairs": (
-            {"prompt": p.prompt, "chosen": p.solution, "rejected": wrong_solution(p, rng)}
-            for p in islice(train, sizes.pairs)
-        ),
-        "prompts": (question(p) for p in islice(train, sizes.prompts)),
-        "heldout": (question(p) for p in islice(_distinct(problems(seed, "heldout", shape)), sizes.heldout)),
+        "sft": map(sft, islice(train, sizes.sft)),
+        "pairs": map(pair, islice(train, sizes.pairs)),
+        "prompts": map(question, islice(train, sizes.prompts)),
+        "heldout": map(question, heldout),
     }
     return {name: _write_jsonl(directory / f"{name}.jsonl", rows) for name, rows in files.items()}
 
 
 def write_steps(path: Path, seed: int, count: int, shape: Shape = Shape()) -> Path:
-    """Write `count` solutions in steps with labels, of problems of the train split, and return the path."""
+    """Write `count` solutions in steps with labels, of the train split, and return the path."""
     rng = random.Random(f"arithmetic steps {seed}")  # noqa: S311  (to be drawn again, not to be secret)
 
     def row(problem: Problem) -> dict[str, Any]:
@@ -220,14 +198,6 @@ def write_steps(path: Path, seed: int, count: int, shape: Shape = Shape()) -> Pa
         return {"prompt": problem.prompt, "completions": steps, "labels": labels}
 
     return _write_jsonl(path, map(row, islice(problems(seed, "train", shape), count)))
-
-
-def _distinct(stream: Iterable[Problem]) -> Iterator[Problem]:
-    seen: set[Problem] = set()
-    for problem in stream:
-        if problem not in seen:
-            seen.add(problem)
-            yield problem
 
 
 def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:

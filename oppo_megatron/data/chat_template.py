@@ -1,4 +1,4 @@
-"""Renders chat messages by a tokenizer's chat template, in a process of its own under limits of time and memory."""
+"""Renders messages by a chat template, in a process of its own under limits of time and memory."""
 
 from __future__ import annotations
 
@@ -34,22 +34,16 @@ SHOWN_CHARACTERS = 500
 
 
 class NoChatTemplateError(ConfigError):
-    """The tokenizer has no chat template to render messages with."""
-
+    ...
 
 class ChatTemplate:
     """The chat template of the tokenizer at `config.path`, with the configured variables and date.
 
-    `choose` returns the template's text for messages with or without tools, or None.  `symbols`: texts of special tokens
-    (`bos_token`, ...).
+    `choose` returns the template for messages with or without tools, or None.  `symbols`: texts of special tokens (`bos_token`).
     """
 
     def __init__(
-        self,
-        config: TokenizerConfig,
-        choose: Callable[[bool], str | None],
-        symbols: Mapping[str, Any],
-        render_s: int = RENDER_S,
+        self, config: TokenizerConfig, choose: Callable[[bool], str | None], symbols: Mapping[str, Any], render_s: int = RENDER_S
     ):
         self._config, self._choose, self._symbols = config, choose, dict(symbols)
         self._moment = (config.date or datetime.now()).isoformat()
@@ -58,7 +52,7 @@ class ChatTemplate:
         self._takes_parts: dict[str, bool] = {}
 
     def reads(self, with_tools: bool = False) -> frozenset[str]:
-        """Variables that the template reads apart from messages and special tokens.  Raises ConfigError without a template."""
+        """Variables that the template reads, without messages and special tokens."""
         template = self._template(with_tools)
         if template not in self._reads:
             found = frozenset(self._ask({"template": template})["reads"])
@@ -81,13 +75,13 @@ class ChatTemplate:
     ) -> str:
         """Return messages as text; with `generation_prompt`, up to the start of the assistant's turn.
 
-        `variables`: further ones for this conversation.  Raises ConfigError if there is no template, or it runs into a limit,
-        DataError if the template refuses the messages.
+        Raises ConfigError without a template or at a limit, DataError if the template refuses the messages.
         """
         given = {**self._config.template_arguments, **(variables or {})}
         template = self._template(bool(given.get("tools")))
         if template not in self._takes_parts:
-            self._takes_parts[template] = self._finds_parts_alone(template)
+            parts = [{"type": "text", "text": PROBE}]
+            self._takes_parts[template] = not self._shows_probe(template, PROBE) and self._shows_probe(template, parts)
         refusals, texts = [], []
         for variant in _variants(messages, self._takes_parts[template]):
             try:
@@ -96,7 +90,7 @@ class ChatTemplate:
                 refusals.append(refusal)
         if not texts:
             raise refusals[0]
-        called = _called(messages)
+        called = {name for message in messages for name in called_functions(message.get("tool_calls")) if name}
 
         def shown(text: str) -> tuple[int, int]:
             return sum(map(text.count, called)), -sum(map(text.count, NOTHING))
@@ -112,16 +106,11 @@ class ChatTemplate:
             )
         return template
 
-    def _finds_parts_alone(self, template: str) -> bool:
-        """True if the template reads a message's content as a list of parts, and not as text."""
-
-        def shows(content: Any) -> bool:
-            try:
-                return PROBE in self._rendered(template, [{"role": "user", "content": content}], True, {})
-            except DataError:
-                return False
-
-        return not shows(PROBE) and shows([{"type": "text", "text": PROBE}])
+    def _shows_probe(self, template: str, content: Any) -> bool:
+        try:
+            return PROBE in self._rendered(template, [{"role": "user", "content": content}], True, {})
+        except DataError:
+            return False
 
     def _rendered(self, template: str, messages: list[dict[str, Any]], prompted: bool, given: Mapping[str, Any]) -> str:
         variables = {"tools": None, "documents": None, **self._symbols, **given}
@@ -144,10 +133,7 @@ class ChatTemplate:
 
 
 def require_syntax(template: str) -> None:
-    """Raises ConfigError if the syntax of a configured template is wrong, once and before any row is rendered.
-
-    The renderer decides which filters and tags exist.
-    """
+    """Raise ConfigError for a syntax error; the renderer decides which filters and tags exist."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -165,10 +151,8 @@ def require_syntax(template: str) -> None:
 
 
 def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator[list[dict[str, Any]]]:
-    """The messages as templates expect them; with calls of tools, in further forms for a template that refuses the first, hides
-    its calls, or writes `null` into it.
-
-    Templates differ in whether arguments are an object or its JSON, and in the content of a message that has calls alone.
+    """Yield the messages in the forms that templates expect, which differ in a call's arguments (an object or its JSON) and in
+    the content of a message with calls alone.
     """
     has_calls = any(message.get("tool_calls") for message in messages)
     for as_object in (True, False) if has_calls else (True,):
@@ -176,11 +160,11 @@ def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator
             yield [_prepared(message, in_parts, as_object, empty) for message in messages]
 
 
-def _called(messages: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Names of the tools that the messages call."""
-    lists = [message["tool_calls"] for message in messages if isinstance(message.get("tool_calls"), list)]
-    functions = [call.get("function", call) for calls in lists for call in calls if isinstance(call, Mapping)]
-    return {str(function["name"]) for function in functions if isinstance(function, Mapping) and function.get("name")}
+def called_functions(calls: Any) -> list[str]:
+    """Names of the functions that a message's `tool_calls` or `function_call` calls."""
+    listed = calls if isinstance(calls, list) else [calls]
+    functions = [call.get("function", call) for call in listed if isinstance(call, Mapping)]
+    return [str(function.get("name", "")) for function in functions if isinstance(function, Mapping)]
 
 
 def _prepared(message: Mapping[str, Any], in_parts: bool, as_object: bool, empty: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,7 +183,6 @@ def _prepared(message: Mapping[str, Any], in_parts: bool, as_object: bool, empty
 
 
 def _with_arguments(call: Any, as_object: bool) -> Any:
-    """A call with its arguments as an object or as JSON; other values are unchanged."""
     if not isinstance(call, Mapping):
         return call
     made = {name: value for name, value in call.items() if value is not None}
@@ -216,7 +199,7 @@ def _with_arguments(call: Any, as_object: bool) -> Any:
 
 
 class _TemplateProcess:
-    """A process that starts with the first request and serves any thread; after a failure the next request restarts it."""
+    """A process that starts with the first request and serves any thread; a failed one is started again."""
 
     def __init__(self, render_s: int) -> None:
         self._lock, self._render_s = threading.Lock(), render_s
@@ -259,7 +242,6 @@ class _TemplateProcess:
         weakref.finalize(self, _close, process, self._owner)
 
     def _end(self) -> str:
-        """End the process; returns how it ended."""
         assert self._process is not None
         try:
             code = self._process.wait(timeout=1.0)

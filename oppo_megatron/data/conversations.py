@@ -7,9 +7,10 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from oppo_megatron.data.chat_template import REASONING, ChatTemplate
-from oppo_megatron.data.columns import Message, Value
+from oppo_megatron.data.chat_template import REASONING, ChatTemplate, called_functions
+from oppo_megatron.data.columns import Message
 from oppo_megatron.data.rows import Row
+from oppo_megatron.data.values import Value
 from oppo_megatron.errors import DataError
 from oppo_megatron.nesting import read_json
 
@@ -17,6 +18,8 @@ FOR_TEMPLATES = ("tools", "documents")
 """Columns made for chat templates; a note says if the template does not read them."""
 ARGUMENTS = "chat_template_kwargs"
 """TRL's column of template arguments per row."""
+LEARNED = {"content", "tool_calls", "function_call", *REASONING}
+"""Keys of an answer's message that are to be learned."""
 THOUGHTS = "; by tokenizer.template_arguments prompts are for answers with reasoning (enable_thinking: true) or without (false)"
 SHOWN = 40
 
@@ -30,25 +33,25 @@ class Conversations:
 
     def __init__(self, chat: ChatTemplate, used: Collection[str | None], note: Callable[[str], None]):
         self._chat, self._used, self._note = chat, used, note
-        self._told: set[tuple[str, str]] = set()
+        self._noted: set[tuple[str, str]] = set()
 
     def texts(self, row: Row, prompt: Value, answers: Sequence[Value]) -> tuple[str, list[str]]:
         """Prompt and answers as text; those that are text already stay as they are.
 
-        Raises DataError if the template refuses them, TemplateMismatch if it would hide a part of an answer.
+        Raises DataError, as TemplateMismatch if the template would hide a part of an answer.
         """
         if isinstance(prompt, str):
             return prompt, [answer for answer in answers if isinstance(answer, str)]
         variables = self.variables(row.values, row.file)
         head = self._chat.render(prompt, variables=variables)
-        self._tell_of_lost(row, prompt, head)
+        self._note_lost(row, prompt, head)
         tails = []
         for answer in answers:
             assert isinstance(answer, list), "align gives prompt and answers one form"
             whole = self._chat.render([*prompt, *answer], generation_prompt=False, variables=variables)
             _require_whole(answer[-1], whole, head)
             _require_continued(head, whole, self._chat.reads(with_tools=bool(variables.get("tools"))))
-            self._tell_of_lost(row, answer, whole)
+            self._note_lost(row, answer, whole)
             tails.append(whole[len(head) :])
         return head, tails
 
@@ -67,34 +70,27 @@ class Conversations:
         reads = self._chat.reads(with_tools=bool(given.get("tools")))
         for name in given:
             if name in reads:
-                self._tell("read", name, f"{file}: column {name!r} is given to the chat template")
+                self._note_once("read", name, f"{file}: column {name!r} is given to the chat template")
             elif (name in FOR_TEMPLATES and given[name]) or name in own:
-                self._tell(
-                    "unread", name,
-                    f"{file}: {name!r} is not shown to the model: the chat template does not read it; set "
-                    "tokenizer.chat_template to one that does",
-                )  # fmt: skip
+                lost = f"{file}: {name!r} is not shown to the model: the chat template does not read it"
+                self._note_once("unread", name, f"{lost}; set tokenizer.chat_template to one that does")
         return {name: value for name, value in given.items() if name in reads and value not in ([], {})}
 
-    def _tell_of_lost(self, row: Row, messages: Sequence[Message], text: str) -> None:
-        """Note, once for each role and key, that the text lacks something of the messages."""
+    def _note_lost(self, row: Row, messages: Sequence[Message], text: str) -> None:
         squeezed = _squeezed(text)
         for message in messages:
             for name in _lost(message, squeezed):
                 what = f"text of {message['role']!r} messages" if name == "content" else f"{name!r} of messages"
-                self._tell(
-                    message["role"], name,
-                    f"{what} is not shown to the model: the chat template leaves it out (first in {row.file}:{row.line})",
-                )  # fmt: skip
+                lost = f"{what} is not shown to the model: the chat template leaves it out"
+                self._note_once(message["role"], name, f"{lost} (first in {row.file}:{row.line})")
 
-    def _tell(self, kind: str, name: str, line: str) -> None:
-        if (kind, name) not in self._told:
-            self._told.add((kind, name))
+    def _note_once(self, kind: str, name: str, line: str) -> None:
+        if (kind, name) not in self._noted:
+            self._noted.add((kind, name))
             self._note(line)
 
 
 def _read_json(value: Any, name: str, kind: type) -> Any:
-    """A column that holds a list or an object, or its JSON, without null keys.  Raises DataError."""
     if isinstance(value, str):
         try:
             value = read_json(value) if value.strip() else None
@@ -114,7 +110,6 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _squeezed(text: str) -> str:
-    """Remove white space, which templates trim and add."""
     return "".join(text.split())
 
 
@@ -130,18 +125,13 @@ def _lost(message: Message, squeezed: str, start: int = 0) -> Iterator[str]:
             continue
         if isinstance(value, str) and not shows(value):
             yield name
-        elif name in ("tool_calls", "function_call"):
-            calls = value if isinstance(value, list) else [value]
-            functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
-            if not all(shows(str(function.get("name", ""))) for function in functions if isinstance(function, Mapping)):
-                yield name
+        elif name in ("tool_calls", "function_call") and not all(map(shows, called_functions(value))):
+            yield name
 
 
 def _require_whole(answer: Message, whole: str, head: str) -> None:
-    """Raise TemplateMismatch if the text after the prompt's lacks a part of an answer that is to be learned."""
-    learned = {"content", "tool_calls", "function_call", *REASONING}
     start = len(_squeezed(head)) if whole.startswith(head) else 0
-    if lost := [name for name in _lost(answer, _squeezed(whole), start) if name in learned]:
+    if lost := [name for name in _lost(answer, _squeezed(whole), start) if name in LEARNED]:
         raise TemplateMismatch(
             f"the chat template leaves out a part of the answer's {' and '.join(lost)}, which would not be learned (templates of "
             "reasoning models drop the text before </think>)"
@@ -149,7 +139,6 @@ def _require_whole(answer: Message, whole: str, head: str) -> None:
 
 
 def _require_continued(head: str, whole: str, reads: Collection[str]) -> None:
-    """Raise TemplateMismatch if a conversation's text does not begin with its prompt.  `reads`: the template's variables."""
     if whole.startswith(head):
         return
     place = len(os.path.commonprefix([head, whole]))

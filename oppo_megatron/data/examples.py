@@ -7,40 +7,43 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from oppo_megatron.config.data import DataConfig, RowsConfig
-from oppo_megatron.data.columns import (
+from oppo_megatron.data.columns import Table, is_filled
+from oppo_megatron.data.conversations import Conversations, TemplateMismatch
+from oppo_megatron.data.formats import Layout, Wanted, recognise
+from oppo_megatron.data.rows import Row, RowProblems, read_rows
+from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.data.values import (
     ASSISTANT_MARK,
     HUMAN_MARK,
     Value,
     align,
-    find_column,
-    is_filled,
     is_learned,
     read_label,
     read_labels,
     read_texts,
     read_value,
-    require_column,
     split_dialogue,
     split_last_turn,
     split_pair,
     split_turns,
 )
-from oppo_megatron.data.conversations import Conversations, TemplateMismatch
-from oppo_megatron.data.formats import Layout, Wanted, recognise
-from oppo_megatron.data.rows import Row, RowProblems, read_rows
-from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import DataError
 
 Answered = tuple[Value, Sequence[Value]]
 """A prompt and its answers."""
-Extract = Callable[[Row], Sequence[Answered]]
+PARTS = {
+    "prompt": ("prompt",),
+    "completion": ("prompt", "completion"),
+    "pair": ("prompt", "chosen", "rejected"),
+    "steps": ("prompt", "completion"),
+}
+"""The texts of an example, by what is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row as text.  `answers` is empty, (completion,) or (chosen, rejected); `fields` are the other columns.
-
-    `chat`: the prompt is written by the chat template.
+    """One row as text.  `answers` is empty, (completion,) or (chosen, rejected); `fields` are the other columns; `chat`: the
+    prompt is written by the chat template.
     """
 
     row: Row
@@ -54,13 +57,7 @@ def read_prompts(config: RowsConfig, tokenizer: Tokenizer, problems: RowProblems
     """Prompts without answers.  A trailing assistant turn of a message list is not part of the prompt."""
     rows = read_rows(config, problems, ["prompt"])
     layout = recognise(config, rows, "prompt")
-
-    def prompt_only(row: Row) -> Sequence[Answered]:
-        if layout.prompt is None:
-            return [(_with_system(row, layout, split_pair(*_pair_columns(row, layout))[0]), ())]
-        return [(_prompt(row, layout), ())]
-
-    return _render(rows, prompt_only, layout, "prompt", config, tokenizer, problems)
+    return _render(rows, lambda row: [(_prompt(row, layout), ())], layout, "prompt", config, tokenizer, problems)
 
 
 def read_completions(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
@@ -69,29 +66,25 @@ def read_completions(config: DataConfig, tokenizer: Tokenizer, problems: RowProb
 
 
 def read_pairs(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
-    """Prompts with a chosen and a rejected answer."""
-    rows = read_rows(config, problems, ["prompt", "completion"])
-    examples = _pairs(rows, config, tokenizer, problems)
+    examples = _pairs(read_rows(config, problems, ["prompt", "completion"]), config, tokenizer, problems)
     same = sum(example.answers[0] == example.answers[1] for example in examples)
     if same:
-        problems.quarantine.note(
-            f"{same} of {len(examples)} pairs have the same text as chosen and rejected: they teach nothing"
-        )
+        problems.quarantine.note(f"{same} of {len(examples)} pairs have the same text as chosen and rejected: they teach nothing")
     return examples
 
 
 def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[tuple[Example, bool]]:
-    """Return prompts with one completion each, and its label (True: wanted); a pair gives two of them."""
+    """Prompts with one completion, and its label (True: wanted); a pair gives two of them."""
     rows = read_rows(config, problems, ["prompt", "completion"])
-    column = find_column("label", config.columns, rows)
-    if column is None and find_column("chosen", config.columns, rows) is not None:
+    table = Table(rows)
+    if table.find("label", config.columns) is None and table.find("chosen", config.columns) is not None:
         return [
             (replace(pair, answers=(answer,)), wanted)
             for pair in _pairs(rows, config, tokenizer, problems)
             if is_unequal(pair, pair.answers, config, problems)
             for answer, wanted in zip(pair.answers, (True, False), strict=True)
         ]
-    column = require_column("label", config.columns, rows)
+    column = table.require("label", config.columns)
     marked: list[tuple[Example, bool]] = []
     for example in _completions(rows, config.model_copy(update={"turns": "last"}), tokenizer, problems, [column]):
         try:
@@ -104,12 +97,31 @@ def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems)
 def is_unequal(
     example: Example, answers: Sequence[str | list[int]], config: DataConfig, problems: RowProblems, when: str = ""
 ) -> bool:
-    """True if a pair's answers, or their tokens, differ; else the pair is refused by `bad_rows`, for a reason with `when`."""
+    """True if a pair's answers, or their tokens, differ; else the pair is refused, for a reason with `when`."""
     if answers[0] != answers[1]:
         return True
     reason = f"chosen and rejected are the same{when}: such a pair prefers nothing"
     problems.report(example.row.file, example.row.line, reason, config.bad_rows, once=True)
     return False
+
+
+def read_steps(
+    config: DataConfig, tokenizer: Tokenizer, problems: RowProblems, separator: str
+) -> list[tuple[Example, list[float | None]]]:
+    """Prompts with one answer, its steps joined by the separator, and the steps' labels (None: not labelled)."""
+    rows = read_rows(config, problems, ["prompt", "completion"])
+    steps, labels = (Table(rows).require(part, config.columns) for part in ("completions", "labels"))
+    layout = recognise(config, rows, "steps", [steps, labels])
+    problems.quarantine.note(f"{rows[0].file}: steps from {steps!r}, their labels from {labels!r}")
+
+    def joined(row: Row) -> Sequence[Answered]:
+        texts, num_labels = read_texts(row, steps), len(read_labels(row, labels))
+        if len(texts) != num_labels:
+            raise DataError(f"{len(texts)} steps in column {steps!r}, but {num_labels} labels in {labels!r}")
+        return [(_prompt(row, layout), [separator.join(texts)])]
+
+    examples = _render(rows, joined, layout, "steps", config, tokenizer, problems)
+    return [(example, read_labels(example.row, labels)) for example in examples]
 
 
 def _completions(
@@ -120,15 +132,25 @@ def _completions(
     def with_completion(row: Row) -> Sequence[Answered]:
         if layout.prompt is None or layout.completion is None:
             return _turns(row, layout, config.turns)
-        prompt, (answer,) = _without_prompt(_prompt(row, layout), [read_value(row, layout.completion)])
-        return [(prompt, (answer,))]
+        return [(_prompt(row, layout), [read_value(row, layout.completion)])]
 
     return _render(rows, with_completion, layout, "completion", config, tokenizer, problems)
 
 
 def _pairs(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
     layout = recognise(config, rows, "pair")
-    examples = _render(rows, lambda row: [_pair(row, layout)], layout, "pair", config, tokenizer, problems)
+
+    def with_pair(row: Row) -> Sequence[Answered]:
+        if layout.prompt is None:
+            prompt, *answers = _parted(row, layout)
+            for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+                if not answer or (isinstance(answer, str) and not answer.strip()):
+                    raise DataError(f"the {name} answer after the common dialogue is empty")
+            return [(prompt, answers)]
+        assert layout.chosen and layout.rejected, "a pair has both"
+        return [(_prompt(row, layout), [read_value(row, layout.chosen), read_value(row, layout.rejected)])]
+
+    examples = _render(rows, with_pair, layout, "pair", config, tokenizer, problems)
     longer = sum(any(HUMAN_MARK in answer for answer in example.answers) for example in examples)
     if longer and layout.format == "hh":
         problems.quarantine.note(
@@ -137,37 +159,24 @@ def _pairs(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, proble
     return examples
 
 
-def read_steps(
-    config: DataConfig, tokenizer: Tokenizer, problems: RowProblems, separator: str
-) -> list[tuple[Example, list[float | None]]]:
-    """Prompts with one answer, its steps joined by the separator, and the steps' labels (None: not labelled)."""
-    rows = read_rows(config, problems, ["prompt", "completion"])
-    steps, labels = (require_column(part, config.columns, rows) for part in ("completions", "labels"))
-    layout = recognise(config, rows, "steps", [steps, labels])
-    problems.quarantine.note(f"{rows[0].file}: steps from {steps!r}, their labels from {labels!r}")
-
-    def joined(row: Row) -> Sequence[Answered]:
-        texts, num_labels = read_texts(row, steps), len(read_labels(row, labels))
-        if len(texts) != num_labels:
-            raise DataError(f"{len(texts)} steps in column {steps!r}, but {num_labels} labels in {labels!r}")
-        prompt, answers = _without_prompt(_prompt(row, layout), [separator.join(texts)])
-        return [(prompt, answers)]
-
-    examples = _render(rows, joined, layout, "steps", config, tokenizer, problems)
-    return [(example, read_labels(example.row, labels)) for example in examples]
-
-
 def _prompt(row: Row, layout: Layout) -> Value:
-    """Return the prompt: text with its addition, or messages without a final answer."""
-    value = _said(row, layout)
+    """The prompt: text with its addition, or messages without a final answer."""
+    if layout.prompt is None:
+        return _parted(row, layout)[0]
+    value = _said(row, layout, layout.prompt)
     return value if isinstance(value, str) else split_last_turn(value)[0]
 
 
-def _said(row: Row, layout: Layout) -> Value:
-    """Return the text of the prompt's column with its addition, or all of its messages, with the system's in front."""
-    assert layout.prompt is not None, "asked for where there is a column"
-    value = read_value(row, layout.prompt)
-    if isinstance(value, str):
+def _parted(row: Row, layout: Layout) -> tuple[Value, Value, Value]:
+    assert layout.chosen and layout.rejected, "without a prompt there are both"
+    prompt, chosen, rejected = split_pair(read_value(row, layout.chosen), read_value(row, layout.rejected))
+    return _with_system(row, layout, prompt), chosen, rejected
+
+
+def _said(row: Row, layout: Layout, column: str) -> Value:
+    """The text of a column, with the prompt's addition, or all of its messages, with the system's in front."""
+    value = read_value(row, column)
+    if isinstance(value, str) and column == layout.prompt:
         added = row.get(layout.added)
         if added is not None and not isinstance(added, str):
             raise DataError(f"column {layout.added!r} is not text, but {type(added).__name__}")
@@ -186,57 +195,30 @@ def _with_system(row: Row, layout: Layout, value: Value) -> Value:
 
 
 def _turns(row: Row, layout: Layout, turns: str) -> Sequence[Answered]:
-    """Assistant turns of a dialogue: the last, or all."""
     column = layout.prompt or layout.chosen
     assert column is not None, "rows without a prompt have dialogues"
-    value = _said(row, layout) if layout.prompt else _with_system(row, layout, read_value(row, column))
-    if isinstance(value, str) and layout.format != "hh":
-        raise DataError(f"no completion: column {column!r} does not end with an assistant's turn")
+    no_completion = f"no completion: column {column!r} does not end with an assistant's turn"
+    value = _said(row, layout, column)
     if isinstance(value, str):
-        found: list[Answered] = [(before, (turn,)) for before, turn in split_dialogue(value, f"column {column!r}")]
+        if layout.format != "hh":
+            raise DataError(no_completion)
+        said = [(before, (turn,)) for before, turn in split_dialogue(value, f"column {column!r}")]
         if turns == "last" and value.rfind(HUMAN_MARK) > value.rfind(ASSISTANT_MARK):
-            raise DataError(f"no completion: column {column!r} does not end with an assistant's turn")
-        return found if turns == "all" else found[-1:]
+            raise DataError(no_completion)
+        return said if turns == "all" else said[-1:]
     if turns == "all" and (every := split_turns(value)):
         return [(before, (turn,)) for before, turn in every]
     before, turn = split_last_turn(value)
     if not turn:
-        raise DataError(f"no completion: column {column!r} does not end with an assistant's turn")
+        raise DataError(no_completion)
     if not is_learned(turn[0]):
         raise DataError(f"no completion: column {column!r} marks the assistant's turn as not to be learned (weight 0)")
     return [(before, (turn,))]
 
 
-def _pair_columns(row: Row, layout: Layout) -> tuple[Value, Value]:
-    assert layout.chosen and layout.rejected, "without a prompt there are both"
-    return read_value(row, layout.chosen), read_value(row, layout.rejected)
-
-
-def _pair(row: Row, layout: Layout) -> Answered:
-    chosen, rejected = _pair_columns(row, layout)
-    if layout.prompt is not None:
-        return _without_prompt(_prompt(row, layout), [chosen, rejected])
-    common, chosen, rejected = split_pair(chosen, rejected)
-    for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        if not answer or (isinstance(answer, str) and not answer.strip()):
-            raise DataError(f"the {name} answer after the common dialogue is empty")
-    return _with_system(row, layout, common), [chosen, rejected]
-
-
-def _without_prompt(prompt: Value, answers: list[Value]) -> Answered:
-    """Cut the prompt off text answers that are whole dialogues beginning with it."""
-    if not isinstance(prompt, str) or ASSISTANT_MARK not in prompt:
-        return prompt, answers
-    if not all(
-        isinstance(answer, str) and len(answer) > len(prompt) and answer.startswith(prompt) for answer in answers
-    ):
-        return prompt, answers
-    return prompt, [answer[len(prompt) :] for answer in answers]
-
-
 def _render(
     rows: Sequence[Row],
-    extract: Extract,
+    extract: Callable[[Row], Sequence[Answered]],
     layout: Layout,
     wanted: Wanted,
     config: RowsConfig,
@@ -244,9 +226,8 @@ def _render(
     problems: RowProblems,
 ) -> list[Example]:
     examples: list[Example] = []
-    turns, answer_template = "last", "{completion}"
-    if isinstance(config, DataConfig):
-        turns, answer_template = config.turns, config.completion_template
+    turns = getattr(config, "turns", "last")
+    answer_template = getattr(config, "completion_template", "{completion}")
     problems.quarantine.note(f"{rows[0].file}: {layout.describe(wanted, turns)}")
     used = (layout.prompt, layout.system, layout.completion, layout.chosen, layout.rejected)
     conversations = Conversations(tokenizer.chat, used, problems.quarantine.note)
@@ -264,21 +245,12 @@ def _render(
             prompt = config.prompt_template.replace("{prompt}", prompt)
             filled = tuple(answer_template.replace("{completion}", answer) for answer in answers)
             examples.append(Example(row, prompt, filled, fields, chat))
-    _tell_of_kinds(examples, layout, problems)
-    if examples and not problems.quarantine.first:
-        answered = ["prompt", "completion"]
-        pair = ["prompt", "chosen", "rejected"]
-        names = {"prompt": ["prompt"], "completion": answered, "pair": pair, "steps": answered}
-        parts = (examples[0].prompt, *examples[0].answers)
-        problems.quarantine.first = dict(zip(names[wanted], parts, strict=True))
-    return examples
-
-
-def _tell_of_kinds(examples: Sequence[Example], layout: Layout, problems: RowProblems) -> None:
-    """Note if the prompt's column holds messages in some rows and text in others, which are read in two ways."""
     chats = sum(example.chat for example in examples)
     if layout.prompt and 0 < chats < len(examples):
         problems.quarantine.note(
             f"{examples[0].row.file}: {chats} of {len(examples)} prompts are chat messages, the others text that no chat "
             f"template is put around; data.format=messages and data.columns.prompt={layout.prompt} make each a user's turn"
         )
+    if examples and not problems.quarantine.first:
+        problems.quarantine.first = dict(zip(PARTS[wanted], (examples[0].prompt, *examples[0].answers), strict=True))
+    return examples

@@ -1,14 +1,13 @@
-"""Converts a sentencepiece model to files for `transformers.AutoTokenizer`, with the ids and texts of the engine.
+"""Converts a sentencepiece model to files for `transformers.AutoTokenizer`, with the same ids and texts.
 
-Pieces keep a space as a space (sentencepiece writes U+2581), so that U+2581 in a text is not mistaken for a space.
-Control symbols are never read from text, as in `SentencePieceTokenizer`.
+Pieces keep a space as a space (sentencepiece writes U+2581), so that U+2581 in a text is not mistaken for one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,59 +41,50 @@ CHECKED = (
 """Texts on which the result must agree with sentencepiece."""
 
 
-def fast_files(model: bytes, chat_template: str | None, pad_id: int | None = None) -> dict[str, str] | None:
-    """`tokenizer.json` and `tokenizer_config.json` of a serialized sentencepiece model, as texts; `pad_id`: id of padding.
+def fast_files(
+    model: bytes, encode: Callable[[str], list[int]], chat_template: str | None, pad_id: int | None = None
+) -> dict[str, str] | None:
+    """`tokenizer.json` and `tokenizer_config.json` of a serialized sentencepiece model, as texts.
 
-    None for a model that cannot be converted exactly: a word model, or one that normalizes its input.
+    None for a model that cannot be converted exactly (a word model, one that normalizes its input), or if the result does not
+    `encode` the checked texts as the model does.
     """
     from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import Tokenizer
 
     proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString(model)
     if not _keeps_text(proto):
         return None
     text = _tokenizer(proto).to_str(pretty=True)
-    config = _config(proto, chat_template, pad_id) | {
-        MADE_FROM: {"model": _digest(model), "tokenizer": _digest(text.encode())}
-    }
+    made = Tokenizer.from_str(text)
+    made.encode_special_tokens = True
+    for checked in CHECKED:
+        ids = encode(checked)
+        if made.encode(checked, add_special_tokens=False).ids != ids or made.decode(ids) != checked:
+            return None
+    config = _config(proto, chat_template, pad_id) | {MADE_FROM: _digests(model, text.encode())}
     return {TOKENIZER: text, CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
 
 
-def is_made_from(directory: Path, model: Path) -> bool:
-    """True if the directory has the unchanged output of `fast_files` for the sentencepiece model `model`."""
+def made_config(directory: Path, model: Path) -> dict[str, Any] | None:
+    """`tokenizer_config.json` with its chat template, if the directory has the unchanged output of `fast_files` for `model`."""
     try:
-        made = read_json((directory / CONFIG).read_text(encoding="utf-8"))[MADE_FROM]
-        files = {"model": model.read_bytes(), "tokenizer": (directory / TOKENIZER).read_bytes()}
+        config = read_json((directory / CONFIG).read_text(encoding="utf-8"))
+        if config[MADE_FROM] != _digests(model.read_bytes(), (directory / TOKENIZER).read_bytes()):
+            return None
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return bool(made == {name: _digest(content) for name, content in files.items()})
+        return None
+    if config.get("chat_template") is not None:
+        config["chat_template"] = str(config["chat_template"]).removeprefix(WITHOUT_CONTROLS)
+    return dict(config)
 
 
-def chat_template_of(directory: Path) -> str | None:
-    """The chat template that was given to `fast_files`, from its output."""
-    template = read_json((directory / CONFIG).read_text(encoding="utf-8")).get("chat_template")
-    return None if template is None else str(template).removeprefix(WITHOUT_CONTROLS)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def disagreement(files: Mapping[str, str], encode: Callable[[str], list[int]]) -> str | None:
-    """A checked text that `files` tokenize differently from `encode`, or do not decode to itself; None if there is none."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(files[TOKENIZER])
-    tokenizer.encode_special_tokens = True
-    for text in CHECKED:
-        ids = encode(text)
-        if tokenizer.encode(text, add_special_tokens=False).ids != ids or tokenizer.decode(ids) != text:
-            return text
-    return None
+def _digests(model: bytes, tokenizer: bytes) -> dict[str, str]:
+    return {"model": hashlib.sha256(model).hexdigest(), "tokenizer": hashlib.sha256(tokenizer).hexdigest()}
 
 
 def _keeps_text(proto: Any) -> bool:
-    """True if the model does not normalize, prefix or drop text."""
     normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
     changes = (
         normalizer.precompiled_charsmap, normalizer.add_dummy_prefix, normalizer.remove_extra_whitespaces,
@@ -123,7 +113,6 @@ def _tokenizer(proto: Any) -> Any:
 
 
 def _text(piece: Any) -> str:
-    """Text of a piece; bytes, control symbols and the unknown piece keep their names."""
     return str(piece.piece).replace(SPACE_MARK, " ") if piece.type in (NORMAL, USER_DEFINED) else str(piece.piece)
 
 
@@ -142,7 +131,6 @@ def _merges(proto: Any) -> list[tuple[str, str]]:
 
 
 def _config(proto: Any, chat_template: str | None, pad_id: int | None) -> dict[str, Any]:
-    """`tokenizer_config.json`; nothing is added to a text."""
     trainer, ids = proto.trainer_spec, {}
     for name in ("bos", "eos", "pad"):
         number = getattr(trainer, f"{name}_id") if name != "pad" or pad_id is None else pad_id

@@ -6,51 +6,65 @@ A file's first bytes decide its type; its name decides only whether other text i
 from __future__ import annotations
 
 import bz2
+import csv
 import glob
 import gzip
 import io
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from oppo_megatron.config.data import KNOWN_NAMES
 from oppo_megatron.config.paths import irregular_path
-from oppo_megatron.data.json_rows import BOM, Numbered, json_lines, json_values, plain_row, spans_lines
-from oppo_megatron.data.tables import PYARROW, csv_rows, delimiter_of, parquet_rows
+from oppo_megatron.data.json_rows import BOM, Numbered, check_texts, json_lines, json_values, plain_row, spans_lines
 from oppo_megatron.errors import DataError
+from oppo_megatron.nesting import check_value, read_json
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
 PACKED = (".gz", ".xz", ".bz2", ".zst")
-NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 SAVED = ("state.json", "dataset_dict.json")
+NOT_ROWS = ("dataset_info.json", "dataset_infos.json", *SAVED)
 PEEKED_BYTES = 1 << 9
+WEB_PAGE = "a web page; fetch the file itself (the link to the raw file), not the page that shows it"
+PICKLE = "a Python pickle, which is not read because it may run code; write the rows as JSONL"
 FOREIGN: dict[bytes, str] = {
     b"version https://git-lfs": "a pointer of Git LFS and not the file itself; fetch it with `git lfs pull`",
-    b"<!DOCTYPE": "a web page; fetch the file itself (the link to the raw file), not the page that shows it",
-    b"<!doctype": "a web page; fetch the file itself (the link to the raw file), not the page that shows it",
-    b"<html": "a web page; fetch the file itself (the link to the raw file), not the page that shows it",
+    b"<!DOCTYPE": WEB_PAGE,
+    b"<!doctype": WEB_PAGE,
+    b"<html": WEB_PAGE,
     b"PK\x03\x04": "a zip archive (or a spreadsheet, which is one); unpack it, or save the sheet as CSV",
     b"ARROW1": "an Arrow file; name the folder that `save_to_disk` wrote, or write Parquet (`Dataset.to_parquet`)",
     b"\xff\xff\xff\xff": "an Arrow stream; name the folder that `save_to_disk` wrote, which holds state.json",
-    b"\x80\x04": "a Python pickle, which is not read because it may run code; write the rows as JSONL",
-    b"\x80\x05": "a Python pickle, which is not read because it may run code; write the rows as JSONL",
+    b"\x80\x04": PICKLE,
+    b"\x80\x05": PICKLE,
     b"SQLite format 3": "an SQLite database; export the table as CSV",
 }
 SPLIT = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev|eval)(?:[^a-z]|$)")
+DELIMITERS = ",;\t"
+LONGEST_CELL = 1 << 27
+"""Characters; csv's default limit of 131072 is too short for some dialogues."""
+NOT_UTF8 = re.compile("[\udc80-\udcff]")
+"""Bytes that are not UTF-8, as `surrogateescape` decodes them."""
+PYARROW = "pip install pyarrow"
 
 
 def data_files(path: Path, note: Callable[[str], None]) -> list[Path]:
     """The files, or folder of `save_to_disk`, that `path` names: itself, what a pattern matches, or a folder's files.
 
-    If the names in a folder show several splits, only the files of `train` are read, which is noted.
+    If their names show several splits, only the files of `train` are read, which is noted.
     """
     if not path.exists():
         return [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
     if not path.is_dir() or is_saved(path):
         return [path]
-    found = next((files for folder in (path, path / "data") if (files := _rows_in(folder))), [])
+    found: list[Path] = []
+    for folder in (path, path / "data"):
+        if folder.is_dir() and not found:
+            files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in NOT_ROWS)
+            found = [file for file in files if _bare_name(file).endswith(ENDINGS)]
     if not found:
         raise DataError(
             f"data.path={path} is a directory, but not a saved Hugging Face data set (it has no state.json or "
@@ -64,40 +78,32 @@ def data_files(path: Path, note: Callable[[str], None]) -> list[Path]:
     if len(splits) == 1:
         return found
     if "train" not in splits:
-        raise DataError(
-            f"data.path={path} has files of the splits {', '.join(splits)}; name those to read: {path}/test*"
-        )
-    left = sum(len(files) for split, files in splits.items() if split != "train")
-    note(f"{path}: {len(splits['train'])} files of the split train are read, {left} of other splits are not")
-    return splits["train"]
+        raise DataError(f"data.path={path} has files of the splits {', '.join(splits)}; name those to read: {path}/test*")
+    train = splits["train"]
+    note(f"{path}: {len(train)} files of the split train are read, {len(found) - len(train)} of other splits are not")
+    return train
 
 
 def is_saved(folder: Path) -> bool:
-    """True if `datasets.Dataset.save_to_disk` wrote this folder."""
     return any((folder / name).is_file() for name in SAVED)
 
 
-def _rows_in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in NOT_ROWS)
-    return [file for file in files if _bare_name(file).endswith(ENDINGS)]
-
-
 def _bare_name(file: Path) -> str:
-    """The name in lower case, without the ending of a compression."""
     name = file.name.lower()
     return name.rpartition(".")[0] if name.endswith(PACKED) else name
 
 
 def file_rows(path: Path) -> Iterator[Numbered]:
-    """Yield the rows of a file or a saved data set.  Raises DataError if it does not hold rows or is damaged."""
+    """Yield the rows of a file or a saved data set.  Raises DataError if there are none or it is damaged."""
     if path.is_dir():
         yield from _saved_rows(path)
         return
     try:
         with _opened(path) as stream:
-            start, first, second = stream.read(PEEKED_BYTES), *_first_lines(path)
+            start = stream.read(PEEKED_BYTES)
+        with _opened(path) as stream:
+            lines = (line for line in stream if line.removeprefix(BOM).strip())
+            first, second = next(lines, b""), next(lines, b"")
         with _opened(path) as stream:
             yield from _rows(stream, path, start, first, second)
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
@@ -105,7 +111,6 @@ def file_rows(path: Path) -> Iterator[Numbered]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open the file, decompressed according to its first bytes."""
     if irregular := irregular_path("the file of rows", path):
         raise DataError(irregular)
     with path.open("rb") as raw:
@@ -128,13 +133,6 @@ def _opened(path: Path) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
 
 
-def _first_lines(path: Path) -> tuple[bytes, bytes]:
-    """The first two lines that are not blank; empty if there are fewer."""
-    with _opened(path) as stream:
-        lines = (line for line in stream if line.removeprefix(BOM).strip())
-        return next(lines, b""), next(lines, b"")
-
-
 def _rows(stream: BinaryIO, path: Path, start: bytes, first: bytes, second: bytes) -> Iterator[Numbered]:
     for mark, what in FOREIGN.items():
         if start.startswith(mark):
@@ -142,42 +140,107 @@ def _rows(stream: BinaryIO, path: Path, start: bytes, first: bytes, second: byte
     if start[257:262] == b"ustar":
         raise DataError(f"{path} is a tar archive; unpack it (`tar -xf`), and name the file with the rows")
     if start.startswith(b"PAR1"):
-        yield from parquet_rows(stream if stream.seekable() else io.BytesIO(stream.read()), str(path))
+        yield from _parquet_rows(stream if stream.seekable() else io.BytesIO(stream.read()), path)
     elif delimiter := _table_delimiter(first, _bare_name(path)):
-        yield from csv_rows(stream, delimiter, str(path))
+        yield from _csv_rows(stream, delimiter, path)
     elif spans_lines(first, second):
-        yield from json_values(_text(stream.read(), path), str(path))
+        content = stream.read()
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            where = f"{path}:{line}: not UTF-8 (byte {error.start} of the file)"
+            raise DataError(f"{where}; save the file as UTF-8") from error
+        yield from json_values(text, str(path))
     else:
         yield from json_lines(stream)
 
 
 def _table_delimiter(first: bytes, name: str) -> str | None:
     """The separator of columns if the file is a table, by its name or by known column names in its first line."""
-    from oppo_megatron.config.data import KNOWN_NAMES
-
     header = first.decode("utf-8-sig", errors="replace")
     if header.lstrip().startswith(("{", "[")) or "\0" in header or not header:
         return None
     if name.endswith(".tsv"):
         return "\t"
-    delimiter = delimiter_of(header)
-    if name.endswith(".csv"):
-        return delimiter
-    known = {known for names in KNOWN_NAMES.values() for known in names}
-    columns = [column.strip().strip('"') for column in header.split(delimiter)]
-    return delimiter if len(columns) > 1 and known.intersection(columns) else None
+    delimiter = max(DELIMITERS, key=header.count)
+    columns = {column.strip().strip('"') for column in header.split(delimiter)}
+    known = len(columns) > 1 and any(columns & {*names} for names in KNOWN_NAMES.values())
+    return delimiter if known or name.endswith(".csv") else None
 
 
-def _text(content: bytes, path: Path) -> str:
+def _csv_rows(stream: BinaryIO, delimiter: str, file: Path) -> Iterator[Numbered]:
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    usual = csv.field_size_limit(LONGEST_CELL)
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    line = 1
     try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: not UTF-8 (byte {error.start} of the file); save the file as UTF-8") from error
+        header = next(reader, [])
+        if (twice := next((name for i, name in enumerate(header) if name in header[:i]), None)) is not None:
+            raise DataError(f"{file}:1: the column name {twice!r:.60} comes twice in the header; rename one of them")
+        if any(map(NOT_UTF8.search, header)):
+            raise DataError(f"{file}:1: not UTF-8; save the file as UTF-8")
+        line = reader.line_num + 1
+        for cells in reader:
+            if cells:
+                yield line, _row_of_cells(header, cells, delimiter)
+            line = reader.line_num + 1
+    except csv.Error as error:
+        remedy = "close its quotation marks, and write one within a cell twice"
+        raise DataError(f"{file}:{line}: not CSV ({error}); {remedy}") from error
+    finally:
+        csv.field_size_limit(usual)
+
+
+def _row_of_cells(header: list[str], cells: list[str], delimiter: str) -> dict[str, Any] | DataError:
+    """The row, or why it is refused.  A cell that is a JSON list of objects is read as messages."""
+    if len(cells) != len(header):
+        shown = "a tab" if delimiter == "\t" else repr(delimiter)
+        return DataError(
+            f"{len(cells)} cells, but the header has {len(header)} columns; put cells that hold {shown} or a line break into "
+            "quotation marks"
+        )
+    row: dict[str, Any] = {}
+    for name, cell in zip(header, cells, strict=True):
+        if NOT_UTF8.search(cell):
+            return DataError(f"column {name!r:.60} is not UTF-8; save the file as UTF-8")
+        row[name] = cell
+        if cell.lstrip().startswith("[") and "{" in cell:
+            try:
+                value = read_json(cell)
+            except ValueError:
+                continue
+            if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+                row[name] = value
+    try:
+        check_value(row)
+        check_texts(row)
+    except DataError as refusal:
+        return refusal
+    return row
+
+
+def _parquet_rows(stream: BinaryIO, file: Path) -> Iterator[Numbered]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            f"{file} is a Parquet file, and reading one needs the `pyarrow` package: `{PYARROW}`, or write the rows as "
+            "JSONL or CSV"
+        ) from error
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, plain_row(row)
+    except (pyarrow.ArrowException, OSError) as error:
+        where = f"{file}: a Parquet file that cannot be read beyond row {number}"
+        raise DataError(f"{where} ({str(error).splitlines()[0]}); write or fetch it again") from error
 
 
 def _saved_rows(path: Path) -> Iterator[Numbered]:
-    """Rows of a folder written by `datasets.Dataset.save_to_disk`, numbered from 1."""
     try:
         import datasets
     except ImportError as error:
@@ -185,28 +248,23 @@ def _saved_rows(path: Path) -> Iterator[Numbered]:
             f"data.path={path} is a Hugging Face data set, and reading one needs the `datasets` package: "
             "`pip install datasets`, or write the rows as JSONL (`Dataset.to_json`)."
         ) from error
+    again = "write it again with save_to_disk."
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:
-        raise DataError(f"data.path={path}: cannot be opened ({error}); write it again with save_to_disk.") from error
+        raise DataError(f"data.path={path}: cannot be opened ({error}); {again}") from error
     if isinstance(loaded, dict):
         if "train" not in loaded and len(loaded) != 1:
-            raise DataError(
-                f"data.path={path} holds the splits {', '.join(loaded)}; name the directory of one, {path}/SPLIT."
-            )
+            names = ", ".join(loaded)
+            raise DataError(f"data.path={path} holds the splits {names}; name the directory of one, {path}/SPLIT.")
         loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
-    for line, row in enumerate(_readable(path, loaded), start=1):
-        yield line, plain_row(row)
-
-
-def _readable(path: Path, loaded: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows.  Raises DataError if the files are damaged, which shows as they are read."""
-    rows = iter(loaded)
+    rows, number = iter(loaded), 0
     while True:
         try:
             row = next(rows, None)
-        except Exception as error:
-            raise DataError(f"data.path={path}: cannot be read ({error}); write it again with save_to_disk.") from error
+        except Exception as error:  # damage shows as the rows are read
+            raise DataError(f"data.path={path}: cannot be read ({error}); {again}") from error
         if row is None:
             return
-        yield dict(row)
+        number += 1
+        yield number, plain_row(dict(row))

@@ -1,18 +1,17 @@
 """Lengths of recorded requests, from CSV, for `debug.forced_lengths`: benchmarks whose responses end as real ones do.
 
-Two kinds of file, by the header:
-
-- one row per request, with a column of tokens (`GeneratedTokens`, as in Azure's LLM inference traces);
-- a histogram `kind,tokens,requests`: the number of requests of a kind (`output`, `input`) with this many tokens.
+A file has one row per request, with a column of tokens (`GeneratedTokens`, as in Azure's LLM inference traces); or it is a
+histogram with the columns `kind`, `tokens` and `requests`.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -29,20 +28,19 @@ WHOLE_NUMBER = re.compile(r"[0-9]{1,15}")
 
 @dataclass(frozen=True)
 class LengthTrace:
-    """An empirical distribution: lengths in tokens, ascending, and the number of requests that had at most each of them."""
+    """Lengths in tokens, ascending, and the number of requests that had at most each of them."""
 
     tokens: tuple[int, ...]
     requests: tuple[int, ...]
 
     @classmethod
     def of(cls, counts: Mapping[int, int]) -> LengthTrace:
-        """Build from the number of requests of each length; at least one request is needed."""
         lengths = sorted(length for length, requests in counts.items() if requests)
         assert lengths, "a distribution of no request"
         return cls(tuple(lengths), tuple(accumulate(counts[length] for length in lengths)))
 
     def quantile(self, u: float) -> int:
-        """Return the smallest length that a share of at least `u` does not exceed."""
+        """The smallest length that a share of at least `u` does not exceed."""
         return self.tokens[bisect_left(self.requests, u * self.requests[-1])]
 
     @property
@@ -52,9 +50,9 @@ class LengthTrace:
 
 
 def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> Callable[[float], float] | None:
-    """Quantile function of the response lengths that `debug.forced_lengths` asks for; None without a trace.
+    """Quantile function of the lengths that `debug.forced_lengths` asks for; None without a trace.  Raises DataError.
 
-    With `scale: auto` the trace's 99th percentile becomes `rollout.max_response_tokens`.  Raises DataError.
+    With `scale: auto` the trace's 99th percentile becomes `rollout.max_response_tokens`.
     """
     if forced is None or forced.trace is None:
         return None
@@ -69,7 +67,7 @@ def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> C
 
 
 def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> list[str]:
-    """The faults of the file that `debug.forced_lengths` names, except that it is missing (a cross-check reports that)."""
+    """The faults of the trace, except that it is missing (a cross-check reports that)."""
     if forced is None or forced.trace is None or not forced.trace.exists():
         return []
     try:
@@ -80,17 +78,24 @@ def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> li
 
 
 def read_length_trace(path: Path, column: str | None = None) -> LengthTrace:
-    """Read a distribution; `column` is the column of tokens, or the kind of a histogram (None: the usual one).
-
-    Blank lines are skipped.  Raises DataError, naming file and line, for a missing file, header, column or kind, a value that
-    is not a whole number of at least 0, or no request.
-    """
+    """Read a distribution; `column`: the column of tokens, or the kind of a histogram.  Raises DataError with file and line."""
     lines = _lines(path)
     line, names = next(lines, (1, []))
     header = [name.strip() for name in names]
     is_histogram = set(HISTOGRAM) <= set(header)
     wanted = column or (KIND if is_histogram else COLUMN)
-    places = [_place(path, line, header, name) for name in (HISTOGRAM if is_histogram else (wanted,))]
+    places = []
+    for name in HISTOGRAM if is_histogram else (wanted,):
+        if header.count(name) != 1:
+            found, again = ", ".join(header) or "none", name in header
+            reason = f"the column `{name}` must be once in the header ({found}); rename one"
+            if not again:
+                reason = (
+                    f"there must be a column `{name}`, but the columns are: {found}; name the one that holds tokens, as in "
+                    f"{SETTING}: [FILE, COLUMN], or give a histogram {','.join(HISTOGRAM)}"
+                )
+            raise DataError(f"{path}, line {line}: {reason}")
+        places.append(header.index(name))
     counts: Counter[int] = Counter()
     kinds: set[str] = set()
     problems = RowProblems(Quarantine(), configured=False)
@@ -111,21 +116,9 @@ def read_length_trace(path: Path, column: str | None = None) -> LengthTrace:
     if is_histogram:
         raise DataError(
             f"{path}: a histogram with 0 requests of kind `{wanted}`, but at least one is needed; its kinds are "
-            f"{', '.join(sorted(kinds)) or 'none'}: name another, as in debug.forced_lengths: [FILE, KIND], or another file"
+            f"{', '.join(sorted(kinds)) or 'none'}: name another, as in {SETTING}: [FILE, KIND], or another file"
         )
     raise DataError(f"{path}: no row follows the header, but at least one request is needed; add rows, or name another file")
-
-
-def _place(path: Path, line: int, header: Sequence[str], name: str) -> int:
-    if header.count(name) == 1:
-        return header.index(name)
-    found = ", ".join(header) or "none"
-    if name in header:
-        raise DataError(f"{path}, line {line}: the column `{name}` must be once in the header ({found}); rename one")
-    raise DataError(
-        f"{path}, line {line}: there must be a column `{name}`, but the columns are: {found}; name the one that holds "
-        f"tokens, as in debug.forced_lengths: [FILE, COLUMN], or give a histogram {','.join(HISTOGRAM)}"
-    )
 
 
 def _whole_number(column: str, text: str) -> int:
@@ -135,22 +128,14 @@ def _whole_number(column: str, text: str) -> int:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line from 1, cells) of the lines that are not blank.  Raises DataError if the file is not CSV text."""
     if not path.is_file():
         raise DataError(f"{path} is not a file; {SETTING} must be a CSV file: correct the path")
-    number = 0
-
-    def decoded(raw_lines: Iterator[bytes]) -> Iterator[str]:
-        nonlocal number
-        for number, raw in enumerate(raw_lines, start=1):
-            yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
-
-    with path.open("rb") as stream:
-        reader = csv.reader(decoded(stream))
-        try:
-            yield from ((reader.line_num, cells) for cells in reader if cells)
-        except UnicodeDecodeError as error:
-            where = f"{path}, line {number}: not UTF-8 (byte {error.start} of the line)"
-            raise DataError(f"{where}; save the file as UTF-8 text") from error
-        except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: not CSV ({error}); correct the line") from error
+    raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    try:
+        reader = csv.reader(io.StringIO(raw.decode("utf-8"), newline=""))
+        yield from ((reader.line_num, cells) for cells in reader if cells)
+    except UnicodeDecodeError as error:
+        line, byte = raw.count(b"\n", 0, error.start) + 1, error.start - raw.rfind(b"\n", 0, error.start) - 1
+        raise DataError(f"{path}, line {line}: not UTF-8 (byte {byte} of the line); save the file as UTF-8 text") from error
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: not CSV ({error}); correct the line") from error

@@ -1,20 +1,17 @@
-"""Tokens of prompts and answers, encoded as one text, which begins with BOS if the tokenizer adds one; and checks of
-stop texts against a tokenizer.
-"""
+"""Tokens of prompts and answers, encoded as one text, and checks of stop texts against a tokenizer."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from oppo_megatron.errors import ConfigError
 
+EITHER_SIDE = "a"
+
 
 class Encoder(Protocol):
-    """The part of a tokenizer that encodes and decodes, and decides how a prompt begins."""
-
     bos_id: int | None
     adds_bos: bool
 
@@ -24,19 +21,19 @@ class Encoder(Protocol):
 
 
 def encode_prompt(tokenizer: Encoder, text: str) -> list[int]:
-    """Token ids of a text that begins a sequence; one that already begins with BOS, from a template, gets no second."""
+    """Token ids of a text that begins a sequence; one that begins with BOS, from a template, gets no second."""
     ids = tokenizer.encode(text)
     if not (tokenizer.adds_bos and ids) or ids[0] == tokenizer.bos_id:
         return ids
-    assert tokenizer.bos_id is not None, "`settle_bos` has asked for it"
+    assert tokenizer.bos_id is not None, "`load_tokenizer` has asked for it"
     return [tokenizer.bos_id, *ids]
 
 
 def encode_answers(tokenizer: Encoder, prompt: str, answers: Sequence[str]) -> list[list[int]]:
     """Token ids of a prompt and of each answer to it: prompt + answer are the tokens of the whole text.
 
-    Encoded alone, an answer may get a leading space (sentencepiece), or other tokens at the border.  Tokens at the prompt's
-    end that an answer changes belong to the answers.  Only a prompt that would lose all its tokens is encoded separately.
+    Encoded alone, an answer may get a leading space (sentencepiece), or other tokens at the border.  Tokens at the prompt's end
+    that an answer changes belong to the answers, unless the prompt would lose all its tokens.
     """
     alone = encode_prompt(tokenizer, prompt)
     wholes = [encode_prompt(tokenizer, prompt + answer) for answer in answers]
@@ -53,20 +50,6 @@ def end_of_prompt(tokenizer: Encoder, ids: Sequence[int], most: int) -> list[int
     return [ids[0], *ids[-(most - 1) :]]
 
 
-def settle_bos(tokenizer: Encoder, wanted: bool | None, path: Path) -> None:
-    """Set whether prompts begin with BOS; None keeps the tokenizer's own way.  Raises ConfigError if it has no BOS."""
-    if wanted and tokenizer.bos_id is None:
-        raise ConfigError(
-            f"tokenizer.add_bos is true, but the tokenizer at {path} has no BOS token; set it to null, or name a tokenizer "
-            "that has one"
-        )
-    if wanted is not None:
-        tokenizer.adds_bos = wanted
-
-
-EITHER_SIDE = "a"
-
-
 def hidden_ids(text: str, tokenizer: Encoder) -> list[int] | None:
     """The special tokens in a text that no response can contain; None if one can."""
     ids = tokenizer.encode(f"{EITHER_SIDE}{text}{EITHER_SIDE}")
@@ -74,9 +57,8 @@ def hidden_ids(text: str, tokenizer: Encoder) -> list[int] | None:
 
 
 def require_stop_texts(texts: Sequence[str], tokenizer: Encoder, setting: str, ids_setting: str | None = None) -> None:
-    """Raise ConfigError for a text that no response can contain, because a special token has an id and no text.
-
-    `ids_setting`: the setting that takes its id instead.
+    """Raise ConfigError for a text that no response can contain, because a special token has an id and no text.  `ids_setting`:
+    the setting that takes its id instead.
     """
     problems = []
     for text in texts:

@@ -18,12 +18,14 @@ from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import DataError, OppoError
 from oppo_megatron.records import Prompt
 
+Check = Callable[[Mapping[str, Any]], None]
+"""Raises an OppoError if a row's other columns cannot be used."""
+MAX_SEED = 2**64 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One usable row: `row` is its index in the data set (refused rows counted), `place` is file:line; `chat`: the chat
-    template rendered the text.
-    """
+    """One usable row: `row` is its index in the data set, `place` is file:line; `chat`: by the chat template."""
 
     row: int
     place: str
@@ -60,10 +62,6 @@ class PromptSet:
         return digest.hexdigest()
 
 
-Check = Callable[[Mapping[str, Any]], None]
-"""Raises an OppoError if a row's other columns cannot be used."""
-
-
 def load_prompts(
     config: PromptDataConfig,
     tokenizer: Tokenizer,
@@ -74,8 +72,8 @@ def load_prompts(
 ) -> PromptSet:
     """Read, render and tokenize every prompt.  A row that `check` refuses falls under `bad_rows`.
 
-    A prompt of more than `max_prompt_tokens` is an error, keeps its END (`truncate`), or is set aside, as
-    `long_rows` says. Raises `DataError` with every refused row at once, or if no row is left.
+    A longer prompt than `max_prompt_tokens` that is truncated keeps its END.  Raises DataError with every refused row, or if none
+    is left.
     """
     problems, is_first = RowProblems(quarantine), not quarantine.first
     rows: list[PromptRow] = []
@@ -83,8 +81,7 @@ def load_prompts(
     examples = read_prompts(config, tokenizer, problems)
     for number, example in enumerate(examples):
         quarantine.progress(f"{example.row.file}: {number} of {len(examples)} prompts tokenized")
-        tokens = encode_prompt(tokenizer, example.prompt)
-        text = example.prompt
+        tokens, text = encode_prompt(tokenizer, example.prompt), example.prompt
         if _refused(example, len(tokens), config, problems, check):
             continue
         if len(tokens) > config.max_prompt_tokens:
@@ -120,13 +117,11 @@ def _refused(example: Example, num_tokens: int, config: PromptDataConfig, proble
 
 
 class PromptStream(Iterator[Prompt]):
-    """Prompts in the order of training; `seq_id` is the position in the stream, counted over epochs.
+    """Prompts in the order of training; `seq_id` is the position in the stream, counted over epochs, one per response.
 
-    Each response to a prompt has a position of its own, next to each other, and so draws other tokens.
-
-    The stream ends after `epochs` passes (None: never) or `limit` prompts (None: no limit), whichever comes first.  A
-    resumed run begins at position `start`: the order depends on (seed, epoch) only.  Positions `left_out` are skipped and do
-    not count towards `limit`.
+    It ends after `epochs` passes (None: never) or `limit` prompts.  A resumed run begins at position `start`: the order depends
+    on (seed, epoch) only.  Positions `left_out` are skipped and do not count towards `limit`.  `planned` is its length without
+    them.
     """
 
     def __init__(
@@ -144,15 +139,13 @@ class PromptStream(Iterator[Prompt]):
             raise DataError("the prompt set is empty; at least one prompt is needed.")
         most = None if epochs is None else epochs * prompts.rollouts_per_pass
         self.planned = min((end for end in (limit, most) if end is not None), default=None)
-        """Length of the stream if no position is left out."""
-        ends = [end for end in (None if limit is None else _beyond(limit, left_out), most) if end is not None]
-        self.end: int | None = min(ends, default=None)
-        self._left_out = left_out
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._position = start
-        self._epoch = -1
+        beyond = limit
+        if beyond is not None:
+            for position in sorted(left_out):
+                beyond += position < beyond
+        self.end: int | None = min((end for end in (beyond, most) if end is not None), default=None)
+        self._prompts, self._seed, self._shuffle, self._left_out = prompts, seed, shuffle, left_out
+        self._position, self._epoch = start, -1
         self._order: list[int] = []
 
     def __next__(self) -> Prompt:
@@ -165,7 +158,6 @@ class PromptStream(Iterator[Prompt]):
         return prompt
 
     def at(self, position: int) -> Prompt:
-        """The prompt at any position of the stream."""
         epoch, place = divmod(position // self._prompts.responses_per_prompt, len(self._prompts))
         if epoch != self._epoch:
             self._order = epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
@@ -174,20 +166,11 @@ class PromptStream(Iterator[Prompt]):
         return Prompt(position, row.row, row.text, row.tokens, row.fields, row.place)
 
 
-def _beyond(count: int, left_out: Set[int]) -> int:
-    """The position after the first `count` that are not left out."""
-    end = count
-    for position in sorted(left_out):
-        end += position < end
-    return end
-MAX_SEED = 2**64 - 1
-
-
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
     """A permutation of range(num_rows), or range(num_rows) itself.
 
-    Rows are sorted by the raw 64-bit words of Philox4x64, a stream that is the same on every platform and numpy version
-    (the methods of `numpy.random.Generator` promise no such thing).
+    Sorted by the raw words of Philox4x64, which are the same on every platform and numpy version, as the methods of
+    `numpy.random.Generator` may not be.
     """
     if not shuffle:
         return list(range(num_rows))

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.evaluation import HeldoutConfig
@@ -19,9 +19,7 @@ from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import DataError
 from oppo_megatron.token_text import StepEnds
 
-LongRows = Literal["error", "truncate", "quarantine"]
 RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
-Tokenized = list[tuple[Example, list[list[int]]]]
 
 
 class Completion(NamedTuple):
@@ -40,10 +38,7 @@ class Pair(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Token ids of one answer in steps, which ends with EOS unless cut.
-
-    `ends`: places in the completion of the last tokens of the labelled steps; `labels` from 0 to 1.
-    """
+    """Token ids of an answer in steps.  `ends`: places of the last tokens of the labelled steps; `labels` from 0 to 1."""
 
     prompt: list[int]
     completion: list[int]
@@ -59,28 +54,100 @@ class Marked(NamedTuple):
     wanted: list[int]
 
 
-class _Loader:
-    """Tokenizes the examples of one data set and gathers its refused rows.
+class RowLoader:
+    """Reads and tokenizes one data set, once, by one of its public methods, which raise DataError.
 
-    `max_tokens` bounds prompt + longest answer, EOS counted; `long_rows` decides about longer rows.
+    `max_tokens` bounds prompt + longest answer, EOS counted; `config.long_rows` decides about longer rows.
     """
 
-    def __init__(
-        self, config: DataConfig, tokenizer: Tokenizer, max_tokens: int, long_rows: LongRows, quarantine: Quarantine
-    ):
-        self._config, self._tokenizer, self._max_tokens, self._long_rows = config, tokenizer, max_tokens, long_rows
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, max_tokens: int, quarantine: Quarantine):
+        self._config, self._tokenizer, self._max_tokens = config, tokenizer, max_tokens
         self._quarantine, self._is_first = quarantine, not quarantine.first
-        self.problems = RowProblems(quarantine)
+        self._problems = RowProblems(quarantine)
 
-    def tokenize(self, examples: Sequence[Example]) -> Tokenized:
-        """The usable examples with the tokens of prompt and answers.  Raises DataError if none is left."""
-        each = ((example, self.tokenize_one(example)) for example in examples)
+    def completions(self) -> list[Completion]:
+        """Rows for SFT."""
+        examples = read_completions(self._config, self._tokenizer, self._problems)
+        rows = [Completion(*parts) for _, parts in self._tokenized(examples)]
+        self._show_first(rows[0])
+        return rows
+
+    def pairs(self) -> list[Pair]:
+        """Rows for the reward model."""
+        examples = read_pairs(self._config, self._tokenizer, self._problems)
+        rows = [Pair(*parts) for _, parts in self._tokenized(examples)]
+        self._show_first(rows[0])
+        return rows
+
+    def unequal_pairs(self) -> list[Pair]:
+        """Rows for DPO: pairs whose answers differ, because the margin of equal ones is always 0."""
+        config, problems, cut = self._config, self._problems, f" once they are cut to max_tokens={self._max_tokens}"
+        pairs = read_pairs(config, self._tokenizer, problems)
+        pairs = [pair for pair in pairs if is_unequal(pair, pair.answers, config, problems)]
+        tokenized = self._tokenized(pairs)
+        rows = [Pair(*parts) for pair, parts in tokenized if is_unequal(pair, parts[1:], config, problems, cut)]
+        require_some(len(rows), config, problems)
+        self._show_first(rows[0])
+        return rows
+
+    def marked(self) -> list[Marked]:
+        """Rows for KTO: completions with a label, or pairs, which give two rows, the chosen answer wanted."""
+        examples = read_marked(self._config, self._tokenizer, self._problems)
+        wanted = {id(example): int(mark) for example, mark in examples}
+        tokenized = self._tokenized([example for example, _ in examples])
+        rows = [Marked(prompt, answer, [wanted[id(example)]]) for example, (prompt, answer) in tokenized]
+        first = tokenized[0][0]
+        texts = {"prompt": first.prompt, "completion": first.answers[0]}
+        self._show_first(Completion(*rows[0][:2]), texts, label="wanted" if rows[0].wanted[0] else "unwanted")
+        num_wanted = sum(row.wanted[0] for row in rows)
+        if num_wanted in (0, len(rows)):
+            kind = "wanted" if num_wanted else "unwanted"
+            raise DataError(
+                f"all {len(rows)} rows are {kind}: KTO learns from both; give rows of both kinds, or fine-tune on wanted ones "
+                "with `oppo sft`"
+            )
+        self._quarantine.note(f"{num_wanted} of {len(rows)} completions are wanted, {len(rows) - num_wanted} are not")
+        kinds = [{(*row.prompt, -1, *row.completion) for row in rows if row.wanted[0] == kind} for kind in (0, 1)]
+        if both := len(kinds[0] & kinds[1]):
+            self._quarantine.note(f"{both} completions are wanted in one row and unwanted in another")
+        return rows
+
+    def steps(self, separator: str) -> list[Steps]:
+        """Rows for a process reward model: steps joined by the separator and tokenized as one text, as a policy writes it."""
+        tokenizer = self._tokenizer
+        require_stop_texts([separator], tokenizer, "separator")
+        step_ends = StepEnds(separator, tokenizer.decode)
+        rows: list[Steps] = []
+        for example, labels in read_steps(self._config, tokenizer, self._problems, separator):
+            if (parts := self._tokens(example)) is None:
+                continue
+            prompt, completion = parts
+            is_cut = completion[-1] not in tokenizer.eos_ids
+            ends = step_ends.of(encode_answers(tokenizer, example.prompt, example.answers)[1] if is_cut else completion)
+            labelled = [(end, label) for end, label in zip(ends, labels, strict=False) if label is not None]
+            kept = [(end, label) for end, label in labelled if end < len(completion)]
+            if len(ends) != len(labels):
+                self._refuse(
+                    example,
+                    f"the text has {len(ends)} steps by the separator {separator!r}, but the row has {len(labels)}: a step has "
+                    "the separator within it, or a token holds several steps; split the step, or set another separator",
+                    once="by the separator",
+                )
+            elif not kept:
+                self._refuse(example, f"no step with a label ends within max_tokens={self._max_tokens}")
+            else:
+                rows.append(Steps(prompt, completion, [end for end, _ in kept], [label for _, label in kept]))
+        require_some(len(rows), self._config, self._problems)
+        self._show_first(Completion(*rows[0][:2]))
+        return rows
+
+    def _tokenized(self, examples: Sequence[Example]) -> list[tuple[Example, list[list[int]]]]:
+        each = ((example, self._tokens(example)) for example in examples)
         tokenized = [(example, parts) for example, parts in each if parts is not None]
-        self.require_some(tokenized)
+        require_some(len(tokenized), self._config, self._problems)
         return tokenized
 
-    def tokenize_one(self, example: Example) -> list[list[int]] | None:
-        """Prompt and answers; None if the row is refused."""
+    def _tokens(self, example: Example) -> list[list[int]] | None:
         tokenizer, row, max_tokens = self._tokenizer, example.row, self._max_tokens
         self._quarantine.progress(f"{row.file}: row {row.index + 1} is tokenized")
         prompt, *answers = encode_answers(tokenizer, example.prompt, example.answers)
@@ -92,31 +159,24 @@ class _Loader:
         answers = [_ended(answer, tokenizer) for answer in answers]
         longest = max(len(answer) for answer in answers)
         if not prompt:
-            self.refuse(example, "the prompt has no token")
+            self._refuse(example, "the prompt has no token")
             return None
         if len(prompt) + longest <= max_tokens:
             return [prompt, *answers]
-        if self._long_rows != "truncate":
+        if self._config.long_rows != "truncate":
             reason = f"prompt and answer have {len(prompt) + longest} tokens, more than max_tokens={max_tokens}"
-            self.problems.report(row.file, row.line, reason, self._long_rows, setting="data.long_rows")
+            self._problems.report(row.file, row.line, reason, self._config.long_rows, setting="data.long_rows")
             return None
         # The prompt's beginning is cut, to no less than half of `max_tokens`; then the answers' ends, and their EOS.
         room = max(max_tokens - longest, max_tokens // 2)
         prompt = end_of_prompt(tokenizer, prompt, room) if room < len(prompt) else prompt
         return [prompt, *(answer[: max_tokens - len(prompt)] for answer in answers)]
 
-    def refuse(self, example: Example, reason: str, once: bool | str = False) -> None:
-        """Refuse a row under `bad_rows`; see `RowProblems.report`."""
-        self.problems.report(example.row.file, example.row.line, reason, self._config.bad_rows, once=once)
+    def _refuse(self, example: Example, reason: str, once: bool | str = False) -> None:
+        self._problems.report(example.row.file, example.row.line, reason, self._config.bad_rows, once=once)
 
-    def require_some(self, rows: Sequence[Any]) -> None:
-        require_some(len(rows), self._config, self.problems)
-
-    def show_first(self, row: Completion | Pair, texts: Mapping[str, str] | None = None, **more: str) -> None:
-        """Record the first row as it is trained: texts that are its very tokens, else the tokens decoded.
-
-        The row may have been cut, at its length or after its EOS; `texts` may belong to a row that was set aside.
-        """
+    def _show_first(self, row: Completion | Pair, texts: Mapping[str, str] | None = None, **more: str) -> None:
+        """Record the first row as it is trained (perhaps cut): texts that are its very tokens, else the tokens decoded."""
         if not self._is_first:
             return
         texts, parts = texts or self._quarantine.first, row._asdict()
@@ -137,118 +197,6 @@ def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
     return [*tokens, tokenizer.eos_id]
 
 
-def load_completions(
-    config: DataConfig, tokenizer: Tokenizer, *, max_tokens: int, long_rows: LongRows, quarantine: Quarantine
-) -> list[Completion]:
-    """Rows for SFT.  Raises DataError with every refused row at once, or if no row is left."""
-    loader = _Loader(config, tokenizer, max_tokens, long_rows, quarantine)
-    tokenized = loader.tokenize(read_completions(config, tokenizer, loader.problems))
-    rows = [Completion(*parts) for _, parts in tokenized]
-    loader.show_first(rows[0])
-    return rows
-
-
-def load_pairs(
-    config: DataConfig, tokenizer: Tokenizer, *, max_tokens: int, long_rows: LongRows, quarantine: Quarantine
-) -> list[Pair]:
-    """Rows for the reward model.  Raises DataError as `load_completions`."""
-    loader = _Loader(config, tokenizer, max_tokens, long_rows, quarantine)
-    rows = [Pair(*parts) for _, parts in loader.tokenize(read_pairs(config, tokenizer, loader.problems))]
-    loader.show_first(rows[0])
-    return rows
-
-
-def load_unequal_pairs(
-    config: DataConfig, tokenizer: Tokenizer, *, max_tokens: int, long_rows: LongRows, quarantine: Quarantine
-) -> list[Pair]:
-    """Rows for DPO: pairs whose answers differ, because the margin of equal ones is always 0.
-
-    Raises DataError as `load_completions`.
-    """
-    loader = _Loader(config, tokenizer, max_tokens, long_rows, quarantine)
-    problems, cut = loader.problems, f" once they are cut to max_tokens={max_tokens}"
-    examples = [each for each in read_pairs(config, tokenizer, problems) if is_unequal(each, each.answers, config, problems)]
-    rows = [
-        Pair(*parts)
-        for example, parts in loader.tokenize(examples)
-        if is_unequal(example, parts[1:], config, problems, cut)
-    ]
-    loader.require_some(rows)
-    loader.show_first(rows[0])
-    return rows
-
-
-def load_marked(
-    config: DataConfig, tokenizer: Tokenizer, *, max_tokens: int, long_rows: LongRows, quarantine: Quarantine
-) -> list[Marked]:
-    """Rows for KTO: completions with a label, or pairs.  A pair gives two rows, with the chosen answer wanted.
-
-    Raises DataError as `load_completions`, and if no column holds labels or all rows are of one kind.
-    """
-    loader = _Loader(config, tokenizer, max_tokens, long_rows, quarantine)
-    marked = read_marked(config, tokenizer, loader.problems)
-    wanted = {id(example): mark for example, mark in marked}
-    tokenized = loader.tokenize([example for example, _ in marked])
-    rows = [Marked(prompt, answer, [int(wanted[id(example)])]) for example, (prompt, answer) in tokenized]
-    first = tokenized[0][0]
-    texts = {"prompt": first.prompt, "completion": first.answers[0]}
-    label = "wanted" if rows[0].wanted[0] else "unwanted"
-    loader.show_first(Completion(rows[0].prompt, rows[0].completion), texts, label=label)
-    num_wanted = sum(row.wanted[0] for row in rows)
-    if num_wanted in (0, len(rows)):
-        kind = "wanted" if num_wanted else "unwanted"
-        raise DataError(
-            f"all {len(rows)} rows are {kind}: KTO learns from both; give rows of both kinds, or fine-tune on wanted ones with "
-            "`oppo sft`"
-        )
-    quarantine.note(f"{num_wanted} of {len(rows)} completions are wanted, {len(rows) - num_wanted} are not")
-    kinds = [{(*row.prompt, -1, *row.completion) for row in rows if row.wanted[0] == kind} for kind in (0, 1)]
-    if both := len(kinds[0] & kinds[1]):
-        quarantine.note(f"{both} completions are wanted in one row and unwanted in another")
-    return rows
-
-
-def load_steps(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    separator: str,
-    max_tokens: int,
-    long_rows: LongRows,
-    quarantine: Quarantine,
-) -> list[Steps]:
-    """Rows for the process reward model: steps joined by the separator and tokenized as one text, as a policy writes it.
-
-    A row whose text has another number of steps than labels is refused.  Raises DataError as `load_completions`, and
-    ConfigError for a separator that no answer can have.
-    """
-    require_stop_texts([separator], tokenizer, "separator")
-    loader = _Loader(config, tokenizer, max_tokens, long_rows, quarantine)
-    step_ends = StepEnds(separator, tokenizer.decode)
-    rows: list[Steps] = []
-    for example, labels in read_steps(config, tokenizer, loader.problems, separator):
-        if (parts := loader.tokenize_one(example)) is None:
-            continue
-        prompt, completion = parts
-        is_cut = completion[-1] not in tokenizer.eos_ids
-        ends = step_ends.of(encode_answers(tokenizer, example.prompt, example.answers)[1] if is_cut else completion)
-        kept = [(end, label) for end, label in zip(ends, labels, strict=False) if label is not None and end < len(completion)]
-        if len(ends) != len(labels):
-            loader.refuse(
-                example,
-                f"the text has {len(ends)} steps by the separator {separator!r}, but the row has {len(labels)}: a step has the "
-                "separator within it, or a token holds several steps; split the step, or set another separator",
-                once="by the separator",
-            )
-        elif not kept:
-            loader.refuse(example, f"no step with a label ends within max_tokens={max_tokens}")
-        else:
-            rows.append(Steps(prompt, completion, [end for end, _ in kept], [label for _, label in kept]))
-    loader.require_some(rows)
-    loader.show_first(Completion(*rows[0][:2]))
-    return rows
-
-
 def num_duplicates(rows: Sequence[Any]) -> int:
     """Number of rows whose tokens an earlier row has too."""
     return len(rows) - len({tuple(tuple(part) for part in row) for row in rows})
@@ -257,7 +205,7 @@ def num_duplicates(rows: Sequence[Any]) -> int:
 def read_heldout(
     evaluation: HeldoutConfig | None, seed: int, rows: list[RowT], read: Callable[[DataConfig], list[RowT]]
 ) -> tuple[list[RowT], list[RowT]]:
-    """(rows to train on, rows held out): a fraction of `rows`, or files of their own, read by `read`.  Raises DataError."""
+    """(rows to train on, rows held out): a fraction of `rows`, or files of their own."""
     if evaluation is None:
         return rows, []
     if evaluation.data is not None:
@@ -267,11 +215,10 @@ def read_heldout(
 
 
 def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[RowT], list[RowT]]:
-    """(rows to train on, rows held out), each in the order of `rows`.
+    """(rows to train on, rows held out), each in the order of `rows`.  Raises DataError if either is empty.
 
-    Rows of one prompt (their first part) stay together, so that no held-out prompt is trained on.  Prompts are drawn by
-    a hash of prompt and seed until `fraction` of the rows, rounded and at least one, is reached; a prompt with more rows than
-    are still wanted is skipped.  Raises DataError if either side is empty.
+    Rows of one prompt (their first part) stay together.  Prompts are drawn by a hash of prompt and seed until `fraction` of the
+    rows is reached; a prompt with more rows than are still wanted is skipped.
     """
     by_prompt: dict[bytes, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
@@ -332,8 +279,7 @@ def batches(
 ) -> Iterator[list[int]]:
     """Row indices of each optimizer step after `passed`.
 
-    The epochs' permutations follow each other without a gap, so only the last batch may be smaller.  A fraction of an
-    epoch is the beginning of its permutation.
+    The epochs' permutations follow each other without a gap, so only the last batch may be smaller.
     """
     if num_rows < 1:
         raise DataError("there is no row to make batches of; at least one is needed.")

@@ -1,5 +1,4 @@
-"""The process of `chat_template.ChatTemplate`: python -m oppo_megatron.data.template_process SECONDS; a JSON line in, a
-JSON line out.
+"""The process of `ChatTemplate`: python -m oppo_megatron.data.template_process SECONDS; a JSON line in, a JSON line out.
 
     request   {"template": Jinja text, "variables": {...}, "moment": time that `strftime_now` prints}, or without variables
     answer    {"text": ...}, or {"reads": names}, or {"error": reason, "kind": syntax | refusal | limit, "line": number}
@@ -65,13 +64,10 @@ def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 
 
 def raise_exception(reason: str) -> None:
-    """Refuse the messages, as a template does it."""
     raise jinja2.TemplateError(reason)
 
 
-def to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
+def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
     """JSON without Jinja's escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -88,16 +84,14 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> jinja2.Template:
-    return environment().from_string(_counted(template))
-
-
-def _counted(template: str) -> str:
     check_template(template)
-    return template
+    return environment().from_string(template)
 
 
-def _read_names(template: nodes.Template) -> set[str]:
+def _read_names(text: str) -> set[str]:
     """Names that a caller may give, without those that the template sets first, unless it tests them (`x is defined`)."""
+    check_template(text)
+    template = environment().parse(text)
     found = meta.find_undeclared_variables(template) - environment().globals.keys()
     begun: dict[str, bool] = {}
     for node in _names(template):
@@ -120,10 +114,9 @@ def _names(node: nodes.Node, parameters: frozenset[str] = frozenset()) -> Iterat
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rendered text; for a request without variables, the names that the template reads."""
     try:
         if "variables" not in request:
-            return {"reads": sorted(_read_names(environment().parse(_counted(request["template"]))))}
+            return {"reads": sorted(_read_names(request["template"]))}
         random.seed(0)  # of the filter `random` and of `lipsum`
         moment = datetime.fromisoformat(request["moment"])
         text = _compiled(request["template"]).render(request["variables"], strftime_now=moment.strftime)

@@ -14,16 +14,16 @@ from typing import Any, Literal, Protocol
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.paths import folders_with, irregular_path
 from oppo_megatron.data.chat_template import ChatTemplate, require_syntax
-from oppo_megatron.data.fast_tokenizer import SPACE_MARK, chat_template_of, disagreement, fast_files, is_made_from
-from oppo_megatron.data.prompt_tokens import settle_bos
+from oppo_megatron.data.fast_tokenizer import SPACE_MARK, fast_files, made_config
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.modeldir.eos import distinct, model_eos_ids
 from oppo_megatron.nesting import check_json
 
 SENTENCEPIECE_NAME = "tokenizer.model"
 TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")
+"""Every tokenizer directory of transformers has such a file."""
 JSON_PATTERNS = ("*config.json", "*token*.json", "*vocab*.json", "*template*.json")
-"""TOKENIZER_PATTERNS: every tokenizer directory of transformers has such a file.  JSON_PATTERNS: the files it reads."""
+"""The files that transformers reads."""
 UNKNOWN_ID_TEXT = "\ufffd"
 # The options for decode(encode(text)) == text for any text, and the special tokens.
 LOSSLESS: dict[str, Any] = {
@@ -43,8 +43,8 @@ LOSSLESS: dict[str, Any] = {
 class Tokenizer(Protocol):
     """The interface of a tokenizer.  `vocab_size` is the largest id + 1, added tokens included.
 
-    `eos_id` is the tokenizer's own EOS, which is added to answers to learn from; `eos_ids` are all ids that end a
-    response, that one first.  `adds_bos`: prompts begin with `bos_id` (`prompt_tokens.py`).
+    `eos_id` is the tokenizer's own EOS; `eos_ids` are all ids that end a response, that one first.  `adds_bos`: prompts begin
+    with `bos_id`.
     """
 
     eos_id: int
@@ -63,27 +63,24 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` as they continue another text, so that a space in front is kept; special tokens have none.
 
-        An id beyond the vocabulary (a model may have spare rows in its embedding, and draw one) is U+FFFD.
+        An id beyond the vocabulary (a model may have spare rows in its embedding) is U+FFFD.
         """
         ...
 
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
-        """Write the files from which `load_tokenizer` and `transformers.AutoTokenizer` make this tokenizer again, with its chat
-        template; where it has no padding token, or one that ends a response, `pad_id` is it.
+        """Write the files from which `load_tokenizer` and `transformers.AutoTokenizer` make this tokenizer again.
 
-        Returns a sentence where transformers will not read texts as this tokenizer does, else None.
+        `pad_id`: its padding token, if it has none or one that ends a response.  Returns a warning if transformers will not read
+        texts as this tokenizer does, else None.
         """
         ...
 
 
 def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokenizer:
-    """The tokenizer at `config.path`: a sentencepiece `.model` file, a directory with only such a file, or a Hugging
-    Face one.
+    """The tokenizer at `config.path`: a Hugging Face directory, or a sentencepiece `.model` file.
 
-    Its `eos_ids` are its own EOS and those that `generation_config.json` (else `config.json`) of its directory names, and
-    of the directory `model`, of the policy that draws the tokens.
-
-    Raises `ConfigError` if the path is missing, is not a tokenizer, or the tokenizer has no end-of-sequence token.
+    Its `eos_ids` are its own EOS and those that the `generation_config.json` (else `config.json`) of its directory and of
+    `model`, the policy's, name.  Raises ConfigError.
     """
     path = config.path
     if not path.exists():
@@ -100,7 +97,13 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
     directories = [directory for directory in (path, model) if directory is not None and directory.is_dir()]
     named = [i for directory in directories for i in model_eos_ids(directory)]
     tokenizer.eos_ids = distinct([tokenizer.eos_id, *named])
-    settle_bos(tokenizer, config.add_bos, path)
+    if config.add_bos and tokenizer.bos_id is None:
+        raise ConfigError(
+            f"tokenizer.add_bos is true, but the tokenizer at {path} has no BOS token; set it to null, or name a tokenizer "
+            "that has one"
+        )
+    if config.add_bos is not None:
+        tokenizer.adds_bos = config.add_bos
     tokenizer.chat.require_arguments()
     return tokenizer
 
@@ -108,8 +111,8 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
 def _open_tokenizer(path: Path, config: TokenizerConfig) -> Tokenizer:
     if path.is_file():
         return SentencePieceTokenizer(path, config)
-    if is_made_from(path, model := path / SENTENCEPIECE_NAME):
-        template = config.chat_template or chat_template_of(path)
+    if (made := made_config(path, model := path / SENTENCEPIECE_NAME)) is not None:
+        template = config.chat_template or made.get("chat_template")
         return SentencePieceTokenizer(model, config.model_copy(update={"chat_template": template}))
     is_hugging_face = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if not is_hugging_face and (path / SENTENCEPIECE_NAME).is_file():
@@ -122,6 +125,27 @@ def _open_tokenizer(path: Path, config: TokenizerConfig) -> Tokenizer:
             f"{named}"
         )
     return HuggingFaceTokenizer(path, config)
+
+
+class _Decoder:
+    """Decodes ids that continue another text: many tokenizers drop the space in front of the first."""
+
+    def __init__(self, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], vocab_size: int):
+        whole = encode("a b")
+        begun = list(os.path.commonprefix([encode("a"), whole]))
+        if not begun or decode(begun) + decode(whole[len(begun) :]) == decode(whole):
+            begun = []
+        self._begun, self._skipped = begun, len(decode(begun)) if begun else 0
+        self._decode, self._vocab_size = decode, vocab_size
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        pieces: list[list[int]] = [[]]
+        for i in ids:
+            if i < self._vocab_size:
+                pieces[-1].append(i)
+            else:
+                pieces.append([])
+        return UNKNOWN_ID_TEXT.join(self._decode([*self._begun, *piece])[self._skipped :] for piece in pieces)
 
 
 class HuggingFaceTokenizer:
@@ -144,9 +168,7 @@ class HuggingFaceTokenizer:
                 f"tokenizer.path={directory} has no eos_token, and a response needs an end; set eos_token in its "
                 "tokenizer_config.json"
             )
-        self._loaded = loaded
-        self._directory = directory
-        self._chat_template = config.chat_template
+        self._loaded, self._directory, self._chat_template = loaded, directory, config.chat_template
         self.chat = ChatTemplate(config, self._choose_template, loaded.special_tokens_map)
         self.eos_id: int = loaded.eos_token_id
         self.eos_ids: tuple[int, ...] = (self.eos_id,)
@@ -160,16 +182,12 @@ class HuggingFaceTokenizer:
         def decode(ids: list[int]) -> str:
             return str(loaded.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-        self._continued = _continued(self.encode, decode)
+        self.decode = _Decoder(self.encode, decode, self.vocab_size)
 
     def encode(self, text: str) -> list[int]:
         return list(self._loaded.encode(text, add_special_tokens=False, verbose=False))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return _decode(ids, self.vocab_size, self._continued)
-
     def _choose_template(self, with_tools: bool) -> str | None:
-        """Choose one of several named templates: by its name, else the one for tools or the default one."""
         if self._chat_template is None and not self._loaded.chat_template:
             return None
         try:
@@ -207,32 +225,24 @@ class SentencePieceTokenizer:
                 f"tokenizer.path={path} is not a sentencepiece model ({error}); train one with `oppo tokenizer`"
             ) from error
         if self._processor.eos_id() < 0:
-            raise ConfigError(
-                f"tokenizer.path={path} has no EOS, and a response needs an end; train it with eos_id >= 0"
-            )
-        self._path = path
-        self._chat_template = config.chat_template
+            raise ConfigError(f"tokenizer.path={path} has no EOS, and a response needs an end; train it with eos_id >= 0")
+        self._path, self._chat_template = path, config.chat_template
         # Control symbols are never read from text: the template's have none.
         self.chat = ChatTemplate(config, lambda with_tools: config.chat_template, {"bos_token": "", "eos_token": ""})
         self.eos_id: int = self._processor.eos_id()
         self.eos_ids: tuple[int, ...] = (self.eos_id,)
-        self.bos_id, self.pad_id = (
-            i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.pad_id())
-        )
+        self.bos_id, self.pad_id = (i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.pad_id()))
         self.adds_bos = False  # the library's own way
         self.other_ids: tuple[int, ...] = (self._processor.unk_id(),)
         self.vocab_size: int = self._processor.get_piece_size()
-        self._space_mark_ids = self._find_space_mark_ids()
-        self._continued = _continued(self.encode, lambda ids: str(self._processor.decode(ids)))
-
-    def _find_space_mark_ids(self) -> list[int] | None:
-        """Byte pieces of `SPACE_MARK`; None if the model lacks them, or puts a space before each text."""
+        # Byte pieces of SPACE_MARK; none if the model lacks them, or puts a space before each text.
         ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         has_prefix = self._processor.id_to_piece(self._processor.encode("a")[0]).startswith(SPACE_MARK)
-        return ids if all(self._processor.is_byte(i) for i in ids) and not has_prefix else None
+        self._space_mark_ids = ids if all(map(self._processor.is_byte, ids)) and not has_prefix else []
+        self.decode = _Decoder(self.encode, lambda ids: str(self._processor.decode(ids)), self.vocab_size)
 
     def encode(self, text: str) -> list[int]:
-        if SPACE_MARK not in text or self._space_mark_ids is None:
+        if SPACE_MARK not in text or not self._space_mark_ids:
             return list(self._processor.encode(text))
         first, *others = text.split(SPACE_MARK)
         ids = list(self._processor.encode(first))
@@ -240,16 +250,13 @@ class SentencePieceTokenizer:
             ids += [*self._space_mark_ids, *self._processor.encode(other)]
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return _decode(ids, self.vocab_size, self._continued)
-
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
         directory.mkdir(parents=True, exist_ok=True)
         target = directory / SENTENCEPIECE_NAME
         if not (target.exists() and target.samefile(self._path)):
             shutil.copyfile(self._path, target)
-        files = fast_files(self._path.read_bytes(), self._chat_template, pad_id)
-        if files is None or disagreement(files, self.encode) is not None:
+        files = fast_files(self._path.read_bytes(), self.encode, self._chat_template, pad_id)
+        if files is None:
             return (
                 f"{self._path}: transformers cannot cut up texts exactly as this sentencepiece model does, so it gets no "
                 f"tokenizer.json; load {SENTENCEPIECE_NAME} with the sentencepiece package"
@@ -269,13 +276,16 @@ def train_sentencepiece(
 ) -> None:
     """Train a tokenizer on `texts` and write it to `path`; ids 0-3 are unk, bos, eos, pad.
 
-    Nothing in a text is changed or lost: newline is a piece of its own, digits stand alone, and a character that is
-    rare in `texts` falls back to its bytes.  Raises `DataError` if there is no text, `ConfigError` if `vocab_size`
-    does not fit it.
+    Nothing in a text is changed or lost: a rare character falls back to its bytes.  Raises DataError without text, ConfigError if
+    `vocab_size` does not fit it.
     """
     import sentencepiece
 
-    lines = _lines(texts)
+    # Neither a newline nor the character for a space is ever part of another piece.
+    separated = (text.replace(SPACE_MARK, "\n").replace("\0", "\n") for text in texts)
+    lines = [line for text in separated for line in text.split("\n") if line.strip()]
+    if not lines:
+        raise DataError("a tokenizer cannot be trained on nothing; give at least one text that is not blank.")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -294,28 +304,13 @@ def train_sentencepiece(
     trained_size = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).get_piece_size()
     if trained_size != vocab_size:
         raise _misfit(vocab_size, f"<= {trained_size}")
-    _write_whole(path, model.getvalue())
-
-
-def _lines(texts: Iterable[str]) -> list[str]:
-    """Lines to train on: neither a newline nor the character for a space is ever part of another piece."""
-    separated = (text.replace(SPACE_MARK, "\n").replace("\0", "\n") for text in texts)
-    lines = [line for text in separated for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise DataError("a tokenizer cannot be trained on nothing; give at least one text that is not blank.")
-    return lines
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """A crash leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
+    partial.write_bytes(model.getvalue())
     os.replace(partial, path)
 
 
 def _misfit(vocab_size: int, reason: str) -> ConfigError:
-    """The fault of `vocab_size`, from sentencepiece's message."""
     largest = re.search(r"<= (\d+)\.?$", reason.strip())
     smallest = re.search(r"\d+ vs (\d+)", reason)
     if largest:
@@ -323,23 +318,3 @@ def _misfit(vocab_size: int, reason: str) -> ConfigError:
     if smallest:
         return ConfigError(f"vocab_size={vocab_size} is too small: bytes, specials and characters need {smallest[1]}")
     return ConfigError(f"vocab_size={vocab_size}: sentencepiece cannot train on these texts ({reason})")
-
-
-def _continued(encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
-    """`decode`, but of ids that continue a text: many tokenizers drop the space in front of the first."""
-    whole = encode("a b")
-    begun = list(os.path.commonprefix([encode("a"), whole]))
-    if not begun or decode(begun) + decode(whole[len(begun) :]) == decode(whole):
-        return decode
-    return lambda ids: decode([*begun, *ids])[len(decode(begun)) :]
-
-
-def _decode(ids: Sequence[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
-    """Text of the ids, those beyond the vocabulary as `UNKNOWN_ID_TEXT`."""
-    pieces: list[list[int]] = [[]]
-    for i in ids:
-        if i < vocab_size:
-            pieces[-1].append(i)
-        else:
-            pieces.append([])
-    return UNKNOWN_ID_TEXT.join(decode(piece) for piece in pieces)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.config.model import RuntimeConfig
-from oppo_megatron.engine.links import Links
+from oppo_megatron.engine.executor import Links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
@@ -18,10 +19,9 @@ ROUND_STEPS = 64
 
 
 class PromptDecoder:
-    """Decodes on its own cache.  Every rank of the model makes the same calls with the same prompts, and gets the same responses.
+    """Decodes on its own cache.  Every rank of the model makes the same calls with the same prompts.
 
-    A response depends on the seed of `sampling` and on its prompt's `seq_id` and tokens alone, not on other prompts, the
-    layout or the steps of a round.
+    A response depends on the seed of `sampling` and on its prompt's `seq_id` and tokens alone.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class PromptDecoder:
         round_steps: int = ROUND_STEPS,
         activity: Activity | None = None,
     ):
-        """`num_slots`: sequences that a replica decodes at once, if `kv_budget_bytes` (None: no limit) holds them.
+        """`num_slots` per replica, if `kv_budget_bytes` (None: no limit) holds them.
 
-        `round_steps`: decode steps after which new prompts may take the slots of ended responses.
+        Ended responses give way after `round_steps`.
         """
         self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
         self._num_slots, self._kv_budget_bytes = num_slots, kv_budget_bytes
@@ -48,19 +48,20 @@ class PromptDecoder:
         self._clock = 0
 
     def decode(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
-        """Yield responses in the order in which they end; prompts are taken as slots become free.
-
-        Raises CapacityError if the budget holds no sequence, or if memory runs out.
-        """
+        """Yield responses as they end. Raises CapacityError if the budget holds no sequence, or if memory runs out."""
         for rollouts in self.rounds(prompts):
             yield from sorted((r for r in rollouts if r.finished), key=_order)
 
     def rounds(self, prompts: Iterable[Prompt]) -> Iterator[list[Rollout]]:
-        """Yield the rollouts after each round, while they grow; otherwise as `decode`.
-
-        A caller that stops before the end abandons the others.
-        """
-        rounds, waiting = self._rounds or self._new_rounds(), iter(prompts)
+        """Yield the rollouts after each round, while they grow; a caller that stops before the end abandons the others."""
+        rounds, waiting = self._rounds, iter(prompts)
+        if rounds is None:
+            runtime, cache = self._runtime, self._model.new_cache(self._num_slots, self._kv_budget_bytes, self._runtime.kv_layout)
+            rounds = decoder(
+                self._model, cache, sampling=self.sampling, stopping=self.stopping, links=self._links,
+                micro_batch_tokens=runtime.micro_batch_tokens, timeout_s=runtime.timeout_s,
+                sync_steps=runtime.sync_steps(cache.device.type), activity=self._activity,
+            )  # fmt: skip
         assert rounds.decode is not None
         self._rounds = None  # these caches and books hold the abandoned sequences
         places = rounds.decode.cache.num_slots * self._model.groups.dp
@@ -70,38 +71,20 @@ class PromptDecoder:
             active += [Rollout(prompt, admission=0) for prompt in islice(waiting, places - len(active))]
             if not active:
                 break
-            yield self._round(rounds, active)
+            decoding = Decoding(self._clock, 0, partial(_AllEnded, active))
+            chunk = rounds.run(active, [], self.round_steps, decoding)
+            assert chunk is not None
+            self._clock, by_id = chunk.clock, {r.seq_id: r for r in active}
+            for row in chunk.rows:
+                by_id[row.seq_id].extend(row)
+            rounds.recorded(active)
+            yield active
         rounds.executor.drain()
         self._rounds = rounds
 
-    def _round(self, rounds: RoundRunner, active: list[Rollout]) -> list[Rollout]:
-        decoding = Decoding(self._clock, 0, lambda: _AllEnded(active))
-        chunk = rounds.run(active, [], self.round_steps, decoding)
-        assert chunk is not None
-        self._clock, by_id = chunk.clock, {r.seq_id: r for r in active}
-        for row in chunk.rows:
-            by_id[row.seq_id].extend(row)
-        rounds.recorded(active)
-        return active
-
-    def _new_rounds(self) -> RoundRunner:
-        model, runtime = self._model, self._runtime
-        cache = model.new_cache(self._num_slots, self._kv_budget_bytes, runtime.kv_layout)
-        return decoder(
-            model,
-            cache,
-            sampling=self.sampling,
-            stopping=self.stopping,
-            links=self._links,
-            micro_batch_tokens=runtime.micro_batch_tokens,
-            timeout_s=runtime.timeout_s,
-            sync_steps=runtime.sync_steps(cache.device.type),
-            activity=self._activity,
-        )
-
 
 class _AllEnded:
-    """Ends a round before its last step if all responses have ended."""
+    """Ends a round early if all responses have ended."""
 
     def __init__(self, active: Sequence[Rollout]):
         self._going_on = {r.seq_id for r in active}

@@ -1,11 +1,8 @@
 """Decode steps that the host only starts: tokens, positions and draws stay on the device for several steps.
 
-A step is the model over one token of each row, the draw and the bookkeeping, all of them device operations.  A row that has
-ended continues without effect: its draws are ignored and its position stays.  After `sync_steps` steps, or when no row can
-continue, the host reads the drawn tokens, closes the gaps among the rows (`DecodeWorker`) and loads again.
-
-To keep the number of shapes small, rows are padded to a size of `batch_bucket`, and attended positions to a bound of the
-cache.  A step of one shape can therefore be captured and replayed (`mcore/cuda_graphs.py`).
+A row that has ended continues without effect.  After `sync_steps` steps, or when no row can continue, the host reads the drawn
+tokens, closes the gaps among the rows (`DecodeWorker`) and loads again.  To keep the number of shapes small, rows are padded to
+a size of `batch_bucket`, and attended positions to a bound of the cache, so that a step can be captured and replayed.
 
 Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
 """
@@ -19,8 +16,7 @@ import numpy as np
 import torch
 
 from oppo_megatron.engine.sampler import Sampling, draw_at, uniforms_at
-from oppo_megatron.mcore.cuda_graphs import StepRunner
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.device import StepRunner, on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.uniforms import row_state
@@ -69,7 +65,6 @@ class DeviceLane:
 
     @property
     def loaded(self) -> bool:
-        """True if rows on the device can continue."""
         return self._done < self._window
 
     def load(self, rows: Sequence[Row], steps: int) -> None:
@@ -94,7 +89,6 @@ class DeviceLane:
         self._load_state([*state, *[(0, aside, 0, 0, 0, 0)] * filled])
 
     def step(self) -> None:
-        """Decode one token of each running row."""
         assert self.loaded
         with torch.inference_mode():
             self._run((self._name, self._size, self._reach, self._places.key), self._advance)
@@ -103,7 +97,7 @@ class DeviceLane:
     def read(self) -> list[list[list[float]]]:
         """Tokens, log-probs, sampling log-probs and masses of the rows for each step of the window; the host waits for them.
 
-        Values past a row's end are meaningless, including its mass, which is finite if the token came from a valid distribution.
+        Values past a row's end are meaningless.
         """
         assert self._done and not self.loaded
         drawn_K4R: list[list[list[float]]]
@@ -116,7 +110,6 @@ class DeviceLane:
         return row.token, length, row.position, row.limit, chain, int(greedy)
 
     def _load_state(self, state: list[tuple[int, ...]]) -> None:
-        """The `_state` of each row, in one copy."""
         size, num_rows = len(state), len(self._rows)
         table_6B = np.array(state, dtype=np.uint64).view(np.int64).T
         self._state_6M[:, :size] = on_device(torch.from_numpy(table_6B), self._cache.device)
@@ -125,7 +118,6 @@ class DeviceLane:
         self._step_1.zero_()
 
     def _advance(self) -> None:
-        """One step, by device operations alone."""
         size = self._size
         token_B, cached_B, position_B, limit_B, chain_B, greedy_B = self._state_6M[:, :size].unbind(0)
         ended_B = self._ended_M[:size]
@@ -145,7 +137,6 @@ class DeviceLane:
 
 
 def batch_bucket(rows: int) -> int:
-    """Padded number of rows of a step."""
     for size in SMALL_BATCHES:
         if rows <= size:
             return size

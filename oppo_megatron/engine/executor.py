@@ -1,10 +1,8 @@
 """Executes one rank's part of a schedule.  It has no policy of its own: the actions and their order decide.
 
-The `RoleWorker` of its role executes each action.  Sends are asynchronous: a rank waits for one only if it is many rounds old,
-or at the end of a step (`drain`); a recv waits for its message.  Nothing else waits except the tensor-parallel collectives
-inside a stage and the gather of the replicas' chunks.  If a wait times out, StallError names the action.
-
-On a GPU each worker has its own CUDA stream, so decoding and prefill run concurrently.
+Sends are asynchronous: a rank waits for one only if it is many rounds old, or at the end of a step (`drain`).  Nothing else
+waits except a recv, the tensor-parallel collectives inside a stage and the gather of the replicas' chunks.  On a GPU each
+worker has its own CUDA stream, so decoding and prefill run concurrently.
 """
 
 from __future__ import annotations
@@ -24,22 +22,54 @@ from torch import Tensor
 from oppo_megatron.clock import SteadyClock
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.peers import is_lost_peer, stalled
-from oppo_megatron.engine.links import Links
+from oppo_megatron.cluster.process_groups import new_group
 from oppo_megatron.errors import StallError
 from oppo_megatron.schedule.actions import Action, Op
+from oppo_megatron.schedule.links import Link, in_waves, lanes_of, link_of
+from oppo_megatron.schedule.rounds import Site
+
+
+@dataclass(frozen=True)
+class Links:
+    """This rank's links (`schedule/links.py`), in the order of their first use."""
+
+    groups: dict[Link, dist.ProcessGroup]
+
+    def of(self, action: Action) -> dist.ProcessGroup:
+        return self.groups[link_of(action)]
+
+    def use_once(self, device: torch.device) -> None:
+        """Send one number over each link.  All ranks that have links make the call.
+
+        NCCL makes the communicator of a pair in its first message, and blocks both hosts until the other end has come.  So the
+        first messages are sent here, in an order without cycles of waiting ranks (`in_waves`), and not in a round.
+        """
+        rank = dist.get_rank()
+        for (source, destination, *_), group in self.groups.items():
+            number = torch.zeros(1, device=device)
+            work = dist.isend(number, destination, group) if rank == source else dist.irecv(number, source, group)
+            assert work is not None, "this rank is an end of each of its links"
+            work.wait()
+
+
+def build_links(site: Site) -> Links:
+    rank, groups = dist.get_rank(), dict[Link, dist.ProcessGroup]()
+    lanes = list(lanes_of(site))
+    for lane in lanes:
+        group = new_group(lane.ranks, lane.label)
+        groups |= {link: group for link in lane.links if rank in link[:2]}
+    waves = in_waves([link for lane in lanes for link in lane.links])
+    return Links({link: groups[link] for wave in waves for link in wave if link in groups})
 
 
 class RoleWorker(Protocol):
     """One role on this rank, with its model, cache and sequences of the round."""
 
     def live(self, action: Action) -> bool:
-        """False if the action is void because its sequences have ended.  The same on all ranks of the action."""
+        """False if the action is void because its sequences have ended. The same on all ranks of the action."""
 
     def compute(self, action: Action) -> int:
-        """Do a decode, sample, prefill, score or gather.  Returns the number of tokens (rows).
-
-        Raises CapacityError if memory runs out.
-        """
+        """Return the number of tokens (rows). Raises CapacityError if memory runs out."""
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
         """Tensors of a send."""
@@ -50,8 +80,6 @@ class RoleWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Shifted:
-    """An action `shift` rounds later than its chunk's number."""
-
     action: Action
     shift: int
 
@@ -60,7 +88,7 @@ class _Shifted:
 
 
 ROUNDS_IN_FLIGHT = 64
-"""Rounds after which a rank waits for its sends.  A listener falls behind during the critic's update; this bounds the buffers."""
+"""Rounds after which a rank waits for its sends: a bound on buffers if a listener falls behind."""
 
 Observer = Callable[[Action, float, float, int], None]
 """Called after every action: start, end (by the executor's clock), number of tokens (0 for messages)."""
@@ -68,7 +96,7 @@ Observer = Callable[[Action, float, float, int], None]
 
 @dataclass
 class Executor:
-    """One rank's executor.  `timeout_s`: time limit of a message."""
+    """One rank's executor. `timeout_s`: time limit of a message."""
 
     rank: int
     workers: Mapping[str, RoleWorker]
@@ -89,7 +117,7 @@ class Executor:
     def run(self, actions: Sequence[Action], shift: int = 0) -> None:
         """Do the actions of a round in order.  Raises StallError, naming the action, if a peer does not come.
 
-        `shift` is added to the chunk numbers in that name (`Schedule.shifted`).
+        `shift` is added to the chunk numbers in that name.
         """
         self._num_rounds += 1
         self._sent.append((shift, []))
@@ -118,11 +146,10 @@ class Executor:
         self.observe(action, start, self.clock(), size)
 
     def drain(self) -> None:
-        """Wait until every message has been sent."""
         self._release(0)
 
     def _release(self, rounds: int) -> None:
-        """Wait for all sends before the last `rounds` rounds.  (gloo reports a completed send only to a wait.)"""
+        """(gloo reports a completed send only to a wait.)"""
         while len(self._sent) > rounds:
             shift, sends = self._sent.popleft()
             for action, work, _ in sends:
@@ -142,7 +169,7 @@ class Executor:
             self._wait(action, work)
 
     def _tag(self, action: Action) -> int:
-        """The message's tag on both ends, so that on gloo no message replaces a lost one.  (NCCL has no tags.)"""
+        """The message's tag on both ends, so that on gloo no message replaces a lost one. (NCCL has no tags.)"""
         step = 0 if action.step is None else action.step + 1
         return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
 
@@ -172,7 +199,6 @@ class Executor:
     def _stalled(
         self, action: Action, error: RuntimeError, shift: int | None = None, seconds: float | None = None
     ) -> StallError:
-        """`shift`: of the action's round, by default the current one."""
         shift = self._sent[-1][0] if shift is None else shift
         return stalled(self.rank, str(_Shifted(action, shift)), error, self.timeout_s, seconds)
 

@@ -1,16 +1,14 @@
 """The actor's decoding on one rank.
 
-Legend: R rows (running sequences of a micro-batch), V vocabulary.
-
-Every rank of a replica has the same state: the last pipeline stage draws the tokens, identically on its tensor ranks, and the
-other stages receive them.  A decode micro-step is one token for each running sequence of a micro-batch.
-
-If one rank (or the tensor ranks of one stage) holds all layers, several micro-steps may run on the device before their tokens
-are read (`device_decode.py`); the round's result is the same.
+The last pipeline stage draws the tokens, identically on its tensor ranks, and the other stages receive them.  A decode
+micro-step is one token for each running sequence of a micro-batch.  On one stage several may run on the device before their
+tokens are read (`device_decode.py`); the round's result is the same.
 
 A micro-step is *void*, and every rank of the replica skips it, once its micro-batch has no running sequence or the batch was
 complete by the micro-batch's previous step (ordered by step, then micro-batch: a rank must not use information about later
 micro-steps, which other ranks may not have yet).
+
+Legend: R rows (running sequences of a micro-batch), V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,27 +21,27 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows, StopSignal
-from oppo_megatron.engine.decode_round import DecodeRound, Drawn, Growing
 from oppo_megatron.engine.device_decode import DeviceLane, Row
-from oppo_megatron.engine.row_words import DRAWN, gather_rows
+from oppo_megatron.engine.round_state import DecodeRound, Drawn, Growing, TakenUp
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.engine.stream import ChunkOutlet
-from oppo_megatron.engine.taking_up import TakenUp
-from oppo_megatron.mcore.cuda_graphs import CapturedSteps, run_eagerly
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.engine.stream import DRAWN, ChunkOutlet, gather_rows
+from oppo_megatron.mcore.device import (
+    CapturedSteps,
+    memory_for,
+    on_device,
+    run_eagerly,
+    too_many_sequences,
+    too_many_tokens,
+)
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import memory_for, too_many_sequences, too_many_tokens
-from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.book import ReplicaWork
 
 
 class DecodeWorker:
-    """The actor's worker: prefills prompts, decodes micro-steps and returns a round's chunk."""
-
     def __init__(
         self,
         model: RoleModel,
@@ -56,7 +54,7 @@ class DecodeWorker:
     ):
         """`outlet` encodes the messages for ranks without the actor, on the rank that sends them.
 
-        The host reads drawn tokens every `sync_steps` micro-steps if the model has one pipeline stage, else in each.
+        On one pipeline stage, the host reads drawn tokens every `sync_steps` micro-steps.
         """
         self.model, self.cache, self.outlet = model, cache, outlet
         self.sampling, self.stopping = sampling, stopping
@@ -72,12 +70,10 @@ class DecodeWorker:
         return sorted(seq_ids, key=lambda i: self.cache.slot(i) if i in self.cache else self.cache.num_slots)
 
     def invalidate(self) -> None:
-        """Empty the caches, because the weights changed."""
         for seq_id in self.cache.seq_ids:
             self.cache.truncate(seq_id, 0)
 
     def resume(self, stored: Mapping[int, Tensor]) -> None:
-        """Open sequences with their stored caches, in the order of their slots."""
         for seq_id, cached in stored.items():
             self.cache.restore(seq_id, cached)
 
@@ -93,10 +89,9 @@ class DecodeWorker:
         halt: bool = False,
         outlived: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Begin a round of this replica's `work`.  `readiness()` returns a new signal of what the batch still waits for.
+        """Begin a round of this replica's `work`; `readiness()` returns a new signal of what the batch still waits for.
 
-        `halt` is sent with the chunk.  `version` is the policy's; tokens drawn over a cache that has `outlived` updates have
-        the version of the oldest weights in it.
+        Tokens have the policy's `version`; if drawn over a cache that has `outlived` updates, that of the oldest weights in it.
         """
         taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}
@@ -116,9 +111,16 @@ class DecodeWorker:
 
     def compute(self, action: Action) -> int:
         if action.op is Op.GATHER:
-            self._gather()
+            self._round.rows = gather_rows(ChunkRows.of(self._round.rows), self.model.groups.collection.dp)
             return 0
-        with memory_for(lambda: self._exhausted(action)):
+
+        def describe() -> tuple[str, str]:
+            if action.op is Op.PREFILL:
+                batch = self._round.work.prefill[action.micro_batch]
+                return too_many_tokens("the actor's prefill", [growth.new for growth in batch])
+            return too_many_sequences("a decode step", self._round.num_tokens(action), self.cache.num_bytes)
+
+        with memory_for(describe):
             if action.op is Op.PREFILL:
                 return self._prefill(action.micro_batch)
             if action.op is Op.DECODE:
@@ -145,7 +147,7 @@ class DecodeWorker:
             self._round.hidden[action.micro_batch] = hidden
 
     def end(self) -> Chunk:
-        """Return the chunk of all replicas; drop finished sequences and tokens beyond the chunk from this replica's cache."""
+        """Return the chunk of all replicas; drop finished sequences and tokens beyond the chunk from the cache."""
         chunk = self._round.merge()
         rows, finished = chunk.rows, []
         lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != GOES_ON).tolist()
@@ -162,14 +164,8 @@ class DecodeWorker:
             self.cache.close(seq_id)
         return chunk
 
-    def _exhausted(self, action: Action) -> tuple[str, str]:
-        if action.op is Op.PREFILL:
-            return too_many_tokens("the actor's prefill", [growth.new for growth in self._round.prefill[action.micro_batch]])
-        return too_many_sequences("a decode step", self._round.num_tokens(action), self.cache.num_bytes)
-
     def _prefill(self, micro_batch: int) -> int:
-        """Prefill prompts, or stale sequences, without output."""
-        batch = tuple(sorted(self._round.prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
+        batch = tuple(sorted(self._round.work.prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
         self._round.taken.check(batch)
         tokens = [t for g in batch for t in self._round.growing[g.seq_id].tokens[g.past : g.past + g.new]]
         no_rows = torch.empty(0, dtype=torch.int64, device=self.cache.device)
@@ -185,7 +181,6 @@ class DecodeWorker:
     def _stage(
         self, micro_batch: int, seq_ids: list[int], lens: list[int], tokens: list[int], rows_R: Tensor | None
     ) -> None:
-        """Replace the micro-batch's input by this stage's output; the first stage's input are the tokens."""
         first = self.model.pre_process
         inputs = on_device(tokens, self.cache.device) if first else self._round.hidden[micro_batch]
         self._round.hidden[micro_batch] = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
@@ -199,9 +194,13 @@ class DecodeWorker:
         return self._absorb(action, [drawn])
 
     def _start_step(self, action: Action) -> int:
-        """Decode and draw on the device; the drawn tokens are read later."""
         assert action.step is not None
-        lane, resident = self._round.lanes[action.micro_batch], self._resident_lane(action.micro_batch)
+        lane, resident = self._round.lanes[action.micro_batch], self._resident.get(action.micro_batch)
+        if resident is None:
+            resident = self._resident[action.micro_batch] = DeviceLane(
+                self.model, self.cache, self.captured or run_eagerly, sampling=self.sampling,
+                eos_ids=self.stopping.eos_ids, sync_steps=self._sync_steps, name=action.micro_batch,
+            )  # fmt: skip
         if not resident.loaded:
             rows = [Row(g.seq_id, g.tokens[-1], g.position, g.limit) for g in lane]
             resident.load(rows, self._round.steps[action.micro_batch] - action.step)
@@ -209,28 +208,14 @@ class DecodeWorker:
         return len(lane)
 
     def _read(self, action: Action) -> int:
-        """Read the drawn tokens if the window is over."""
         lane, resident = self._round.lanes[action.micro_batch], self._resident[action.micro_batch]
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
-
-    def _resident_lane(self, micro_batch: int) -> DeviceLane:
-        if micro_batch not in self._resident:
-            self._resident[micro_batch] = DeviceLane(
-                self.model,
-                self.cache,
-                self.captured or run_eagerly,
-                sampling=self.sampling,
-                eos_ids=self.stopping.eos_ids,
-                sync_steps=self._sync_steps,
-                name=micro_batch,
-            )
-        return self._resident[micro_batch]
 
     def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
         """Append the tokens of the last micro-steps; sequences that end leave the micro-batch.
 
-        They keep their slots until the end of the round: if their end lies beyond the chunk's, they continue.
-        `resident`: the cache's lengths have not been advanced yet.
+        They keep their slots until the end of the round: if their end lies beyond the chunk's, they continue.  `resident`: the
+        cache's lengths have not been advanced yet.
         """
         assert action.step is not None
         lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn)
@@ -268,6 +253,3 @@ class DecodeWorker:
                 self.cache.exchange(growing.seq_id, last.seq_id)  # so that the micro-batch keeps neighbouring slots
                 if self.model.groups.dp == 1:  # else other replicas have a say in when the batch is complete
                     self._round.hear(growing.seq_id, (step_, micro_batch))
-
-    def _gather(self) -> None:
-        self._round.rows = gather_rows(ChunkRows.of(self._round.rows), self.model.groups.collection.dp)

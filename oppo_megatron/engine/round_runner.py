@@ -1,8 +1,4 @@
-"""One rank's part in the rounds of a run, which the planner plans and the executor executes.
-
-A round decodes a chunk of the active rollouts and scores the previous chunk: `run`, then the buffer records the chunk, then
-`recorded`.
-"""
+"""One rank's part in the rounds of a run, which the planner plans and the executor executes."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ import torch.distributed as dist
 from oppo_megatron.chunks import Chunk, StopSignal
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.columns import Held, Ints
-from oppo_megatron.engine.executor import Executor
+from oppo_megatron.engine.executor import Executor, Links
 from oppo_megatron.engine.generation import DecodeWorker
-from oppo_megatron.engine.links import Links
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
@@ -39,7 +34,7 @@ from oppo_megatron.schedule.rounds import Batch, Site
 class Decoding:
     """Parameters of a round's decoding: logical clock, the policy's version, and when to end.
 
-    `halt`: the run stops after this round; the chunk carries this to the ranks that only listen.
+    `halt`: the run stops after this round; the chunk tells the ranks that only listen.
     """
 
     clock: int
@@ -50,10 +45,9 @@ class Decoding:
 
 @dataclass
 class RoundRunner:
-    """The workers of this rank, and the planner of their rounds.
+    """The workers of this rank, and the planner of their rounds: `run`, then the buffer records the chunk, then `recorded`.
 
-    `decode` is None on ranks without the actor, `listen` on ranks with it; `scoring` are this rank's scorer roles.
-    `replicas`: this rank's replica of each role.  `planning_s`: seconds spent on planning and checking rounds.
+    `decode` is None on ranks without the actor, `listen` on ranks with it.  `planning_s`: seconds spent on planning.
     """
 
     planner: RoundPlanner
@@ -86,15 +80,27 @@ class RoundRunner:
         self.planning_s += time.monotonic() - started
         if self.on_plan is not None:
             self.on_plan(planned)
-        self._begin(planned, active, score, decoding)
+        scoring = {name: worker for name, worker in self.scoring.items() if name in planned.works}
+        for name, worker in scoring.items():
+            read = planned.works[name][self.replicas[name]]
+            worker.begin(read, grown(read.prefill, score))
+        if self.decode is not None and active:
+            mine: ReplicaWork = planned.works["actor"][self.replicas["actor"]]
+            self.decode.begin(
+                mine, grown(mine.decode, active), decoding.readiness, index=planned.round.index, clock=decoding.clock,
+                version=decoding.version, halt=decoding.halt, outlived=self.planner.actor.outlived,
+            )  # fmt: skip
         self.executor.run(planned.schedule.of(self.executor.rank), shift=planned.round.index - 1)
-        for name, worker in self.scoring.items():
-            if name in planned.works:
-                worker.end()
-        return self._end() if active else None
+        for worker in scoring.values():
+            worker.end()
+        if not active:
+            return None
+        end = self.decode or self.listen
+        assert end is not None
+        return end.end()
 
     def recorded(self, rollouts: Sequence[Rollout]) -> None:
-        """Update the planner after the chunk has been recorded in the active rollouts."""
+        """Update the planner after the buffer has recorded the chunk."""
         self.planner.actor.record(rollouts)
 
     def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
@@ -102,12 +108,10 @@ class RoundRunner:
         return self.planner.owes(rollouts) if role is None else self.planner.scorers[role].owes(rollouts)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Admit new rollouts."""
         for end in self._stream_ends():
             end.admit(rollouts)
 
     def retire(self, rollouts: Sequence[Rollout]) -> None:
-        """Drop rollouts whose scores all ranks have."""
         for end in self._stream_ends():
             end.retire(rollouts)
         seq_ids = [rollout.seq_id for rollout in rollouts]
@@ -118,7 +122,7 @@ class RoundRunner:
                 worker.forget(seq_id)
 
     def give_up(self, rollouts: Sequence[Rollout]) -> None:
-        """Drop finished rollouts that will not be trained, whether or not they have been read."""
+        """Drop finished rollouts that will not be trained, read or not."""
         seq_ids = [rollout.seq_id for rollout in rollouts]
         for book in self.planner.scorers.values():
             book.forget(*seq_ids, unread=True)
@@ -137,32 +141,9 @@ class RoundRunner:
         self.planner.actor.keep()
 
     def scorers_changed(self) -> None:
-        """Drop stale outputs and caches of trained scorers, because their weights changed."""
         for name in self.planner.reset_perishable():
             if name in self.scoring:
                 self.scoring[name].reset()
-
-    def _begin(
-        self, planned: PlannedRound, active: Sequence[Rollout], score: Sequence[Rollout], decoding: Decoding
-    ) -> None:
-        works = planned.works
-        for name, worker in self.scoring.items():
-            if name in works:
-                read = works[name][self.replicas[name]]
-                worker.begin(read, grown(read.prefill, score))
-        if self.decode is not None and active:
-            mine: ReplicaWork = works["actor"][self.replicas["actor"]]
-            index = planned.round.index
-            self.decode.begin(
-                mine, grown(mine.decode, active), decoding.readiness,
-                index=index, clock=decoding.clock, version=decoding.version, halt=decoding.halt,
-                outlived=self.planner.actor.outlived,
-            )  # fmt: skip
-
-    def _end(self) -> Chunk:
-        end = self.decode or self.listen
-        assert end is not None
-        return end.end()
 
     def _stream_ends(self) -> list[ListenWorker | ChunkOutlet]:
         outlet = None if self.decode is None else self.decode.outlet
@@ -170,7 +151,6 @@ class RoundRunner:
 
 
 def grown(batches: Sequence[Batch], rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts in the micro-batches of this rank's replica."""
     by_id = rollouts.by_id if isinstance(rollouts, Held) else {rollout.seq_id: rollout for rollout in rollouts}
     return [by_id[growth.seq_id] for batch in batches for growth in batch]
 

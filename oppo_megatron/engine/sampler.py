@@ -1,11 +1,10 @@
 """Drawing tokens with counter-based randomness.
 
-Legend: R rows (one per sequence), V vocabulary (this tensor rank's shard), S tensor ranks, K candidates kept by top-k, or blocks
-of W tokens of the shard.
+The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on the
+chunk size, the rest of the batch, the placement, or a restart.  The cumulative distribution is inverted at that number.
 
-The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on
-the chunk size, on the rest of the batch, on the placement, or on a restart.  A token is found by inverting the
-cumulative distribution at that number.
+Legend: R rows (one per sequence), V vocabulary (this tensor rank's shard), S tensor ranks, K candidates kept by top-k, or
+blocks of W tokens of the shard.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.errors import NumericsError
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.device import on_device
+from oppo_megatron.mcore.vocab import VocabShards
 from oppo_megatron.records import ALONE, Members
 from oppo_megatron.uniforms import uniforms
 
@@ -28,15 +27,12 @@ BELOW_ONE = 1 - 2.0**-24
 """A float32 times this number is the next smaller float32."""
 
 BLOCK = 64
-"""Tokens of a block.  A cumulative sum over blocks and then over one block is faster than over the whole vocabulary."""
+"""Tokens of a block: two cumulative sums, over blocks and over one, are faster than one over the vocabulary."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings.  Temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary.
-
-    Sequences that `members` marks as greedy are greedy at any temperature.
-    """
+    """Temperature 0 is greedy, and so are the sequences that `members` marks; top_k 0 and top_p 1 keep all tokens."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -54,8 +50,8 @@ class Draw:
     """Tokens [R], two log-probs [R] each, and masses [R] that are finite exactly if the row is a valid distribution.
 
     `logprobs` are over the whole vocabulary at the configured temperature (1 if greedy), as the training forward recomputes
-    them, so PPO's ratio is 1 before the first update.  `sampling_logprobs` are of the distribution after top-k and top-p,
-    whose support changes with the weights, so ratios of it are undefined.
+    them, so PPO's ratio is 1 before the first update.  `sampling_logprobs` are of the distribution after top-k and top-p, whose
+    support changes with the weights, so ratios of it are undefined.
     """
 
     tokens: Tensor
@@ -64,19 +60,14 @@ class Draw:
     masses: Tensor
 
     def table(self) -> Tensor:
-        """All four as rows of a float64 table [4, R], which holds tokens exactly."""
         return torch.stack([x.double() for x in (self.tokens, self.logprobs, self.sampling_logprobs, self.masses)])
 
     def where(self, mask_R: Tensor, other: Draw) -> Draw:
-        """These rows where the mask is true, else the rows of `other`."""
         pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return Draw(*(torch.where(mask_R, mine_R, theirs_R) for mine_R, theirs_R in pairs))
 
     def read(self, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> list[list[float]]:
-        """Copy tokens, log-probs and sampling log-probs to the host at once.
-
-        Raises NumericsError for the first row that is not a valid distribution.
-        """
+        """Copy to the host at once. Raises NumericsError for the first row that is not a valid distribution."""
         *drawn, masses = self.table().tolist()
         for mass, seq_id, position in zip(masses, seq_ids, positions, strict=True):
             if not math.isfinite(mass):
@@ -85,7 +76,6 @@ class Draw:
 
 
 def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsError:
-    """The error for logits that are not a valid distribution."""
     return NumericsError(
         f"sequence {seq_id}, response token {position}: the logits at temperature {sampling.temperature:g} are not finite, "
         "but must give a distribution; check the actor's weights, lower the learning rate if training has diverged, or "
@@ -96,7 +86,7 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
 def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
     """Float64 [R] in [0, 1): the numbers of `uniforms`, from `row_state` and int64 positions, on their device.
 
-    No copy and no wait for the device.  torch's int64 arithmetic wraps around, so the numbers are bit-equal on every device.
+    torch's int64 arithmetic wraps around, so they are bit-equal on every device.
     """
     return _shifted(_mix_int64(states_R ^ positions_R), 11).double() * 2.0**-53
 
@@ -109,7 +99,6 @@ def _mix_int64(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Unsigned right shift."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -122,7 +111,7 @@ def draw(
 ) -> Draw:
     """Draw one token per row from float32 logits (this rank's shard of them, with `shards`).
 
-    Every rank of the shards makes the call and gets the same result.  `Draw.read` checks that rows are valid distributions.
+    Every rank of the shards makes the call and gets the same result.
     """
     u_R = on_device(uniforms(sampling.seed, seq_ids, positions), logits_RV.device, torch.float64)
     greedy_R: Tensor | None = None
@@ -146,18 +135,15 @@ def draw_at(
     logits_RV = shards.filled_up(logits_RV)
     if sampling.temperature == 0:
         return _greedy(logits_RV, shards)
-    drawn = _sampled(logits_RV, sampling, u_R, shards)
-    if greedy_R is None:
-        return drawn
-    return _greedy(logits_RV, shards).where(greedy_R, drawn)
-
-
-def _sampled(logits_RV: Tensor, sampling: Sampling, u_R: Tensor, shards: VocabShards) -> Draw:
     scaled_RV = logits_RV if sampling.temperature == 1 else logits_RV / sampling.temperature
     u_R1 = u_R.float()[:, None]
     if sampling.top_k == 0 and sampling.top_p == 1:
-        return _whole(scaled_RV, u_R1, shards)
-    return _truncated(scaled_RV, u_R1, sampling, shards)
+        drawn = _whole(scaled_RV, u_R1, shards)
+    else:
+        drawn = _truncated(scaled_RV, u_R1, sampling, shards)
+    if greedy_R is None:
+        return drawn
+    return _greedy(logits_RV, shards).where(greedy_R, drawn)
 
 
 def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
@@ -208,7 +194,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
 
 
 def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
-    """Draw from the candidates of top-k and top-p.  Ranks exchange their best k; without top-k, all logits."""
+    """Draw from the candidates of top-k and top-p. Ranks exchange their best k; without top-k, all logits."""
     vocab = scaled_RV.shape[-1] * shards.size
     mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
     if shards.size > 1:
@@ -233,7 +219,6 @@ def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: Voca
 
 
 def _in_blocks(probs_RV: Tensor) -> Tensor:
-    """The vocabulary in blocks of `BLOCK` tokens [R, K, W], the last one padded with probability 0."""
     missing = -probs_RV.shape[-1] % BLOCK
     padded_RV = torch.nn.functional.pad(probs_RV, (0, missing)) if missing else probs_RV
     return padded_RV.view(len(probs_RV), -1, BLOCK)

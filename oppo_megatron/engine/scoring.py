@@ -1,9 +1,9 @@
 """The scorers on one rank: reward, reference and critic prefill the sequences chunk by chunk while the actor decodes.
 
-Legend: T tokens of a response, P tokens of its prompt, R output rows of a call.
+Response token t (0-based) is at position P + t after P prompt tokens.  Its reference log-prob and its value V(s_t) come from
+position P + t - 1; the reward model reads all and scores at the last one.
 
-Response token t (0-based) is at position P + t.  Its reference log-prob and its value V(s_t) come from position
-P + t - 1, so reference and critic never need the last token; the reward model reads all and scores at the last one.
+Legend: T tokens of a response, R output rows of a call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from oppo_megatron.engine.taking_up import TakenUp
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.engine.round_state import TakenUp
+from oppo_megatron.mcore.device import memory_for, on_device, too_many_tokens
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
-from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import memory_for, too_many_tokens
-from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.model import RoleModel, step
+from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.schedule.planning.book import ReplicaWork
@@ -32,8 +30,6 @@ ScorerRole = Literal["reward", "reference", "critic"]
 
 @dataclass
 class _ScoringRound:
-    """A round: tokens of its sequences, micro-batches, the sequences complete at its end, forks, and the stage's last output."""
-
     sequences: Mapping[int, list[int]] = field(default_factory=dict)
     batches: Sequence[Batch] = ()
     done: Sequence[int] = ()
@@ -44,64 +40,51 @@ class _ScoringRound:
 class ScoringWorker:
     """One scoring role on this rank, with its KV cache and its outputs so far.
 
-    Executes the plans of the role's `ScoringBook`.  The last stage keeps one output per response token (reference, critic) or
-    per response (reward).
+    The last stage keeps one output per response token (reference, critic) or per response (reward).
     """
 
-    def __init__(
-        self,
-        role: ScorerRole,
-        model: RoleModel,
-        cache: SequenceCache,
-        *,
-        temperature: float,
-    ):
+    def __init__(self, role: ScorerRole, model: RoleModel, cache: SequenceCache, *, temperature: float):
         self.role, self.model, self.cache, self.temperature = role, model, cache, temperature
         self._round = _ScoringRound()
         self._outputs: dict[int, list[Tensor]] = {}
         self._weight = next(model.parameters())
 
     def reset(self) -> None:
-        """Drop all outputs and caches, because the weights changed."""
         self._outputs.clear()
         for seq_id in self.cache.seq_ids:
             self.cache.close(seq_id)
 
     def forget(self, seq_id: int) -> None:
-        """Drop the outputs of a trained sequence."""
         self._outputs.pop(seq_id, None)
 
     def give_up(self, *seq_ids: int) -> None:
-        """Drop sequences that will not be trained, whether or not they have been prefilled."""
         for seq_id in seq_ids:
             self.forget(seq_id)
             if seq_id in self.cache:
                 self.cache.close(seq_id)
 
     def outputs(self) -> dict[int, Tensor]:
-        """Outputs so far by sequence, each [R]."""
         return {seq_id: torch.cat(parts) for seq_id, parts in self._outputs.items()}
 
     def resume(self, stored: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
-        """Open sequences with their stored caches, in the order of their slots, and restore their outputs."""
         for seq_id, cached in stored.items():
             self.cache.restore(seq_id, cached)
         self._outputs = {seq_id: [values.to(self.cache.device)] for seq_id, values in outputs.items()}
 
     def collect(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Outputs of finished rollouts of this replica, concatenated in their order; last stage only."""
+        """Outputs of finished rollouts, concatenated in their order; last stage only."""
         parts = [part for r in rollouts for part in self._outputs[r.seq_id]]
         return torch.cat(parts) if parts else torch.empty(0, device=self.cache.device)
 
     def begin(self, work: ReplicaWork, rollouts: Sequence[Rollout]) -> None:
-        """Begin a round of this replica's `work`."""
         taken = TakenUp(self.cache, work)
         wanted = {g.seq_id for batch in work.prefill for g in batch}
         sequences = {r.seq_id: [*r.prompt.tokens, *r.tokens] for r in rollouts if r.seq_id in wanted}
-        self._round = _ScoringRound(sequences, [self._by_slot(batch) for batch in work.prefill], work.done, taken)
+        # by slot, so that the cache reads a slice
+        batches = [tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id))) for batch in work.prefill]
+        self._round = _ScoringRound(sequences, batches, work.done, taken)
 
     def end(self) -> None:
-        """Close finished sequences, whose outputs are complete."""
         for seq_id in self._round.done:
             self.cache.close(seq_id)
 
@@ -123,10 +106,6 @@ class ScoringWorker:
         yield hidden
         self._round.hidden = hidden
 
-    def _by_slot(self, batch: Batch) -> Batch:
-        """Sort by slot, so that the cache reads a slice."""
-        return tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id)))
-
     def _prefill(self, batch: Batch) -> int:
         if self._round.taken is not None:
             self._round.taken.check(batch)
@@ -146,7 +125,6 @@ class ScoringWorker:
         return len(tokens)
 
     def _score(self, batch: Batch) -> int:
-        """Store the last stage's output rows as log-probs, values or scores of their sequences."""
         assert self._round.hidden is not None
         outputs_R = self._reduce(batch, self._round.hidden)
         for growth, part in zip(batch, outputs_R.split([g.rows for g in batch]), strict=True):
@@ -155,7 +133,7 @@ class ScoringWorker:
         return sum(g.rows for g in batch)
 
     def _reduce(self, batch: Batch, out_R: Tensor) -> Tensor:
-        """The part of the output rows to keep: for the reference the log-probs of the next tokens, else the rows themselves."""
+        """The output rows to keep: for the reference the log-probs of the next tokens, else the rows themselves."""
         if self.role != "reference":
             return out_R
         ends = [g.past + g.new for g in batch]

@@ -1,7 +1,7 @@
 """The end of responses: EOS ids, stop texts, limits.
 
 With a stop text a response ends at the first token at which its decoded text contains the text, wherever the tokens' borders
-are.  This depends on the response's tokens alone, not on the layout or on the number of tokens examined together.
+are.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oppo_megatron.chunks import FinishReason
-from oppo_megatron.config.debug import ForcedLengths, Quantile
-from oppo_megatron.config.forced_limits import ForcedLimits
+from oppo_megatron.config.debug import ForcedLengths, ForcedLimits, Quantile
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.token_text import Completing, Decode
 
@@ -21,8 +20,6 @@ FIRST_TOKENS = 16
 
 
 class StopText:
-    """Finds whether a response contains one of `strings`."""
-
     def __init__(self, strings: Sequence[str], decode: Decode):
         assert strings and all(strings)
         self.strings, self._decode = tuple(strings), decode
@@ -30,7 +27,7 @@ class StopText:
         self._completing = Completing(strings, decode)
 
     def ends(self, response: Sequence[int]) -> bool:
-        """True if the last token ends the response; earlier tokens have not ended it."""
+        """True if the last token ends the response; earlier tokens have not."""
         if response[-1] not in self._completing:
             return False
         size = FIRST_TOKENS + self._longest
@@ -50,10 +47,7 @@ class StopText:
 
 @dataclass(frozen=True)
 class Stopping:
-    """A response ends at one of `eos_ids`, with one of the strings of `text`, or at its limit.
-
-    With `forced` lengths it ends at its limit only.
-    """
+    """A response ends at one of `eos_ids`, with a string of `text`, or at its limit; if `forced`, only there."""
 
     eos_ids: tuple[int, ...]
     max_response_tokens: int
@@ -72,7 +66,7 @@ class Stopping:
     ) -> Stopping:
         """`eos_ids` and `decode` are the tokenizer's; without `decode` the texts of `rollout.stop` have no effect.
 
-        `forced` lengths replace EOS; `trace` has the lengths of the file that `forced` names, if it names one.
+        `forced` lengths replace EOS; `trace` has the lengths of the file that `forced` names.
         """
         if forced is None:
             text = StopText(rollout.stop_texts, decode) if rollout.stop_texts and decode is not None else None
@@ -90,10 +84,9 @@ class Stopping:
         return "length" if len(response) == limit else None
 
     def limit(self, seq_id: int) -> int:
-        """Maximum response of the sequence, in tokens; a forced one depends on (seed, sequence id) alone."""
+        """Maximum tokens of the sequence's response; a forced one depends on (seed, sequence id) alone."""
         return self.max_response_tokens if self.forced is None else self.forced(seq_id)
 
 
 def all_ids(eos_ids: Sequence[int], stop_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Each id that ends a response, once."""
     return tuple(dict.fromkeys([*eos_ids, *stop_token_ids]))

@@ -3,66 +3,222 @@
     ranks of the actor  --- chunk (isend to each) --->  listening ranks, some of which pass it on  (`Site.feeds`)
     every rank          <-- outputs, stats (broadcast from the rank that has them)
 
-If every rank holds the actor, nothing is sent.
+If every rank holds the actor, nothing is sent.  A message is a header of HEADER_SIZE int64 words, then a payload:
+
+    header   magic, message index, logical clock, rows, tokens, halt (0 or 1), checksum of these six
+    payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, ending, checksum; then the body
+    body     all tokens, then all log-probs, then all sampling log-probs (float64 bits)
+
+A row's checksum is the CRC-32 of everything sent for its sequence so far, the prompt first.  The offset reveals a lost or
+repeated chunk, the checksum a corrupted one, or a peer with another prompt.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.chunks import Chunk
-from oppo_megatron.engine.chunk_codec import HEADER_SIZE, ChunkDecoder, ChunkEncoder
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.chunks import FIELDS, GOES_ON, REASONS, Chunk, ChunkRows, Ints
+from oppo_megatron.cluster.process_groups import gather_ragged
+from oppo_megatron.errors import StreamError
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action
 
+DRAWN = 3
+"""Numbers of a drawn token: itself, its log-prob, its sampling log-prob."""
+HEADER_SIZE = 7
+ROW_SIZE = FIELDS + 1
+MAGIC = 0x4F50504F
 
-class ChunkOutlet:
+
+def to_words(rows: ChunkRows) -> Ints:
+    rows = rows.packed()
+    return np.concatenate([np.array([len(rows)], dtype=np.int64), rows.table.T.reshape(-1), rows.body.reshape(-1)])
+
+
+def from_words(words: Ints) -> ChunkRows:
+    """Decode `to_words`; the tokens are views of `words`."""
+    end = 1 + int(words[0]) * FIELDS
+    table = np.ascontiguousarray(words[1:end].reshape(-1, FIELDS).T)
+    return ChunkRows.packed_as(table, words[end:].reshape(DRAWN, -1))
+
+
+def gather_rows(rows: ChunkRows, group: dist.ProcessGroup) -> ChunkRows:
+    mine = torch.from_numpy(to_words(rows))
+    return ChunkRows.joined([from_words(words.numpy()) for words in gather_ragged(mine, group)])
+
+
+@dataclass
+class Ledger:
+    offset: int
+    checksum: int
+
+
+class ChunkBooks:
+    """One end of a stream: a ledger for each open sequence, starting with its prompt."""
+
+    def __init__(self) -> None:
+        self.ledgers: dict[int, Ledger] = {}
+        self._next_index = 0
+
+    def open(self, seq_id: int, prompt: Sequence[int], response: Sequence[int] = ()) -> None:
+        checksum = zlib.crc32(struct.pack(f"={len(prompt) + len(response)}q", *prompt, *response))
+        self.ledgers[seq_id] = Ledger(len(response), checksum)
+
+    def close(self, seq_id: int) -> None:
+        del self.ledgers[seq_id]
+
+
+class ChunkEncoder(ChunkBooks):
+    def encode(self, chunk: Chunk) -> tuple[Ints, Ints]:
+        rows = chunk.rows.packed()
+        table = np.vstack([rows.table, np.array(list(self._checksums(rows)), dtype=np.int64)])
+        words = np.array([MAGIC, self._next_index, chunk.clock, len(rows), rows.num_tokens, chunk.halt], dtype=np.int64)
+        header = np.append(words, zlib.crc32(words.tobytes()))
+        self._next_index += 1
+        return header, np.concatenate([table.T.reshape(-1), rows.body.reshape(-1)])
+
+    def _checksums(self, rows: ChunkRows) -> Iterator[int]:
+        sent = _Sent(rows)
+        for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
+            ledger = self.ledgers[seq_id]
+            assert ledger.offset == offset, f"sequence {seq_id}: chunk at {offset} after {ledger.offset} tokens"
+            ledger.offset += count
+            ledger.checksum = sent.checksum(i, ledger.checksum)
+            yield ledger.checksum
+
+
+class ChunkDecoder(ChunkBooks):
+    def payload_size(self, header: Ints) -> int:
+        """Integers of the payload that follows. Raises StreamError for an unexpected header."""
+        magic, index, _, num_rows, num_tokens, _, checksum = (int(x) for x in header)
+        if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
+            raise StreamError(
+                f"message {self._next_index}: the header {header.tolist()} is not one of a chunk; the stream is out of "
+                "step or corrupted. Restart from the last checkpoint."
+            )
+        self._check_index(index)
+        return num_rows * ROW_SIZE + 3 * num_tokens
+
+    def decode(self, header: Ints, payload: Ints) -> Chunk:
+        size = self.payload_size(header)
+        if len(payload) != size:
+            raise StreamError(
+                f"message {self._due()}; its payload has {len(payload)} words where the header says {size}."
+            )
+        _, index, clock, num_rows, num_tokens, halt, _ = (int(x) for x in header)
+        table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
+        body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)
+        self._require_whole(table.T, num_tokens, index)
+        rows = ChunkRows.packed_as(np.ascontiguousarray(table[:, :FIELDS].T), body)
+        self._accept(rows, table[:, FIELDS].tolist(), index)
+        self._next_index += 1
+        return Chunk(index, clock, rows, halt=bool(halt))
+
+    def _require_whole(self, table: Ints, num_tokens: int, index: int) -> None:
+        """Raises StreamError for a row with impossible numbers."""
+        seq_ids, offsets, counts, _, finish, reasons, _ = table
+        ends = np.cumsum(np.clip(counts, 0, num_tokens))
+        bad = (counts < 0) | (counts > num_tokens) | (ends > num_tokens)
+        bad |= (finish < GOES_ON) | (reasons < 0) | (reasons >= len(REASONS))
+        for i in np.flatnonzero(bad)[:1].tolist():
+            raise StreamError(f"sequence {seq_ids[i]}, offset {offsets[i]}: the row of message {index} is corrupted.")
+
+    def _check_index(self, index: int) -> None:
+        if index == self._next_index:
+            return
+        kind = "lost" if index > self._next_index else "repeated"
+        raise StreamError(f"a chunk message was {kind}: message {index} came where {self._due()}.")
+
+    def _due(self) -> str:
+        due = f"{self._next_index} was due"
+        for seq_id, ledger in self.ledgers.items():
+            return f"{due}; the first sequence waiting is sequence {seq_id} at offset {ledger.offset}"
+        return due
+
+    def _accept(self, rows: ChunkRows, checksums: Sequence[int], index: int) -> None:
+        """Advance the ledgers. Raises StreamError for the first row that does not continue its sequence, to the bit."""
+        sent = _Sent(rows)
+        for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
+            ledger = self.ledgers.get(seq_id)
+            where = f"sequence {seq_id}, offset {offset} (message {index})"
+            if ledger is None:
+                raise StreamError(f"{where}: the sequence is not open here; its admission differs between actor and scorers.")
+            if offset != ledger.offset:
+                kind = "lost" if offset > ledger.offset else "repeated"
+                raise StreamError(f"{where}: a chunk was {kind}; the next token due has offset {ledger.offset}.")
+            found = sent.checksum(i, ledger.checksum)
+            if found != checksums[i]:
+                raise StreamError(
+                    f"{where}: checksum {found:#010x} where {checksums[i]:#010x} was sent; the chunk "
+                    "was corrupted on its way, or actor and scorers hold different prompts."
+                )
+            ledger.offset += count
+            ledger.checksum = found
+
+
+class _Sent:
+    """The bytes that the checksums of packed rows cover: all but the count."""
+
+    def __init__(self, rows: ChunkRows):
+        self._heads = memoryview(np.ascontiguousarray(rows.table[[0, 1, 3, 4, 5]].T).tobytes())
+        self._body = [memoryview(part).cast("B") for part in np.ascontiguousarray(rows.body)] if rows.num_tokens else []
+        self._starts = (8 * rows.starts).tolist()
+        self._ends = (8 * (rows.starts + rows.counts)).tolist()
+
+    def checksum(self, row: int, before: int) -> int:
+        size = 8 * (FIELDS - 1)
+        before = zlib.crc32(self._heads[size * row : size * (row + 1)], before)
+        for part in self._body:
+            before = zlib.crc32(part[self._starts[row] : self._ends[row]], before)
+        return before
+
+
+class _StreamEnd:
+    """One end of the stream, with the books of the sequences that both ends know."""
+
+    books: ChunkBooks
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            self.books.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
+
+    def retire(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            self.books.close(rollout.seq_id)
+
+
+class ChunkOutlet(_StreamEnd):
     """The sending end, on each rank of the actor that sends chunks: all encode the same message."""
 
     def __init__(self, device: torch.device):
-        self.device, self._encoder = device, ChunkEncoder()
+        self.device = device
+        self.books = self._encoder = ChunkEncoder()
         self._encoded: tuple[Chunk, list[Tensor]] | None = None
 
-    def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """New sequences, known at both ends."""
-        for rollout in rollouts:
-            self._encoder.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
-
-    def retire(self, rollouts: Sequence[Rollout]) -> None:
-        """Sequences that have been trained."""
-        for rollout in rollouts:
-            self._encoder.close(rollout.seq_id)
-
     def message(self, chunk: Chunk) -> list[Tensor]:
-        """Header and payload; encoded once for all listeners."""
         if self._encoded is None or self._encoded[0] is not chunk:
             words = self._encoder.encode(chunk)
             self._encoded = chunk, [on_device(torch.from_numpy(part), self.device) for part in words if len(part)]
         return self._encoded[1]
 
 
-class ListenWorker:
+class ListenWorker(_StreamEnd):
     """The receiving end on a rank without the actor; it may forward messages."""
 
     def __init__(self, device: torch.device):
-        self.device, self._decoder = device, ChunkDecoder()
+        self.device = device
+        self.books = self._decoder = ChunkDecoder()
         self._chunk: Chunk | None = None
         self._received: list[Tensor] = []
-
-    def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """New sequences, known at both ends."""
-        for rollout in rollouts:
-            self._decoder.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
-
-    def retire(self, rollouts: Sequence[Rollout]) -> None:
-        """Sequences that have been trained."""
-        for rollout in rollouts:
-            self._decoder.close(rollout.seq_id)
 
     def live(self, action: Action) -> bool:
         return True
@@ -71,12 +227,11 @@ class ListenWorker:
         raise AssertionError(f"{action}: this rank does not hold the actor")
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
-        """The round's message as received."""
         assert self._received, f"{action}: no chunk has come"
         return self._received
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        """Header, then payload.  Raises StreamError if the chunk is not the next one, whole."""
+        """Header, then payload. Raises StreamError if the chunk is not the next one, whole."""
         header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
         yield header
         words = header.cpu().numpy()
@@ -87,14 +242,13 @@ class ListenWorker:
         self._chunk = self._decoder.decode(words, payload.cpu().numpy())
 
     def end(self) -> Chunk:
-        """The round's chunk."""
         assert self._chunk is not None
         chunk, self._chunk, self._received = self._chunk, None, []
         return chunk
 
 
 def share(values: Tensor | None, size: int, source: int, device: torch.device) -> Tensor:
-    """Broadcast a vector of `size` float64 numbers from rank `source` to the world."""
+    """Broadcast `size` float64 numbers from rank `source` to the world."""
     vector = torch.empty(size, dtype=torch.float64, device=device)
     if dist.get_rank() == source:
         assert values is not None and values.numel() == size

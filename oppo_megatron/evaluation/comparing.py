@@ -1,4 +1,4 @@
-"""Policies side by side on the same prompts: as JSON, and as a table.  Pure."""
+"""Policies side by side on the same prompts: as JSON, and as a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Judged:
     grades: Sequence[Mapping[str, float]]
 
     def by_prompt(self, metric: str) -> dict[int, list[float]]:
-        """Values by the prompt's row."""
         found: dict[int, list[float]] = {}
         for answer, grade in zip(self.answers, self.grades, strict=True):
             value = float(answer.num_tokens) if metric == LENGTH else grade[metric]
@@ -36,7 +35,6 @@ class Judged:
 
 
 def as_json(policies: Sequence[Judged], metrics: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Every figure of the table, and by what settings it came."""
     first, entries = policies[0], []
     for policy in policies:
         entry = {
@@ -53,7 +51,7 @@ def as_json(policies: Sequence[Judged], metrics: Sequence[str], settings: Mappin
 
 
 def as_table(policies: Sequence[Judged], metrics: Sequence[str]) -> str:
-    """One row per metric, one column per policy; next to each but the first, its paired difference from the first."""
+    """A row per metric, a column per policy; next to each but the first, its paired difference from the first."""
     first, rest = policies[0], policies[1:]
     head = ["", first.name]
     for policy in rest:

@@ -1,9 +1,9 @@
-"""Responses to held-out prompts, scored by every part of a reward by itself.  No torch when imported."""
+"""Responses to held-out prompts, scored by every part of a reward by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import ConfigError, DataError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import Item, ScoreItem
+from oppo_megatron.serving.scorers import open_model_scores
 
 SUM = "reward"
 """The weighted sum, if it is requested and has more than one part."""
@@ -37,7 +38,9 @@ Grade = Callable[[Sequence[Answer]], list[dict[str, float]]]
 
 
 class Grader:
-    """`parts` tried before anything is decoded.  Raises ConfigError for those that cannot be had."""
+    """`parts` tried before anything is decoded; `summed`: their sum is a figure, too.  Raises ConfigError for those that cannot
+    be had.
+    """
 
     def __init__(self, config: ServeConfig, environment: Mapping[str, str], *, summed: bool):
         """`summed`: the parts belong to one reward, whose sum is a figure, too."""
@@ -52,8 +55,7 @@ class Grader:
     def check(self, rows: Mapping[int, Mapping[str, Any]], longest: int, tell: Callable[[str], None]) -> dict[int, str]:
         """Return the numbers of the `rows` (their columns by number) that cannot be scored, with the reason.
 
-        Raises DataError if none can be scored, and ConfigError if the reward model does not read `longest` tokens (a prompt
-        and its response).
+        Raises DataError if none can be scored, ConfigError if the reward model does not read `longest` tokens.
         """
         if self._rewards.needs_model and longest > self._config.max_tokens:
             raise ConfigError(
@@ -75,25 +77,20 @@ class Grader:
 
     @contextmanager
     def opened(self) -> Iterator[Grade]:
-        """Open the reward model, if there is one, on this process.  Raises ConfigError or CheckpointError."""
-        with ExitStack() as stack:
-            stack.callback(self._rewards.close)
-            if not self._rewards.needs_model:
-                yield lambda answers: self._grade(answers, [None] * len(answers))
-                return
-            from oppo_megatron.serving.model_scorer import open_model
-
-            model = stack.enter_context(open_model(self._config))
-            yield lambda answers: self._grade(answers, model.scores(self._items(answers)))
+        """Open the reward model, if there is one.  Raises ConfigError or CheckpointError."""
+        rewards = self._rewards
+        with closing(rewards), open_model_scores(self._config, rewards) as model_scores:
+            yield lambda answers: self._grade(answers, model_scores(self._items(answers)))
 
     def _items(self, answers: Sequence[Answer]) -> list[Item]:
-        """With the ids that the reward model's tokenizer has for the texts; a response that was cut has no end."""
-        assert self._config.tokenizer is not None
-        tokenizer = load_tokenizer(self._config.tokenizer)
+        """With the ids of the reward model's tokenizer; a response that was cut has no end."""
+        tokenizer = None if self._config.tokenizer is None else load_tokenizer(self._config.tokenizer)
         items = []
         for number, each in enumerate(answers):
-            end = [tokenizer.eos_id] if each.finish_reason == "eos" else []
-            tokens = [*encode_prompt(tokenizer, each.prompt + each.response), *end]
+            tokens = None
+            if tokenizer is not None:
+                end = [tokenizer.eos_id] if each.finish_reason == "eos" else []
+                tokens = [*encode_prompt(tokenizer, each.prompt + each.response), *end]
             items.append(Item(id=number, prompt=each.prompt, response=each.response, tokens=tokens))
         return items
 

@@ -15,12 +15,17 @@ from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import Head, hf_tensors
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.mcore.weights.dist_writer import ALIGNER, MEGATRON, write_directory, write_dist
+from oppo_megatron.mcore.weights.dist_writer import (
+    ALIGNER,
+    CONFIG_NAME,
+    MEGATRON,
+    nemo_config,
+    write_dist,
+)
 from oppo_megatron.mcore.weights.hf_source import FreshHead, TensorSource, open_weights, side_files
 from oppo_megatron.mcore.weights.hf_weights import common_dtype, rewrite_weights
-from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, hf_config, require_empty
+from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, hf_config, require_empty, whole_directory
 from oppo_megatron.mcore.weights.lora_weights import has_head, merged
-from oppo_megatron.mcore.weights.nemo_config import CONFIG_NAME, nemo_config
 from oppo_megatron.modeldir.adapters import lora_of
 from oppo_megatron.modeldir.megatron import NEMO_WEIGHTS
 
@@ -65,13 +70,7 @@ def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None
     dtype = getattr(torch, what.dtype) if what.dtype else common_dtype(shape, source, what.head)
     if what.to == "hf":
         rewrite_weights(
-            shape,
-            source,
-            dst,
-            head=what.head,
-            dtype=dtype,
-            max_shard_bytes=what.max_shard_bytes,
-            extra_files=files,
+            shape, source, dst, head=what.head, dtype=dtype, max_shard_bytes=what.max_shard_bytes, extra_files=files
         )
         return len(hf_tensors(shape, what.head))
     return _convert_to_megatron(shape, source, files, dst, what, dtype)
@@ -103,10 +102,11 @@ def _convert_to_megatron(
     texts = {CONFIG_NAME: yaml.safe_dump(nemo_config(shape, what.head, str(dst)), sort_keys=False)} if nemo else {}
     texts["config.json"] = json.dumps(hf_config(shape, what.head, dtype), indent=2) + "\n"
 
-    def write(weights: Path) -> int:
-        return write_dist(shape, source, weights, head=what.head, dtype=dtype, naming=ALIGNER if nemo else MEGATRON)
-
-    return write_directory(dst, NEMO_WEIGHTS if nemo else "", texts, files, write)
+    with whole_directory(dst, files) as folder:
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        weights, naming = (folder / NEMO_WEIGHTS, ALIGNER) if nemo else (folder, MEGATRON)
+        return write_dist(shape, source, weights, head=what.head, dtype=dtype, naming=naming)
 
 
 def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[str, float]:

@@ -1,36 +1,32 @@
-"""Activation memory of a rank, counted from what the modules of `mcore` allocate on a GPU.  Pure.
+"""Activation memory of a rank: what the modules of `mcore` allocate on a GPU, in elements per token.  Pure.
 
-Every formula is held to what the modules take on fake CUDA tensors (`tests/rehearsal/test_memory_plan.py`).  A CPU's kernels
-take other amounts, of the same order.
-
-Legend of sizes, in elements per token: `hidden`; `shard`, the hidden size or with sequence parallelism a tensor rank's part of
-it; `query`, `key`, `ffn`, the sizes on one tensor rank.
+Held to what the modules take on fake CUDA tensors (`tests/rehearsal/test_memory_plan.py`); a CPU takes other amounts of the
+same order.  `shard`: the hidden size, or with sequence parallelism a tensor rank's part of it; `query`, `key`, `ffn`: sizes on
+one tensor rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import TrainingLayoutConfig
+from oppo_megatron.config.model import LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import FP32, Shape
 from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, num_kv_heads
 
 MASK_NUMBERS = 2**25
-"""Upper bound on the elements of an attention mask, for calls on a GPU that need one (`mcore/kv/call_parts.py`)."""
+"""Bound on the elements of an attention mask on a GPU (`mcore/kv/call_parts.py`)."""
 BLOCK_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
-"""The most logits that log-probs are made of at once (`mcore/layers/vocab_parallel.py`): on a GPU enough that kernels are
-few, on a CPU what its cache holds."""
+"""The most logits that log-probs are made of at once (`mcore/vocab.py`): on a GPU, and in a CPU's cache."""
 DRAWN_BLOCK = 64
 """Sampled tokens are processed in blocks of this size (`engine/sampler.py`)."""
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Tokens of one packed micro-batch, and of all rows that a replica has in an optimizer step: both upper bounds.
+    """Tokens of one packed micro-batch, and of a replica's rows in an optimizer step; upper bounds.
 
-    `answered`: the tokens whose outputs are computed, which belong to responses (None: possibly all).
+    `answered`: the tokens whose outputs are computed (None: possibly all).
     """
 
     micro_batch_tokens: int
@@ -39,21 +35,16 @@ class TrainingBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the largest micro-batch."""
         return min(self.micro_batch_tokens, self.replica_tokens)
 
     @property
     def rows(self) -> int:
-        """The tokens whose outputs are computed."""
         return self.tokens if self.answered is None else min(self.tokens, self.answered)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as its modules compute with it on one tensor rank.
-
-    `repeats_keys`: float32 on a GPU, whose attention knows no groups of heads.
-    """
+    """A model on one tensor rank."""
 
     shape: Shape
     tp: int
@@ -93,12 +84,10 @@ class Model:
 
     @property
     def block(self) -> int:
-        """Logits that log-probs are made of at once."""
         return CACHED_NUMBERS if self.on_cpu else BLOCK_NUMBERS
 
     @property
     def one_group(self) -> bool:
-        """A tensor rank has one key head: queries are then a view of their product with keys and values."""
         return num_kv_heads(self.shape) == self.tp
 
     @property
@@ -106,11 +95,11 @@ class Model:
         return not self.on_cpu and self.dtype == "float32" and self.repeat > 1
 
     def kept_of_layer(self, train: TrainingLayoutConfig) -> tuple[float, float]:
-        """Elements per token in one layer: all that a backward pass needs, and the ones kept until then.
+        """Elements per token of one layer: needed by a backward pass, and kept until then.
 
-        Inputs and outputs of both norms; the rotated queries and keys, the values, the attention's output as computed and as
-        joined; gate, up and their product.  Norms of queries and keys keep the product that the values are a view of.  With
-        frozen weights, only products with adapters keep their inputs.
+        Inputs and outputs of both norms; rotated queries and keys, values, attention's output; gate, up and their product.
+        Norms of queries and keys keep the product that the values are a view of.  With frozen weights, only products with
+        adapters keep their inputs.
         """
         shard, targets = self.shard(train), set(_ALL) if self.lora is None else set(self.lora.projections)
         attention = shard * bool(targets & _ATTENTION) + self.query * ("o_proj" in targets)
@@ -129,11 +118,8 @@ class Model:
         return self.hidden / (self.tp if train.sequence_parallel else 1)
 
     def backward_of_layer(self, train: TrainingLayoutConfig, tokens: int) -> float:
-        """Peak bytes of the backward pass through a feed-forward, in addition to the kept activations.
-
-        The gradient of the layer's output and, in turn, the gradients of the product and its weights; of gate and up; of the
-        input and the weights of gate and up, after the tensors that these needed are freed.
-        """
+        """Peak bytes of the backward pass through a feed-forward, in addition to the kept activations: the gradients of the
+        product, of gate and up, or of the input and their weights."""
         shard, gathered = self.shard(train), self.hidden if train.sequence_parallel else 0
         weights = 0.0 if self.lora is not None else self.hidden * self.ffn
         own = self.ffn if self.lora is None or "down_proj" in self.lora.projections else 0
@@ -143,11 +129,9 @@ class Model:
         return max(down, gates, up) * self.width
 
     def loss(self, rows: int) -> float:
-        """Bytes that the last stage holds, without the layers' kept activations, from the final norm to the gradient of the
-        hidden states.
+        """Bytes of the last stage from the final norm to the gradient of the hidden states.
 
-        For each row: the hidden state, logits and their gradient, as computed, and float32 blocks of these; with a scalar
-        head, the hidden state and its gradient in float32.
+        Logits and their gradient as computed, and float32 blocks of these; with a scalar head, float32 hidden states.
         """
         if self.scalar:
             rounded = 0 if self.width == FP32 else self.width
@@ -165,17 +149,13 @@ _ATTENTION, _GATES = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
 def kept_activations(
     model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch
 ) -> float:
-    """Bytes that forward passes keep for their backward passes at once, loss apart: an upper bound.
-
-    Each keeps its layers' part (`kept_of_layer`), the stage's input, and the rotary angles of its tokens.
-    """
+    """Upper bound in bytes of what forward passes keep at once, loss apart: layers, the stage's input, rotary angles."""
     return _tokens_in_flight(sizes, stage, batch) * _kept_of_token(model, sizes, train)
 
 
 def _tokens_in_flight(sizes: Sizes, stage: int, batch: TrainingBatch) -> int:
-    """1F1B has at most pp - stage micro-batches in flight, and no more tokens than the minibatch.  Interleaved it has
-    2 (pp - stage - 1) + (vpp - 1) pp + 1 of one virtual stage each, of micro-batches that are padded to one size, and to a
-    multiple of pp."""
+    """1F1B has at most pp - stage micro-batches in flight.  Interleaved it has 2 (pp - stage - 1) + (vpp - 1) pp + 1 of one
+    virtual stage each, padded to one size, and to a multiple of pp."""
     if sizes.vpp == 1:
         return min((sizes.pp - stage) * batch.tokens, batch.replica_tokens)
     in_flight = 2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1
@@ -184,7 +164,6 @@ def _tokens_in_flight(sizes: Sizes, stage: int, batch: TrainingBatch) -> int:
 
 
 def _kept_of_token(model: Model, sizes: Sizes, train: TrainingLayoutConfig) -> float:
-    """Bytes, in the layers of one (virtual) stage."""
     layers, (_, kept) = model.shape["num_hidden_layers"] // (sizes.pp * sizes.vpp), model.kept_of_layer(train)
     return float((layers * kept + model.shard(train)) * model.width + 2 * head_dim(model.shape) * FP32)
 
@@ -192,11 +171,10 @@ def _kept_of_token(model: Model, sizes: Sizes, train: TrainingLayoutConfig) -> f
 def training_activations(
     model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch
 ) -> float:
-    """Bytes that an update holds at once, at the most: what is kept, and the loss, or a layer whose backward pass is under
-    way.
+    """Upper bound in bytes of an update: what is kept, and the loss, or a layer in its backward pass.
 
-    With `recompute: full` that layer has been computed again.  At the end of a micro-batch's backward pass nothing is left of
-    it but the gradient of the embeddings, on the first stage where these are trained, and its own way in and out.
+    With `recompute: full` that layer has been computed again.  At the end of a micro-batch the first stage has the gradient of
+    the embeddings.
     """
     whole, kept = model.kept_of_layer(train)
     of_layer = model.backward_of_layer(train, batch.tokens)
@@ -214,11 +192,8 @@ def training_activations(
 
 @dataclass(frozen=True)
 class Call:
-    """A cached call: new tokens of any number of sequences, and the rows of them whose logits are made.
-
-    `context`: the longest sequence; `gathered`: positions of all sequences that a layer's attention has copied, which a paged
-    cache without a kernel of its own makes it do.  `draws`: tokens are drawn from the logits, by `copies` tensors like them.
-    """
+    """A cached call.  `rows`: tokens whose logits are made; `context`: the longest sequence; `gathered`: cache positions copied
+    by a paged cache without a kernel of its own; `draws`: tokens are drawn from the logits."""
 
     tokens: int
     rows: int
@@ -229,11 +204,7 @@ class Call:
 
 
 def cached_activations(model: Model, call: Call) -> float:
-    """Bytes that a decode step or a prefill micro-batch holds at most.
-
-    For each token: the stage's input and the hidden state, and in turn queries, keys and values and their rotation in float32;
-    attention, with its mask; the feed-forward.  Then the rows' hidden states and logits, in float32 and as computed.
-    """
+    """Upper bound in bytes of a decode step or a prefill micro-batch."""
     return max(_in_layers(model, call), _of_logits(model, call))
 
 
@@ -256,11 +227,8 @@ def _in_layers(model: Model, call: Call) -> float:
 
 
 def _beside_attention(model: Model, call: Call) -> tuple[float, float, float]:
-    """Bytes kept from layer to layer and bytes made in each, for continuing tokens; and for a new token, the keys and values
-    that are repeated for each query head.
-
-    When masks are made of as many tokens as their bound allows, the others may be new.
-    """
+    """Bytes kept from layer to layer and bytes made in each, for continuing tokens; and for a new token, the repeated keys and
+    values."""
     repeated = 2 * model.query * model.width if model.repeats_keys else 0.0
     if call.draws:
         return 0.0, call.tokens * repeated, 0.0
@@ -271,10 +239,9 @@ def _beside_attention(model: Model, call: Call) -> tuple[float, float, float]:
 
 
 def _mask(model: Model, call: Call) -> tuple[float, float]:
-    """For continuing tokens: bytes kept from layer to layer, and bytes made in each or in the first.
+    """Bytes kept from layer to layer, and bytes made in each or in the first.
 
-    On a CPU each sequence has a mask for all heads.  On a GPU each query head of a group has one, made from a common mask and
-    from bits; all are kept if they are small together, as masks of a few tokens among new ones may be.
+    A CPU has a mask per sequence; a GPU one per query head of a group, made from a common mask and from bits.
     """
     if model.on_cpu:
         return float(call.tokens * call.context * model.width), 0.0
@@ -284,8 +251,6 @@ def _mask(model: Model, call: Call) -> tuple[float, float]:
 
 
 def _of_logits(model: Model, call: Call) -> float:
-    """In addition to the stage's input and the rows' hidden states, which are let go before log-probs are made, or tokens
-    drawn."""
     rounded = 0 if model.width == FP32 else model.width
     logits, hidden = call.rows * model.vocab, (call.tokens + call.rows) * model.hidden * model.width
     if model.scalar:

@@ -26,15 +26,12 @@ from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.modeldir.headers import read_hf_config
 
 BESIDE = " (reference: actor)"
-"""Behind the name of a disaggregated placement, with the reference on the actor's ranks."""
 
 MODES: tuple[PlacementMode, ...] = ("single", "disaggregated", "colocated")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware to place ranks on: `units` CUDA devices, or processor cores."""
-
     device: Literal["cpu", "cuda"]
     units: int
 
@@ -45,13 +42,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement that can be measured."""
-
     placement: PlacementConfig
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Candidate:
-        """Build a candidate from the contents of a `placement.json`."""
         return cls(PlacementConfig.model_validate(record["chosen"]["placement"]))
 
     @property
@@ -73,7 +67,6 @@ class Candidate:
         return placement.actor.num_ranks + placement.scorer.num_ranks
 
     def yaml_tree(self) -> dict[str, Any]:
-        """Return the configuration keys that set this placement."""
         placement = self.placement
         parts = {"actor": placement.actor, "scorer": placement.scorer} if placement.mode != "single" else {}
         layouts = {key: part.model_dump() for key, part in parts.items() if part is not None}
@@ -83,15 +76,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Placements that are not measured, and why."""
-
     name: str
     reason: str
 
 
 @dataclass(frozen=True)
 class Options:
-    """All that could be measured on this machine, in a fixed order, and what could not."""
+    """All that could be measured, in a fixed order, and what could not."""
 
     machine: Machine
     candidates: tuple[Candidate, ...]
@@ -114,7 +105,7 @@ def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
 
 
 def most_ranks(settings: TrainSettings, machine: Machine) -> int:
-    """Return the number of ranks (W) of a measured placement: one per CUDA device, else cores over threads per rank."""
+    """Ranks of a measured placement: one per CUDA device, else cores over threads per rank."""
     if machine.device == "cuda":
         return machine.units
     return max(1, machine.units // max(1, settings.runtime.threads_per_rank or asked_threads()))
@@ -144,7 +135,6 @@ class _Finder:
                 yield from self._split(actors, scorers)
 
     def _split(self, actors: int, scorers: int) -> Iterator[Candidate | LeftOut]:
-        """So many ranks of the actor and of the scorers; the reference on either side."""
         pairs = [(actor, scorer) for actor in _layouts(actors) for scorer in _layouts(scorers)]
         name = f"disaggregated {actors} | {scorers}"
         found = list(self._fitting(name, [_disaggregated(*pair) for pair in pairs]))
@@ -164,8 +154,7 @@ class _Finder:
 
     def _fitting(self, name: str, placements: list[PlacementConfig]) -> Iterator[Candidate | LeftOut]:
         """Yield the placements of least and of largest tensor parallelism that pass the checks, or the reason why the first
-        fails.
-        """
+        fails."""
         problems = [check_layouts(self.settings.with_placement(placement), self.shapes) for placement in placements]
         fitting = [placement for placement, found in zip(placements, problems, strict=True) if not found]
         if not fitting:
@@ -175,7 +164,6 @@ class _Finder:
 
 
 def _layouts(num_ranks: int) -> list[ParallelConfig]:
-    """Yield layouts over exactly `num_ranks` ranks, smallest tensor parallelism first."""
     return [ParallelConfig(tp=tp, dp=num_ranks // tp) for tp in divisors(num_ranks)]
 
 
@@ -188,6 +176,5 @@ def _disaggregated(actor: ParallelConfig, scorer: ParallelConfig) -> PlacementCo
 
 
 def _sizes(layout: ParallelConfig) -> str:
-    """`tp 2 x dp 2`; sizes of 1 are left out."""
     sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1"

@@ -1,4 +1,4 @@
-"""Checks that the layouts fit the ranks of the roles, the models, the batch, and each other.  Every problem is a sentence."""
+"""Checks that layouts fit ranks, models, batch, and each other.  Every problem is a sentence."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from math import ceil, lcm
 from typing import Any
 
 from oppo_megatron.config.derived import max_context, members, minibatch_parts, most_sequences, share_of_sequences
-from oppo_megatron.config.model import ActorConfig, ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.config.model import ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.run import TrainConfig, TrainSettings
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.layout.layouts import Limits, Sizes, fills_shards, format_ranks, suggestion
 from oppo_megatron.layout.memory import slot_tokens
 from oppo_megatron.layout.placements import (
@@ -32,7 +33,7 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class _Asked:
-    """A layout that the configuration asks of a role: `name` as errors call it, `num_ranks` that the role has."""
+    """A layout that the configuration gives a role of `num_ranks` ranks."""
 
     name: str
     sizes: Sizes
@@ -45,7 +46,7 @@ class _Asked:
 
 
 def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
-    """Every problem of a PPO run's ranks and layouts.  `shapes` holds those config.jsons that could be read."""
+    """`shapes` holds the config.jsons that could be read."""
     if enormous := _check_magnitude(config):
         return enormous
     wrong_ranks = {name: found for name, role in _sections(config) if (found := _check_ranks(config, name, role))}
@@ -63,12 +64,10 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
 
 
 def serving_problems(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
-    """Return every problem of the layout that a role decodes or scores with."""
     return [*_check_serving(config, name, placement, shape), *_check_kv_budget(config, name, placement, shape)]
 
 
 def check_auto_placement(settings: TrainSettings) -> list[str]:
-    """Return the settings that conflict with `placement.mode: auto`: explicit ranks and layouts."""
     placement = settings.placement
     written = {} if placement.actor.num_ranks == 1 else {"placement.actor": str(Sizes.of(placement.actor))}
     if placement.scorer is not None:
@@ -85,11 +84,8 @@ def check_auto_placement(settings: TrainSettings) -> list[str]:
 
 
 def _own_layouts(name: str, role: RoleConfig) -> dict[str, str]:
-    """Return a role's explicit ranks and layouts, by key."""
     said: dict[str, object] = {f"{name}.ranks": role.ranks}
     layouts = {f"{name}.parallel": role.parallel}
-    if isinstance(role, ActorConfig):
-        layouts["actor.generate"] = role.generate
     if isinstance(role, TrainedRoleConfig):
         train = role.train
         said |= {f"{name}.train.{size}": getattr(train, size) for size in ("tp", "pp", "dp")}
@@ -99,7 +95,6 @@ def _own_layouts(name: str, role: RoleConfig) -> dict[str, str]:
 
 
 def check_supervised_layout(config: SupervisedConfig, shape: Shape, name: str = "model") -> list[str]:
-    """Every problem of the one layout of a supervised run, for the model `name` of this shape."""
     sizes = Sizes.of(config.parallel)
     if sizes.num_ranks > MOST_RANKS:
         return [_enormous("parallel", config.parallel)]
@@ -114,7 +109,6 @@ def check_supervised_layout(config: SupervisedConfig, shape: Shape, name: str = 
 
 
 def _check_scorers(config: TrainConfig) -> list[str]:
-    """Check that ranks for scorers are set only if the run has scorers."""
     placement, roles = config.placement, set(named_roles(config))
     if placement.reference == "actor" and "reference" not in roles:
         return ["placement.reference is actor, but ppo.kl.mode is none, and there is no reference; remove it"]
@@ -127,22 +121,19 @@ def _check_scorers(config: TrainConfig) -> list[str]:
 
 
 def _sections(config: TrainSettings) -> Iterator[tuple[str, RoleConfig]]:
-    """The roles that the configuration spells out."""
     roles = (("actor", config.actor), ("reference", config.reference), ("critic", config.critic))
     yield from ((name, role) for name, role in (*roles, ("reward", config.reward)) if role is not None)
 
 
 def _settings(config: TrainConfig) -> Iterator[tuple[str, ParallelConfig]]:
-    """Every layout that is written down, by its key."""
     placed = {"placement.actor": config.placement.actor, "placement.scorer": config.placement.scorer}
     parallel = {f"{name}.parallel": role.parallel for name, role in _sections(config)}
-    for key, layout in {**placed, **parallel, "actor.generate": config.actor.generate}.items():
+    for key, layout in {**placed, **parallel}.items():
         if layout is not None:
             yield key, layout
 
 
 def _check_magnitude(config: TrainConfig) -> list[str]:
-    """Before ranks are counted one by one: there must not be absurdly many."""
     problems = [_enormous(key, layout) for key, layout in _settings(config) if layout.num_ranks > MOST_RANKS]
     for name, role in _sections(config):
         if role.ranks is not None and any(
@@ -157,7 +148,6 @@ def _enormous(key: str, layout: ParallelConfig) -> str:
 
 
 def _check_ranks(config: TrainConfig, name: str, role: RoleConfig) -> list[str]:
-    """Check `<role>.ranks`: set only if there is a choice, ascending (as in process groups), without duplicates."""
     if role.ranks is None:
         return []
     key = f"{name}.ranks"
@@ -189,7 +179,6 @@ def _without_ranks(config: TrainConfig, roles: Mapping[str, object]) -> TrainCon
 
 
 def _check_pools(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
-    """Check the section `placement` itself."""
     placement = config.placement
     pools = [("placement.actor", placement.actor), ("placement.scorer", placement.scorer)]
     if placement.mode == "single":
@@ -212,15 +201,12 @@ def _check_pools(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
 
 
 def _check_counts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
-    """Each layout that a role names for itself against the number of its ranks."""
     problems = []
     placements, training = role_placements(config), training_placements(config)
     for name, role in named_roles(config).items():
         ranks, limits = placements[name].ranks, _limits(config, name, shapes.get(name))
         if role.parallel is not None:
             problems += _check_count(_Asked(f"{name}.parallel", Sizes.of(role.parallel), len(ranks), limits))
-        if name == "actor" and config.actor.generate is not None:
-            problems += _check_count(_Asked("actor.generate", Sizes.of(config.actor.generate), len(ranks), limits))
         if isinstance(role, TrainedRoleConfig) and _names_sizes(role.train):
             placement, limits = training[name], _training_limits(config, role, shapes.get(name))
             problems += _check_count(_Asked(f"{name}.train", Sizes.of(placement, role.train.vpp), len(ranks), limits))
@@ -245,7 +231,6 @@ def _names_sizes(train: TrainingLayoutConfig) -> bool:
 
 
 def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
-    """Check the layout that a role decodes or scores with."""
     sequences = most_sequences(config)
     asked = _Asked(name, Sizes.of(placement), len(placement.ranks), _limits(config, name, shape))
     problems = _divisions(asked, shape)
@@ -267,7 +252,6 @@ def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, sha
 def training_problems(
     config: TrainConfig, name: str, placement: RolePlacement, serving: RolePlacement, shape: Shape | None
 ) -> list[str]:
-    """Check the training layout of a role that serves in `serving`, and the schedule of its update."""
     role = config.trained[name]
     train, parts = role.train, minibatch_parts(config)
     limits = _training_limits(config, role, shape)
@@ -296,7 +280,6 @@ def training_problems(
 
 
 def _check_common_rows(asked: _Asked, serving: RolePlacement, shape: Shape | None) -> list[str]:
-    """Weights that move between layouts have as many rows of the vocabulary as the tensor ranks of both divide."""
     train, serve, multiple = asked.sizes.tp, serving.tp, lcm(asked.sizes.tp, serving.tp)
     if shape is None or all(fills_shards(shape["vocab_size"], tp, multiple) for tp in (train, serve)):
         return []
@@ -345,11 +328,11 @@ def _divisions(asked: _Asked, shape: Shape | None) -> list[str]:
 
 
 def _limits(config: TrainConfig, name: str, shape: Shape | None) -> Limits | None:
-    """Return the limits of serving, with the training limits if training takes its sizes from here."""
+    """Limits of serving, and of training if it takes its sizes from here."""
     if shape is None:
         return None
     role, sequences, min_tp = named_roles(config)[name], most_sequences(config), 1
-    if isinstance(role, TrainedRoleConfig) and (name != "actor" or config.actor.generate is None):
+    if isinstance(role, TrainedRoleConfig):
         sequences = min(sequences, minibatch_parts(config)) if role.train.dp is None else sequences
         min_tp = 2 if role.train.sequence_parallel and role.train.tp is None else 1
     return model_limits(shape, sequences, min_tp)
@@ -361,7 +344,6 @@ def _training_limits(config: TrainConfig, role: TrainedRoleConfig, shape: Shape 
 
 
 def _check_gaps(config: TrainConfig) -> list[str]:
-    """Every rank from 0 to the highest holds something."""
     held = {rank: name for name, placement in role_placements(config).items() for rank in placement.ranks}
     idle = [rank for rank in range(world_size(config)) if rank not in held]
     if not idle:
@@ -373,7 +355,6 @@ def _check_gaps(config: TrainConfig) -> list[str]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """`rank 3 is`, `ranks 1,4-5 are`."""
     one = len(ranks) == 1
     return f"rank{'' if one else 's'} {format_ranks(ranks)} {'is' if one else 'are'}"
 

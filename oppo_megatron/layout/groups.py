@@ -1,7 +1,7 @@
-"""The process groups of a model's ranks, as lists of ranks; `mcore/groups.py` creates and counts them from these.
+"""The process groups of a model's ranks, as lists of ranks; `mcore/groups.py` creates them.
 
-Roles share a group if its ranks and its part in the model are the same.  Only tensor groups are each role's own: roles that
-decode and prefill side by side would wait for each other's collectives in one.  A rank alone is one group, whatever it is for.
+Roles share a group if its ranks and its part in the model are the same.  Only tensor groups are each role's own, because roles
+that decode and prefill at once would wait for each other's collectives.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ ALONE = "self"
 
 
 class GroupName(NamedTuple):
-    """Identity of a group: groups of the same label and ranks are one."""
+    """Groups of the same label and ranks are one."""
 
     label: str
     ranks: tuple[int, ...]
 
 
 def group_name(label: str, ranks: Sequence[int]) -> GroupName:
-    """Return the name of the group of these ranks."""
     return GroupName(label if len(ranks) > 1 else ALONE, tuple(ranks))
 
 
 def model_groups(ranks: Sequence[int], tp: int, pp: int, role: str) -> Iterator[tuple[str, GroupName]]:
-    """(part in the model, group) of a model on `ranks` (order: tensor fastest, then data, then pipeline; megatron's own)."""
+    """Yield (part in the model, group) of a model on `ranks` (tensor fastest, then data, then pipeline; megatron's order)."""
     per_stage = len(ranks) // pp
     assert per_stage % tp == 0 and per_stage * pp == len(ranks), (ranks, tp, pp)
     stages, replicas, shards = range(pp), range(per_stage // tp), range(tp)

@@ -1,7 +1,6 @@
-"""The place of each Hugging Face tensor in a megatron-core model: one description for loading and for exporting.
+"""The place of each Hugging Face tensor in a megatron-core model, for loading and exporting.  Pure.
 
-Pure: neither torch nor megatron is needed.  Legend: H hidden, F ffn, V vocabulary, D head dim, N query heads,
-G key/value groups, R = N / G query heads of one group.
+Legend: H hidden, F ffn, V vocabulary, D head dim, N query heads, G key/value groups, R = N / G.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ SCALAR_HEAD = "score.weight"
 class Part:
     """One Hugging Face tensor, and the parameter rows that hold a rank's share of it.
 
-    The tensor is cut evenly along `cut` over the tensor-parallel ranks (None: each keeps all of it).  A rank's share,
-    read along its first dimension, fills the ranges `rows` of the first dimension of the parameter `param`, in order.
-    If the ranks do not divide the vocabulary, the last rank's share is smaller and the remaining rows stay zero.
+    It is cut evenly along `cut` over the tensor-parallel ranks (None: each keeps all).  A rank's share fills the ranges `rows`
+    of the parameter `param`, in order.  If the ranks do not divide the vocabulary, the last share is smaller and its remaining
+    rows are zero.
     """
 
     hf_name: str
@@ -36,7 +35,6 @@ class Part:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the parameter that this part fills."""
         return sum(r.stop - r.start for r in self.rows)
 
     def share(self, tp_rank: int, tp_size: int) -> tuple[slice, ...]:
@@ -50,7 +48,6 @@ class Part:
 
 
 def layout_problems(shape: ModelShape, tp_size: int, pp_size: int) -> list[str]:
-    """One sentence for each size that does not divide over the layout; empty if all do."""
     sizes = [
         ("num_attention_heads", shape.num_heads, "tp", tp_size),
         ("num_key_value_heads", shape.num_kv_heads, "tp", tp_size),
@@ -66,10 +63,7 @@ def layout_problems(shape: ModelShape, tp_size: int, pp_size: int) -> list[str]:
 
 
 def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> list[Part]:
-    """Every part of one pipeline stage, in the model's order.  The same for all its tensor-parallel ranks.
-
-    Raises ConfigError if the sizes do not divide over the layout.
-    """
+    """Every part of one pipeline stage, in the model's order.  Raises ConfigError if sizes do not divide."""
     if problems := layout_problems(shape, tp_size, pp_size):
         raise ConfigError(problems)
     hidden = shape.hidden_size
@@ -98,7 +92,6 @@ def hf_tensors(shape: ModelShape, head: Head) -> dict[str, tuple[int, ...]]:
 
 
 def param_shapes(parts: Sequence[Part], tp_size: int = 1) -> dict[str, tuple[int, ...]]:
-    """Name and local shape of every parameter that `parts` fill."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts:
         rows, *_ = shapes.get(part.param, (0,))
@@ -108,13 +101,11 @@ def param_shapes(parts: Sequence[Part], tp_size: int = 1) -> dict[str, tuple[int
 
 
 def _part(hf_name: str, hf_shape: tuple[int, ...], cut: int | None, param: str, tp_size: int) -> Part:
-    """A part that fills the whole parameter."""
     rows = hf_shape[0] // tp_size if cut == 0 else hf_shape[0]
     return Part(hf_name, hf_shape, cut, param, (slice(0, rows),))
 
 
 def _vocab_part(shape: ModelShape, hf_name: str, param: str, tp_size: int) -> Part:
-    """One row per token."""
     return Part(hf_name, (shape.vocab_size, shape.hidden_size), 0, param, (slice(0, shape.vocab_rows(tp_size)),))
 
 

@@ -1,4 +1,4 @@
-"""Each rank's holdings: roles, their shares, their memory and their batches.  Pure, from the settings."""
+"""Each rank's roles, their shares, memory and batches.  Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from math import ceil
 
 from oppo_megatron.config.derived import longest_chunk, minibatch_rows
 from oppo_megatron.config.model import TrainedRoleConfig, TrainingLayoutConfig
-from oppo_megatron.config.preference import DPOConfig
-from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SupervisedConfig
 from oppo_megatron.layout.activations import TrainingBatch
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.memory import (
@@ -43,8 +43,8 @@ from oppo_megatron.layout.role_memory import (
 class Holding:
     """One role's share on one rank.  `role` is `actor.train` if training has weights of its own.
 
-    `layers` (from 0) are a range for each virtual stage; `batches` are sizes in words, by their heading.  `phases`: bytes of
-    activations in an update, in reading and in decoding; `memory` has the largest.
+    `layers` (from 0): a range per virtual stage; `batches`: sizes in words, by heading.  `phases`: bytes of activations in an
+    update, in reading and in decoding; `memory` has the largest.
     """
 
     rank: int
@@ -58,17 +58,16 @@ class Holding:
 
 
 def planned_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
-    """Bytes that a run is expected to take of each rank's memory, without interpreter and libraries, in the order of ranks."""
+    """Bytes that a run is expected to take of each rank's memory, without interpreter and libraries."""
     return [memory.total for memory in rank_memory(holdings_of(config, on_cpu=on_cpu)).values()]
 
 
 def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
-    """Bytes that each rank of a run holds for certain between updates, in the order of ranks."""
+    """Bytes that each rank of a run holds for certain between updates."""
     return [memory.lasting for memory in rank_memory(holdings_of(config, on_cpu=on_cpu)).values()]
 
 
 def holdings_of(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
-    """Return the holdings of every rank of a run."""
     return (
         supervised_holdings(config, on_cpu=on_cpu)
         if isinstance(config, SupervisedConfig)
@@ -92,22 +91,21 @@ def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
         role = named_roles(config)[held.role.partition(".")[0]]
         if not isinstance(role, TrainedRoleConfig) or role.lora is not None:
             continue
-        state += held.memory.optimizer if held.coords.replica == 0 or role.train.distributed_optimizer else 0
+        state += held.memory.optimizer
         trains = held.memory.optimizer > 0
         weights += max(held.memory.weights, held.memory.copy) if trains and held.coords.replica == 0 else 0
     return weights * saves.writes_weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints
 
 
 def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
-    """Sum the memory of all roles of each rank, by rank."""
     ranks = groupby(holdings, key=lambda holding: holding.rank)
     return {rank: Memory.of_rank([each.memory for each in held]) for rank, held in ranks}
 
 
 def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
-    """Every share of every rank of a PPO run, by rank.  The configuration has passed its checks.
+    """Every share of every rank of a PPO run whose configuration has passed its checks.
 
-    `on_cpu`: whether the ranks compute on processors, where decoding has weights of its own (`runtime.decode_path`).
+    `on_cpu`: decoding has weights of its own (`runtime.decode_path`).
     """
     training, holdings = training_placements(config), list[Holding]()
     for name, placement in role_placements(config).items():
@@ -118,7 +116,6 @@ def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
 def role_holdings(
     config: TrainConfig, name: str, serving: RolePlacement, training: RolePlacement, *, on_cpu: bool
 ) -> list[Holding]:
-    """A role's shares in these layouts, whatever ranks and layouts the configuration gives it."""
     role = named_roles(config)[name]
     model = laid_out(config, name, serving, training)
     served = list(_serving(config, name, serving, model, on_cpu=on_cpu))
@@ -132,7 +129,6 @@ def role_holdings(
 
 
 def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
-    """The model's share on every rank of supervised training."""
     layout = config.parallel
     placement = RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
     model = RoleModel.of(config.model, scalar=config.SCALAR)
@@ -154,7 +150,6 @@ def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holdi
 def _serving(
     config: TrainConfig, name: str, placement: RolePlacement, model: RoleModel, *, on_cpu: bool
 ) -> Iterator[Holding]:
-    """Decoding or scoring: weights, cache, and what a call holds."""
     sequences, slots = sequences_and_slots(config, name, placement, model)
     batches = _serving_batches(config, name, sequences, slots)
     stages = [served_memory(config, name, placement, model, stage, on_cpu=on_cpu) for stage in range(placement.pp)]
@@ -174,7 +169,6 @@ def _training(
     *,
     on_cpu: bool,
 ) -> Iterator[Holding]:
-    """The update, with weights of its own."""
     batches = _training_batches(config, training_rows(config, placement))
     stages = [trained_memory(config, placement, model, train, stage, on_cpu=on_cpu) for stage in range(placement.pp)]
     for coords, rank in _coords_of(placement):
@@ -185,14 +179,13 @@ def _training(
 
 
 def _both(served: Holding, trained: Holding, *, one_model: bool) -> Holding:
-    """Serving and training over the same weights; `one_model`: by the same modules."""
+    """`one_model`: by the same modules."""
     memory = both_memory(served.memory, trained.memory, one_model=one_model)
     batches, phases = served.batches | trained.batches, trained.phases | served.phases
     return replace(served, memory=memory, batches=batches, phases=phases)
 
 
 def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int) -> dict[str, str]:
-    """`sequences` is the maximum per replica, `slots` the number that its cache holds at once."""
     batch, tokens = config.rollout.batch_size, config.runtime.micro_batch_tokens
     decode, prefill = _cut(config, slots)
     return {
@@ -208,7 +201,6 @@ def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int)
 
 
 def _deltas(config: TrainConfig) -> list[int]:
-    """The sizes between which delta moves."""
     delta = config.overlap.delta
     if not config.overlap.inter:
         return [0]
@@ -216,13 +208,12 @@ def _deltas(config: TrainConfig) -> list[int]:
 
 
 def _chunks(config: TrainConfig) -> list[int]:
-    """The chunk sizes that a run may use."""
     chunk, longest = config.overlap.chunk, longest_chunk(config)
     return [min(size, longest) for size in (chunk.tokens, *(chunk.candidates if chunk.adaptive else []))]
 
 
 def _cut(config: TrainConfig, slots: int) -> tuple[str, str]:
-    """Decode micro-batches of a replica, and tokens of a scorer's prefill micro-batch; `auto` where measured times decide."""
+    """Decode micro-batches of a replica, and tokens of a scorer's prefill micro-batch; `auto` if measured times decide."""
     (micro_batches, tokens), placements = config.overlap.weave, role_placements(config)
     most = config.runtime.micro_batch_tokens
     woven = config.overlap.intra and config.overlap.schedule != "intra" and decodes_and_scores(placements)

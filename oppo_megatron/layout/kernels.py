@@ -1,7 +1,6 @@
-"""The implementation of each part that a run takes from the installed libraries, and why not a faster one.  Pure.
+"""The libraries behind each part of a run, and why not a faster one.  Pure.
 
-megatron-core chooses optimizers and gradient norms by itself, in the order given here (optimizer/__init__.py:12-32,
-optimizer/clip_grads.py:20); layers and attention are this package's choice.
+megatron-core chooses optimizers and gradient norms in this order (optimizer/__init__.py:12-32, optimizer/clip_grads.py:20).
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ USED = {
     APEX: ("apex.optimizers:FusedAdam", "amp_C:multi_tensor_l2norm"),
     FLASH: ("flash_attn:flash_attn_varlen_func", "flash_attn:flash_attn_with_kvcache"),
 }
-"""The names that a run uses of each library, megatron-core's imports included.  flash-attn 4 has a module `flash_attn` without
-these functions, PyPI's `apex` is another package, and a build for another torch fails when it is imported."""
+"""The names that a run and megatron-core use of each library.  flash-attn 4 has a module `flash_attn` without these functions,
+PyPI's `apex` is another package, and a build for another torch fails when it is imported."""
 
 
 @dataclass(frozen=True)
 class Available:
-    """Versions of the libraries that can be used (None: they cannot), and for these why not."""
+    """Versions of the usable libraries, and the faults of the others."""
 
     transformer_engine: str | None = None
     apex: str | None = None
@@ -49,7 +48,7 @@ class Available:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The implementation of a part, and the requirement that a faster one lacks (None: there is none faster)."""
+    """The implementation of a part, and what a faster one lacks (None: there is none faster)."""
 
     part: str
     used: str
@@ -75,7 +74,7 @@ def import_fault(*names: str) -> str | None:
 
 
 def usable(library: str) -> bool:
-    """True if all that a run uses of a library can be imported.  Warn if it is installed, and cannot."""
+    """Warn if it is installed and cannot be imported."""
     fault = import_fault(*USED[library])
     if fault not in (None, ABSENT):
         warnings.warn(f"{library} {fault}; the run goes on without it", stacklevel=2)
@@ -83,7 +82,7 @@ def usable(library: str) -> bool:
 
 
 def find_available(cuda: bool, fault_of: Callable[..., str | None] = import_fault) -> Available:
-    """The libraries whose functions can be imported here.  Without a CUDA device none is used, and none is imported."""
+    """Without a CUDA device none is used, and none is imported."""
     if not cuda:
         return Available()
     faults = {library: fault for library, names in USED.items() if (fault := fault_of(*names)) is not None}
@@ -109,14 +108,12 @@ def layer_problem(available: Available, *, adapters: bool) -> str | None:
 
 
 def layer_kind(wanted: Layers, available: Available, *, adapters: bool) -> LayerKind:
-    """Return the layer kind of a model.  `auto` selects transformer-engine's if they are available."""
     if wanted == "auto":
         return "torch" if layer_problem(available, adapters=adapters) else "transformer_engine"
     return wanted
 
 
 def layers_refused(wanted: Layers, available: Available, *, adapters: bool) -> str | None:
-    """Return why explicitly requested layers are unavailable, and what to set; None if they are available."""
     problem = layer_problem(available, adapters=adapters)
     if wanted != "transformer_engine" or problem is None:
         return None

@@ -1,4 +1,4 @@
-"""The layouts that a model admits on a number of ranks, and the nearest ones to a given layout.  Pure."""
+"""Layouts that a model admits on a number of ranks, and the nearest ones.  Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from math import isqrt, lcm
 from typing import NamedTuple, Protocol
 
 SHOWN = 3
-"""How many alternatives an error message names."""
 
 
 class HasSizes(Protocol):
-    """Anything laid out over tensor, pipeline and data-parallel ranks: a setting, a role's place."""
+    """A setting or a role's placement."""
 
     @property
     def tp(self) -> int: ...
@@ -25,7 +24,7 @@ class HasSizes(Protocol):
 
 
 class Sizes(NamedTuple):
-    """Tensor-, pipeline- and data-parallel size; virtual stages per rank if the update is interleaved."""
+    """`vpp`: virtual stages per rank, if the update is interleaved."""
 
     tp: int = 1
     pp: int = 1
@@ -49,9 +48,8 @@ class Sizes(NamedTuple):
 class Limits:
     """Bounds on the layouts of one model.
 
-    `width`: what tp must divide (the greatest common divisor of attention heads, key/value heads and feed-forward size);
-    `layers`: what pp * vpp must divide; `sequences`: how many there are for the replicas to share, at least one each;
-    `min_tp`: 2 where sequence parallelism is on; `vocab_size`: tokens for the tensor ranks to share, at least one each.
+    `width`: a multiple of tp; `layers`: of pp * vpp; `sequences`: at least one per replica; `min_tp`: 2 with sequence
+    parallelism; `vocab_size`: at least one token per tensor rank.
     """
 
     width: int
@@ -72,9 +70,6 @@ class Limits:
 
 
 def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False) -> Iterator[Sizes]:
-    """Yield every layout over exactly `num_ranks` ranks within the limits; with `interleaved`, the ones of several virtual
-    stages.
-    """
     for tp in divisors(num_ranks):
         for pp in divisors(num_ranks // tp):
             one = Sizes(tp, pp, num_ranks // tp // pp)
@@ -83,7 +78,7 @@ def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False) -> 
 
 
 def nearest_layouts(asked: Sizes, num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]) -> list[Sizes]:
-    """Return the layouts over `num_ranks` ranks that satisfy `also`, nearest to `asked` first.
+    """Layouts over `num_ranks` ranks that satisfy `also`, nearest to `asked` first.
 
     Distance is the product of the factors by which the sizes differ; ties are broken by smaller tp, then smaller pp.
     """
@@ -93,10 +88,7 @@ def nearest_layouts(asked: Sizes, num_ranks: int, limits: Limits, also: Callable
 
 
 def nearest_counts(num_ranks: int, limits: Limits, also: Callable[[Sizes], bool] = lambda sizes: True) -> list[int]:
-    """Numbers of ranks that some layout fits for which `also` holds too.
-
-    Those nearest to `num_ranks` first, the smaller of two equally near.
-    """
+    """Numbers of ranks that some layout fits for which `also` holds, nearest to `num_ranks` first."""
     most = num_ranks + SHOWN if limits.sequences is None else limits.sequences
     counts: set[int] = set()
     for tp in (tp for tp in divisors(limits.width) if tp >= limits.min_tp):
@@ -110,7 +102,7 @@ def nearest_counts(num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]
 def suggestion(
     asked: Sizes, num_ranks: int, limits: Limits | None, also: Callable[[Sizes], bool] = lambda sizes: True
 ) -> str:
-    """Return the end of an error message that suggests layouts in place of `asked`; empty if the model is not known."""
+    """The end of an error message that suggests layouts in place of `asked`; empty if the model is not known."""
     if limits is None:
         return ""
     fitting = nearest_layouts(asked, num_ranks, limits, also)[:SHOWN]
@@ -124,13 +116,12 @@ def suggestion(
 
 
 def vocab_rows(vocab_size: int, tp: int, multiple: int = 1) -> int:
-    """Rows of the embedding on each of `tp` tensor ranks, if their total must also be divisible by `multiple`."""
+    """Rows of the embedding on each of `tp` tensor ranks; their total also divides by `multiple`."""
     step = lcm(tp, multiple)
     return -(-vocab_size // step) * step // tp
 
 
 def fills_shards(vocab_size: int, tp: int, multiple: int = 1) -> bool:
-    """True if the last of `tp` tensor ranks also has a token."""
     return vocab_size > (tp - 1) * vocab_rows(vocab_size, tp, multiple)
 
 
@@ -143,7 +134,6 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
     small = [part for part in range(1, isqrt(number) + 1) if number % part == 0]
     return tuple(small + [number // part for part in reversed(small) if part * part != number])
 

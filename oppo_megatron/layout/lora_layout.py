@@ -1,21 +1,20 @@
-"""The place of each tensor of a peft directory in a megatron-core model: `hf_layout.py` for adapters.  Pure."""
+"""The place of each tensor of a peft directory in a megatron-core model.  Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Part
 from oppo_megatron.layout.model_shape import ModelShape
 
 PEFT = "base_model.model."
-"""The prefix that peft adds to the parameter names of the wrapped model."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a layer: its module, Hugging Face's projections in it, and how tensor ranks cut their adapters."""
+    """A product of a layer, Hugging Face's projections in it, and how tensor ranks cut their adapters."""
 
     owner: str
     linear: str
@@ -48,7 +47,7 @@ def pair_sizes(shape: ModelShape, rank: int, tp: int) -> dict[str, tuple[tuple[i
 def adapter_parts(
     shape: ModelShape, lora: LoraConfig, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1
 ) -> list[Part]:
-    """Every tensor of a peft directory that one stage has a share of; with a scalar head, that too, on the last."""
+    """Every tensor of a peft directory that one stage has a share of; on the last with a scalar head, that too."""
     per_stage = shape.num_layers // pp_size
     sizes = _whole_sizes(shape)
     parts = []

@@ -1,9 +1,8 @@
-"""A model's share of a rank's memory, counted from its `config.json` and layout.  Pure; nothing is loaded.
+"""A model's share of a rank's memory, from its `config.json` and layout.  Pure.
 
-Parameters, their packed copies, gradients, optimizer state, KV cache and buffers are exact; activations (`activations.py`) are
-counted for the largest micro-batches that the settings allow, and a CPU's kernels an estimate (`kernel_bytes`).  Not counted:
-interpreter and libraries, a device's context, the buffers of NCCL's communicators, the host copy that a guard restores to undo
-an update, the allocator's own loss.
+Parameters, gradients, optimizer state, KV cache and buffers are exact; activations are those of the largest micro-batches, and
+a CPU's kernels an estimate.  Not counted: interpreter and libraries, a device's context, NCCL's buffers, the host copy that a
+guard restores, the allocator's own loss.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import KVLayout, TrainingLayoutConfig
+from oppo_megatron.config.model import KVLayout, LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.layouts import HasSizes, vocab_rows
 from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, kv_bytes_per_token, num_kv_heads
 
 Shape = Mapping[str, Any]
-"""A `config.json` that the checks let through."""
 FP32 = 4
 BLOCK_TOKENS = 256
 """Positions of a block of a paged KV cache: the least that FlashAttention-2 takes."""
@@ -28,10 +25,9 @@ BLOCK_TOKENS = 256
 class Memory:
     """Bytes on one rank by kind.
 
-    `copy`: weights held a second time, because training has a layout of its own.  `packed`: weights held once more in the
-    order in which a CPU's products read them (`runtime.decode_path: packed`).  `kernels`: what the CPU library prepares for
-    them.  `buffers`: rotary tables, and the gather buffer of sequence parallelism.  `activations`: the peak of one forward and
-    backward pass, or of one cached call.
+    `copy`: weights of a training layout of its own.  `packed`: weights in the order in which a CPU's products read them.
+    `kernels`: of the CPU library.  `buffers`: rotary tables, and the gather buffer of sequence parallelism.  `activations`: the
+    peak of a forward and backward pass, or of a cached call.
     """
 
     weights: float = 0
@@ -50,28 +46,25 @@ class Memory:
 
     @property
     def lasting(self) -> float:
-        """Memory held at once between updates on any processor, known exactly: no packed copies, no estimates."""
+        """Memory held between updates on any processor, known exactly."""
         return self.weights + self.copy + self.gradients + self.optimizer + self.kv_cache + self.buffers
 
     @classmethod
     def of_rank(cls, roles: Sequence[Memory]) -> Memory:
-        """Combine the memory of a rank's roles.
-
-        Roles compute in turn, so only the largest activations count, and the largest kernels, which models of one shape share.
-        """
+        """Roles compute in turn, so only the largest activations and kernels count."""
         kinds = [vars(memory) for memory in roles]
         sums = {kind: sum(memory[kind] for memory in kinds) for kind in kinds[0]}
         return cls(**sums | {kind: max(memory[kind] for memory in kinds) for kind in ("kernels", "activations")})
 
 
 def stage_layers(shape: Shape, pp: int, stage: int, vpp: int = 1) -> list[range]:
-    """The layers (from 0) of one pipeline stage, a range for each of its virtual stages."""
+    """The layers (from 0) of one pipeline stage, a range per virtual stage."""
     size = shape["num_hidden_layers"] // (pp * vpp)
     return [range(first, first + size) for first in ((chunk * pp + stage) * size for chunk in range(vpp))]
 
 
 def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
-    """Parameters that one tensor rank of a stage holds.  Virtual stages change which layers these are, not how many."""
+    """Parameters that one tensor rank of a stage holds."""
     hidden, embedding = shape["hidden_size"], vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"]
     count = shape["num_hidden_layers"] // pp * _layer_parameters(shape, tp)
     if stage == 0:
@@ -84,7 +77,7 @@ def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool
 
 
 def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
-    """Parameters of adapters that one tensor rank of a stage holds: in each layer, of each target's A and B."""
+    """Parameters of adapters that one tensor rank of a stage holds: of each target's A and B."""
     hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
     queries, keys = shape["num_attention_heads"] * dim // tp, num_kv_heads(shape) * dim // tp
     sizes = {
@@ -95,13 +88,12 @@ def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
 
 
 def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
-    """The part of `stage_parameters` in matrix products, the vocabulary's included, tied to the embeddings or not."""
+    """The part of `stage_parameters` in matrix products, the vocabulary's included, tied or not."""
     head = vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
     return int(shape["num_hidden_layers"] // pp * _product_parameters(shape, tp) + head)
 
 
 def _product_parameters(shape: Shape, tp: int) -> int:
-    """Weights of a layer's four products: queries, keys and values; attention's output; gate and up; down."""
     hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
     query, keys_values = shape["num_attention_heads"] * dim // tp, 2 * num_kv_heads(shape) * dim // tp
     return int(hidden * (query + keys_values) + query * hidden + 3 * hidden * ffn // tp)
@@ -118,15 +110,14 @@ def _layer_parameters(shape: Shape, tp: int) -> int:
     return int(count)
 
 
-def training_state(num_parameters: int, dtype: str, dp: int, train: TrainingLayoutConfig) -> Memory:
-    """Main gradients in float32; Adam's two moments and, with bfloat16 weights, float32 copies (over dp if sharded)."""
+def training_state(num_parameters: int, dtype: str, dp: int) -> Memory:
+    """Main gradients in float32; over the replicas, Adam's two moments and, with bfloat16 weights, float32 copies."""
     held = 2 * FP32 + (FP32 if dtype == "bfloat16" else 0)
-    shards = dp if train.distributed_optimizer else 1
-    return Memory(gradients=num_parameters * FP32, optimizer=num_parameters * held / shards)
+    return Memory(gradients=num_parameters * FP32, optimizer=num_parameters * held / dp)
 
 
 def slot_tokens(context: int, kv_layout: KVLayout) -> int:
-    """Cache positions of a sequence of at most `context` tokens: whole blocks if the cache is paged."""
+    """Cache positions of a sequence: whole blocks if the cache is paged."""
     return -(-context // BLOCK_TOKENS) * BLOCK_TOKENS if kv_layout == "paged" else context
 
 
@@ -140,24 +131,20 @@ def kv_slots(shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context:
 def kv_cache_bytes(
     shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context: int, budget_mb: float | None
 ) -> int:
-    """A slot of `context` tokens for each of `slots` sequences, as many of them as the budget holds."""
     held = kv_slots(shape, layout, dtype, slots=slots, context=context, budget_mb=budget_mb)
     return held * context * kv_bytes_per_token(shape, layout, dtype)
 
 
 def table_bytes(shape: Shape, context: int) -> int:
-    """A model's rotary tables, cosine and sine of each position and frequency."""
     return 2 * context * head_dim(shape) * FP32
 
 
 def gather_bytes(shape: Shape, dtype: str, train: TrainingLayoutConfig, tp: int, tokens: int) -> int:
-    """Bytes of megatron-core's persistent buffer for the gathered activations of a micro-batch (not used with frozen weights).
-    """
+    """megatron-core's persistent buffer for the gathered activations of a micro-batch (not used with frozen weights)."""
     return tokens * int(shape["hidden_size"]) * DTYPE_BYTES[dtype] if train.sequence_parallel and tp > 1 else 0
 
 
 def shortage(lasting: Sequence[float], available: int, who: str, where: str) -> str | None:
-    """The problem, if the ranks' `lasting` bytes together exceed the `available` ones."""
     if sum(lasting) <= available:
         return None
     return (

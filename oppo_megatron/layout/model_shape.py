@@ -1,4 +1,4 @@
-"""The shape of a model, read from a Hugging Face `config.json` of the Llama / Mistral / Qwen2 / Qwen2.5 / Qwen3 family."""
+"""The shape of a model, read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from oppo_megatron.layout.shape import FAMILIES, check_model, head_dim, max_posi
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes and switches of one decoder.  `hf` is the mapping that it was read from, kept for writing it back.
+    """Sizes and switches of one decoder.  `hf`: the mapping that it was read from.
 
-    `windows`: the number of tokens that a token attends to in each layer, itself included (None: all before it).
-    `vocab_multiple`: the rows of embedding and output layer are padded to a multiple of it and of tp.
+    `windows`: tokens that a token attends to in each layer, itself included (None: all before it).  `vocab_multiple`: the rows
+    of embedding and output layer are padded to a multiple of it and of tp.
     """
 
     family: str
@@ -41,7 +41,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-        """Read the mapping.  Raises CheckpointError for a family or feature that this runtime does not compute."""
+        """Raises CheckpointError for a family or feature that this runtime does not compute."""
         if problems := check_model(where, hf):
             raise CheckpointError("\n".join(problems))
         family = hf["model_type"]
@@ -66,7 +66,6 @@ class ModelShape:
         )
 
     def vocab_rows(self, tp: int) -> int:
-        """Rows of embedding and output layer on each of `tp` tensor ranks."""
         return vocab_rows(self.vocab_size, tp, self.vocab_multiple)
 
     @property
@@ -79,7 +78,7 @@ class ModelShape:
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE parameters in one form: `rope_parameters` of newer configs, `rope_theta` + `rope_scaling` of older ones."""
+    """Read `rope_parameters` of newer configs, or `rope_theta` + `rope_scaling` of older ones."""
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     rope.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"

@@ -1,6 +1,6 @@
-"""Placements of roles: the ranks of each, and the share of the model on each rank.  Pure; every rank computes the same.
+"""The ranks of each role, and the share of the model on each.  Pure; every rank computes the same.
 
-Ranks of a role are numbered as megatron-core does: tensor ranks next to each other, then replicas, then pipeline stages.
+Ranks are numbered as in megatron-core: tensor ranks next to each other, then replicas, then stages.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from oppo_megatron.config.model import ActorConfig, AdaptedRoleConfig, ParallelConfig, RoleConfig, TrainedRoleConfig
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 
 Layout = tuple[int, int, int]
 """(tp, pp, dp)"""
 
 
 class RankCoordinates(NamedTuple):
-    """A rank's coordinates in a role: replica `replica`, pipeline stage `stage`, tensor shard `shard`."""
-
     replica: int
     stage: int
     shard: int
@@ -27,7 +26,7 @@ class RankCoordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """The ranks of a role and its layout over them.  `len(ranks) == tp * pp * dp`."""
+    """The ranks of a role and its layout over them: `len(ranks) == tp * pp * dp`."""
 
     ranks: tuple[int, ...]
     tp: int = 1
@@ -42,7 +41,6 @@ class RolePlacement:
         return self.ranks[(stage * self.dp + replica) * self.tp + shard]
 
     def stage_ranks(self, replica: int, stage: int) -> tuple[int, ...]:
-        """The tensor ranks of one stage of one replica: they act together."""
         first = (stage * self.dp + replica) * self.tp
         return self.ranks[first : first + self.tp]
 
@@ -51,7 +49,6 @@ class RolePlacement:
         return tuple(rank for stage in range(self.pp) for rank in self.stage_ranks(replica, stage))
 
     def coords(self, rank: int) -> RankCoordinates | None:
-        """Return the coordinates of `rank` in the role, or None."""
         index = self._indices.get(rank)
         if index is None:
             return None
@@ -65,16 +62,14 @@ class RolePlacement:
 
     @cached_property
     def _indices(self) -> Mapping[int, int]:
-        """Index of each rank in `ranks`; cached because every action of a schedule asks for coordinates."""
+        """Cached, because every action of a schedule asks for coordinates."""
         return {rank: index for index, rank in enumerate(self.ranks)}
 
 
 def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
-    """Return the serving placement of each role: actor, reference, critic, and the reward model if there is one."""
-    pool, generate = pools(config), config.actor.generate
+    """The serving placement of each role."""
+    pool = pools(config)
     actor = _placement(config.actor, pool["actor"])
-    if generate is not None:
-        actor = _over(actor.ranks, generate)
     beside = {"reference": actor} if config.placement.reference == "actor" else {}
     scorers = {name: role for name, role in named_roles(config).items() if name != "actor"}
     return {"actor": actor} | {
@@ -83,9 +78,7 @@ def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
 
 
 def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
-    """Return the training placements of the actor and, if there is one, the critic: the same ranks, possibly in another
-    layout.
-    """
+    """The training placements of the trained roles: the same ranks, possibly in another layout."""
     pool = pools(config)
     return {
         name: training_placement(_placement(role, pool["actor" if name == "actor" else "scorer"]), role)
@@ -94,18 +87,17 @@ def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
 
 
 def training_placement(placement: RolePlacement, role: TrainedRoleConfig) -> RolePlacement:
-    """`place` in the role's training layout."""
     train = role.train
     return RolePlacement(placement.ranks, train.tp or placement.tp, train.pp or placement.pp, train.dp or placement.dp)
 
 
 def has_own_training_weights(serving: RolePlacement, training: RolePlacement, vpp: int) -> bool:
-    """True if a trained role holds its weights twice, because virtual stages give a rank other layers than serving does."""
+    """True if a trained role holds its weights twice; virtual stages give a rank other layers than serving does."""
     return serving != training or vpp > 1
 
 
 def pools(config: TrainConfig) -> dict[str, RolePlacement]:
-    """The ranks and layouts that the placement gives to the actor and to the scorers, for roles that name none."""
+    """The ranks and layouts of actor and scorers for roles that name none."""
     placement = config.placement
     if placement.mode == "single":
         return {"actor": RolePlacement((0,)), "scorer": RolePlacement((0,))}
@@ -117,17 +109,13 @@ def pools(config: TrainConfig) -> dict[str, RolePlacement]:
 
 
 def world_size(config: TrainConfig | SupervisedConfig) -> int:
-    """Ranks of a run; of PPO 0 .. the highest that a role names."""
     if isinstance(config, SupervisedConfig):
         return config.parallel.num_ranks
     return 1 + max(rank for placement in role_placements(config).values() for rank in placement.ranks)
 
 
 def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:
-    """Ranks, tp, pp and dp of every model that a run computes with, by name, in plain JSON types.
-
-    If it differs, a rank may hold another share of a model, and compute with other peers.
-    """
+    """Ranks, tp, pp and dp of every model of a run, by name, in plain JSON types."""
     if isinstance(config, SupervisedConfig):
         found = {"model": _over(tuple(range(config.parallel.num_ranks)), config.parallel)}
     else:
@@ -144,21 +132,19 @@ def shares_weights(config: TrainConfig) -> bool:
 
 
 def decodes_and_scores(placements: Mapping[str, RolePlacement]) -> bool:
-    """True if any rank holds both the actor and a scorer."""
     actor = set(placements["actor"].ranks)
     return any(actor & set(placement.ranks) for name, placement in placements.items() if name != "actor")
 
 
 def named_roles(config: TrainConfig) -> Mapping[str, RoleConfig]:
-    """The roles' sections by name; a null reference, if there is one, is the initial actor in a scorer's place."""
+    """The roles' sections by name; a null reference, if there is one, is the initial actor."""
     reference = None if config.ppo.kl.mode == "none" else config.reference or _start_of(config.actor)
     others = {"reference": reference, "critic": config.critic, "reward": config.reward}
     return {"actor": config.actor} | {name: role for name, role in others.items() if role is not None}
 
 
 def scorers_leader(placements: Mapping[str, RolePlacement]) -> int:
-    """The rank that speaks for the scorers: the first of the critic's, the reward model's or the reference's; with none of
-    these, the actor's that sends the chunks."""
+    """The first rank of the critic's, the reward model's or the reference's; without these, the actor's that sends the chunks."""
     name = next((name for name in ("critic", "reward", "reference") if name in placements), None)
     return placements["actor"].output_rank() if name is None else placements[name].ranks[0]
 
@@ -169,7 +155,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def _start_of(actor: ActorConfig) -> RoleConfig:
-    """The actor before its first update.  Adapters that are not given add nothing there."""
+    """The actor before its first update; adapters that are not given add nothing there."""
     model = actor.model_dump(include=set(MODEL_FIELDS))
     if actor.lora is None or actor.lora.adapter is None:
         return RoleConfig(**model)
@@ -177,7 +163,6 @@ def _start_of(actor: ActorConfig) -> RoleConfig:
 
 
 MODEL_FIELDS = ("checkpoint", "init", "init_seed", "fresh_head", "dtype")
-"""The fields that define a role's model."""
 
 
 def _expand(text: str) -> Iterator[int]:
@@ -187,7 +172,7 @@ def _expand(text: str) -> Iterator[int]:
 
 
 def _placement(role: RoleConfig, pool: RolePlacement) -> RolePlacement:
-    """The role's own ranks and layout, each where given.  Ranks without a layout: the pool's if it fits, else replicas."""
+    """The role's own ranks and layout.  Ranks without a layout: the pool's if it fits, else replicas."""
     ranks = pool.ranks if role.ranks is None else parse_ranks(role.ranks)
     if role.parallel is not None:
         return _over(ranks, role.parallel)

@@ -1,4 +1,4 @@
-"""The memory of one role's ranks in given layouts, by pipeline stage.  Pure, from the settings."""
+"""The memory of one role's ranks, by pipeline stage.  Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil, lcm
 
 from oppo_megatron.config.derived import max_context, minibatch_rows, share_of_sequences
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import LearningModelConfig, LoraConfig, ModelConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout import activations
 from oppo_megatron.layout.activations import Call, TrainingBatch
@@ -35,8 +34,6 @@ SCALAR_ROLES = ("critic", "reward")
 
 @dataclass(frozen=True)
 class RoleModel:
-    """The properties of a role's model that the memory arithmetic uses."""
-
     shape: Shape
     dtype: str
     scalar: bool
@@ -83,7 +80,7 @@ class RoleModel:
         *,
         on_cpu: bool,
     ) -> Memory:
-        state = training_state(self._trainable(placement, stage), self.dtype, placement.dp, train)
+        state = training_state(self._trainable(placement, stage), self.dtype, placement.dp)
         model, sizes = self.computed(placement, on_cpu=on_cpu), Sizes.of(placement, train.vpp)
         held = activations.training_activations(model, sizes, stage, train, batch)
         gathered = 0 if self.lora else gather_bytes(self.shape, self.dtype, train, placement.tp, batch.tokens)
@@ -102,10 +99,7 @@ class RoleModel:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of a role's ranks by pipeline stage: serving, training, and both if they have one layout.
-
-    `trained` and `both` are empty for a role that is not trained; `both` if the layouts differ.
-    """
+    """Memory of a role's ranks by pipeline stage; `both` if serving and training share one layout."""
 
     served: tuple[Memory, ...]
     trained: tuple[Memory, ...] = ()
@@ -138,14 +132,12 @@ def stage_memory(
 def served_stages(
     config: TrainConfig, name: str, serving: RolePlacement, model: RoleModel, *, on_cpu: bool
 ) -> tuple[Memory, ...]:
-    """Memory of each stage's ranks as the role decodes or scores."""
     return tuple(served_memory(config, name, serving, model, stage, on_cpu=on_cpu)[0] for stage in range(serving.pp))
 
 
 def trained_stages(
     config: TrainConfig, training: RolePlacement, model: RoleModel, train: TrainingLayoutConfig, *, on_cpu: bool
 ) -> tuple[Memory, ...]:
-    """Memory of each stage's ranks in the update."""
     return tuple(trained_memory(config, training, model, train, stage, on_cpu=on_cpu) for stage in range(training.pp))
 
 
@@ -162,7 +154,7 @@ def is_one_model(train: TrainingLayoutConfig) -> bool:
 
 
 def sequences_and_slots(config: TrainConfig, name: str, placement: RolePlacement, model: RoleModel) -> tuple[int, int]:
-    """Return the maximum number of sequences of a replica, and the number that its cache holds at once."""
+    """The most sequences of a replica, and the number that its cache holds at once."""
     sequences = share_of_sequences(config, name, placement.dp)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     slots = kv_slots(model.shape, placement, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
@@ -172,7 +164,6 @@ def sequences_and_slots(config: TrainConfig, name: str, placement: RolePlacement
 def served_memory(
     config: TrainConfig, name: str, placement: RolePlacement, model: RoleModel, stage: int, *, on_cpu: bool
 ) -> tuple[Memory, dict[str, float]]:
-    """Memory of a stage's ranks, and their activations by phase."""
     packed = on_cpu and config.runtime.decode_path == "packed"
     longest = max_context(config)
     context = slot_tokens(longest, config.runtime.kv_layout)
@@ -197,7 +188,6 @@ def served_memory(
 
 
 def training_rows(config: TrainConfig, placement: RolePlacement) -> int:
-    """Rows of a minibatch on a replica."""
     return ceil(minibatch_rows(config) / placement.dp)
 
 
@@ -210,7 +200,6 @@ def trained_memory(
     *,
     on_cpu: bool,
 ) -> Memory:
-    """Memory of a stage's ranks in the update."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     rows = training_rows(config, placement)
     # Minibatches are divided by tokens: of short prompts a replica may have more rows than others, up to all but one each.
@@ -223,9 +212,7 @@ def trained_memory(
 
 
 def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: bool) -> dict[str, Call]:
-    """Return the largest cached calls by phase.  `logits`: on the last stage, the actor makes them in decoding, scorers in
-    reading.
-    """
+    """The largest cached calls by phase.  On the last stage, the actor makes logits in decoding, scorers in reading."""
     longest, rollout = max_context(config), config.rollout
     gathered = slots * slot_tokens(longest, config.runtime.kv_layout) if config.runtime.kv_layout == "paged" else 0
     if name != "actor":
@@ -236,7 +223,7 @@ def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: b
 
 
 def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
-    """Bytes of the kernels of a role's products: the actor decodes any number of sequences, all roles read up to `tokens`."""
+    """The actor decodes any number of sequences; all roles read up to `tokens`."""
     read, decoded = prefill_sizes(tokens), min(slots, FEW_ROWS) if name == "actor" else 0
     return kernel_bytes(read + decoded, (decoded if name == "actor" else read) if makes_logits else 0)
 

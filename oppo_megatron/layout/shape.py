@@ -1,4 +1,4 @@
-"""Checks that a model of a given Hugging Face `config.json` fits its layout, contexts and tokenizer.  No weights are read."""
+"""Checks that a model fits its layout, contexts and tokenizer.  No weights are read."""
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ def check_shape(
     max_context: int,
     tokenizer_vocab_size: int | None,
 ) -> list[str]:
-    """Problems of model `name` in `layout`: its own, and problems of its contexts and vocabulary.
-
-    `max_context` in tokens; `tokenizer_vocab_size` is None if it is not known.
-    """
+    """Problems of model `name` in `layout`, with its contexts and vocabulary."""
     sizes = Sizes.of(layout)
     own = check_use(name, hf_config, max_context, tokenizer_vocab_size)
     if check_model(name, hf_config):
@@ -59,7 +56,7 @@ def check_use(name: str, hf_config: Mapping[str, Any], max_context: int, tokeniz
 
 
 def check_divisions(name: str, hf_config: Mapping[str, Any], sizes: Sizes, num_ranks: int, limits: Limits) -> list[str]:
-    """Which parts of the model `sizes` does not divide; each sentence ends in what would fit `num_ranks` ranks."""
+    """The parts that `sizes` does not divide; each sentence ends in what would fit `num_ranks` ranks."""
     problems = []
     tp, pp, _, vpp = sizes
     heads, kv_heads, layers = hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["num_hidden_layers"]
@@ -90,13 +87,12 @@ def check_divisions(name: str, hf_config: Mapping[str, Any], sizes: Sizes, num_r
 
 
 def model_limits(hf_config: Mapping[str, Any], sequences: int | None = None, min_tp: int = 1) -> Limits:
-    """The limits of a model that `check_model` finds right."""
     width = math.gcd(hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["intermediate_size"])
     return Limits(width, hf_config["num_hidden_layers"], sequences, min_tp, hf_config["vocab_size"])
 
 
 def check_model(name: str, hf_config: Mapping[str, Any]) -> list[str]:
-    """Return the errors and unsupported settings of a `config.json` itself, without regard to layouts."""
+    """Errors and unsupported settings of a `config.json` itself."""
     family = hf_config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         return [f"{name}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5 is qwen2)"]
@@ -106,7 +102,6 @@ def check_model(name: str, hf_config: Mapping[str, Any]) -> list[str]:
 
 
 def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_head: bool) -> list[str]:
-    """Check the head: a language model's, or if `scalar`, a scalar head or `fresh_head`."""
     architectures = hf_config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifier = architecture.endswith("ForSequenceClassification")
@@ -132,7 +127,7 @@ def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_h
 
 
 def max_positions(hf_config: Mapping[str, Any]) -> int:
-    """Longest context in tokens, RoPE scaling counted in where `max_position_embeddings` may leave it out."""
+    """Longest context in tokens, RoPE scaling included if `max_position_embeddings` leaves it out."""
     positions = int(hf_config.get("max_position_embeddings") or DEFAULT_POSITIONS[hf_config["model_type"]])
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) in ("yarn", "linear") and "factor" in rope:
@@ -142,7 +137,6 @@ def max_positions(hf_config: Mapping[str, Any]) -> int:
 
 
 def head_dim(hf_config: Mapping[str, Any]) -> int:
-    """Width of one attention head."""
     default = (
         128 if hf_config["model_type"] == "qwen3" else hf_config["hidden_size"] // hf_config["num_attention_heads"]
     )
@@ -150,13 +144,13 @@ def head_dim(hf_config: Mapping[str, Any]) -> int:
 
 
 def num_kv_heads(hf_config: Mapping[str, Any]) -> int:
-    """Number of key/value heads: by default all heads, and 8 for Mistral."""
+    """By default all heads, and 8 for Mistral."""
     default = 8 if hf_config["model_type"] == "mistral" else None
     return int(hf_config.get("num_key_value_heads", default) or hf_config["num_attention_heads"])
 
 
 def windows(hf_config: Mapping[str, Any]) -> list[int | None]:
-    """The number of tokens that a token attends to in each layer, itself included; None: all before it."""
+    """Tokens that a token attends to in each layer, itself included; None: all before it."""
     layers, window = hf_config["num_hidden_layers"], hf_config.get("sliding_window", DEFAULT_WINDOW)
     if hf_config["model_type"] == "mistral":
         return [window] * layers
@@ -169,7 +163,6 @@ def windows(hf_config: Mapping[str, Any]) -> list[int | None]:
 
 
 def kv_bytes_per_token(hf_config: Mapping[str, Any], layout: HasSizes, dtype: str) -> int:
-    """Bytes of keys and values that one token takes on one rank."""
     layers = hf_config["num_hidden_layers"] // layout.pp
     return int(2 * layers * (num_kv_heads(hf_config) // layout.tp) * head_dim(hf_config) * DTYPE_BYTES[dtype])
 
@@ -214,7 +207,6 @@ def _check_numbers(name: str, hf_config: Mapping[str, Any]) -> list[str]:
 
 
 def _check_windows(name: str, hf_config: Mapping[str, Any]) -> list[str]:
-    """Check a model whose attention has, or may have, a sliding window."""
     family = hf_config["model_type"]
     if family == "llama":
         return []

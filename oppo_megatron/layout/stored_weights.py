@@ -1,4 +1,4 @@
-"""Compare the tensors that a checkpoint stores with its `config.json`: none missing, none dropped unnoticed.  Pure."""
+"""Compare the tensors of a checkpoint with its `config.json`: none missing, none dropped unnoticed.  Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.layout.hf_layout import EMBEDDING, LM_HEAD, SCALAR_HEAD, Head, hf_tensors
 from oppo_megatron.layout.lora_layout import PEFT, adapter_parts
 from oppo_megatron.layout.model_shape import ModelShape
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Rotary tables of older checkpoints: they follow from `config.json`.  Beside them two heads are left unread: `lm_head.weight`
-under a scalar head, and `lm_head.weight` of tied embeddings that equals them."""
+"""Rotary tables of older checkpoints: they follow from `config.json`.  Two heads are also left unread: `lm_head.weight` under a
+scalar head, and of tied embeddings that equals them."""
 SHOWN = 8
 WHOLE = "Use the config.json that belongs to these weights."
 UNKNOWN = {
@@ -28,7 +28,7 @@ UNKNOWN = {
     r"\.bias$": "Apart from those of Qwen2's queries, keys and values no bias is computed: use a model without it.",
     "": WHOLE,
 }
-"""Remedies for a tensor that has no place in the model, by its name; the first that fits is taken."""
+"""Remedies for a tensor that has no place in the model; the first that fits is taken."""
 
 
 class Tensor(NamedTuple):
@@ -41,7 +41,7 @@ class Tensor(NamedTuple):
 def weight_problems(
     shape: ModelShape, head: Head, stored: Mapping[str, Tensor], equal: Callable[[str, str], bool]
 ) -> list[str]:
-    """One sentence for each tensor that is missing, of the wrong shape or type, or has no place in the model.
+    """One sentence per tensor that is missing, of the wrong shape or type, or has no place.
 
     `equal` compares the content of two stored tensors; all else follows from headers.
     """
@@ -73,13 +73,11 @@ def adapter_problems(shape: ModelShape, lora: LoraConfig, head: Head, stored: Ma
 
 
 def summary(problems: list[str]) -> str:
-    """The first few, a line each."""
     more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
     return "\n".join(f"  - {problem}" for problem in problems[:SHOWN] + more)
 
 
 def nearest(name: str, names: Collection[str]) -> str:
-    """A remedy for a tensor that is not there."""
     if near := difflib.get_close_matches(name, names, n=3):
         return f" Nearest names: {', '.join(near)}."
     return " Use a checkpoint that this model family's transformers class saved."

@@ -1,4 +1,4 @@
-"""Measuring runs of placements: their configurations and figures, the choice of the fastest, its reason and its record."""
+"""Measuring runs of placements, and the choice of the fastest."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ PARTS = {
 }
 """Parts of a step on the actor's output rank: attributes of `Run`, in words."""
 MEASURED_STEPS = 3
-"""PPO steps of a measuring run; the first is a warm-up and does not count."""
+"""The first is a warm-up and does not count."""
 CLOSE = 0.05
 """A placement whose time is within this share of the least is measured again."""
 CONFIRMED_RUNS = 3
-"""Least number of runs, so that one odd run does not decide."""
 
 
 class Run(NamedTuple):
@@ -45,7 +44,7 @@ class Run(NamedTuple):
 
     @property
     def other_s(self) -> float:
-        """Scoring after the last decoded chunk, waiting for scores, and for the critic's update if it is not hidden."""
+        """Scoring after the last chunk, waiting for scores, and for the critic's update if it is not hidden."""
         return self.seconds - self.decode_s - self.train_s
 
 
@@ -55,7 +54,7 @@ Measure = Callable[[Candidate, int], Run]
 
 @dataclass
 class Trial:
-    """A placement and its runs.  If one fails, `failure` has the reason, and it is not tried again."""
+    """A placement and its runs; not tried again after a `failure`."""
 
     candidate: Candidate
     runs: list[Run] = field(default_factory=list)
@@ -63,7 +62,7 @@ class Trial:
 
     @property
     def seconds_per_token(self) -> float:
-        """Median over the runs; placements are compared by it."""
+        """Median over the runs."""
         return median(run.seconds_per_token for run in self.runs)
 
     @property
@@ -73,7 +72,6 @@ class Trial:
         return (max(seconds) - min(seconds)) / median(seconds)
 
     def take(self, measure: Measure) -> None:
-        """Make one more run."""
         try:
             self.runs.append(measure(self.candidate, len(self.runs) + 1))
         except PlacementError as error:
@@ -81,10 +79,7 @@ class Trial:
 
 
 def measure_all(candidates: Sequence[Candidate], measure: Measure) -> list[Trial]:
-    """Measure each candidate once, then the close ones in turn, so that a machine that becomes busy does so for all.
-
-    If noise is within 1.4%, the placement that then has the least time is within 3% of the best.
-    """
+    """Measure each candidate once, then the close ones in turn, so that a machine that becomes busy does so for all."""
     trials = [Trial(candidate) for candidate in candidates]
     for trial in trials:
         trial.take(measure)
@@ -95,17 +90,15 @@ def measure_all(candidates: Sequence[Candidate], measure: Measure) -> list[Trial
 
 
 def running(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials that have not failed."""
     return [trial for trial in trials if trial.failure is None]
 
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials that have not failed, fastest first."""
     return sorted(running(trials), key=lambda trial: trial.seconds_per_token)
 
 
 def close_ones(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the fastest and those within `CLOSE` of it, in the order of `trials`; none if it is alone."""
+    """The fastest and those within `CLOSE` of it, in the order of `trials`; none if it is alone."""
     left = running(trials)
     least = min((trial.seconds_per_token for trial in left), default=0.0)
     close = [trial for trial in left if trial.seconds_per_token <= least * (1 + CLOSE)]
@@ -113,10 +106,7 @@ def close_ones(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: Path) -> TrainConfig:
-    """Return the configuration of a measuring run: the models, prompts, seed and overlaps of `settings`.
-
-    It is short and quiet and keeps no weights; the chunk size does not adapt, as every step would have another one.
-    """
+    """A short and quiet run of `settings` that keeps no weights; a chunk size that adapts would differ in every step."""
     config = settings.with_placement(placement)
     chunk = config.overlap.chunk.model_copy(update={"adaptive": False})
     changes = {
@@ -133,14 +123,14 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
 
 
 def fingerprint(settings: TrainSettings, machine: Machine) -> str:
-    """Return a key that is equal if the same would be measured; settings that measuring runs replace do not count."""
+    """A key that is equal if the same would be measured."""
     probe = probe_config(settings, PlacementConfig(mode="single"), Path())
     measured = [__version__, asdict(machine), MEASURED_STEPS, probe.model_dump(mode="json")]
     return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_run(lines: Sequence[Mapping[str, Any]]) -> Run:
-    """Return the figures of the lines of a `metrics.jsonl`.  Raises PlacementError if there is only one."""
+    """Raises PlacementError if there is only one line."""
     steady = lines[1:]
     if not steady:
         raise PlacementError(
@@ -154,7 +144,7 @@ def read_run(lines: Sequence[Mapping[str, Any]]) -> Run:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen placement.  `margin`: share of time that the next one needs more; None if there is no other."""
+    """`margin`: share of time that the next one needs more; None if there is no other."""
 
     candidate: Candidate
     margin: float | None
@@ -162,7 +152,7 @@ class Choice:
 
 
 def choose(options: Options, trials: Sequence[Trial]) -> Choice:
-    """Return the placement of least time, or the only one.  Raises PlacementError with the first error if all failed."""
+    """Raises PlacementError with the first error if all failed."""
     if len(options.candidates) == 1 and not trials:
         only = options.candidates[0]
         return Choice(
@@ -202,19 +192,18 @@ def _speed(trial: Trial) -> str:
 
 
 def _where(best: Trial, following: Trial) -> str:
-    """Name the phase of a step that the fastest placement gains most from."""
+    """The phase of a step that the fastest placement gains most from."""
     gains = {part: _a_step(following, part) - _a_step(best, part) for part in PARTS}
     part = max(gains, key=lambda name: gains[name])
     return f"most of it in {PARTS[part]}: {_a_step(best, part):.3g} s per step against {_a_step(following, part):.3g}"
 
 
 def _a_step(trial: Trial, part: str) -> float:
-    """Median over the runs of a part's seconds per step."""
     return median(float(getattr(run, part)) / run.steps for run in trial.runs)
 
 
 def to_record(key: str, options: Options, trials: Sequence[Trial], choice: Choice) -> dict[str, Any]:
-    """Return the content of `placement.json`.  `key`: the `fingerprint` of the measurement."""
+    """The content of `placement.json`.  `key`: the `fingerprint` of the measurement."""
     tried = {trial.candidate.name: trial for trial in trials}
     return {
         "chosen": {"name": choice.candidate.name, "placement": choice.candidate.yaml_tree()},

@@ -1,17 +1,66 @@
-"""The only room that imports megatron-core."""
+"""The only room that imports megatron-core, without parts that a rank never calls: half of the import's time.
 
+Its fusions are decorated by `torch.compile`, which loads torch's compiler: here at the first call.  It expects an ImportError
+of a transformer-engine or apex that cannot be used, but their loaders raise other errors, too.  Its timers import TensorBoard
+and Weights & Biases.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
-from oppo_megatron.mcore.quick_import import import_megatron
+import torch
 
-# megatron-core says in every process, as it is imported, which optional packages are absent; `oppo validate` says it once.
-_remarks = [".*Apex", ".*Transformer Engine", "full scope is deprecated", "If you are using transformer_engine"]
-# Its distributed optimizer asks every parameter's shard for a gradient of its own.
-_remarks.append(r"The \.grad attribute of a Tensor that is not a leaf")
-for _message in _remarks:
-    warnings.filterwarnings("ignore", message=_message, category=UserWarning)
-# megatron-core calls torch functions that a later torch will replace.
-for _message in ("`load_state_dict` is deprecated", "Please use DTensor instead", r"`torch\.distributed\.\w+` is deprecated"):
-    warnings.filterwarnings("ignore", message=_message, category=FutureWarning)
-del _message, _remarks
-import_megatron()
+from oppo_megatron.layout.kernels import APEX, TE, usable
+
+_IGNORED = {
+    # said in every process about absent optional packages; `oppo validate` says it once
+    UserWarning: [
+        ".*Apex", ".*Transformer Engine", "full scope is deprecated", "If you are using transformer_engine",
+        r"The \.grad attribute of a Tensor that is not a leaf",  # the distributed optimizer reads it of each parameter's shard
+    ],
+    # torch functions that a later torch will replace
+    FutureWarning: [
+        "`load_state_dict` is deprecated", "Please use DTensor instead", r"`torch\.distributed\.\w+` is deprecated",
+    ],
+}  # fmt: skip
+_COMPILE = torch.compile
+
+
+def compiled_when_called(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    if function is None:
+        return functools.partial(compiled_when_called, **options)
+    compiled = functools.cache(lambda: _COMPILE(function, **options))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    call._torchdynamo_inline = function  # type: ignore[attr-defined]  # as torch marks its own, for one within another
+    return call
+
+
+def _import_megatron() -> None:
+    absent = {name: None for name in ("wandb", "torch.utils.tensorboard") if name not in sys.modules}
+    for library, package in ((TE, "transformer_engine"), (APEX, "apex")):
+        if "megatron.core" not in sys.modules and not usable(library):
+            sys.modules[package] = None  # type: ignore[assignment]  # importing it raises ImportError from now on
+    with mock.patch.object(torch, "compile", compiled_when_called):
+        sys.modules.update(absent)  # type: ignore[arg-type]
+        try:
+            importlib.import_module("megatron.core")
+        finally:
+            for name in absent:
+                del sys.modules[name]
+
+
+for _category, _messages in _IGNORED.items():
+    for _message in _messages:
+        warnings.filterwarnings("ignore", message=_message, category=_category)
+_import_megatron()

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.schedule.packing import pack_by_tokens
 
 Answered = tuple[Sequence[int], Sequence[int]]
-"""Tokens of a prompt and of a response."""
 
 
 @dataclass
@@ -23,8 +22,8 @@ class MicroBatch:
     """Sequences to run forward (and backward) together.
 
     `index` are the sequences' indices in their batch; `rows_R` the packed positions whose outputs are wanted; `targets_R` the
-    token that each of these rows predicts; `tokens` is `tokens_T` on the host, for responses; `counts` are the rows of each
-    response; `extra` holds tensors for the loss, aligned with the rows or the sequences.
+    token that each of these rows predicts; `tokens` is `tokens_T` on the host; `counts` are the rows of each response; `extra`
+    holds tensors for the loss, aligned with rows or sequences.
     """
 
     index: list[int]
@@ -38,7 +37,6 @@ class MicroBatch:
 
     @classmethod
     def dummy(cls, device: torch.device) -> MicroBatch:
-        """One token of no sequence, for a rank without work in a step."""
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         return cls([], [1], zero, zero, zero)
 
@@ -47,7 +45,7 @@ class MicroBatch:
         return not self.index
 
     def padded(self, num_tokens: int, longest: int) -> tuple[list[int], Tensor]:
-        """Lengths and tokens [num_tokens], padded by sequences of at most `longest` tokens without rows."""
+        """Lengths and tokens [num_tokens], padded by sequences of at most `longest` tokens."""
         missing = num_tokens - len(self.tokens_T)
         assert missing >= 0, f"{len(self.tokens_T)} tokens do not fit into {num_tokens}"
         full, rest = divmod(missing, longest)
@@ -60,8 +58,7 @@ def pack_responses(
 ) -> list[MicroBatch]:
     """Micro-batches of at most `budget` tokens (a longer sequence is alone in one), longest first.
 
-    The row of response token t is the position before it: its output predicts token t, and its value is V(s_t).  The last
-    token of a sequence predicts nothing and is left out.
+    The row of response token t is the position before it, which predicts token t and has the value V(s_t).
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     return [
@@ -82,7 +79,6 @@ def pack_together(units: Sequence[Sequence[Answered]], budget: int, device: torc
 def whole_responses(
     index: list[int], answered: Sequence[Answered], device: torch.device
 ) -> MicroBatch:
-    """One micro-batch of prompts with their responses, with rows as in `pack_responses`."""
     tokens: list[int] = []
     rows: list[int] = []
     targets: list[int] = []
@@ -98,40 +94,34 @@ def whole_responses(
     return MicroBatch(index, lengths, tensors[0], tensors[1], tensors[2], tokens, counts)
 
 
-def pack_sequences(sequences: Sequence[Sequence[int]], budget: int, device: torch.device) -> list[MicroBatch]:
-    """As `pack_responses`, for whole sequences whose only row is the last token, without targets."""
-    lengths = [len(sequence) for sequence in sequences]
-    return [whole_sequences(index, [sequences[i] for i in index], device) for index in pack_by_tokens(lengths, budget)]
-
-
 def pack_at(
     sequences: Sequence[Sequence[int]], places: Sequence[Sequence[int]], budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """As `pack_sequences`, but each sequence has rows at its own `places`."""
-    lengths = [len(sequence) for sequence in sequences]
-    batches = []
-    for index in pack_by_tokens(lengths, budget):
-        batch = whole_sequences(index, [sequences[i] for i in index], device)
-        rows: list[int] = []
-        start = 0
-        for i in index:
-            rows += [start + place for place in places[i]]
-            start += lengths[i]
-        batch.rows_R = on_device(rows, device)
-        batches.append(batch)
-    return batches
+    """As `pack_responses`, for whole sequences with rows at `places` in each, without targets."""
+    return [
+        whole_sequences(index, [sequences[i] for i in index], device, [places[i] for i in index])
+        for index in pack_by_tokens([len(sequence) for sequence in sequences], budget)
+    ]
 
 
-def whole_sequences(index: list[int], sequences: Sequence[Sequence[int]], device: torch.device) -> MicroBatch:
-    """One micro-batch of sequences whose rows are their last tokens.  No targets."""
-    lengths = [len(sequence) for sequence in sequences]
+def whole_sequences(
+    index: list[int],
+    sequences: Sequence[Sequence[int]],
+    device: torch.device,
+    places: Sequence[Sequence[int]] | None = None,
+) -> MicroBatch:
+    rows: list[int] = []
+    start = 0
+    for number, sequence in enumerate(sequences):
+        rows += [start + place for place in ([len(sequence) - 1] if places is None else places[number])]
+        start += len(sequence)
     tokens_T = on_device([token for sequence in sequences for token in sequence], device)
-    last_S = on_device(lengths, device).cumsum(0) - 1
-    return MicroBatch(index, lengths, tokens_T, last_S, targets_R=tokens_T.new_empty(0))
+    lengths = [len(sequence) for sequence in sequences]
+    return MicroBatch(index, lengths, tokens_T, on_device(rows, device), targets_R=tokens_T.new_empty(0))
 
 
 def split_rows(values_T: Tensor, lengths: Sequence[int], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Split values per response token of a whole batch into values of each micro-batch, in the order of its rows."""
+    """Values per response token of a whole batch -> values of each micro-batch's rows."""
     pieces = values_T.split(list(lengths))
     return [torch.cat([pieces[i] for i in batch.index]) for batch in batches]
 

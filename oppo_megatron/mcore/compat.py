@@ -1,8 +1,6 @@
 """Patches that megatron-core 0.16.1 needs to run without a CUDA device, and nothing more.
 
-megatron-core names its device `torch.cuda.current_device()` or `device="cuda"`.  `install()` makes these mean the CPU in the
-modules that this runtime uses; with a CUDA device present it changes nothing.  Each `Patch` names the file and the text that
-make it necessary: a test reads megatron-core's source and fails when a patch is no longer needed.
+A test reads megatron-core's source and fails when a `Patch` is no longer needed.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from megatron.core import parallel_state
 
 @dataclass(frozen=True)
 class Patch:
-    """One adaptation.  `serves` is `path:line` below megatron/core, `because` the text found there."""
+    """One adaptation. `serves` is `path:line` below megatron/core, `because` the text found there."""
 
     serves: str
     because: str
@@ -54,31 +52,11 @@ class _TorchOnCpu(types.ModuleType):
 
 
 def _replace(owner: object, name: str, stand_in: object) -> None:
-    """Replace `name` of a module or class by `stand_in`."""
-    setattr(owner, name, stand_in)
+    setattr(importlib.import_module(f"megatron.core.{owner}") if isinstance(owner, str) else owner, name, stand_in)
 
 
-def _replace_in_megatron(module: str, name: str, stand_in: object) -> None:
-    _replace(importlib.import_module(f"megatron.core.{module}"), name, stand_in)
-
-
-def _torch_proxy(module: str) -> Callable[[], None]:
-    def apply() -> None:
-        _replace_in_megatron(module, "torch", _TorchOnCpu())
-
-    return apply
-
-
-def _current_device() -> None:
-    _replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
-
-
-def _synchronize() -> None:
-    _replace(torch.cuda, "synchronize", lambda device=None: None)
-
-
-def _tensor_cuda() -> None:
-    _replace(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+def _replace_torch(module: str) -> Callable[[], None]:
+    return lambda: _replace(module, "torch", _TorchOnCpu())
 
 
 def _clip_by_norm() -> None:
@@ -91,7 +69,7 @@ def _clip_by_norm() -> None:
         if scale < 1.0 and grads:
             torch._foreach_mul_([grad.detach() for grad in grads], scale)
 
-    _replace_in_megatron("optimizer.optimizer", "clip_grad_by_total_norm_fp32", clip)
+    _replace("optimizer.optimizer", "clip_grad_by_total_norm_fp32", clip)
 
 
 def _parameter_type() -> None:
@@ -105,34 +83,29 @@ def _parameter_type() -> None:
     _replace(torch.nn.Parameter, "type", type_name)
 
 
-def _rng_state_of_no_device() -> None:
-    """Recomputed activations save the state of the CPU's generator without the missing CUDA generator's."""
-    _replace_in_megatron(
-        "tensor_parallel.random", "_get_cuda_rng_state", lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
-    )
-
-
-def _set_rng_state_of_no_device() -> None:
-    _replace_in_megatron("tensor_parallel.random", "_set_cuda_rng_state", lambda *args, **kwargs: None)
-
-
 PATCHES = (
-    Patch("tensor_parallel/mappings.py:91", "torch.cuda.current_device()", _current_device),
-    Patch("pipeline_parallel/p2p_communication.py:242", "torch.cuda.synchronize()", _synchronize),
-    Patch("models/common/language_module/language_module.py:244", "weight.data.cuda()", _tensor_cuda),
-    Patch("pipeline_parallel/schedules.py:596", 'device="cuda"', _torch_proxy("pipeline_parallel.schedules")),
-    Patch("optimizer/optimizer.py:907", "device='cuda'", _torch_proxy("optimizer.optimizer")),
-    Patch("optimizer/clip_grads.py:103", "device='cuda'", _torch_proxy("optimizer.clip_grads")),
-    Patch("utils.py:1207", 'device="cuda"', _torch_proxy("utils")),
+    Patch("tensor_parallel/mappings.py:91", "torch.cuda.current_device()",
+          lambda: _replace(torch.cuda, "current_device", lambda: torch.device("cpu"))),
+    Patch("pipeline_parallel/p2p_communication.py:242", "torch.cuda.synchronize()",
+          lambda: _replace(torch.cuda, "synchronize", lambda device=None: None)),
+    Patch("models/common/language_module/language_module.py:244", "weight.data.cuda()",
+          lambda: _replace(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)),
+    Patch("pipeline_parallel/schedules.py:596", 'device="cuda"', _replace_torch("pipeline_parallel.schedules")),
+    Patch("optimizer/optimizer.py:907", "device='cuda'", _replace_torch("optimizer.optimizer")),
+    Patch("optimizer/clip_grads.py:103", "device='cuda'", _replace_torch("optimizer.clip_grads")),
+    Patch("utils.py:1207", 'device="cuda"', _replace_torch("utils")),
     Patch("optimizer/clip_grads.py:167", "param.grad.type() == 'torch.cuda.FloatTensor'", _clip_by_norm),
     Patch("optimizer/optimizer.py:671", "'torch.cuda.BFloat16Tensor'", _parameter_type),
-    Patch("tensor_parallel/random.py:55", "torch.cuda.random.get_rng_state(device=device)", _rng_state_of_no_device),
-    Patch("tensor_parallel/random.py:111", "_lazy_call(cb)", _set_rng_state_of_no_device),
-)
+    # Recomputed activations save the state of the CPU's generator without the missing CUDA generator's.
+    Patch("tensor_parallel/random.py:55", "torch.cuda.random.get_rng_state(device=device)", lambda: _replace(
+        "tensor_parallel.random", "_get_cuda_rng_state", lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8))),
+    Patch("tensor_parallel/random.py:111", "_lazy_call(cb)", lambda: _replace(
+        "tensor_parallel.random", "_set_cuda_rng_state", lambda *args, **kwargs: None)),
+)  # fmt: skip
 
 
 def install() -> bool:
-    """Apply every patch once if no CUDA device is present.  Returns True if the patches are applied."""
+    """Apply every patch if no CUDA device is present. Returns True if they are applied."""
     if torch.cuda.is_available():
         return False
     if not getattr(torch.cuda.current_device, "__module__", "").startswith(__name__):
@@ -144,10 +117,7 @@ def install() -> bool:
 
 
 def make_scratch_memory() -> None:
-    """Make the buffer that an initialised `parallel_state` has for sequence parallelism (needed on GPU as well).
-
-    tensor_parallel/layers.py:482 gathers activations into this process-wide buffer.
-    """
+    """Make the process-wide buffer into which tensor_parallel/layers.py:482 gathers activations (on GPUs, too)."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
@@ -155,7 +125,7 @@ def make_scratch_memory() -> None:
 def keep_norms_on_device() -> None:
     """Sum the gradients' norms on the GPU if there is neither transformer-engine nor apex.
 
-    utils.py:1206 reads the norm of each parameter's gradient separately, and the host waits for each.
+    utils.py:1206 has the host wait for the norm of each parameter's gradient.
     """
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     plain = getattr(clip_grads, "local_multi_tensor_l2_norm", None)
@@ -164,26 +134,21 @@ def keep_norms_on_device() -> None:
 
 
 def norm_on_device(_chunk: int, _overflow: torch.Tensor, lists: list[list[torch.Tensor]], *_: Any) -> Any:
-    """Replacement of `local_multi_tensor_l2_norm`: a tensor of one number."""
     return torch.nn.utils.get_total_norm(lists[0]).float().reshape(1), None
 
 
 @contextlib.contextmanager
 def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
-    """In the block, `step` of a chained optimizer uses `norm` as its gradients' norm (needed on GPU only).
-
-    optimizer/optimizer.py:1314 computes it again, and the host waits for the device again.
-    """
+    """In the block, `step` of a chained optimizer uses `norm`: optimizer.py:1314 computes it again, and the host waits."""
     with mock.patch.object(optimizer, "get_grad_norm", lambda: norm):
         yield
 
 
 @contextlib.contextmanager
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Narrow "the world" to a model's own ranks while its optimizer is built (needed on GPU as well).
+    """Narrow "the world" to a model's own ranks while its optimizer is built (on GPUs, too).
 
-    optimizer/__init__.py:180 aligns parameter groups by an `all_gather_object` over WORLD, which would wait for ranks that
-    hold other models.
+    optimizer/__init__.py:180 gathers over WORLD, which would wait for ranks that hold other models.
     """
     gather = dist.all_gather_object
 

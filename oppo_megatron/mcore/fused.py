@@ -1,10 +1,9 @@
 """Cached calls of a stage in few operations, over the parameters of its megatron modules.
 
-megatron's modules make some fifteen nested calls per layer, which dominate a decode step of few tokens.  Training and full
-forwards use them, and so does `decode_path: module`, the reference of the parity tests.
+megatron's modules make some fifteen nested calls per layer, which dominate a decode step of few tokens.
 
-Legend: T packed tokens, H hidden, G key/value heads of this tensor rank, R query heads per key/value head, X = R + 2 (the query
-heads, the key, the value), D head dimension, V vocabulary shard.
+Legend: T packed tokens, H hidden, G key/value heads of this tensor rank, X = the query heads of one, the key, the value, D head
+dimension.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.mcore.cpu.prepacked import product
+from oppo_megatron.mcore.cpu import product
 from oppo_megatron.mcore.kv.cached_plan import CachedPlan
-from oppo_megatron.mcore.layers.rms_norm import Norm, fixed_norm
+from oppo_megatron.mcore.layers import Norm, fixed_norm
 from oppo_megatron.mcore.lora import Adapters, adapters_of
 
 Product = Callable[[Tensor], Tensor]
@@ -30,25 +29,22 @@ Product = Callable[[Tensor], Tensor]
 class FusedStage:
     """The layers of a stage, and the final norm on the last stage.  It is made again after the weights changed.
 
-    Apart from the weights it holds only copies for the CPU: captured steps (`cuda_graphs.py`) need that there are none on a GPU.
+    It holds no copies of weights on a GPU, as captured steps need; for the CPU it does (`packed`).
     """
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
-        """`packed`: use copies of the weights that are laid out for the CPU's products."""
         self._bare = [_fused_layer(layer, packed) for layer in layers]
         self.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
         self.final_norm = None if final_norm is None else fixed_norm(final_norm.weight, final_norm.eps)
         self.tp_group = tp_group if tp_group.size() > 1 else None
 
     def of(self, layers: Sequence[Any], tp_group: dist.ProcessGroup) -> FusedStage:
-        """The same products with the adapters of `layers`, which belong to another model over the same weights."""
         stage = copy.copy(self)
         stage.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
         stage.tp_group = tp_group if tp_group.size() > 1 else None
         return stage
 
     def __call__(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
-        """The hidden states after the stage, [T, H]."""
         for number, layer in enumerate(self.layers):
             x_TH = x_TH + self._reduced(layer.attend(x_TH, plan, number))
             x_TH = x_TH + self._reduced(layer.transform(x_TH))
@@ -62,8 +58,6 @@ class FusedStage:
 
 @dataclass(frozen=True)
 class _FusedLayer:
-    """The operations of a layer, without its modules."""
-
     norm: Norm
     qkv: Product
     head_norms: tuple[Norm, Norm] | None  # of queries and keys
@@ -115,7 +109,6 @@ def _bias(linear: Any) -> Tensor | None:
 
 
 def _adapted(bare: _FusedLayer, layer: Any) -> _FusedLayer:
-    """The layer with its adapters added before any sum over tensor ranks; each call reads the adapters' weights."""
     attention, mlp = layer.self_attention, layer.mlp
     return replace(
         bare,

@@ -1,8 +1,4 @@
-"""Process groups of one role: its own `ProcessGroupCollection`, so that megatron's global state stays unused.
-
-Every rank of the world calls `build_groups` for every role in the same order, because creating a group is a collective
-of the world.
-"""
+"""Process groups of one role: its own `ProcessGroupCollection`, so that megatron's global state stays unused."""
 
 from __future__ import annotations
 
@@ -18,10 +14,7 @@ from oppo_megatron.layout.groups import model_groups
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """A role's groups on one of its ranks.  `ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank.
-
-    `made`: all groups of this rank, in the order of creation.
-    """
+    """A role's groups on one of its ranks; `ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank."""
 
     collection: ProcessGroupCollection
     all: dist.ProcessGroup
@@ -41,7 +34,6 @@ class RoleGroups:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's replica of the model."""
         return int(self.collection.dp.rank())
 
     @property
@@ -57,11 +49,10 @@ class RoleGroups:
 def build_groups(
     ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None
 ) -> RoleGroups | None:
-    """Groups of a model on `ranks` (order: tensor fastest, then data, then pipeline; megatron's own).
+    """Groups of a model on `ranks` (order: tensor fastest, then data, then pipeline); None on a rank outside of them.
 
-    `shared`: the groups of the run so far; those with the same ranks and part are reused (`layout/groups.py`).
-
-    Every rank makes the call.  Returns None on a rank outside of `ranks`.
+    Every rank of the world makes the call for every role in the same order.  Groups in `shared` with the same ranks and part
+    are reused.
     """
     parts, found = list(model_groups(ranks, tp, pp, role)), dict[str, dist.ProcessGroup]()
     shared = shared or SharedGroups()

@@ -1,22 +1,17 @@
-"""Low-rank adapters of megatron-core's parallel products; only the adapters are trained.
+"""Low-rank adapters of megatron-core's parallel products: y = W x + s B A x (Hu et al. 2021).
 
-y = W x + s B A x (Hu et al. 2021).  A product that is several in Hugging Face (queries, keys and values; gate and up) has a
-pair for each of these targets, so that every pair is a tensor of a peft directory.  Over tensor ranks a column-parallel
-product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole B:
+A product that is several in Hugging Face (queries, keys and values; gate and up) has a pair for each of these targets.  Over
+tensor ranks a column-parallel product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole B:
 
     column   A x is the same on all ranks; the gradient of B's input is summed over them
     row      B A x is summed with the product (cached calls), or A x is, which is smaller (training)
 
-With sequence parallelism a whole factor has a share of the tokens on each rank, and megatron sums its gradient.
-
-Legend: T packed tokens, I inputs, O outputs and K rank of a pair, G key/value heads of this tensor rank, R query heads of
-each, D head dimension.
+Legend: T packed tokens, I inputs, G key/value heads of this tensor rank, R query heads of each, D head dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,17 +27,15 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.layout.lora_layout import PRODUCTS, pair_sizes
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.mcore.layers.spec import tag_parameter
+from oppo_megatron.mcore.layers import tag_parameter
 
 Join = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 class Pair(torch.nn.Module):
-    """A and B of one target on this rank, values not yet set."""
-
     def __init__(self, sizes: tuple[tuple[int, int], tuple[int, int]], cut: Literal["rows", "columns"], like: Tensor):
         """`sizes` of A and B on this rank; `cut`: B by rows, or A by columns."""
         super().__init__()
@@ -54,43 +47,40 @@ class Pair(torch.nn.Module):
 
     @property
     def whole(self) -> torch.nn.Parameter:
-        """The factor that is the same on all tensor ranks."""
         return self.lora_A if getattr(self.lora_B, "tensor_model_parallel", False) else self.lora_B
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The tensor ranks that share a product."""
-
-    group: dist.ProcessGroup
-    sequence_parallel: bool
-
-
 class Adapters(torch.nn.Module):
-    """The pairs of one product, in training and in cached calls."""
-
     def __init__(
-        self, pairs: Mapping[str, Pair], cut: Literal["rows", "columns"], join: Join, scale: float, ranks: Ranks
+        self,
+        pairs: Mapping[str, Pair],
+        cut: Literal["rows", "columns"],
+        join: Join,
+        scale: float,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
     ):
         super().__init__()
         for name, pair in pairs.items():
             self.add_module(name, pair)
-            if ranks.sequence_parallel:
+            if sequence_parallel:
                 tag_parameter(pair.whole, "sequence_parallel", True)
-        self._names, self._cut, self._join, self._scale, self._ranks = list(pairs), cut, join, scale, ranks
+        self._names, self._cut, self._join, self._scale = list(pairs), cut, join, scale
+        self._group, self._sequence_parallel = group, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """The addition to the product's output in a forward pass of megatron's modules."""
         return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
 
     def cached(self, x_TI: Tensor) -> Tensor:
-        """The addition to this rank's own product, before any sum over tensor ranks."""
-        return self._join({name: self._product(self.get_submodule(name), x_TI) for name in self._names})
+        """The addition to this rank's own product in cached calls, before any sum over tensor ranks."""
+        pairs: list[Any] = [self.get_submodule(name) for name in self._names]
+        outputs = [F.linear(F.linear(x_TI, pair.lora_A), pair.lora_B) * self._scale for pair in pairs]
+        return self._join(dict(zip(self._names, outputs, strict=True)))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The pairs with their offsets in the whole model, for megatron-core's `dist_checkpointing`."""
         assert metadata is not None
         matrix, axis = ("lora_B", 0) if self._cut == "rows" else ("lora_A", 1)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -98,21 +88,18 @@ class Adapters(torch.nn.Module):
             prefix,
             {f"{name}.{matrix}": axis for name in self._names},
             sharded_offsets,
-            tp_group=self._ranks.group,
+            tp_group=self._group,
             dp_cp_group=metadata["dp_cp_group"],
         )
         return sharded
 
-    def _product(self, pair: Any, x_TI: Tensor) -> Tensor:
-        return F.linear(F.linear(x_TI, pair.lora_A), pair.lora_B) * self._scale
-
     def _one(self, pair: Any, x: Tensor) -> Tensor:
-        z, group = F.linear(x, pair.lora_A), self._ranks.group
-        if self._cut == "rows" and self._ranks.sequence_parallel:
+        z, group = F.linear(x, pair.lora_A), self._group
+        if self._cut == "rows" and self._sequence_parallel:
             z = gather_from_sequence_parallel_region(z, tensor_parallel_output_grad=True, group=group)
         elif self._cut == "rows":
             z = copy_to_tensor_model_parallel_region(z, group=group)
-        elif self._ranks.sequence_parallel:
+        elif self._sequence_parallel:
             z = reduce_scatter_to_sequence_parallel_region(z, group=group)
         else:
             z = reduce_from_tensor_model_parallel_region(z, group=group)
@@ -120,14 +107,13 @@ class Adapters(torch.nn.Module):
 
 
 def attach_adapters(model: Any, lora: LoraConfig) -> None:
-    """Attach adapters, values not yet set, to a built stage; of its other weights only a scalar head stays trainable.
+    """Attach adapters, values not yet set, to a RoleModel; of its other weights only a scalar head stays trainable.
 
-    `model` is a RoleModel: the adapters of `linear_qkv` are the attribute `linear_qkv_lora` of the same module.
+    The adapters of `linear_qkv` are the attribute `linear_qkv_lora` of the same module.
     """
     model.requires_grad_(False)
     if model.head == "scalar" and model.post_process:
         model.output_layer.weight.requires_grad_(True)
-    ranks = Ranks(model.groups.collection.tp, bool(model.config.sequence_parallel))
     for layer in model.decoder.layers:
         for product in PRODUCTS:
             targets = [target for target in product.targets if target in lora.projections]
@@ -138,19 +124,18 @@ def attach_adapters(model: Any, lora: LoraConfig) -> None:
             sizes = pair_sizes(model.shape, lora.rank, model.groups.tp)
             pairs: dict[str, Pair] = {target: Pair(sizes[target], product.cut, linear.weight) for target in targets}
             join = _join(product.targets, model.shape, model.groups.tp)
-            adapters = Adapters(pairs, product.cut, join, lora.scale, ranks)
+            group, sequence_parallel = model.groups.collection.tp, bool(model.config.sequence_parallel)
+            adapters = Adapters(pairs, product.cut, join, lora.scale, group, sequence_parallel)
             owner.add_module(f"{product.linear}_lora", adapters)
             linear.register_forward_hook(lambda _, args, out, a=adapters: (out[0] + a(args[0]), *out[1:]))
     model.adapters = lora
 
 
 def is_adapter(name: str) -> bool:
-    """True if the parameter belongs to an adapter."""
     return name.endswith((".lora_A", ".lora_B"))
 
 
 def adapters_of(owner: Any, linear: str) -> Adapters | None:
-    """The adapters of the product `linear` of an attention or MLP module, or None."""
     found = getattr(owner, f"{linear}_lora", None)
     assert found is None or isinstance(found, Adapters)
     return found

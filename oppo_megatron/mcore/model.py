@@ -1,15 +1,12 @@
 """A role's model: one pipeline stage of a megatron-core `GPTModel`, driven by an attention plan.
 
-A model that serves (decodes, scores) is one stage per rank.  A trained model may be several chunks per rank (virtual stages),
-shard its activations over the tensor ranks and recompute them in the backward pass.
-
 Legend: T packed tokens, H hidden, V vocabulary, R rows of interest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,34 +24,31 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import DecodePath, KVLayout, TrainingLayoutConfig
+from oppo_megatron.config.model import DecodePath, KVLayout, LoraConfig, TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.cpu_kernels import WHOLE_MULTIPLE
 from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore import compat
-from oppo_megatron.mcore.cpu.prepacked import can_prepack, product
+from oppo_megatron.mcore.attention import AttentionPlan, PackedPlan, binding, rope_tables
+from oppo_megatron.mcore.cpu import can_prepack, product
 from oppo_megatron.mcore.fused import FusedStage
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.kv.cached_plan import CachedPlan
 from oppo_megatron.mcore.kv.dense import KVCache
-from oppo_megatron.mcore.kv.paged import PagedKVCache
-from oppo_megatron.mcore.kv.paged_kernels import find_kernel
-from oppo_megatron.mcore.layers.attention import AttentionPlan, PackedPlan
-from oppo_megatron.mcore.layers.rope import rope_tables
-from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec
-from oppo_megatron.mcore.layers.windows import binding
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.kv.paged import PagedKVCache, find_kernel
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.mcore.layers import ScalarHead, block_spec
+from oppo_megatron.mcore.vocab import VocabShards
 
 Head = Literal["lm", "scalar"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class RoleModel(GPTModel):
-    """Stage `stage` of `num_stages`, on this rank.  `head` is "lm" (vocabulary-parallel logits) or "scalar" (a number per token).
+    """Stage `stage` of `num_stages`; `head` is "lm" (vocabulary-parallel logits) or "scalar" (a number per token).
 
-    Stages are virtual: chunk c of pipeline rank p is stage c * pp + p.  Without interleaving there is only chunk 0.
+    Trained models may have virtual stages: chunk c of pipeline rank p is stage c * pp + p.
     """
 
     def __init__(
@@ -91,45 +85,41 @@ class RoleModel(GPTModel):
         self._path: DecodePath = "module"
         self.fused: FusedStage | None = None  # what has been made of the weights for cached calls
         self._fused_head: Callable[[Tensor], Tensor] | None = None
-        self._fit_modules(last)
-
-    def _fit_modules(self, last: bool) -> None:
-        """Set what megatron-core's modules do not have: the head, the index of each layer on the stage, and its window."""
-        if self.head == "scalar" and last:
+        if head == "scalar" and last:
             self.output_layer = ScalarHead(self.config)
-        elif self.config.sequence_parallel and last:
-            _take_gathered_input(self.output_layer)
+        elif self.config.sequence_parallel and last:  # `forward` gathers its rows, and sums their gradient
+            projection: Any = self.output_layer
+            projection.sequence_parallel = projection.allreduce_dgrad = False
+            projection.disable_grad_reduce = True
         for index, layer in enumerate(self.decoder.layers):
             layer.self_attention.stage_layer = index
-            layer.self_attention.window = binding(self.shape.windows[layer.layer_number - 1], self.max_length)
+            layer.self_attention.window = binding(shape.windows[layer.layer_number - 1], max_length)
 
     @property
     def token_multiple(self) -> int:
-        """The number of tokens of a call over whole sequences is a multiple of this."""
+        """Whole sequences are padded to a multiple of this number of tokens."""
         return math.lcm(self.groups.tp if self.config.sequence_parallel else 1, self._row_multiple)
 
     @property
     def _row_multiple(self) -> int:
-        """On a CPU in bfloat16, oneDNN builds and keeps a kernel (about 1 MiB) for each number of rows: pad to few of them."""
+        """On a CPU in bfloat16, oneDNN keeps a kernel (about 1 MiB) for each number of rows: pad to few of them."""
         weight = next(self.parameters())
         return WHOLE_MULTIPLE if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else 1
 
     def decode_by(self, path: DecodePath) -> None:
-        """Set how cached calls compute; the weights must be set."""
         self._path = path
         self.fused = self._fused_head = None
         self.end_weight_update()
 
     def begin_weight_update(self) -> None:
-        """Free the tensors derived from the weights, before the weights change.
+        """Free the tensors derived from the weights before these change.
 
-        With adapters they stay valid: the other weights do not change, and adapters are read directly.
+        With adapters the other weights do not.
         """
         if self.adapters is None:
             self.fused = self._fused_head = None
 
     def end_weight_update(self) -> None:
-        """Make the tensors derived from the weights again, after the weights changed."""
         if self._path == "module":
             self.fused = None
             return
@@ -145,21 +135,19 @@ class RoleModel(GPTModel):
             self._fused_head = product(weight, packed=packed)
 
     def compute_as(self, adapted: RoleModel) -> None:
-        """For cached calls, use the derived tensors of `adapted`, whose weights this model shares, with this model's adapters."""
+        """In cached calls, use the derived tensors of `adapted`, which shares its weights."""
         self._path, self._fused_head = adapted._path, adapted._fused_head
         if adapted.fused is not None:
             self.fused = adapted.fused.of(self.decoder.layers, self.groups.collection.tp)
 
     def set_rope(self, device: torch.device) -> None:
-        """Make the rotary tables on the device that the parameters are on."""
         self.rope = rope_tables(self.shape, self.max_length, device)
 
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
         """Hidden states [T, 1, H] before the last stage; on it logits [R, V / tp] or scalars [R] of the rows (None: all T).
 
-        If tp does not divide V, the last rank has fewer logits, without padding (`vocab`).  Stages after the first take their
-        input from `set_input_tensor`.  Logits of cached calls are float32, for drawing; those of whole sequences keep their
-        type, so that later operations need not hold them twice.
+        If tp does not divide V, the last rank has fewer logits.  Logits of cached calls are float32, for drawing; those of
+        whole sequences keep their type, so that they are not held twice.
         """
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
@@ -169,9 +157,7 @@ class RoleModel(GPTModel):
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=plan)
         if not self.post_process:
             return hidden
-        if (
-            self.config.sequence_parallel
-        ):  # a shard of the vocabulary gives a part of the gradient, the scalar head all of it
+        if self.config.sequence_parallel:  # a vocabulary shard gives a part of the gradient, the scalar head all of it
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=self.head == "lm", group=self.groups.collection.tp
             )
@@ -212,8 +198,7 @@ class RoleModel(GPTModel):
         first_stage_word_emb_key: str,
         metadata: dict[str, Any],
     ) -> None:
-        """In a checkpoint, the last stage's output layer is a copy of the embedding.  As in megatron-core's `LanguageModel`,
-        which numbers the copies by its global groups; a role has its own (`metadata["dp_cp_group"]`)."""
+        """In a checkpoint, the last stage's output layer is a copy of the embedding, numbered in the role's own groups."""
         if not self.post_process or self.pre_process:
             return
         replicas = metadata["dp_cp_group"]
@@ -229,7 +214,6 @@ class RoleModel(GPTModel):
     def new_cache(
         self, num_slots: int, budget_bytes: int | None = None, layout: KVLayout = "dense"
     ) -> KVCache | PagedKVCache:
-        """A KV cache for this stage's layers.  Raises CapacityError if the budget holds no sequence."""
         weight = next(self.parameters())
         sizes: dict[str, Any] = {
             "num_layers": len(self.decoder.layers),
@@ -248,16 +232,9 @@ class RoleModel(GPTModel):
         return KVCache(**sizes)
 
 
-def _take_gathered_input(output_layer: ColumnParallelLinear) -> None:
-    """Configure the output projection for rows that the model has gathered; the model sums its gradients."""
-    output_layer.sequence_parallel = output_layer.allreduce_dgrad = False
-    output_layer.disable_grad_reduce = True
-
-
 def transformer_config(
     shape: ModelShape, groups: RoleGroups, dtype: torch.dtype, layout: TrainingLayoutConfig | None = None
 ) -> TransformerConfig:
-    """megatron-core's configuration, for serving or for training in `layout`.  Fusions for apex or CUDA only are off."""
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -313,27 +290,14 @@ def _training_options(layout: TrainingLayoutConfig, groups: RoleGroups) -> dict[
     return options
 
 
-def build_model(
-    shape: ModelShape,
-    groups: RoleGroups,
-    *,
-    head: Head,
-    max_length: int,
-    dtype: str,
-    device: torch.device,
-    layers: LayerKind = "torch",
-) -> RoleModel:
-    """This rank's stage, weights not yet set.  Raises CapacityError if the model has fewer positions than `max_length`."""
-    _prepare(shape, max_length)
-    return _finished(
-        RoleModel(shape, groups, transformer_config(shape, groups, DTYPES[dtype]), head, max_length, 0, layers), device
-    )
+def build_model(shape: ModelShape, groups: RoleGroups, **options: Any) -> RoleModel:
+    return build_chunks(shape, groups, None, **options)[0]
 
 
 def build_chunks(
     shape: ModelShape,
     groups: RoleGroups,
-    layout: TrainingLayoutConfig,
+    layout: TrainingLayoutConfig | None,
     *,
     head: Head,
     max_length: int,
@@ -341,14 +305,10 @@ def build_chunks(
     device: torch.device,
     layers: LayerKind = "torch",
 ) -> list[RoleModel]:
-    """This rank's chunks of a model that is trained, weights not yet set; otherwise as `build_model`."""
-    _prepare(shape, max_length)
-    config = transformer_config(shape, groups, DTYPES[dtype], layout)  # megatron wants one object for all chunks
-    models = (RoleModel(shape, groups, config, head, max_length, chunk, layers) for chunk in range(layout.vpp))
-    return [_finished(model, device) for model in models]
+    """This rank's chunks of a model, weights not yet set; `layout`: to train it in.
 
-
-def _prepare(shape: ModelShape, max_length: int) -> None:
+    Raises CapacityError if the model has fewer positions than `max_length`.
+    """
     if max_length > shape.max_positions:
         raise CapacityError(
             f"sequences of {max_length} tokens exceed the model's {shape.max_positions} positions; lower "
@@ -357,23 +317,45 @@ def _prepare(shape: ModelShape, max_length: int) -> None:
     compat.install()
     compat.make_scratch_memory()
     initialize_rng_tracker(inference_rng_tracker=True)  # nothing is drawn inside the model: there is no dropout
-
-
-def _finished(model: RoleModel, device: torch.device) -> RoleModel:
-    model = model.to(device)
-    _mark_shards(model)
-    model.set_rope(device)
-    return model
+    config = transformer_config(shape, groups, DTYPES[dtype], layout)  # megatron wants one object for all chunks
+    chunks = []
+    for number in range(1 if layout is None else layout.vpp):
+        chunk = RoleModel(shape, groups, config, head, max_length, number, layers).to(device)
+        _mark_shards(chunk)
+        chunk.set_rope(device)
+        chunks.append(chunk)
+    return chunks
 
 
 def _mark_shards(model: RoleModel) -> None:
-    """Mark the parameters that are tensor-parallel shards, so that gradient norms count each weight once.
-
-    megatron marks weights when it initialises them, which this runtime skips; transformer-engine's layers mark their own.
-    """
+    """Mark the tensor-parallel shards, so that gradient norms count each weight once: megatron does so in initialisation."""
     for name, module in model.named_modules():
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
             stride = 2 if name.endswith("linear_fc1") else 1  # gate and up are sharded separately
             set_tensor_model_parallel_attributes(module.weight, True, 0, stride)
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
+
+
+@torch.inference_mode()
+def step(
+    model: RoleModel,
+    kv: SequenceCache,
+    seq_ids: Sequence[int],
+    lens: Sequence[int],
+    inputs: Tensor,
+    rows_R: Tensor | None = None,
+) -> Tensor:
+    """Append lens[s] tokens to each sequence's cache and return this stage's output: actor decode and scorer prefill.
+
+    `inputs` are tokens [T] on the first stage, hidden states [T, 1, H] on the others.
+    """
+    plan = kv.begin(seq_ids, lens)
+    if model.pre_process:
+        out = model(inputs, plan, rows_R)
+    else:
+        model.set_input_tensor(inputs)
+        out = model(None, plan, rows_R)
+        model.set_input_tensor(None)  # release it
+    kv.commit(plan)
+    return out

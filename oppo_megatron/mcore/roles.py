@@ -3,51 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from oppo_megatron.config.model import DecodePath, Layers, LearningModelConfig, ModelConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import (
+    DecodePath,
+    Layers,
+    LearningModelConfig,
+    LoraConfig,
+    ModelConfig,
+    TrainingLayoutConfig,
+)
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.kernels import LayerKind, find_available, layer_kind, layers_refused
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.kernels import find_available, layer_kind, layers_refused
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.lora import attach_adapters
 from oppo_megatron.mcore.model import Head, RoleModel, build_chunks, build_model
-from oppo_megatron.mcore.weights.hf_source import TensorSource, open_weights
+from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import load_weights
 from oppo_megatron.mcore.weights.lora_weights import fill_adapters, open_adapters
 from oppo_megatron.mcore.weights.weight_sync import share_parameters
 
 
-def load_role(
-    config: ModelConfig,
-    groups: RoleGroups,
-    *,
-    head: Head,
-    max_length: int,
-    device: torch.device,
-    path: DecodePath = "packed",
-    layers: Layers = "torch",
-    vocab_multiple: int = 1,
-) -> RoleModel:
-    """This rank's stage of the model in `config`, in evaluation mode; `path`: computation of cached calls.
-
-    `vocab_multiple` (`ModelShape`): if weights move between layouts, a multiple of all their tensor ranks.
-
-    Raises CheckpointError for weights that are missing or do not fit, CapacityError for too few positions, ConfigError for
-    layers of a library that cannot be used here.
-    """
-    shape, source = _open(config, head, vocab_multiple)
-    kind = _layer_kind(config, layers, device)
-    model = build_model(shape, groups, head=head, max_length=max_length, dtype=config.dtype, device=device, layers=kind)
-    _fill(model, source, config)
+def load_role(config: ModelConfig, groups: RoleGroups, *, path: DecodePath = "packed", **options: Any) -> RoleModel:
+    """This rank's stage of a model that serves; `path`: computation of cached calls."""
+    (model,) = load_training(config, None, groups, **options)
     model.decode_by(path)
-    return model.eval()
+    return model
 
 
 def load_training(
     config: ModelConfig,
-    layout: TrainingLayoutConfig,
+    layout: TrainingLayoutConfig | None,
     groups: RoleGroups,
     *,
     head: Head,
@@ -56,14 +44,29 @@ def load_training(
     layers: Layers = "torch",
     vocab_multiple: int = 1,
 ) -> list[RoleModel]:
-    """This rank's chunks of the model, for training on `groups` with the options of `layout`; otherwise as `load_role`."""
-    shape, source = _open(config, head, vocab_multiple)
-    kind = _layer_kind(config, layers, device)
+    """This rank's chunks of the model in `config`, in evaluation mode, for training on `groups` in `layout` (None: serving).
+
+    `vocab_multiple` (`ModelShape`): if weights move between layouts, a multiple of all their tensor ranks.  Raises
+    CheckpointError for weights that do not fit, CapacityError for too few positions, ConfigError for layers of a library that
+    cannot be used here.
+    """
+    shape, source = open_weights(config, head)
+    lora = _lora(config)
+    if lora is not None and lora.adapter is not None:
+        open_adapters(lora.adapter, shape, lora, head)  # to refuse them before a model is built
+    available = find_available(device.type == "cuda")
+    if problem := layers_refused(layers, available, adapters=lora is not None):  # the device of `auto` is known only here
+        raise ConfigError(problem)
     chunks = build_chunks(
-        shape, groups, layout, head=head, max_length=max_length, dtype=config.dtype, device=device, layers=kind
-    )
+        replace(shape, vocab_multiple=vocab_multiple), groups, layout, head=head, max_length=max_length,
+        dtype=config.dtype, device=device, layers=layer_kind(layers, available, adapters=lora is not None),
+    )  # fmt: skip
     for chunk in chunks:
-        _fill(chunk, source, config)
+        load_weights(
+            chunk, chunk.shape, source, head=head,
+            tp_rank=groups.tp_rank, tp_size=groups.tp, pp_rank=chunk.stage, pp_size=chunk.num_stages,
+        )  # fmt: skip
+        _fill_adapters(chunk, config)
         chunk.eval()
     return chunks
 
@@ -71,7 +74,7 @@ def load_training(
 def as_it_began(adapted: RoleModel, groups: RoleGroups, config: ModelConfig) -> RoleModel:
     """The initial model of a model with adapters, for scoring, in the same layout and sharing its weights.
 
-    `config` has the adapters that the run started from, if any; new adapters add 0 at the start.
+    `config` has the adapters that the run started from, if any.
     """
     device = next(adapted.parameters()).device
     model = build_model(
@@ -83,31 +86,11 @@ def as_it_began(adapted: RoleModel, groups: RoleGroups, config: ModelConfig) -> 
     return model.requires_grad_(False).eval()
 
 
-def _open(config: ModelConfig, head: Head, vocab_multiple: int) -> tuple[ModelShape, TensorSource]:
-    """Shape and weights of a role, after a check of its adapters.  Reads headers only."""
-    shape, source = open_weights(config, head)
-    if isinstance(config, LearningModelConfig) and config.lora is not None and config.lora.adapter is not None:
-        open_adapters(config.lora.adapter, shape, config.lora, head)
-    return replace(shape, vocab_multiple=vocab_multiple), source
-
-
-def _layer_kind(config: ModelConfig, wanted: Layers, device: torch.device) -> LayerKind:
-    adapters = isinstance(config, LearningModelConfig) and config.lora is not None
-    available = find_available(device.type == "cuda")
-    if problem := layers_refused(wanted, available, adapters=adapters):  # the device of `auto` is known only here
-        raise ConfigError(problem)
-    return layer_kind(wanted, available, adapters=adapters)
-
-
-def _fill(model: RoleModel, source: TensorSource, config: ModelConfig) -> None:
-    load_weights(
-        model, model.shape, source, head=model.head,
-        tp_rank=model.groups.tp_rank, tp_size=model.groups.tp, pp_rank=model.stage, pp_size=model.num_stages,
-    )  # fmt: skip
-    _fill_adapters(model, config)
+def _lora(config: ModelConfig) -> LoraConfig | None:
+    return config.lora if isinstance(config, LearningModelConfig) else None
 
 
 def _fill_adapters(model: RoleModel, config: ModelConfig) -> None:
-    if isinstance(config, LearningModelConfig) and config.lora is not None:
-        attach_adapters(model, config.lora)
-        fill_adapters(model, config.lora, config.init_seed)
+    if (lora := _lora(config)) is not None:
+        attach_adapters(model, lora)
+        fill_adapters(model, lora, config.init_seed)

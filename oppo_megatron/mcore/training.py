@@ -1,7 +1,5 @@
 """Training and cache-free forward of a role through megatron-core's own DDP, optimizer, scheduler and pipeline schedules.
 
-A rank holds one model chunk, or several if the pipeline is interleaved: chunk c of stage p is virtual stage c * pp + p.
-
 Legend: R rows of interest of a micro-batch.
 """
 
@@ -27,27 +25,24 @@ from oppo_megatron.cluster.process_groups import gather_figures
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.mcore import compat
+from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.batch import MicroBatch
+from oppo_megatron.mcore.device import memory_for, too_many_tokens
 from oppo_megatron.mcore.groups import RoleGroups
-from oppo_megatron.mcore.layers.attention import PackedPlan
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import memory_for, too_many_tokens
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics).
-
-The minibatch spans all replicas: shares add up over micro-batches and over replicas.
-"""
+"""(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics). Shares add up over
+micro-batches and over replicas."""
 
 Chunks = RoleModel | Sequence[RoleModel]
-"""The model chunks of this rank, in the order of their layers; a chunk alone may stand for itself."""
 
 
 @dataclass
 class StepReport:
-    """One optimizer step.  `stats` are sums over the micro-batches of all replicas (maxima if the name starts with `max_`).
+    """One optimizer step.
 
-    They are known on last-stage ranks only; on the others the mapping is empty.
+    `stats` are sums over the micro-batches of all replicas (maxima if the name starts with `max_`), on last-stage ranks only.
     """
 
     grad_norm: float
@@ -57,13 +52,12 @@ class StepReport:
 
 @dataclass
 class Ahead:
-    """A micro-batch whose forward pass has already run, and its output with the graph, until it is taken."""
+    """A micro-batch whose forward pass has already run, and its output with the graph."""
 
     batch: MicroBatch
     output: Tensor | None
 
     def take(self, batch: MicroBatch) -> Tensor | None:
-        """Release the output if it is of this micro-batch, else None."""
         if batch.index != self.batch.index or batch.tokens != self.batch.tokens:
             return None
         output, self.output = self.output, None
@@ -78,14 +72,14 @@ def _run(
     forward_only: bool,
     ahead: Ahead | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Run the pipeline over the micro-batches.  Returns `finish`'s report for each, on the last stage.
+    """Run the pipeline over the micro-batches; return `finish`'s report of each, on the last stage.
 
-    `modules` are the chunks or their wrappers.  Dummies run like the others, but have weight 0 and no report.  The
-    micro-batch of `ahead` is not run again.  Raises CapacityError if memory runs out.
+    `modules` are the chunks or their wrappers.  Raises CapacityError if memory runs out.
     """
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
-    batches = _filled(batches, groups.pp if interleaved else 1, first.rope[0].device)
+    missing = _multiple(max(len(batches), 1), groups.pp if interleaved else 1) - len(batches)
+    batches = [*batches, *[MicroBatch.dummy(first.rope[0].device)] * missing]
     sizes = [_multiple(len(b.tokens_T), first.token_multiple) for b in batches]
     if interleaved:  # its messages do not say how long they are
         sizes = [max(sizes)] * len(sizes)
@@ -111,15 +105,12 @@ def _run(
 
 
 def _forward(model: RoleModel, module: torch.nn.Module, batch: MicroBatch, size: int) -> Tensor:
-    """The output of a chunk, wrapped in `module`, for a micro-batch padded to `size` tokens."""
     lengths, tokens_T = batch.padded(size, model.max_length)
     out: Tensor = module(tokens_T, PackedPlan(lengths, model.rope), batch.rows_R)
     return out
 
 
 def _forward_step(model: RoleModel, finish: Loss, ahead: Ahead | None) -> Callable[..., Any]:
-    """megatron's `forward_step_func`: runs a micro-batch through a chunk, and gives its loss on the last stage."""
-
     def forward_step(
         work_left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -138,15 +129,8 @@ def _forward_step(model: RoleModel, finish: Loss, ahead: Ahead | None) -> Callab
 
 
 def _largest(batches: Sequence[MicroBatch], work: str) -> tuple[str, str]:
-    """Work and remedy if memory ran out in one of the micro-batches."""
     largest = max(batches, key=lambda batch: len(batch.tokens_T))
     return too_many_tokens(work, largest.lengths, len(largest.lengths) // max(1, len(largest.index)))
-
-
-def _filled(batches: Sequence[MicroBatch], multiple: int, device: torch.device) -> list[MicroBatch]:
-    """Append dummies until the number is a positive multiple of `multiple`."""
-    missing = _multiple(max(len(batches), 1), multiple) - len(batches)
-    return [*batches, *[MicroBatch.dummy(device)] * missing]
 
 
 def _multiple(number: int, of: int) -> int:
@@ -154,7 +138,6 @@ def _multiple(number: int, of: int) -> int:
 
 
 def as_chunks(model: Chunks) -> list[RoleModel]:
-    """The chunks as a list."""
     return [model] if isinstance(model, RoleModel) else list(model)
 
 
@@ -164,9 +147,9 @@ def forward_rows(
     batches: Sequence[MicroBatch],
     finish: Callable[[MicroBatch, Tensor], Tensor],
 ) -> list[Tensor]:
-    """Full forward of every micro-batch without a cache.  On the last stage: finish(batch, rows' output) of each; else [].
+    """Full forward of every micro-batch of this replica, without a cache.
 
-    The micro-batches are this replica's; replicas do not wait for each other.  Raises CapacityError if memory runs out.
+    Returns finish(batch, rows' output) of each on the last stage, else [].  Raises CapacityError if memory runs out.
     """
     if not batches:
         return []
@@ -180,7 +163,7 @@ def forward_rows(
 
 
 class TrainedModel:
-    """A role's chunks on this rank with their optimizer, which updates them in place; `model` is the first chunk."""
+    """A role's chunks on this rank with their optimizer."""
 
     def __init__(
         self, model: Chunks, config: OptimizerConfig, total_steps: int, layout: TrainingLayoutConfig | None = None
@@ -191,15 +174,14 @@ class TrainedModel:
         settings, groups = self.model.config, self.model.groups
         assert all(chunk.config is settings for chunk in self.chunks), "megatron reads one configuration for all chunks"
         assert len(self.chunks) == layout.vpp, (len(self.chunks), layout.vpp)
-        replicas = groups.dp > 1
-        self.sharded = sharded = replicas and layout.distributed_optimizer
+        self.sharded = sharded = groups.dp > 1
         self.ddp = [
             DistributedDataParallel(
                 settings,
                 DistributedDataParallelConfig(
                     grad_reduce_in_fp32=True,
                     use_distributed_optimizer=sharded,
-                    overlap_grad_reduce=replicas and layout.overlap_grad_reduce,
+                    overlap_grad_reduce=sharded,
                 ),
                 chunk,
                 disable_bucketing=number > 0,
@@ -222,8 +204,7 @@ class TrainedModel:
     def ahead(self, batch: MicroBatch) -> None:
         """Run the forward pass of one micro-batch of the next `step`, which continues from it.
 
-        All tensor ranks of the replica make the call, if `goes_ahead`.  Holds the micro-batch's activations until the step;
-        the weights must not change in between.
+        All tensor ranks of the replica make the call.  The weights must not change in between.
         """
         assert self.goes_ahead
         self._ahead = None
@@ -237,15 +218,13 @@ class TrainedModel:
             ddp.eval()
 
     def forget_ahead(self) -> None:
-        """Drop the forward pass of `ahead`, whose step will not be made."""
         self._ahead = None
 
     def step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepReport:
         """Forward, backward and one optimizer step on this replica's share of a minibatch, which may be empty.
 
-        All ranks of all replicas make the call.  The minibatch's loss is the sum over the micro-batches of all replicas; the
-        gradient and its norm are of that sum.  Before the weights change, raises NumericsError if the norm is not finite and
-        CapacityError if memory runs out.
+        All ranks of all replicas make the call.  Before the weights change, raises NumericsError if the gradient norm (of the
+        sum over replicas) is not finite, and CapacityError if memory runs out.
         """
         for ddp in self.ddp:
             ddp.train()
@@ -255,7 +234,7 @@ class TrainedModel:
         ahead, self._ahead = self._ahead, None
         try:
             reports = _run(self.ddp, self.chunks, batches, loss, forward_only=False, ahead=ahead)
-            with memory_for(lambda: ("the optimizer step", "use more ranks, or dp > 1 with train.distributed_optimizer")):
+            with memory_for(lambda: ("the optimizer step", "use more ranks")):
                 norm = self._checked_step()
         finally:
             for ddp in self.ddp:
@@ -264,18 +243,16 @@ class TrainedModel:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps done."""
         return int(self.scheduler.num_steps)
 
     def resume_schedule(self, updates: int) -> None:
-        """Set the number of optimizer steps done, which determines the learning rate."""
         self.scheduler.num_steps = updates
         self.scheduler.step(increment=0)
 
     def _finalize(
         self, model: list[torch.nn.Module], num_tokens: Tensor | None, *, pg_collection: Any, force_all_reduce: bool
     ) -> None:
-        """Sum the gradients over replicas and over the copies of shared weights; never divided by a token count."""
+        """Sum the gradients over replicas and copies of shared weights; never divide by a token count."""
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
     def _checked_step(self) -> float:
@@ -293,7 +270,6 @@ class TrainedModel:
 
 
 def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[str, float]:
-    """Statistics of all micro-batches of all replicas, on last-stage ranks."""
     own = _added(read_reports(list(reports)))
     if groups.dp == 1 or not groups.is_last_stage:
         return own
@@ -317,7 +293,7 @@ def _added(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, groups: RoleGroups, sharded: bool) -> Any:
-    """Adam over all chunks; `sharded`: each replica keeps the state of a share of the weights."""
+    """`sharded`: each replica keeps the state of a share of the weights."""
     settings = ddp[0].config
     compat.keep_norms_on_device()
     optimizer_config = McoreOptimizerConfig(
@@ -357,17 +333,13 @@ def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Opt
     )
 
 
-NOTHING = [0, 0, 0]
-
-
 class StageMessages(P2PCommunicator):
     """Pipeline messages without an exchange of shapes, for which the host would wait (p2p_communication.py:242).
 
-    Activations and gradients come in the order of the micro-batches, whose sizes every stage knows.
+    Every stage knows the sizes of the micro-batches, in whose order activations and gradients come.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, sizes: Sequence[int]):
-        """`sizes`: tokens of each micro-batch."""
         super().__init__(group, config)
         shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         shapes = [[size // shards, 1, config.hidden_size] for size in sizes]
@@ -376,8 +348,43 @@ class StageMessages(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        """Shapes of the tensors from the previous and the next stage."""
-        return (
-            next(self._activations) if recv_prev else NOTHING,
-            next(self._gradients) if recv_next else NOTHING,
-        )
+        nothing = [0, 0, 0]
+        return next(self._activations) if recv_prev else nothing, next(self._gradients) if recv_next else nothing
+
+
+class Undo:
+    """A copy in host memory of a trained model and its optimizer; `restore` restores it to the bit after any updates."""
+
+    def __init__(self, model: TrainedModel):
+        self._scheduler, self._num_steps = model.scheduler, model.scheduler.num_steps
+        inner = [each.optimizer for each in model.optimizer.chained_optimizers if each.optimizer is not None]
+        # The optimizer may hold weights of its own: float32 copies, or a replica's shares.
+        held = [p for each in inner for group in each.param_groups for p in group["params"]]
+        params = {id(p): p for p in (*(p for c in model.chunks for p in c.parameters() if p.requires_grad), *held)}
+        groups = [group for each in inner for group in each.param_groups]
+        self._weights = [(p.data, _aside(p.data)) for p in params.values()]
+        self._groups = [(group, {k: v for k, v in group.items() if k != "params"}) for group in groups]
+        self._states = [
+            (each.state, {p: {k: _aside(v) for k, v in state.items()} for p, state in each.state.items()}) for each in inner
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for weight, before in self._weights:
+            weight.copy_(before)
+        for group, settings in self._groups:
+            group.update(settings)
+        for states, saved in self._states:
+            for param in [p for p in states if p not in saved]:  # made by an update since
+                del states[param]
+            for param, entries in saved.items():
+                for name, value in entries.items():
+                    if isinstance(value, Tensor):
+                        states[param][name].copy_(value)
+                    else:
+                        states[param][name] = value
+        self._scheduler.num_steps = self._num_steps
+
+
+def _aside(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from oppo_megatron.config.explain import explain
-from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.config.paths import missing_within
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.modeldir.megatron import read_mapping
@@ -39,7 +39,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 def adapter_problems(name: str, lora: LoraConfig) -> list[str]:
-    """Return why the adapters in `lora.adapter` do not match `lora` (the section `name`), one sentence per mismatch."""
+    """Why the adapters in `lora.adapter` do not match `lora` (the section `name`), one sentence per mismatch."""
     if lora.adapter is None:
         return []
     try:
@@ -74,8 +74,7 @@ def _uncomputed(where: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def lora_of(directory: Path) -> LoraConfig:
-    """The settings of a peft directory's adapters.  Raises CheckpointError for one that is not of LoRA, or not computed
-    here."""
+    """The settings of a peft directory's adapters.  Raises CheckpointError if they are not supported here."""
     found = read_adapter_config(directory)
     try:
         lora = LoraConfig(
@@ -83,9 +82,7 @@ def lora_of(directory: Path) -> LoraConfig:
         )
     except ValidationError as error:
         told = "; ".join(explain(LoraConfig, error))
-        raise CheckpointError(
-            f"`{directory / ADAPTER_CONFIG}` describes adapters that are not computed here ({told})"
-        ) from error
+        raise CheckpointError(f"`{directory / ADAPTER_CONFIG}` describes adapters that are not computed here ({told})") from error
     if problems := _uncomputed(f"`{directory}`", found):
         raise CheckpointError("\n".join(problems))
     return lora
@@ -109,7 +106,5 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     content = read_mapping(path, "the adapter's settings")
     kind = content.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(
-            f"`{path}`: peft_type is {kind!r:.40}, but LORA alone is computed; name an adapter of LoRA"
-        )
+        raise CheckpointError(f"`{path}`: peft_type is {kind!r:.40}, but LORA alone is computed; name an adapter of LoRA")
     return content

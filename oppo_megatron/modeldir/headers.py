@@ -1,4 +1,4 @@
-"""Facts about a Hugging Face checkpoint and a tokenizer that need no loading: headers, sizes.  Pure."""
+"""Facts about a Hugging Face checkpoint and a tokenizer that need no loading."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.model import LoraConfig, ModelConfig
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS, adapter_problems, refuse_adapters
@@ -31,7 +30,7 @@ class Stored(NamedTuple):
 
 
 def read_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the `config.json` mapping of a role.  Raises CheckpointError if there is none."""
+    """The `config.json` mapping of a role.  Raises CheckpointError if there is none."""
     if isinstance(model.init, dict):
         return model.init
     if model.init is not None:
@@ -51,9 +50,7 @@ def read_hf_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_weights(name: str, directory: Path) -> list[str]:
-    """Return the problems of a checkpoint's files: absent, truncated, not safetensors.  For Megatron's, only its folder's
-    files.
-    """
+    """The problems of a checkpoint's files: absent, truncated, not safetensors.  For Megatron's, only its folder's files."""
     try:
         if find_megatron(directory) is not None:
             return []
@@ -82,7 +79,7 @@ def check_adapter(name: str, lora: LoraConfig) -> list[str]:
 
 
 def weight_files(directory: Path) -> dict[Path, list[str] | None]:
-    """The safetensors files of a checkpoint with the tensors that its index finds in them (None: all that are there)."""
+    """The safetensors files of a checkpoint, with the tensors that its index finds in them (None: all)."""
     if (directory / SINGLE_FILE).is_file():
         return {directory / SINGLE_FILE: None}
     index = directory / INDEX_FILE
@@ -133,7 +130,6 @@ def stored_tensors(files: Mapping[Path, Collection[str] | None]) -> dict[str, St
 
 
 def same_content(one: Stored, other: Stored) -> bool:
-    """True if both hold the same bytes."""
     with one.file.open("rb") as first, other.file.open("rb") as second:
         first.seek(one.start)
         second.seek(other.start)
@@ -154,10 +150,7 @@ def is_inside(file: object) -> bool:
 
 
 def check_file(file: Path) -> None:
-    """Raises CheckpointError if the file's header is incomplete, or its tensors do not fill the file as declared.
-
-    Reads no further than the header, and needs no torch.
-    """
+    """Raise CheckpointError if the file's header is incomplete, or its tensors do not fill the file as declared."""
     if not file.is_file():
         raise CheckpointError(missing_path("the weight file", file))
     with file.open("rb"):  # the library calls a file that may not be read one that is not there
@@ -173,10 +166,7 @@ def check_file(file: Path) -> None:
 
 
 def tokenizer_vocab_size(path: Path) -> int | None:
-    """Largest token id + 1 that the tokenizer at `path` gives; None if only the tokenizer itself knows it.
-
-    Raises CheckpointError if the tokenizer's files cannot be read.
-    """
+    """Largest token id + 1 of the tokenizer at `path`; None if only the tokenizer itself knows it.  Raises CheckpointError."""
     if path.is_file():
         return _sentencepiece_size(path)
     if (path / "tokenizer.json").is_file():

@@ -1,7 +1,7 @@
-"""Finds the folder of a Megatron checkpoint that a path names, and the model's `config.json`.  Pure; no tensor is read.
+"""Finds the folder of a Megatron checkpoint that a path names, and the model's `config.json`.
 
-A `torch_dist` checkpoint (megatron-core's `dist_checkpointing`) is a folder with `metadata.json`, torch's index `.metadata`
-and `*.distcp` files.  A path may name it directly, or the folders that its writers put around it:
+A `torch_dist` checkpoint is a folder with `metadata.json`, torch's index `.metadata` and `*.distcp` files.  A path may name it
+directly, or the folders that its writers put around it:
 
     Megatron-LM     DIR/latest_checkpointed_iteration.txt, DIR/iter_0000010/
     NeMo            DIR/model_weights/ of an unpacked .nemo; a trainer's megatron_gpt-step=... is such a folder itself
@@ -28,7 +28,7 @@ SHAPE = "config.json"
 
 @dataclass(frozen=True)
 class MegatronFolder:
-    """`weights`: the folder of index and tensors.  `prefix`: prefix of the model's keys; None if it follows from the keys."""
+    """`weights`: the folder of index and tensors.  `prefix`: of the model's keys; None if it follows from the keys."""
 
     weights: Path
     shape: Path
@@ -36,7 +36,7 @@ class MegatronFolder:
 
 
 def find_megatron(directory: Path, shape: Path | None = None) -> MegatronFolder | None:
-    """Return the Megatron checkpoint that `directory` names; None for any other folder.  Raises CheckpointError if unreadable.
+    """The Megatron checkpoint that `directory` names; None for any other folder.  Raises CheckpointError if unreadable.
 
     `shape`: a `config.json` to use instead of searching for one.
     """
@@ -85,25 +85,19 @@ def _weights(directory: Path) -> Path | None:
 
 
 def _iteration(directory: Path) -> Path:
-    """The folder that Megatron-LM's tracker names: a number, or `release`."""
     tracker = directory / TRACKER
     text = tracker.read_text(encoding="utf-8", errors="replace")[:64].strip()
     if text != "release" and not (text.isascii() and text.isdecimal()):
-        raise CheckpointError(
-            f"`{tracker}` holds {text!r}, but must name an iteration or `release`; name iter_* itself"
-        )
+        raise CheckpointError(f"`{tracker}` holds {text!r}, but must name an iteration or `release`; name iter_* itself")
     folder = directory / (text if text == "release" else f"iter_{int(text):07d}")
     if is_index(folder):
         return folder
     if folder.is_dir() and any(folder.glob("mp_rank_*")):
         _weights(folder)  # says what it is
-    raise CheckpointError(
-        f"`{tracker}` names {folder.name}, which holds no torch_dist checkpoint; name another iter_* itself"
-    )
+    raise CheckpointError(f"`{tracker}` names {folder.name}, which holds no torch_dist checkpoint; name another iter_* itself")
 
 
 def _refuse_several(weights: Path) -> None:
-    """The models of a run's checkpoint are named by their roles."""
     roles = sorted(path.parent.name for path in weights.glob(f"*/{SHAPE}"))
     if roles:
         names = " or ".join(f"`{weights / role}`" for role in roles)
@@ -123,9 +117,7 @@ def _check_backend(weights: Path) -> None:
             "wrote it (NeMo: model.dist_ckpt_format=torch_dist)"
         )
     if not (weights / TORCH_INDEX).is_file():
-        raise CheckpointError(
-            f"`{weights}` has {BACKENDS} but no index ({TORCH_INDEX}); copy it whole from where it was saved"
-        )
+        raise CheckpointError(f"`{weights}` has {BACKENDS} but no index ({TORCH_INDEX}); copy it whole from where it was saved")
 
 
 def _shape(directory: Path, weights: Path) -> Path:

@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import World, choose_device, open_world
-from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, StopText, all_ids
 from oppo_megatron.policy.answers import Decode, GrowingText, Meter, ResponseFile, answer_of
-from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
+from oppo_megatron.policy.asked import Conversation, OutputFile, Request, Terminal
 from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted
 from oppo_megatron.policy.finding import policy_tokenizer
 from oppo_megatron.policy.given_prompts import require_room
@@ -33,7 +32,6 @@ WAITING_S = 7 * 24 * 3600.0
 
 
 def run_rank(kind: str, request: Request) -> int:
-    """Answer on this rank; rank 0 reads and shows."""
     runtime = request.runtime
     if isinstance(request.to, Conversation):
         runtime = runtime.model_copy(update={"timeout_s": WAITING_S})
@@ -41,7 +39,8 @@ def run_rank(kind: str, request: Request) -> int:
     with open_world(runtime) as world:
         if world.rank == 0:
             show_hosts(world.hosts)
-        policy = _load(request, runtime, world)
+        tokenizer, place = policy_tokenizer(request.policy), build_place(world, request.parallel)
+        policy = load_policy(request.policy, place, runtime, tokenizer, max_length=request.max_length)
         if isinstance(request.to, Conversation):
             _converse(request, request.to, policy, world)
         elif isinstance(request.to, OutputFile):
@@ -51,30 +50,18 @@ def run_rank(kind: str, request: Request) -> int:
     return 0
 
 
-def _load(request: Request, runtime: RuntimeConfig, world: World) -> LoadedPolicy:
-    tokenizer = policy_tokenizer(request.policy)
-    return load_policy(
-        request.policy, build_place(world, request.parallel), runtime, tokenizer, max_length=request.max_length
-    )
-
-
 def _decoder(request: Request, policy: LoadedPolicy, round_steps: int) -> PromptDecoder:
     drawing, tokenizer = request.drawing, policy.tokenizer
     text = StopText(drawing.stop, tokenizer.decode) if drawing.stop else None
     return policy.decoder(
-        _sampling(drawing),
+        Sampling(drawing.temperature, drawing.top_k, drawing.top_p, drawing.seed),
         Stopping(all_ids(tokenizer.eos_ids, drawing.stop_token_ids), drawing.max_tokens, text=text),
         num_slots=min(request.num_slots, max(1, len(request.prompts))),
         round_steps=round_steps,
     )
 
 
-def _sampling(drawing: Drawing) -> Sampling:
-    return Sampling(drawing.temperature, drawing.top_k, drawing.top_p, drawing.seed)
-
-
 def _show(request: Request, to: Terminal, policy: LoadedPolicy, world: World) -> None:
-    """Show the responses, in the order of the prompts."""
     speaks, prompts = world.rank == 0, request.prompts
     if len(prompts) == 1 and not to.as_json:
         _grow(_decoder(request, policy, SHOWN_STEPS), prompts[0], policy.tokenizer.decode, speaks)
@@ -87,16 +74,14 @@ def _show(request: Request, to: Terminal, policy: LoadedPolicy, world: World) ->
         while following in waiting:
             ended = waiting.pop(following)
             following = next((prompt.seq_id for prompt in due), -1)
-            if speaks:
-                print(_shown(ended, request, to, policy), flush=True)
-
-
-def _shown(rollout: Rollout, request: Request, to: Terminal, policy: LoadedPolicy) -> str:
-    answer = answer_of(rollout, request.samples, policy.tokenizer.decode)
-    if to.as_json:
-        return json.dumps(answer, ensure_ascii=False, default=str)
-    which = f"prompt {answer['row']}" + (f", sample {answer['sample']}" if request.samples > 1 else "")
-    return f"--- {which}\n{answer['response']}"
+            if not speaks:
+                continue
+            answer = answer_of(ended, request.samples, policy.tokenizer.decode)
+            if to.as_json:
+                print(json.dumps(answer, ensure_ascii=False, default=str), flush=True)
+                continue
+            which = f"prompt {answer['row']}" + (f", sample {answer['sample']}" if request.samples > 1 else "")
+            print(f"--- {which}\n{answer['response']}", flush=True)
 
 
 def _grow(
@@ -120,7 +105,6 @@ def _grow(
 
 
 def _fill(request: Request, to: OutputFile, policy: LoadedPolicy, world: World) -> None:
-    """Decode the requests; rank 0 writes each response as soon as it ends."""
     decode = policy.tokenizer.decode
     file = ResponseFile(to, request.prompts, request.samples, decode)
     left, meter = file.left, Meter(len(file), len(request.prompts))
@@ -138,7 +122,6 @@ def _fill(request: Request, to: OutputFile, policy: LoadedPolicy, world: World) 
 
 
 def _converse(request: Request, to: Conversation, policy: LoadedPolicy, world: World) -> None:
-    """Rank 0 reads; the others hear of each turn's prompt from it."""
     turns = _Turns(request, policy, world)
     if world.rank != 0:
         while (prompt := turns.hear()) is not None:

@@ -1,4 +1,4 @@
-"""Output of responses: to the terminal, or to a file that appears whole or not at all.  No torch."""
+"""Output of responses: to the terminal, or to a file that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -37,7 +37,6 @@ class GrowingText:
 
 
 def answer_of(rollout: Rollout, samples: int, decode: Decode) -> dict[str, Any]:
-    """A line of the output."""
     prompt = rollout.prompt
     return {
         "row": prompt.row,
@@ -51,7 +50,6 @@ def answer_of(rollout: Rollout, samples: int, decode: Decode) -> dict[str, Any]:
 
 
 def partial_path(path: Path) -> Path:
-    """Where responses are while some are missing."""
     return path.with_name(f"{path.name}.partial")
 
 
@@ -67,10 +65,17 @@ def require_output(to: OutputFile) -> bool:
     if not partial.exists():
         return True
     if not to.resume:
+        raise ConfigError(f"{partial} holds the responses of an interrupted call; add --resume to go on from them, or remove it")
+    then = {"date": to.settings.get("date"), **_read(partial)[0]}  # earlier versions wrote none
+    changed = [
+        f"{name} was {then.get(name)!r}, is {to.settings.get(name)!r}"
+        for name in sorted({*then, *to.settings})
+        if then.get(name) != to.settings.get(name)
+    ]
+    if changed:
         raise ConfigError(
-            f"{partial} holds the responses of an interrupted call; add --resume to go on from them, or remove it"
+            f"{partial} was begun with other settings: {'; '.join(changed)}; go on with those, or remove the file"
         )
-    _require_same(partial, to.settings)
     return True
 
 
@@ -83,36 +88,27 @@ def first_date(path: Path) -> datetime | None:
         return None
 
 
-def _require_same(partial: Path, settings: Mapping[str, Any]) -> None:
-    then = {"date": settings.get("date"), **_read(partial)[0]}  # earlier versions wrote none
-    changed = [
-        f"{name} was {then.get(name)!r}, is {settings.get(name)!r}"
-        for name in sorted({*then, *settings})
-        if then.get(name) != settings.get(name)
-    ]
-    if changed:
-        raise ConfigError(
-            f"{partial} was begun with other settings: {'; '.join(changed)}; go on with those, or remove the file"
-        )
-
-
 class ResponseFile:
-    """A JSONL file of responses, in the order of prompts once all are there; until then finished responses are in a file next
-    to it."""
+    """A JSONL file of responses in the order of prompts; until all are there they are in a file next to it."""
 
     def __init__(self, to: OutputFile, prompts: Sequence[Prompt], samples: int, decode: Decode):
-        """Raises DataError if the file answers other prompts."""
         self._to, self._samples, self._decode = to, samples, decode
         self._prompts = {(prompt.row, prompt.seq_id % samples): prompt for prompt in prompts}
         self._done: dict[tuple[int, int], str] = {}
         partial = partial_path(to.path)
         if partial.exists():
             for answer in _read(partial)[1:]:
-                self._take(answer, partial)
+                key = answer.get("row"), answer.get("sample")
+                prompt = self._prompts.get(key)  # type: ignore[arg-type]
+                if prompt is None or prompt.text != answer.get("prompt"):
+                    raise DataError(
+                        f"{partial} has a response to row {key[0]} to another prompt than --input has there now; give the file "
+                        "that it was begun with, or remove it"
+                    )
+                self._done[prompt.row, prompt.seq_id % samples] = json.dumps(answer, ensure_ascii=False)
 
     @property
     def left(self) -> list[Prompt]:
-        """Prompts that have no response yet."""
         return [prompt for key, prompt in self._prompts.items() if key not in self._done]
 
     def __len__(self) -> int:
@@ -120,7 +116,7 @@ class ResponseFile:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[Rollout], None]]:
-        """Takes responses; with the block's regular end the file is whole."""
+        """Yields a function that takes responses; with the block's regular end the file is whole."""
         partial = partial_path(self._to.path)
         with _naming(partial):
             with partial.open("w", encoding="utf-8") as file:
@@ -139,19 +135,9 @@ class ResponseFile:
             os.replace(aside, self._to.path)
             partial.unlink()
 
-    def _take(self, answer: Mapping[str, Any], partial: Path) -> None:
-        key = answer.get("row"), answer.get("sample")
-        prompt = self._prompts.get(key)  # type: ignore[arg-type]
-        if prompt is None or prompt.text != answer.get("prompt"):
-            raise DataError(
-                f"{partial} has a response to row {key[0]} to another prompt than --input has there now; give the file that "
-                "it was begun with, or remove it"
-            )
-        self._done[prompt.row, prompt.seq_id % self._samples] = json.dumps(answer, ensure_ascii=False)
-
 
 def _read(partial: Path) -> list[dict[str, Any]]:
-    """The lines that are whole; a process that was killed may have left half of the last.  Raises DataError."""
+    """The lines that are whole; a process that was killed may have left half of the last."""
     lines: list[dict[str, Any]] = []
     with partial.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -160,9 +146,7 @@ def _read(partial: Path) -> list[dict[str, Any]]:
             try:
                 content = read_json(line)
             except ValueError as error:
-                raise DataError(
-                    f"{partial}, line {number}: not JSON ({error}); remove the file, and begin anew"
-                ) from error
+                raise DataError(f"{partial}, line {number}: not JSON ({error}); remove the file, and begin anew") from error
             if not isinstance(content, dict):
                 raise DataError(f"{partial}, line {number}: no JSON object; remove the file, and begin anew")
             lines.append(content)
@@ -181,7 +165,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 class Meter:
-    """Tells on the standard error how far it is: now and then, and at the end."""
+    """Reports on the standard error how far it is: now and then, and at the end."""
 
     def __init__(self, done: int, total: int, clock: Callable[[], float] = time.monotonic):
         self._total, self._clock = total, clock

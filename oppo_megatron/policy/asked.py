@@ -1,4 +1,4 @@
-"""The request to a policy, as given to the ranks.  Pure."""
+"""The request to a policy, as given to the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oppo_megatron.records import Prompt
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn (temperature 0: greedy), and ids that end responses in addition to the policy's own."""
+    """How tokens are drawn (temperature 0: greedy), and ids that end responses besides the policy's own."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -26,7 +26,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Terminal:
-    """Write responses to the standard output: as they grow on a terminal, else as they end; `as_json`: one JSON line each."""
+    """Write responses to the standard output, as they grow on a terminal; `as_json`: one JSON line each."""
 
     as_json: bool = False
 
@@ -42,8 +42,7 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns are read from `source` (None: the standard input) and answered; the conversation begins with `system`, if
-    given."""
+    """Turns are read from `source` (None: the standard input) and answered."""
 
     system: str | None = None
     source: str | None = None
@@ -54,7 +53,7 @@ class Request:
     """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
 
     `max_length`: tokens of the longest prompt and its response.  `num_slots`: sequences that a replica decodes at once.
-    `told_of_prompts`: lines about the rows of a file, and those left out; empty: there are none.
+    `told_of_prompts`: lines about the rows of a file.
     """
 
     policy: Policy

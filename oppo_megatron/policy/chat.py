@@ -54,7 +54,6 @@ def parent_input() -> str:
 
 
 def _line(stream: TextIO) -> str | None:
-    """The next line; None at the end."""
     if not stream.isatty():
         line = stream.readline()
         return line.rstrip("\n") if line else None
@@ -71,7 +70,7 @@ def _line(stream: TextIO) -> str | None:
 
 @contextmanager
 def until_interrupted() -> Iterator[Callable[[], bool]]:
-    """Count Ctrl-C in the block instead of raising; the yielded function returns True if there was one.  Main thread only."""
+    """Count Ctrl-C in the block instead of raising; the yielded function is True if there was one.  Main thread only."""
     heard = False
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

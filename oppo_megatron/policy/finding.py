@@ -1,4 +1,4 @@
-"""Finds the policy of a directory: export, adapters, Megatron checkpoint, a checkpoint of a run, or a run.  Pure; no torch."""
+"""Finds the policy of a directory: export, adapters, Megatron checkpoint, checkpoint of a run, or run.  No tensor is read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from oppo_megatron.config.explain import first_problem
 from oppo_megatron.config.load import read_tree
 from oppo_megatron.config.model import Dtype, ModelConfig, ParallelConfig, TrainedRoleConfig
 from oppo_megatron.config.paths import missing_path
-from oppo_megatron.config.preference import DPOConfig, KTOConfig
-from oppo_megatron.config.run import SFTConfig, SupervisedConfig, TrainSettings
+from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.config.supervised import DPOConfig, KTOConfig, SFTConfig, SupervisedConfig
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.shape import check_head, check_shape
@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Policy:
-    """`told`: a line that describes the choice.  `run`: the settings of the run that it comes from, if there is one.
+    """`told`: a line that describes the choice.  `run`: the settings of the run that it comes from.
 
     `adapters`: of a checkpoint with adapters alone, its `models/` and their name in it; `model`: their base.
     """
@@ -71,8 +71,6 @@ class Policy:
 
 @dataclass(frozen=True)
 class _Weights:
-    """The location of the weights, before anything is read from them."""
-
     model: TrainedRoleConfig
     told: str
     own: Path | None = None  # what lies here belongs to the weights
@@ -80,8 +78,7 @@ class _Weights:
 
 
 def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
-    """Find the policy of a directory; reads no tensor.  Raises CheckpointError or ConfigError, with a remedy, if it has none.
-    """
+    """Find the policy of a directory.  Raises CheckpointError or ConfigError, with a remedy, if it has none."""
     if not directory.exists():
         raise CheckpointError(missing_path("the policy", directory))
     if not directory.is_dir():
@@ -108,7 +105,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
 
 
 def read_run(directory: Path) -> RunConfig:
-    """Read the settings that a run recorded.  Raises ConfigError if another command or version wrote them."""
+    """The settings that a run recorded.  Raises ConfigError if another command or version wrote them."""
     tree = read_tree(directory / RUN_CONFIG)
     sections: dict[str, type[RunConfig]] = {"actor": TrainSettings, "dpo": DPOConfig, "kto": KTOConfig}
     kind = next((kind for name, kind in sections.items() if name in tree), SFTConfig)
@@ -122,14 +119,12 @@ def read_run(directory: Path) -> RunConfig:
 
 
 def run_of(directory: Path) -> RunConfig | None:
-    """Return the settings of the run that a directory lies in; None if it is not in a run.  Raises ConfigError as
-    `read_run`."""
+    """The settings of the run that a directory lies in, if there is one.  Raises as `read_run`."""
     above = _run_above(directory)
     return None if above is None else read_run(above)
 
 
 def _run_above(directory: Path) -> Path | None:
-    """The run directory that this is, or lies in."""
     resolved = directory.resolve()
     for above, shown in zip((resolved, *resolved.parents[:DEEPEST]), (directory, *resolved.parents), strict=False):
         if (above / RUN_CONFIG).is_file() and any((above / name).exists() for name in ("metrics.jsonl", CHECKPOINTS)):
@@ -138,7 +133,6 @@ def _run_above(directory: Path) -> Path | None:
 
 
 def _of_run(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
-    """Its final weights, else its last checkpoint."""
     for weights in (directory / WEIGHTS / "actor", directory / WEIGHTS):
         if any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)):
             found = _of_directory(weights, run, choice)
@@ -153,12 +147,9 @@ def _of_run(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
 
 
 def _of_checkpoint(folder: Path, run: RunConfig | None, choice: Choice) -> _Weights:
-    """A run's checkpoint: the policy of the models in it."""
     entries = read_manifest(folder)
     if damage := find_damage(folder, entries, checksums=False):
-        raise CheckpointError(
-            f"`{folder}`: {damage}; name another checkpoint of the run, or restore the file from a copy"
-        )
+        raise CheckpointError(f"`{folder}`: {damage}; name another checkpoint of the run, or restore the file from a copy")
     role = next((name for name in ROLES if (folder / MODELS / name / SHAPE).is_file()), None)
     if role is None:
         raise CheckpointError(f"`{folder}` holds no policy (no {MODELS}/actor); name another checkpoint, or an export")
@@ -174,7 +165,6 @@ def _of_checkpoint(folder: Path, run: RunConfig | None, choice: Choice) -> _Weig
 
 
 def _of_directory(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
-    """An export, a Megatron checkpoint, or adapters."""
     if (directory / ADAPTER_CONFIG).is_file() and not (directory / SHAPE).is_file():
         return _of_adapters(directory, run, choice)
     if not (directory / SHAPE).is_file() and find_megatron(directory) is None:
@@ -185,7 +175,6 @@ def _of_directory(directory: Path, run: RunConfig | None, choice: Choice) -> _We
 
 
 def _no_policy(directory: Path) -> str:
-    """Return what to name in place of a folder that holds no policy."""
     inner = sorted(
         path.name for path in directory.iterdir() if any((path / name).is_file() for name in (RUN_CONFIG, SHAPE))
     )
@@ -232,7 +221,7 @@ def _role_of(run: RunConfig) -> TrainedRoleConfig:
 
 
 def _tokenizer(found: _Weights, run: RunConfig | None, choice: Choice) -> TokenizerConfig:
-    """The chosen tokenizer; else the one stored with the weights, else the run's, else the one of the adapters' base model."""
+    """The chosen tokenizer; else the one with the weights, else the run's, else the one of the adapters' base model."""
     template = choice.chat_template or (None if run is None else run.tokenizer.chat_template)
     path = choice.tokenizer
     if path is None and found.own is not None and _has_tokenizer(found.own):
@@ -260,11 +249,11 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def policy_tokenizer(policy: Policy) -> Tokenizer:
-    """The tokenizer, with the ids that end the policy's responses.  Raises ConfigError or CheckpointError."""
+    """The tokenizer, with the ids that end the policy's responses."""
     return load_tokenizer(policy.tokenizer, policy.eos_source)
 
 
 def require_layout(policy: Policy, parallel: ParallelConfig, max_length: int, vocab_size: int) -> None:
-    """Raises CheckpointError if the model does not fit the layout, contexts of `max_length` tokens or the tokenizer."""
+    """Raise CheckpointError if the model does not fit the layout, `max_length` tokens or the tokenizer."""
     if problems := check_shape(str(policy.directory), policy.hf_config, parallel, max_length, vocab_size):
         raise CheckpointError("\n".join(problems))

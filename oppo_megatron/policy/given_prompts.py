@@ -1,4 +1,4 @@
-"""Prompts from the command line or a file, as text and tokens.  No torch when imported."""
+"""Prompts from the command line or a file, as text and tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITHOUT_LIMIT = 2**40  # tokens: how long a prompt may be is asked with its resp
 
 @dataclass(frozen=True)
 class Wording:
-    """The text around a prompt: `template`, at its `{prompt}`; or the tokenizer's chat template, as a user's turn."""
+    """The text around a prompt: `template`, at its `{prompt}`; or the chat template, as a user's turn."""
 
     template: str = "{prompt}"
     as_chat: bool = False
@@ -31,7 +31,7 @@ class Wording:
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt; `row` is its number in the file or on the command line; `fields` are the row's other columns."""
+    """`row` is the prompt's number in the file or on the command line; `fields` are the row's other columns."""
 
     row: int
     text: str
@@ -39,7 +39,6 @@ class Asked:
 
 
 def user_turn(text: str, system: str | None) -> list[dict[str, str]]:
-    """The messages of a conversation that begins with `text`."""
     return [*opening(system), {"role": "user", "content": text}]
 
 
@@ -61,9 +60,9 @@ def prompts_of_file(
     note: Callable[[str], None] = lambda line: None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Asked]:
-    """Return a prompt for each line of a `.txt` file, else for each row, as `oppo train` reads them; `most`: the first ones.
+    """A prompt for each line of a `.txt` file, else for each row, as `oppo train` reads them; `most`: the first ones.
 
-    `note` gets a line for each thing that was understood, `progress` one at every row.  Raises DataError or ConfigError.
+    `note` gets a line for each thing that was understood, `progress` one at every row.
     """
     if path.suffix == ".txt":
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)
@@ -127,7 +126,6 @@ def numbered(
 
 
 def require_room(what: str, num_tokens: int, max_length: int, max_tokens: int, remedy: str = "shorten it") -> None:
-    """Raises DataError."""
     if num_tokens + max_tokens > max_length:
         raise DataError(
             f"{what} has {num_tokens} tokens, which with {max_tokens} of a response (--max-tokens) are more than {max_length}; "

@@ -10,7 +10,7 @@ from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.completions import PromptDecoder
-from oppo_megatron.engine.links import Links, build_links
+from oppo_megatron.engine.executor import Links, build_links
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.layout.placements import RolePlacement
@@ -24,7 +24,7 @@ from oppo_megatron.schedule.rounds import Site
 
 @dataclass(frozen=True)
 class PolicyPlacement:
-    """Placement of loaded policies, one after another or several at once: all ranks of the world, in one layout."""
+    """Placement of policies on all ranks of the world, in one layout."""
 
     world: World
     groups: RoleGroups
@@ -45,8 +45,6 @@ def build_place(world: World, parallel: ParallelConfig) -> PolicyPlacement:
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """This rank's part of a policy, and its tokenizer."""
-
     model: RoleModel
     tokenizer: Tokenizer
     placement: PolicyPlacement
@@ -61,7 +59,7 @@ class LoadedPolicy:
         round_steps: int = 64,
         activity: Activity | None = None,
     ) -> PromptDecoder:
-        """Decodes prompts; each rank makes one with the same arguments.  `num_slots`: sequences of a replica at once."""
+        """Each rank makes one with the same arguments.  `num_slots`: sequences of a replica at once."""
         megabytes = self.runtime.kv_cache_mb
         return PromptDecoder(
             self.model,
@@ -79,10 +77,7 @@ class LoadedPolicy:
 def load_policy(
     policy: Policy, placement: PolicyPlacement, runtime: RuntimeConfig, tokenizer: Tokenizer, max_length: int
 ) -> LoadedPolicy:
-    """Every rank makes the call.  `max_length`: tokens of the longest prompt and its response.
-
-    Raises CheckpointError for weights that are missing or do not fit.
-    """
+    """Every rank makes the call.  `max_length`: tokens of the longest prompt and its response.  Raises CheckpointError."""
     model = load_role(
         policy.model,
         placement.groups,

@@ -14,9 +14,9 @@ from oppo_megatron.config.derived import adapters, scorers
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.config.paths import check_exists, check_files, irregular_path
 from oppo_megatron.config.ppo import RolloutConfig
-from oppo_megatron.config.preference import PreferenceConfig
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.run_rules import supervised_rules, train_rules
+from oppo_megatron.config.supervised import PreferenceConfig, SupervisedConfig
 from oppo_megatron.layout.kernels import find_available, layers_refused
 from oppo_megatron.modeldir.headers import check_adapter
 

@@ -11,9 +11,10 @@ from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.model import LearningModelConfig, ModelConfig, PlacementConfig
 from oppo_megatron.config.paths import check_exists
-from oppo_megatron.config.reward_rules import check_rewards
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.config.rewards import check_rewards
+from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.serve import ServeConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head

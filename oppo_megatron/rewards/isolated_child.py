@@ -76,9 +76,8 @@ def _watch() -> None:
 
 
 def end_marked(mark: bytes) -> None:
-    """Kill every other process of this host that started with `mark` in its environment, and what it starts meanwhile.
-
-    One that cannot be killed at once (it waits for a disk) is left to its signal after END_S.
+    """Kill every other process of this host that started with `mark` in its environment, and what it starts meanwhile, for at
+    most END_S.
     """
     until = time.monotonic() + END_S
     while time.monotonic() < until and (marked := [pid for pid in psutil.pids() if mark in _environment_of(pid)]):
@@ -89,7 +88,6 @@ def end_marked(mark: bytes) -> None:
 
 
 def _environment_of(pid: int) -> bytes:
-    """As the process got it; nothing of this one, of one that has ended, or of another user's."""
     with suppress(OSError):
         return b"" if pid == os.getpid() else Path(f"/proc/{pid}/environ").read_bytes()
     return b""

@@ -1,4 +1,4 @@
-"""A rule of this package that may hang or crash over a response, in processes of its own, several at once."""
+"""A rule that may hang or crash over a response, in processes of its own, several at once."""
 
 from __future__ import annotations
 
@@ -6,50 +6,48 @@ import math
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from oppo_megatron.clock import ByTime
 from oppo_megatron.rewards.isolation import IsolatedFunction, Unanswered
+from oppo_megatron.rewards.parts import Fields, Part
 from oppo_megatron.rewards.protocol import ScoreItem
 
 SHOWN = 5
 
-Read = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Returns the columns of a row that the function needs.  Raises RewardError if the row lacks them."""
-
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How to find out whether a row's expected answer can be compared: the score of any response to it is asked for.
-
-    `needed` tells of what `read` gives whether it has to be tried at all.  NaN: it can be compared as text only.
+    """Finds out if a row's expected answer can be compared, by the score of `response` (NaN: as text only), if the columns are
+    `needed`.
     """
 
     response: str
-    needed: Callable[[Mapping[str, Any]], bool]
+    needed: Callable[[Fields], bool]
 
 
-class IsolatedRule:
-    """Asked as a service is: `request` hands in responses, `result` takes a score.
+class IsolatedRule(Part):
+    """A response that outruns the limits, or over which the process ends, has the score 0.0.
 
-    A response that outruns the limits, or over which the process ends, has the score 0.0.  `make` gives a function for each
-    of `processes` threads, which start with the first request: a process ends with the thread that has started it.
+    `make` gives a function for each of `processes` threads, which start with the first request.  `read` returns the columns that
+    it needs, or raises RewardError.
     """
+
+    waits = True
 
     def __init__(
         self,
         make: Callable[[], IsolatedFunction],
-        read: Read,
+        read: Callable[[Fields], dict[str, Any]],
         processes: int,
         about: Callable[[], str] = str,
         trial: Trial | None = None,
     ):
-        """`about` says in a line what a user should know before the run; nothing, if it is empty."""
         self._functions = [make() for _ in range(processes)]
-        self._read, self.about, self._trial = read, about, trial
+        self._read, self._about, self._trial = read, about, trial
         self._tried: dict[str, str | None] = {}
         """By expected answer why it cannot be compared; None: it can."""
         self._scores: dict[int, Future[float]] = {}
@@ -57,15 +55,17 @@ class IsolatedRule:
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    def check(self, fields: Mapping[str, Any]) -> None:
-        """Raise `RewardError` if a response to this row could not be scored."""
+    def about(self) -> str:
+        return self._about()
+
+    def check(self, fields: Fields) -> None:
         self._read(fields)
 
-    def unusable(self, rows: Sequence[Mapping[str, Any]], tell: Callable[[str], None] = print) -> dict[int, str]:
-        """Return, by place, why the expected answer of a row cannot be compared within the limits.
+    def score(self, item: ScoreItem, num_tokens: int | None) -> float:
+        return self.result(item.seq_id)
 
-        `check` has accepted the columns of all `rows`.  Tries each distinct answer once; logs progress from time to time.
-        """
+    def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None]) -> dict[int, str]:
+        """Tries each distinct expected answer once; logs progress from time to time."""
         if self._trial is None:
             return {}
         read = [self._read(fields) for fields in rows]
@@ -83,11 +83,9 @@ class IsolatedRule:
         return {place: reason for place, reason in enumerate(reasons) if reason is not None}
 
     def requested(self, seq_id: int) -> bool:
-        """True if the score of this sequence has been asked for and not yet taken."""
         return seq_id in self._scores
 
     def request(self, items: Sequence[ScoreItem]) -> None:
-        """Ask for scores; returns at once.  A sequence that is being scored is not asked for again."""
         assert not self._closed, "who has closed a rule asks it for no score"
         for item in items:
             if item.seq_id not in self._scores:
@@ -100,11 +98,9 @@ class IsolatedRule:
             thread.start()
 
     def result(self, seq_id: int) -> float:
-        """Wait for the requested score of a sequence and return it.  Raises RewardError if there is none."""
         return self._scores.pop(seq_id).result()
 
     def forget(self, seq_id: int) -> None:
-        """Drop the request for this sequence, so that a new sequence of this name can be requested."""
         self._scores.pop(seq_id, None)
 
     def close(self) -> None:
@@ -121,12 +117,12 @@ class IsolatedRule:
         while (task := self._waiting.get()) is not None and not self._closed:
             item, score = task
             try:
-                score.set_result(self._score(function, item))
+                score.set_result(self._rate(function, item))
             except Exception as error:  # for whoever takes the score
                 score.set_exception(error)
         function.close()
 
-    def _score(self, function: IsolatedFunction, item: ScoreItem) -> float:
+    def _rate(self, function: IsolatedFunction, item: ScoreItem) -> float:
         fields = self._read(item.fields)
         if self._tried.get(str(fields)) is not None:
             return 0.0
@@ -138,7 +134,7 @@ class IsolatedRule:
             return 0.0
 
     def _try(self, function: IsolatedFunction, fields: dict[str, Any], response: str, error: Unanswered) -> None:
-        """Find out whether the row or the `response`, over which `error` came, is at fault; a row is named and left at 0.0."""
+        """Find out whether the row or the `response` is at fault for `error`; a row is named and left at 0.0."""
         assert self._trial is not None
         self._tried[str(fields)] = None
         try:

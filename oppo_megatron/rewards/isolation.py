@@ -1,11 +1,7 @@
-"""A user's reward function in a process of its own, under limits of time and memory.
+"""A reward function in a process of its own, under limits of time and memory, which contain accidents: it is not a sandbox.
 
-The limits contain accidents: an endless loop, a leak, a crash of native code.  They are not a sandbox: the function has the
-user's rights, files and network.
-
-Parent and child speak JSON, one line each way per call, over two pipes that the function's own output cannot get into.  Each call
-has a name that its answer repeats, so text that the function, or a copy of its process, writes into the pipe is not
-taken for an answer.
+Parent and child exchange a line of JSON each way per call, over two pipes.  Each call has a name that its answer repeats, so
+text that the function, or a copy of its process, writes into the pipe is not taken for an answer.
 """
 
 from __future__ import annotations
@@ -24,10 +20,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from oppo_megatron.config.remote import START_S, IsolationConfig
+from oppo_megatron.config.rewards import START_S, IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.nesting import read_json
 from oppo_megatron.rewards.isolated_child import MARK, MAX_ANSWER_BYTES, end_marked
+from oppo_megatron.rewards.parts import Fields, Part
+from oppo_megatron.rewards.protocol import ScoreItem, check_fields
 
 CHILD = "oppo_megatron.rewards.isolated_child"
 END_S = 2.0
@@ -36,16 +34,14 @@ SHOWN_BYTES = 1 << 16
 
 
 class Unanswered(RewardError):
-    """A call that outran the limits, or whose process ended: what a rule that reads a response counts as a wrong one."""
+    """A call that outran the limits, or whose process ended; a rule counts it as a wrong response."""
 
 
-class IsolatedFunction:
+class IsolatedFunction(Part):
     """`entry_point` with the keyword arguments `options`, as a function of (prompt, response, fields).
 
-    The process starts with the first call and serves all of them; after a failure the next call starts another.
-    `environment`: inherited by the process; `cpu_s`: processor time of a call, None: no limit.  All
-    calls come from one thread, with which the process ends: the kernel ties PR_SET_PDEATHSIG to the thread that starts a
-    process, not to that thread's process (prctl(2)).
+    The process starts with the first call, and again after a failure; it inherits `environment`.  All calls come from one thread,
+    with which the process ends: the kernel ties PR_SET_PDEATHSIG to the thread that starts a process (prctl(2)).
     """
 
     def __init__(
@@ -64,7 +60,7 @@ class IsolatedFunction:
         self._thread = self._to_child = self._from_child = -1
         self._shows: threading.Thread | None = None
 
-    def check(self) -> None:
+    def try_start(self) -> None:
         """Start a process and end it again.  Raises ConfigError if the function cannot be had in it."""
         try:
             self._start()
@@ -72,11 +68,14 @@ class IsolatedFunction:
             raise ConfigError(f"{error}; correct entry_point, or raise the limits in isolate") from error
         self.close()
 
-    def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-        """Raises RewardError, naming the function, for an exception, a crash, a limit, or a result that is not a number.
+    def check(self, fields: Fields) -> None:
+        check_fields(fields)
 
-        For a limit and a crash it is `Unanswered`, but not while the process starts.
-        """
+    def score(self, item: ScoreItem, num_tokens: int | None) -> float:
+        return self(item.prompt, item.response, item.fields)
+
+    def __call__(self, prompt: str, response: str, fields: Fields) -> float:
+        """Raises RewardError, naming the function; once the process has started, Unanswered for a crash or a limit."""
         if self._process is None:
             self._start()
         assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"
@@ -107,7 +106,6 @@ class IsolatedFunction:
         self._process = None
 
     def _start(self) -> None:
-        """Raises RewardError if the function cannot be loaded there in time."""
         self._thread, self._mark = threading.get_ident(), secrets.token_hex(8)
         child_reads, self._to_child = os.pipe()
         self._from_child, child_writes = os.pipe()
@@ -143,7 +141,7 @@ class IsolatedFunction:
             raise RewardError(f"{self.entry_point} cannot be loaded in its process: {answer.get('error', answer)}")
 
     def _ask(self, message: Mapping[str, Any], limit_s: float, late: str) -> dict[str, Any]:
-        """Send a line and read the next one.  Whatever goes wrong ends the process, and is `Unanswered` but for a wrong line."""
+        """Send a line and read the next one.  Whatever goes wrong ends the process; all but a wrong line is `Unanswered`."""
         deadline, late, name = time.monotonic() + limit_s, f"{late} {limit_s:g} s", secrets.token_hex(8)
         self._write(json.dumps({**message, "call": name}, allow_nan=False).encode() + b"\n", deadline, late)
         line = self._read_line(deadline, late)
@@ -196,7 +194,7 @@ class IsolatedFunction:
 
 
 def _show(source: int, entry_point: str) -> None:
-    """Print the first SHOWN_BYTES of what comes from a pipe, and read the rest, so that whoever writes is not held up."""
+    """Print the first SHOWN_BYTES of what comes from a pipe, and read the rest, so that its writer is not held up."""
     left = SHOWN_BYTES
     with os.fdopen(source, "rb", buffering=0) as stream:
         while piece := stream.read(1 << 16):
@@ -208,7 +206,7 @@ def _show(source: int, entry_point: str) -> None:
 
 
 def _ready(descriptor: int, event: int, deadline: float) -> bool:
-    """Wait until a pipe can be read or written, or has ended.  Return False after a timeout."""
+    """Wait until a pipe can be read or written, or has ended; False after a timeout."""
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))

@@ -9,15 +9,15 @@ POST url    Authorization: Bearer TOKEN
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StrictFloat, StrictInt, StrictStr, ValidationError
 
 from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.nesting import read_json
+from oppo_megatron.nesting import read_strict_json
 
 MIN_TOKEN_CHARACTERS = 16
 
@@ -34,7 +34,7 @@ class ScoreItem:
 
 
 class _Message(BaseModel):
-    """Keys beyond those declared are allowed in answers, so that a service may say more."""
+    """Keys beyond those declared are allowed, so that a service may say more."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -49,8 +49,6 @@ class Answer(_Message):
 
 
 class Item(BaseModel):
-    """An item of a request; unlike answers, requests have no other keys."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     id: StrictInt
@@ -66,13 +64,13 @@ class Request(BaseModel):
     items: list[Item] = Field(..., min_length=1)
 
 
-def encode_request(items: Sequence[ScoreItem], send_tokens: bool) -> bytes:
-    """The body of a request.  Raises RewardError, as `check_fields`, for columns that JSON cannot say."""
+def encode_request(items: Sequence[ScoreItem]) -> bytes:
+    """The body of a request.  Raises RewardError as `check_fields`."""
     rows = []
     for item in items:
         check_fields(item.fields)
         row = {"id": item.seq_id, "prompt": item.prompt, "response": item.response, "fields": dict(item.fields)}
-        rows.append(row | ({"tokens": list(item.tokens)} if send_tokens and item.tokens is not None else {}))
+        rows.append(row | ({"tokens": list(item.tokens)} if item.tokens is not None else {}))
     return json.dumps({"items": rows}, allow_nan=False).encode()
 
 
@@ -87,12 +85,10 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         ) from error
 
 
-def read_answer(
-    body: bytes, ids: Sequence[int], low: float | None = None, high: float | None = None
-) -> dict[int, float]:
-    """The score of each of `ids`, all of them finite and within `low`..`high`.  Raises RewardError for anything else."""
+def read_answer(body: bytes, ids: Sequence[int]) -> dict[int, float]:
+    """The score of each of `ids`, all of them finite.  Raises RewardError for anything else."""
     try:
-        answer = Answer.model_validate(parse_json(body))
+        answer = Answer.model_validate(read_strict_json(body.decode("utf-8")))
     except ValidationError as error:
         raise RewardError(f"the answer is not of the form of a score list: {first_problem(error)}") from None
     except (ValueError, OverflowError) as error:
@@ -101,48 +97,20 @@ def read_answer(
     if len(scores) != len(answer.scores):
         raise RewardError("the answer scores a response twice")
     if scores.keys() != set(ids):
-        raise RewardError(f"the answer {_difference(scores.keys(), ids)}; {len(scores)} scores came for {len(ids)}")
-    for seq_id, score in scores.items():
-        if (low is not None and score < low) or (high is not None and score > high):
-            raise RewardError(
-                f"the answer gives sequence {seq_id} the score {score:g}, beyond min_score {low} .. max_score {high}"
-            )
+        missing, strange = sorted(set(ids) - scores.keys()), sorted(scores.keys() - set(ids))
+        what = f"no score for sequence {missing[0]}" if missing else f"a score for {str(strange[0])[:20]}, not asked for"
+        raise RewardError(f"the answer has {what}; {len(scores)} scores came for {len(ids)}")
     return scores
-
-
-def parse_json(body: bytes) -> Any:
-    """As json.loads, but for what parsers read differently.  Raises ValueError."""
-    return read_json(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
 
 
 def read_token(variable: str, environment: Mapping[str, str]) -> SecretStr:
     """The bearer token in an environment variable.  Raises ConfigError, which never shows the token."""
     token = environment.get(variable)
     if not token:
-        raise ConfigError(
-            f"the environment variable {variable} is not set, but is to hold a token; export it on this host"
-        )
+        raise ConfigError(f"the environment variable {variable} is not set, but is to hold a token; export it on this host")
     if len(token) < MIN_TOKEN_CHARACTERS or not all("!" <= character <= "~" for character in token):
         raise ConfigError(
             f"the environment variable {variable} holds no usable token: it must have at least {MIN_TOKEN_CHARACTERS} "
             "characters, all of them visible ASCII; make one with `openssl rand -hex 32`"
         )
     return SecretStr(token)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _difference(found: Collection[int], asked: Sequence[int]) -> str:
-    missing, strange = sorted(set(asked) - set(found)), sorted(set(found) - set(asked))
-    if missing:
-        return f"has no score for sequence {missing[0]}"
-    return f"has a score for {str(strange[0])[:20]}, which was not asked for"

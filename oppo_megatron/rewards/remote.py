@@ -1,44 +1,42 @@
-"""Scores from a service over HTTP.
+"""Scores from a service over HTTP, by one thread with an event loop:
 
-The run hands in responses as they finish and takes the scores when it needs them.  Between the two, one thread with an
-event loop sends them:
-
-    request() --> waiting --> at most `max_in_flight` requests of at most `max_batch` responses --> result()
+    request() --> waiting --> at most MAX_IN_FLIGHT requests of at most `max_batch` responses --> result()
                      ^                        |
-                     +-- pause, breaker <-----+ failed: the same request again, until `give_up_s` are over
+                     +-------- pause <--------+ failed: the same request again, until `give_up_s` are over
 
-A failure is never a score.  A permanent failure (refused token, wrong address) and one that lasts too long end the run:
-`request` and `result` raise it from then on.
+A permanent failure (refused token, wrong address) and one that lasts too long end the run: `request` and `result` raise it from
+then on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
-from oppo_megatron.config.remote import RemoteRewardConfig
+from oppo_megatron.config.rewards import RemoteRewardConfig
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.rewards.breaker import PAUSES, CircuitBreaker, Pauses, growing_pauses, retry_after_s
-from oppo_megatron.rewards.protocol import ScoreItem, encode_request, read_answer
+from oppo_megatron.rewards.parts import Fields, Part
+from oppo_megatron.rewards.protocol import ScoreItem, check_fields, encode_request, read_answer
 
 if TYPE_CHECKING:
     import httpx
 
 TRANSIENT_STATUS = {408, 425, 429}
+MAX_IN_FLIGHT = 4
+"""Requests at once; all other responses wait here."""
 ANSWER_BYTES, ANSWER_BYTES_PER_ITEM = 1 << 16, 1 << 12
 SHOWN_CHARACTERS = 200
-LOOK_AGAIN_S = 0.25
 REDIRECTED = "redirects are not followed: write the address that it leads to as url"
 REMEDIES = {
     **dict.fromkeys((301, 302, 303, 307, 308), REDIRECTED),
@@ -59,11 +57,10 @@ class _Failure(Exception):
         self.transient, self.retry_after_s = transient, retry_after_s
 
 
-class RemoteReward:
-    """A reward service at `url`.  `label` names it in messages.  The thread starts with the first request.
+class RemoteReward(Part):
+    """A reward service at `url`.  `label` names it in messages.  The thread starts with the first request."""
 
-    `pauses` lie between attempts, `clock` gives seconds, `chance` the jitter of pauses.
-    """
+    waits = names_itself = True
 
     def __init__(
         self,
@@ -72,19 +69,18 @@ class RemoteReward:
         token: SecretStr | None = None,
         settings: RemoteRewardConfig | None = None,
         *,
-        pauses: Pauses = PAUSES,
+        pauses_s: tuple[float, float] = (0.5, 30.0),
         clock: Callable[[], float] = time.monotonic,
-        chance: random.Random | None = None,
     ):
+        """`pauses_s`: after the first failed attempt, doubled for each further one up to the second."""
         try:
             import httpx  # noqa: F401  (used by `_serve`; fails before anything starts if it is not installed)
         except ImportError as error:
             raise ConfigError(f"{label} is a reward of kind http, which needs the package httpx; install it") from error
         self.label, self.url, self.settings = label, url, settings or RemoteRewardConfig()
         self._token, self._clock = token, clock
-        chance = chance or random.Random()  # noqa: S311  (spreads retries; not to be secret)
-        self._pause_s = growing_pauses(pauses.retry_s, pauses.retry_max_s, chance)
-        self._breaker = CircuitBreaker(pauses.breaker_failures, pauses.breaker_pause_s, clock)
+        self._first_pause_s, self._longest_pause_s = pauses_s
+        self._chance = random.Random()  # noqa: S311  (spreads retries; not to be secret)
         self._scores: dict[int, Future[float]] = {}
         self._failure: Exception | None = None
         self._lock = threading.Lock()
@@ -96,15 +92,17 @@ class RemoteReward:
     def __repr__(self) -> str:
         return f"RemoteReward({self.url})"
 
+    def check(self, fields: Fields) -> None:
+        check_fields(fields)
+
+    def score(self, item: ScoreItem, num_tokens: int | None) -> float:
+        return self.result(item.seq_id)
+
     def requested(self, seq_id: int) -> bool:
-        """True if the score of this sequence has been asked for and not yet taken."""
         return seq_id in self._scores
 
     def request(self, items: Sequence[ScoreItem]) -> None:
-        """Ask for scores; returns at once.  A sequence that is being scored is not asked for again.
-
-        Raises RewardError if the service has failed for good.
-        """
+        """Raises RewardError if the service has failed for good."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -114,14 +112,18 @@ class RemoteReward:
         if new:
             self._start().call_soon_threadsafe(self._enqueue, new)
 
+    def _enqueue(self, items: Sequence[ScoreItem]) -> None:
+        for item in items:
+            self._waiting.put_nowait(item)
+
     def result(self, seq_id: int) -> float:
-        """The score of a sequence that was asked for; waits for it.  Raises RewardError if the service has failed."""
+        """Wait for the requested score of a sequence."""
         score = self._scores[seq_id].result()
         del self._scores[seq_id]
         return score
 
     def forget(self, seq_id: int) -> None:
-        """The score of a sequence will not be taken, whether it has been asked for, has come, or neither."""
+        """Drop a request: the score may have been asked for, have come, or neither."""
         score = self._scores.get(seq_id)
         if score is not None:
             score.add_done_callback(lambda _: self._scores.pop(seq_id, None))
@@ -144,10 +146,6 @@ class RemoteReward:
             self._thread.start()
         return self._loop
 
-    def _enqueue(self, items: Sequence[ScoreItem]) -> None:
-        for item in items:
-            self._waiting.put_nowait(item)
-
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         try:
@@ -159,7 +157,7 @@ class RemoteReward:
             loop.run_until_complete(loop.shutdown_asyncgens())
 
     def _fail(self, error: Exception) -> None:
-        """From now on every waiting and every further request raises `error`; the first one counts."""
+        """From now on every waiting and every further request raises the first `error`."""
         with self._lock:
             if self._failure is None:
                 self._failure = error
@@ -168,7 +166,6 @@ class RemoteReward:
                     score.set_exception(self._failure)
 
     async def _serve(self) -> None:
-        """Send requests until asked to stop.  Raises the error of a request that has failed for good."""
         import httpx
 
         assert self._stop is not None
@@ -180,12 +177,12 @@ class RemoteReward:
             headers=headers,
             timeout=self.settings.timeout_s,
             # Shorter than servers keep an idle connection (uvicorn: 5 s), so that none is reused while it is being closed.
-            limits=httpx.Limits(max_connections=self.settings.max_in_flight, keepalive_expiry=2.0),
+            limits=httpx.Limits(max_connections=MAX_IN_FLIGHT, keepalive_expiry=2.0),
             verify=_authorities(self.url),
             trust_env=False,
             follow_redirects=False,
         ) as client:
-            tasks = [asyncio.create_task(self._sender(client)) for _ in range(self.settings.max_in_flight)]
+            tasks = [asyncio.create_task(self._sender(client)) for _ in range(MAX_IN_FLIGHT)]
             stop = asyncio.create_task(self._stop.wait())
             done, pending = await asyncio.wait({*tasks, stop}, return_when=asyncio.FIRST_COMPLETED)
             for task in pending:
@@ -205,41 +202,28 @@ class RemoteReward:
                 self._scores[item.seq_id].set_result(scores[item.seq_id])
 
     async def _deliver(self, client: httpx.AsyncClient, batch: Sequence[ScoreItem]) -> dict[int, float]:
-        """The scores of a batch, however many attempts they take.  Raises RewardError once it is given up."""
-        body, ids = encode_request(batch, self.settings.send_tokens), [item.seq_id for item in batch]
-        await self._let_in(math.inf)  # if it is down, the requests that were refused decide when to give up
-        until = self._clock() + self.settings.give_up_s
-        failures: list[_Failure] = []
-
-        def pause_s(state: RetryCallState) -> float:
-            return max(0.0, min(max(self._pause_s(state), failures[-1].retry_after_s), until - self._clock()))
-
-        async def ask() -> dict[int, float]:
-            if failures and not await self._let_in(until):
-                self._give_up_where_due(failures[-1], ids, len(failures), 0.0)
+        body, ids = encode_request(batch), [item.seq_id for item in batch]
+        until, attempt, pause_s = self._clock() + self.settings.give_up_s, 0, self._first_pause_s
+        while True:
+            attempt += 1
             try:
-                scores = await self._attempt(client, body, ids)
+                return await self._attempt(client, body, ids)
             except _Failure as failure:
-                failures.append(failure)
-                self._breaker.failed()
-                self._give_up_where_due(failure, ids, len(failures), until - self._clock())
-                raise
-            self._breaker.succeeded()
-            return scores
-
-        return await AsyncRetrying(retry=retry_if_exception_type(_Failure), wait=pause_s, sleep=asyncio.sleep)(ask)
+                left_s = until - self._clock()
+                self._give_up_where_due(failure, ids, attempt, left_s)
+                # A random part of the pause is left out, so that senders which failed together do not come back together.
+                wait_s = max(pause_s * self._chance.uniform(0.5, 1.0), failure.retry_after_s)
+            await asyncio.sleep(max(0.0, min(wait_s, left_s)))
+            pause_s = min(2 * pause_s, self._longest_pause_s)
 
     def _give_up_where_due(self, failure: _Failure, ids: Sequence[int], attempt: int, left_s: float) -> None:
-        """Return if the request is to be sent again.  Raises RewardError."""
         settings = self.settings
         what = f"{self.label}: {self.url} {failure}"
         where = f"sequence {ids[0]}" + (f" and {len(ids) - 1} more" if len(ids) > 1 else "")
         if not failure.transient:
             raise RewardError(f"{what}; {where} cannot be scored, and asking again would not help")
         if settings.give_up_s == 0:
-            raise RewardError(
-                f"{what}; {where} cannot be scored, and remote.give_up_s is 0: mend the service, or give it time"
-            )
+            raise RewardError(f"{what}; {where} cannot be scored, and remote.give_up_s is 0: mend the service, or give it time")
         if left_s <= 0:
             raise RewardError(
                 f"{what}; {where} had no score after {attempt} attempts in {settings.give_up_s:g} s (remote.give_up_s): "
@@ -248,17 +232,7 @@ class RemoteReward:
         if attempt == 1:
             _log.warning("%s; %s: it is asked again for %.0f s more", what, where, left_s)
 
-    async def _let_in(self, until: float) -> bool:
-        """Wait for the breaker.  Return False if it has not admitted the request by then."""
-        while (wait_s := self._breaker.enter()) > 0:
-            left_s = until - self._clock()
-            if left_s <= 0:
-                return False
-            await asyncio.sleep(min(wait_s, LOOK_AGAIN_S, left_s))
-        return True
-
     async def _attempt(self, client: httpx.AsyncClient, body: bytes, ids: Sequence[int]) -> dict[int, float]:
-        """One request.  Raises _Failure, whatever goes wrong."""
         import httpx
 
         try:
@@ -275,12 +249,11 @@ class RemoteReward:
         if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
             raise _Failure(f"sent its answer encoded ({self._shown(coding)}), although asked for identity")
         try:
-            return read_answer(answer, ids, *self.settings.score_range)
+            return read_answer(answer, ids)
         except RewardError as error:
             raise _Failure(f"gave no usable answer: {self._shown(str(error))}") from None
 
     async def _post(self, client: httpx.AsyncClient, body: bytes, num_items: int) -> tuple[int, httpx.Headers, bytes]:
-        """Status, headers and body, read no further than an answer can be long."""
         limit = ANSWER_BYTES + ANSWER_BYTES_PER_ITEM * num_items
         async with client.stream("POST", self.url, content=body) as response:
             answer = bytearray()
@@ -308,5 +281,19 @@ class RemoteReward:
 
 
 def _authorities(url: str) -> ssl.SSLContext:
-    """Return the certificate authorities to trust; none for plain http, because loading the system's list takes time."""
+    """The certificate authorities to trust; none for plain http, because loading the system's list takes time."""
     return ssl.create_default_context() if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def retry_after_s(value: str | None, now: datetime | None = None) -> float:
+    """The seconds that a `Retry-After` header asks for (RFC 9110: seconds or a date); 0.0 if it cannot be read."""
+    if value is None:
+        return 0.0
+    text = value.strip()
+    if text.isascii() and text.isdigit():
+        return float(text[:9])
+    try:
+        date = parsedate_to_datetime(text)
+        return max(0.0, (date - (now or datetime.now(timezone.utc))).total_seconds())
+    except (TypeError, ValueError, OverflowError):
+        return 0.0

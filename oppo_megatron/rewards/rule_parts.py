@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from oppo_megatron.config.data import RewardPart
-from oppo_megatron.config.remote import IsolationConfig
+from oppo_megatron.config.rewards import IsolationConfig, RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.records import field_at, field_names, nearest_field
 from oppo_megatron.rewards.isolated_rule import IsolatedRule, Trial
 from oppo_megatron.rewards.isolation import IsolatedFunction
+from oppo_megatron.rewards.parts import Fields, Part, RulePart
 from oppo_megatron.rewards.rules import choices, code_tests, math_answers
-from oppo_megatron.rewards.rules.formats import FormatRule
-from oppo_megatron.rewards.rules.lengths import LengthRule
+from oppo_megatron.rewards.rules.formats import FormatRule, LengthRule
 from oppo_megatron.rewards.verifiers import expected_answer, verify
 
 VERLS_ANSWER = "reward_model.ground_truth"
@@ -27,33 +24,8 @@ OWN_MB = 2048
 """The least address space of that process itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class VerifierReward:
-    """1.0 or 0.0 by `verify`, against column `answer`, which `expected` reads."""
-
-    verify: Callable[[str, Any], float]
-    expected: Callable[[Any], Any]
-    answer: str
-
-    def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-        return self.verify(response, column(fields, self.answer))
-
-    def check(self, fields: Mapping[str, Any]) -> None:
-        """Raise `RewardError` if a response to this row could not be scored."""
-        self.expected(column(fields, self.answer))
-
-@dataclass(frozen=True, slots=True)
-class FormatReward:
-    rule: FormatRule
-
-    def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-        return self.rule.score(response)
-
-Rule = VerifierReward | FormatReward | LengthRule | IsolatedRule
-
-
-def column(fields: Mapping[str, Any], answer: str) -> Any:
-    """Return the row's column `answer`, or verl's in its place.  Raises `RewardError` if it is not there."""
+def column(fields: Fields, answer: str) -> Any:
+    """The row's column `answer`, or verl's in its place.  Raises `RewardError` if it is not there."""
     for name in (answer, *([VERLS_ANSWER] if answer == "answer" else [])):
         with suppress(KeyError):
             return field_at(fields, name)
@@ -66,26 +38,33 @@ def column(fields: Mapping[str, Any], answer: str) -> Any:
     )
 
 
-def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_tokens: int | None) -> Rule:
+def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_tokens: int | None) -> Part:
     """The rule that a part of kind verifier names.  Raises `ConfigError` if it cannot be had.
 
-    `environment` is inherited by its processes; `max_response_tokens`: the longest response, where that is known.
+    `environment` is inherited by its processes; `max_response_tokens`: the longest response, if known.
     """
+    assert part.name is not None, "check_rewards asks for it"
     if part.name == "format":
         assert part.pattern is not None, "check_rewards asks for it"
-        return FormatReward(FormatRule(part.pattern, whole=not part.lenient))
+        form = FormatRule(part.pattern, whole=not part.lenient)
+        return RulePart(lambda item, _: form.score(item.response))
     if part.name == "length":
-        return _length_rule(part, max_response_tokens)
+        return RulePart(_length_rule(part, max_response_tokens))
     if part.isolation is not None:
         return _isolated_rule(part, part.isolation, environment)
     if part.name == "multiple_choice":
-        return VerifierReward(choices.verify, choices.expected_letter, part.answer)
-    assert part.name is not None, "check_rewards asks for it"
+        return RulePart(
+            lambda item, _: choices.verify(item.response, column(item.fields, part.answer)),
+            lambda fields: choices.expected_letter(column(fields, part.answer)),
+        )
     name = "flexible" if part.lenient else part.name
-    return VerifierReward(partial(verify, name), expected_answer, part.answer)
+    return RulePart(
+        lambda item, _: verify(name, item.response, column(item.fields, part.answer)),
+        lambda fields: expected_answer(column(fields, part.answer)),
+    )
 
 
-def _length_rule(part: RewardPart, max_response_tokens: int | None) -> LengthRule:
+def _length_rule(part: RewardPart, max_response_tokens: int | None) -> Callable[[Any, int | None], float]:
     most, buffer = part.max_tokens or max_response_tokens, part.buffer_tokens
     assert buffer is not None, "check_rewards asks for it"
     if most is None:
@@ -97,29 +76,36 @@ def _length_rule(part: RewardPart, max_response_tokens: int | None) -> LengthRul
             f"rule length begins at {most - buffer} tokens (max_tokens {most}, less buffer_tokens {buffer}), but no response has "
             f"more than rollout.max_response_tokens {max_response_tokens}; lower max_tokens, or leave it out"
         )
-    return LengthRule(most, buffer)
+    rule = LengthRule(most, buffer)
+
+    def rate(item: Any, num_tokens: int | None) -> float:
+        assert num_tokens is not None, "who takes a rule `length` counts the tokens"
+        return rule.score(num_tokens)
+
+    return rate
 
 
 def _isolated_rule(part: RewardPart, limits: IsolationConfig, environment: Mapping[str, str]) -> IsolatedRule:
     if part.name == "math":
         math_answers.require_library()
 
-        def ask_math() -> IsolatedFunction:
-            return IsolatedFunction(math_answers.ENTRY_POINT, {}, limits, environment)
-
-        def expected(fields: Mapping[str, Any]) -> dict[str, Any]:
+        def expected(fields: Fields) -> dict[str, Any]:
             return {math_answers.ANSWER: math_answers.expected_text(column(fields, part.answer))}
 
         trial = Trial(math_answers.PROBE, math_answers.needs_library)
-        return IsolatedRule(ask_math, expected, part.processes, trial=trial)
+        return IsolatedRule(
+            lambda: IsolatedFunction(math_answers.ENTRY_POINT, {}, limits, environment), expected, part.processes, trial=trial
+        )
 
     options = {"wall_s": limits.wall_s, "memory_mb": limits.memory_mb, "partial_credit": part.lenient}
     outer = IsolationConfig(wall_s=limits.wall_s + END_S, memory_mb=max(limits.memory_mb, OWN_MB))
 
-    def ask_code() -> IsolatedFunction:
-        return IsolatedFunction(code_tests.ENTRY_POINT, options, outer, environment)
-
-    def tests(fields: Mapping[str, Any]) -> dict[str, Any]:
+    def tests(fields: Fields) -> dict[str, Any]:
         return {code_tests.TESTS: code_tests.read_tests(column(fields, part.answer))}
 
-    return IsolatedRule(ask_code, tests, part.processes, code_tests.about_network)
+    return IsolatedRule(
+        lambda: IsolatedFunction(code_tests.ENTRY_POINT, options, outer, environment),
+        tests,
+        part.processes,
+        code_tests.about_network,
+    )

@@ -1,13 +1,10 @@
 """Rewards from a service of `oppo serve`: sequences are sent while they grow, scores are taken when they are whole.
 
-The wire format, by POST URL/extend, with a bearer token if the service needs one:
-
-    {"session": "...", "rows": [{"id": 7, "offset": 12, "tokens": [...], "checksum": 123, "final": false}]}
+    {"session": "...", "rows": [{"id": 7, "offset": 12, "tokens": [...], "checksum": 123, "final": false}]}    POST URL/extend
     200 {"rows": [{"id": 7, "known": 20, "score": null}]}
 
-`checksum` is the CRC-32 of the whole sequence up to the end of `tokens`, as little-endian int32.  `known` is the number of
-tokens that the service holds.  If it had to forget some, `known` is less than was sent, and the client sends the rest again.  So
-only the time of a score depends on the service's memory.
+`checksum` is that of the whole sequence up to the end of `tokens`.  `known` is the number of tokens that the service holds; if it
+had to forget some, the client sends the rest again.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import json
 import math
 import struct
 import threading
+import time
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
-from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_exponential
 
 from oppo_megatron.config.aligner import StreamConfig
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.rewards.protocol import parse_json, read_token
+from oppo_megatron.nesting import read_strict_json
+from oppo_megatron.rewards.protocol import read_token
 
 if TYPE_CHECKING:
     import httpx
@@ -44,13 +42,12 @@ TOKENS_A_REQUEST = 500_000
 
 
 def checksum(tokens: Sequence[int], start: int = 0) -> int:
-    """CRC-32 of token ids; `start`: of the ids before."""
+    """CRC-32 of token ids as little-endian int32; `start`: of the ids before."""
     return zlib.crc32(struct.pack(f"<{len(tokens)}i", *tokens), start)
 
 
 class _NoAnswer(Exception):
-    """The service may answer yet."""
-
+    ...
 
 @dataclass
 class _Sequence:
@@ -79,7 +76,7 @@ class ScorerStream:
         self._thread: threading.Thread | None = None
 
     def offer(self, seq_id: int, tokens: Sequence[int], final: bool) -> bool:
-        """The sequence is `tokens` by now, those offered before first; `final`: it is whole, its score is wanted.
+        """Give the tokens of a sequence so far; `final`: it is whole, its score is wanted.
 
         Returns False, and changes nothing, if it was complete before and differs from this.
         """
@@ -95,20 +92,18 @@ class ScorerStream:
             return True
 
     def result(self, seq_id: int) -> float:
-        """Wait for the score of a whole sequence and return it.  Raises RewardError if the service has failed."""
+        """Wait for the score of a whole sequence.  Raises RewardError if the service has failed."""
         score = self._sequences[seq_id].score.result()
         with self._changed:
             del self._sequences[seq_id]
         return score
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Sequences that nobody will ask for."""
         with self._changed:
             for seq_id in seq_ids:
                 self._sequences.pop(seq_id, None)
 
     def close(self) -> None:
-        """End the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -164,20 +159,16 @@ class ScorerStream:
                     sequence.waiting = True  # the service has forgotten a part: again, from what it knows
 
     def _post(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Raises RewardError for what time does not mend, and after `give_up_s`."""
-        limit = stop_before_delay(self._give_up_s)
-        asking = Retrying(
-            retry=retry_if_exception_type(_NoAnswer),
-            wait=wait_exponential(multiplier=RETRY_S, max=RETRY_MAX_S),
-            stop=lambda state: self._closed or limit(state),
-            reraise=True,
-        )
-        try:
-            return asking(self._post_once, json.dumps(request), request)
-        except _NoAnswer as failure:
-            raise RewardError(
-                f"the scorer at {self._settings.url} {failure}, for {self._give_up_s:g} s; start it"
-            ) from failure
+        body, until, pause_s = json.dumps(request), time.monotonic() + self._give_up_s, RETRY_S
+        while True:
+            try:
+                return self._post_once(body, request)
+            except _NoAnswer as failure:
+                if self._closed or time.monotonic() + pause_s > until:
+                    what = f"the scorer at {self._settings.url} {failure}, for {self._give_up_s:g} s"
+                    raise RewardError(f"{what}; start it") from failure
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_MAX_S)
 
     def _post_once(self, body: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         import httpx
@@ -197,9 +188,8 @@ class ScorerStream:
 
 
 def _read_rows(answer: httpx.Response, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Raises RewardError for an answer that is not of the form."""
     try:
-        rows = parse_json(answer.content)["rows"]
+        rows = read_strict_json(answer.content.decode("utf-8"))["rows"]
         asked = {row["id"]: row for row in request["rows"]}
         for row in rows:
             known, sent = row["known"], asked.pop(row["id"])
@@ -211,12 +201,9 @@ def _read_rows(answer: httpx.Response, request: Mapping[str, Any]) -> list[dict[
         if asked:
             raise ValueError(f"no answer for sequence {min(asked)}")
     except (ValueError, KeyError, TypeError) as error:
-        raise RewardError(
-            f"the scorer's answer is not of the form ({error}); is the address `oppo serve`'s?"
-        ) from error
+        raise RewardError(f"the scorer's answer is not of the form ({error}); is the address `oppo serve`'s?") from error
     return list(rows)
 
 
 def build_stream(settings: StreamConfig, environment: Mapping[str, str]) -> ScorerStream:
-    """The client that the settings describe.  Raises ConfigError for a token that is missing."""
     return ScorerStream(settings, None if settings.token_env is None else read_token(settings.token_env, environment))

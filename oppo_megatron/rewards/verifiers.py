@@ -33,12 +33,12 @@ def gsm8k_answer(text: str) -> Fraction | None:
 
 
 def arithmetic_answer(text: str) -> Fraction | None:
-    """The final answer of an arithmetic solution: marked as in GSM8K, else the last line's number after `=`."""
+    """Marked as in GSM8K, else the last line's number after `=`."""
     return _read(text, ["hashed", "last line"])
 
 
 def flexible_answer(text: str) -> Fraction | None:
-    """The final answer, marked or stated in any form; if it is nowhere, the last number in the text."""
+    """Marked or stated in any form; else the last number in the text."""
     form, found = texts(text, ["hashed", "marked", "stated"])
     number = _number(found[-1]) if found else None
     if number is not None or form == "hashed":
@@ -54,7 +54,7 @@ def flexible_answer(text: str) -> Fraction | None:
 
 
 def first_answer(text: str) -> Fraction | None:
-    """Return the answer after the first mark of the first line with one; None if it is not a number, or there is no mark."""
+    """The answer after the first mark of the first line with one; None if it is not a number, or there is no mark."""
     mark = _MARK.search(text)
     return _number(mark[1].partition("####")[0]) if mark else None
 
@@ -65,7 +65,6 @@ def _read(text: str, forms: Sequence[str]) -> Fraction | None:
 
 
 def _number(text: str) -> Fraction | None:
-    """The number, or what is marked or stated as the answer in this text."""
     number = parse_number(text)
     found = texts(text, ["marked", "stated"])[1] if number is None else []
     return parse_number(found[-1]) if found else number
@@ -81,11 +80,7 @@ ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {
 
 
 def expected_answer(value: Any) -> Fraction:
-    """The number in a row's answer column: a JSON number, a bare number as text, or a whole solution with its final
-    answer.
-
-    Raises `RewardError` if there is none: such a row can be scored neither right nor wrong.
-    """
+    """The number in a row's answer column: a JSON number, a bare number as text, or a whole solution.  Raises RewardError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return Fraction(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -101,7 +96,5 @@ def expected_answer(value: Any) -> Fraction:
 
 
 def verify(name: str, response: str, expected: Any) -> float:
-    """1.0 if the response's final answer equals the expected one, else 0.0.  Raises `RewardError` as
-    `expected_answer`.
-    """
+    """1.0 if the response's final answer equals the expected one, else 0.0.  Raises as `expected_answer`."""
     return 1.0 if ANSWER_OF[name](response) == expected_answer(expected) else 0.0

@@ -37,8 +37,6 @@ class Op(Enum):
 
 
 class Payload(Enum):
-    """The content of a message."""
-
     HIDDEN = "hidden"  # activations, to the next pipeline stage of the same replica and tensor shard
     TOKENS = "tokens"  # drawn tokens, from the last stage to the others of the same replica and tensor shard
     CHUNK = "chunk"  # a decoded chunk, to ranks that do not hold the actor
@@ -46,11 +44,10 @@ class Payload(Enum):
 
 @dataclass(slots=True, unsafe_hash=True)
 class Action:
-    """One action of one rank.
+    """One action of one rank.  Treat it as immutable: frozen instances take three times as long to create.
 
-    Treat it as immutable: it is not frozen because frozen instances take three times as long to create, and a round has tens of
-    thousands. `step` is set for the actor's decode micro-steps and their messages, `payload` and `peer` for send and recv.
-    Gather and chunk messages have micro-batch 0.
+    `step` is set for decode micro-steps and their messages, `payload` and `peer` for send and recv. Gather and chunk messages
+    have micro-batch 0.
     """
 
     rank: int
@@ -83,7 +80,6 @@ _ACTION = re.compile(
 
 
 def parse_action(rank: int, text: str) -> Action:
-    """Parse the text form of an action.  Raises ScheduleError."""
     text = text.strip()
     found = _ACTION.fullmatch(text)
     if found is None or found["op"] not in {op.value for op in Op}:
@@ -118,15 +114,12 @@ class Schedule:
         return (action for rank in sorted(self.actions) for action in self.actions[rank])
 
     def of(self, rank: int) -> tuple[Action, ...]:
-        """Return the actions of `rank`; () if it has none."""
         return self.actions.get(rank, ())
 
     def shifted(self, chunks: int) -> Schedule:
-        """Return the same round, `chunks` later."""
         return Schedule({r: tuple(replace(a, chunk=a.chunk + chunks) for a in own) for r, own in self.actions.items()})
 
     def text(self) -> str:
-        """Return the text form, which `parse_schedule` reads."""
         return "".join(
             f"rank {rank}\n" + "".join(f"  {action}\n" for action in self.actions[rank])
             for rank in sorted(self.actions)

@@ -1,7 +1,4 @@
-"""Timelines as text and as pictures: a line for each rank, time from left to right.
-
-matplotlib is loaded on first use, without a display.
-"""
+"""Timelines as text and as pictures: a line for each rank, time from left to right."""
 
 from __future__ import annotations
 
@@ -25,10 +22,9 @@ MIN_COLUMNS = 10
 
 
 def render(timeline: Timeline, width: int = 100, faults: Sequence[Fault] = ()) -> str:
-    """Return the rank x time grid in lines of at most `width` characters, with its legend.
+    """Return the rank x time grid in lines of at most `width` characters, with its legend; `!` marks faults and stuck ranks.
 
-    A cell shows what its rank does for most of that time: a letter, then the micro-batch if there is room.  `!` marks the
-    actions of `faults`, and the end of a rank that is stuck.
+    A cell shows what its rank does for most of that time: a letter, then the micro-batch if there is room.
     """
     labels = {rank: f"rank {rank:{len(str(max(timeline.spans)))}} |" for rank in sorted(timeline.spans)}
     shares = {rank: f"| {timeline.bubble(rank):4.0%} idle" for rank in labels}
@@ -45,7 +41,7 @@ def render(timeline: Timeline, width: int = 100, faults: Sequence[Fault] = ()) -
 
 
 def failing_times(timeline: Timeline, faults: Sequence[Fault], rank: int) -> list[float]:
-    """Return when the actions of `faults` start on `rank`, and when the rank gets stuck if it does."""
+    """Times at which the actions of `faults` start on `rank`, and at which it gets stuck."""
     spans = timeline.spans.get(rank, ())
     end_s = spans[-1].end_s if spans else 0.0
     positions = {fault.position for fault in faults if fault.rank == rank}
@@ -60,7 +56,6 @@ def milliseconds(seconds: float) -> str:
 
 
 def letter(action: Action) -> str:
-    """Return the character of an operation and role."""
     if action.op is Op.DECODE:
         return "D"
     if action.op is Op.SAMPLE:
@@ -79,7 +74,7 @@ def _column(at_s: float, makespan_s: float, columns: int) -> int:
 
 
 def _row(spans: Sequence[Span], makespan_s: float, columns: int) -> list[str]:
-    """Return the cells of one rank: the action with the largest part of each, or idle if most of it is."""
+    """Cells of one rank: the action with the largest part of each, or idle if most of it is."""
     if not makespan_s:
         return [IDLE] * columns
     busy, most = [0.0] * columns, [0.0] * columns
@@ -112,7 +107,6 @@ def _cell(cells: Sequence[Span | None], column: int) -> str:
 
 
 def _legend(timeline: Timeline, width: int, failed: bool) -> list[str]:
-    """Return the meaning of the letters, wrapped at `width`."""
     words = {}
     for spans in timeline.spans.values():
         for action in (span.action for span in spans if span.action.op in COMPUTE):
@@ -147,7 +141,7 @@ MAX_FAULT_LABELS = 8
 
 
 def draw(timeline: Timeline, out_png: str | Path, faults: Sequence[Fault] = (), title: str = "") -> None:
-    """Write the rank x time grid of `timeline` as PNG; stuck ranks and the actions of `faults` are outlined and named."""
+    """Write the grid as PNG; stuck ranks and the actions of `faults` are outlined and named."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -169,12 +163,10 @@ def draw(timeline: Timeline, out_png: str | Path, faults: Sequence[Fault] = (), 
 
 
 def colour(action: Action) -> str:
-    """Return the colour of an action's kind."""
     return COLOURS.get(_kind(action), OTHER_COLOUR)
 
 
 def _kind(action: Action) -> str:
-    """Return its name in the legend; a score has the name of its role's prefill."""
     return f"prefill {action.role}" if action.op in (Op.PREFILL, Op.SCORE) else action.op.value
 
 

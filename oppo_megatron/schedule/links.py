@@ -20,7 +20,6 @@ Link = tuple[int, int, str, Payload | None]
 
 
 def link_of(action: Action) -> Link:
-    """Return the directed link of a send or a receive."""
     peer = -1 if action.peer is None else action.peer
     ends = (action.rank, peer) if action.op is Op.SEND else (peer, action.rank)
     return (*ends, action.role, action.payload)
@@ -35,7 +34,6 @@ class Lane(NamedTuple):
 
 
 def lanes_of(site: Site) -> Iterator[Lane]:
-    """Yield all lanes in creation order."""
     for role, placement in site.placements.items():
         if placement.pp == 1:
             continue
@@ -55,16 +53,15 @@ def _lane(ranks: tuple[int, ...], role: str, payload: Payload, ends: list[tuple[
 
 
 def links_of(site: Site) -> Iterator[Link]:
-    """Yield every link that a schedule of the site may use, in one order on all ranks."""
+    """Yield every link of a site, in one order on all ranks."""
     return (link for lane in lanes_of(site) for link in lane.links)
 
 
 def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
     """Divide the links into waves with at most one link per rank.
 
-    If ranks use their links wave by wave and wait at each for the other end, no ranks wait in a cycle: both ends of the
-    earliest waiting link are present. A link is in the first wave that has both ends free, so n links per rank give at most 2 n
-    - 1 waves, for any number of ranks.
+    If ranks use their links wave by wave and wait at each for the other end, no ranks wait in a cycle: both ends of the earliest
+    waiting link are present. n links per rank give at most 2 n - 1 waves, for any number of ranks.
     """
     engaged: dict[int, int] = defaultdict(int)  # by rank: its waves, as bits
     waves: list[list[Link]] = []
@@ -80,10 +77,7 @@ def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
 
 
 def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement]) -> list[GroupName]:
-    """List all process groups of a run, except the world's, in creation order.
-
-    They are for single ranks, the roles' work, their training (`trained`), links, and checkpoints.
-    """
+    """List all process groups of a run, except the world's, in creation order."""
     site = Site(placements)
     world = tuple(range(1 + max(site.ranks)))
     found = dict.fromkeys(group_name(ALONE, (rank,)) for rank in world)

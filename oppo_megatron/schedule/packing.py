@@ -15,9 +15,8 @@ from oppo_megatron.columns import Ints
 def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Bins of indices into `lengths` whose tokens sum to at most `budget`, by first-fit decreasing.
 
-    Longest first, ties by index; every index is in exactly one bin.  A sequence longer than the budget has a bin of its
-    own.
-    First-fit decreasing needs at most 11/9 of the fewest possible bins, plus one.
+    Longest first, ties by index; a sequence longer than the budget has a bin of its own.  At most 11/9 of the fewest possible
+    bins, plus one.
     """
     order, bins = _first_fit(np.asarray(lengths, dtype=np.int64), budget)
     members = order[np.argsort(bins, kind="stable")].tolist()
@@ -77,9 +76,8 @@ def _ends(bins: Ints) -> list[int]:
 def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
     """Return `num_parts` parts of indices into `lengths` with about equal token sums, by longest processing time first.
 
-    The longest item left goes to the part with the fewest tokens; ties by the number of items (so no part is empty if there are
-    enough items), then by index. Indices ascend within a part. The largest sum is at most 4/3 of the best possible (Graham
-    1969).
+    Ties by the number of items (so no part is empty if there are enough), then by index. Indices ascend within a part. The
+    largest sum is at most 4/3 of the best possible (Graham 1969).
     """
     assert num_parts >= 1, f"a batch is divided into at least 1 part, not {num_parts}"
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -95,8 +93,7 @@ def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 class Packing:
     """How full the micro-batches of an optimizer step are, over all replicas; all in tokens.
 
-    `tokens`: of their rows; `room`: capacity of as many micro-batches (a single sequence longer than the budget fills its
-    own); `padded`: tokens of the rows if each were padded to the longest.
+    `room`: capacity of the micro-batches (a longer sequence fills its own); `padded`: if each row were padded to the longest.
     """
 
     tokens: int
@@ -105,7 +102,6 @@ class Packing:
 
     @classmethod
     def of(cls, parts: Sequence[Sequence[int]], budget: int) -> Packing:
-        """`parts` are the lengths of each replica's rows, which `pack_by_tokens` packs."""
         lengths = [length for part in parts for length in part]
         bins = [[part[i] for i in index] for part in parts for index in pack_by_tokens(part, budget)]
         room = sum(max(budget, sum(held)) for held in bins)
@@ -113,7 +109,7 @@ class Packing:
 
 
 def packing_figures(steps: Sequence[Packing]) -> dict[str, float]:
-    """For one or more optimizer steps: the share of their micro-batches filled with tokens, and the share of padding avoided."""
+    """Share of the micro-batches that is filled with tokens, and share of padding avoided."""
     tokens = sum(step.tokens for step in steps)
     return {
         "packing_efficiency": tokens / sum(step.room for step in steps),

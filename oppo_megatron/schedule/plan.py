@@ -40,7 +40,6 @@ class StepPlan:
 
 
 def plan_step(config: TrainConfig) -> StepPlan:
-    """Return the plan of a configuration."""
     stream = config.overlap.intra
     return StepPlan(
         stream=stream,
@@ -55,7 +54,7 @@ def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
 
 
 def round_generator(overlap: OverlapConfig, site: Site) -> str:
-    """Return the name of the rounds' generator (`auto`: woven only if some rank decodes and scores) or the user's function."""
+    """Name of the rounds' generator (`auto`: woven only if some rank decodes and scores) or the user's function."""
     if not overlap.intra:
         return "sequential"
     if overlap.schedule != "auto":
@@ -64,7 +63,7 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
 
 
 def late_scorers(site: Site) -> frozenset[str]:
-    """Return the roles that score only complete batches, while the actor would wait for scorers on other ranks.
+    """Roles that score only complete batches, because the actor would wait for scorers on other ranks.
 
     Their ranks are all the actor's, whose single pipeline stage leaves no bubbles for scoring.
     """
@@ -78,8 +77,8 @@ def late_scorers(site: Site) -> frozenset[str]:
 def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[float]) -> float:
     """Seconds that an update at the start of scoring adds to its end.
 
-    The scorers are a queue with one server. `work` are the scorers' seconds per round (`StepClock.work`), `arrivals` the
-    actor's chunk times (`StepClock.ends`), for which the scorers wait after each of the first rounds.
+    The scorers are a queue with one server: `work` are their seconds per round, `arrivals` the actor's chunk times, for which
+    they wait after each of the first rounds.
     """
 
     def end(spared_s: float) -> float:
@@ -103,10 +102,7 @@ def new_planner(
     rank: int | None = None,
     transport: Transport = GLOO,
 ) -> RoundPlanner:
-    """Return a planner without sequences, the same for a run and for a preview of it.
-
-    `limit(seq_id)` is the most tokens of a response; `rank` and `transport` as in `RoundPlanner`.
-    """
+    """Return a planner without sequences; `limit(seq_id)` is the most tokens of a response."""
     slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
     each = members(config)
     memo = Memo()
@@ -133,7 +129,7 @@ def new_planner(
 
 
 def cache_slots(config: TrainConfig, role: str, placement: RolePlacement) -> int:
-    """Sequences that fit into the cache of one replica: its share of all, or fewer if `runtime.kv_cache_mb` limits them."""
+    """Sequences that fit into the cache of one replica: its share of all, or fewer by `runtime.kv_cache_mb`."""
     model, share = named_roles(config)[role], share_of_sequences(config, role, placement.dp)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     if budget_mb is None:

@@ -1,7 +1,6 @@
-"""Previews the rounds of a run's first step from its configuration alone.
+"""Preview the rounds of a run's first step from its configuration alone.
 
-Planner and books are the run's own; only the sequences are made up: prompts of one length, and responses of
-`rollout.max_response_tokens` tokens.
+Planner and books are the run's own; only the sequences are made up: equal prompts, and responses of the most tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from oppo_megatron.schedule.weaving.generators import GENERATORS
 
 @dataclass(frozen=True)
 class Preview:
-    """One round of the first step, as a run would plan it.  `assumed` says in words what was made up.
+    """One round of the first step, as a run would plan it.  `assumed` says what was made up.
 
-    `clock`: decode steps since the step began, at the round's end.  `changed`: ranks whose order is not the generator's, as the
-    transport would hold sends of that in a circle.
+    `clock`: decode steps at the round's end.  `changed`: ranks whose order is not the generator's, because held sends would
+    deadlock.
     """
 
     round: Round
@@ -53,10 +52,9 @@ def preview(
     costs: Costs | None = None,
     transport: Transport = GLOO,
 ) -> Preview:
-    """Round `number` (from 1) of the first step, as it is planned by the rules of `transport`.
+    """Round `number` (from 1) of the first step.  Raises ConfigError if there is none, ScheduleError if a run would refuse it.
 
-    `prompt_tokens` defaults to half of `data.max_prompt_tokens`, `generator` to the one that the configuration asks for.
-    Raises ConfigError where the step has no such round, ScheduleError where a run would refuse it.
+    `prompt_tokens` defaults to half of `data.max_prompt_tokens`, `generator` to the configured one.
     """
     length = prompt_tokens if prompt_tokens is not None else max(1, config.data.max_prompt_tokens // 2)
     if not 1 <= length <= config.data.max_prompt_tokens:
@@ -93,16 +91,16 @@ def _rounds(
 
 
 def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tuple[float, float]:
-    """Return lower bounds on the round: seconds of the actor's part alone, and the busiest rank's seconds of work."""
+    """Lower bounds on the round: seconds of the actor's part alone, and of the busiest rank's work."""
     alone = replace(round_, prefill={role: work for role, work in round_.prefill.items() if role == "actor"})
     schedule = add_communication(GENERATORS["sequential"](alone, site, costs), alone, site)
     return simulate(schedule, alone, site, costs).makespan_s, max(map(timeline.busy_s, timeline.spans), default=0.0)
 
 
 def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
-    """Rounds until the batch has been decoded, then until it has been scored.
+    """Yield rounds until the batch has been decoded, then until it has been scored.
 
-    They end where the run's do: also where prompts may enter.
+    They also end where prompts may enter.
     """
     prompt, chunk, clock = (0,) * prompt_tokens, config.overlap.chunk.tokens, 0
     period = config.overlap.admission_period
@@ -125,7 +123,6 @@ def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -
 
 
 def _grow(rollouts: Sequence[Rollout], round_: Round, clock: int, most: int) -> None:
-    """The round has been decoded, every sequence by as much as it may."""
     for growth in (growth for replica in round_.decode for batch in replica for growth in batch):
         rollout = rollouts[growth.seq_id]
         rollout.tokens += [0] * growth.new
@@ -134,7 +131,6 @@ def _grow(rollouts: Sequence[Rollout], round_: Round, clock: int, most: int) -> 
 
 
 def _in_flight(config: TrainConfig) -> int:
-    """Sequences of the batch and of delta, which counts groups."""
     return batch_rows(config) + delta_rule(config.overlap).initial * members(config).size
 
 

@@ -1,7 +1,4 @@
-"""The work of one round before it is ordered: the input of every schedule generator.
-
-A round is planned from the sequences active at its start, because decoded lengths are known only afterwards.
-"""
+"""The work of one round before it is ordered, planned from the sequences active at its start: the input of every generator."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from oppo_megatron.layout.placements import RolePlacement
 class Growth(NamedTuple):
     """Growth of one sequence in a micro-batch: `new` tokens after the `past` tokens in its KV cache.
 
-    `rows` of the last new tokens give an output (a log-prob, a value, a score). In a decode micro-batch `new` is the most
-    tokens that the sequence may get in the round.
+    `rows` of the last new tokens give an output. In a decode micro-batch `new` is the most tokens that the sequence may get.
     """
 
     seq_id: int
@@ -37,34 +33,18 @@ Batch = Sequence[Growth]
 class Growths(Sequence[Growth]):
     """A micro-batch in columns: `table` [4, n] has the fields of `Growth`, which is made on access."""
 
-    __slots__ = ("table",)
+    __slots__ = ("new", "past", "rows", "seq_ids", "table")
 
     def __init__(self, table: Ints):
         self.table = table
-
-    @property
-    def seq_ids(self) -> Ints:
-        column: Ints = self.table[0]
-        return column
-
-    @property
-    def past(self) -> Ints:
-        column: Ints = self.table[1]
-        return column
-
-    @property
-    def new(self) -> Ints:
-        column: Ints = self.table[2]
-        return column
-
-    @property
-    def rows(self) -> Ints:
-        column: Ints = self.table[3]
-        return column
+        self.seq_ids: Ints
+        self.past: Ints
+        self.new: Ints
+        self.rows: Ints
+        self.seq_ids, self.past, self.new, self.rows = table
 
     @classmethod
     def of(cls, batch: Batch) -> Growths:
-        """Return the micro-batch in columns."""
         return batch if isinstance(batch, Growths) else cls(np.array(batch, dtype=np.int64).reshape(-1, 4).T)
 
     def __len__(self) -> int:
@@ -84,7 +64,6 @@ class Growths(Sequence[Growth]):
         return Growths(found) if isinstance(which, slice) else Growth(*found.tolist())
 
     def __eq__(self, other: object) -> bool:
-        """Compare with a micro-batch in columns or in a tuple."""
         return isinstance(other, Growths | tuple) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
@@ -94,7 +73,6 @@ class Growths(Sequence[Growth]):
         return repr(tuple(self))
 
     def at(self, positions: Ints | Sequence[int]) -> Growths:
-        """Return the growths at `positions`, in this order."""
         return Growths(self.table[:, positions])
 
 
@@ -111,7 +89,6 @@ class Batches(Sequence[Batch]):
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> Batches:
-        """Return the micro-batches in one table."""
         if isinstance(batches, Batches):
             return batches
         tables = [np.zeros((4, 0), dtype=np.int64), *(Growths.of(batch).table for batch in batches)]
@@ -143,7 +120,6 @@ class Batches(Sequence[Batch]):
         return Growths(self.table[:, self.ends[place] : self.ends[place + 1]])
 
     def __eq__(self, other: object) -> bool:
-        """Compare with micro-batches in one table, a list or a tuple."""
         return isinstance(other, Batches | list | tuple) and list(self) == list(other)
 
     def __hash__(self) -> int:
@@ -175,7 +151,6 @@ class Forks:
 
     @property
     def sources(self) -> list[int]:
-        """Sources of the forks that have not been made."""
         return list(self._waiting)
 
     def due(self, source: int, cached: int) -> list[Fork]:
@@ -190,10 +165,9 @@ class Forks:
 class Round:
     """The work of a round.
 
-    `steps`: decode steps (C), 0 without decoding. `decode[replica][m]`: the actor's decode micro-batches.
-    `prefill[role][replica][j]`: prefill micro-batches in the required order; those for the actor (prompts, and sequences with a
-    stale cache) come before its decoding. `forks[role][replica]`: prompts that are cached, or will be by a prefill of the
-    round, and are not computed again.
+    `steps`: decode steps, 0 without decoding. `decode[replica][m]`: the actor's decode micro-batches.
+    `prefill[role][replica][j]`: prefill micro-batches in the required order; those for the actor come before its decoding.
+    `forks[role][replica]`: prompts that are cached, or will be by a prefill of the round, and are not computed again.
     """
 
     index: int
@@ -204,7 +178,6 @@ class Round:
 
     @property
     def decodes(self) -> bool:
-        """True if the round produces a chunk."""
         return self.steps > 0
 
     def forks_of(self, role: str, replica: int) -> tuple[Fork, ...]:
@@ -237,7 +210,6 @@ class Site:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that hold a role, ascending."""
         return tuple(sorted({rank for placement in self.placements.values() for rank in placement.ranks}))
 
     @cached_property
@@ -251,8 +223,8 @@ class Site:
 
         Every rank of the actor knows the whole chunk after the gather. So `source` sends, and other ranks of the actor if
         necessary, spaced evenly over its hosts. If the actor has too few ranks, listeners pass chunks on, those with the critic
-        last, because its update delays them. A listener receives only from listeners before it in this order, so no ranks wait
-        in a cycle.
+        last, because its update delays them. A listener receives only from listeners before it in this order, so no ranks wait in
+        a cycle.
         """
         actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
         first = actor.index(self.source)
@@ -263,7 +235,6 @@ class Site:
 
     @cached_property
     def fed_by(self) -> Mapping[int, int]:
-        """For each listener, the rank that sends it chunks."""
         return {listener: rank for rank, listeners in self.feeds.items() for listener in listeners}
 
     @property

@@ -11,22 +11,54 @@ import asyncio
 import hmac
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, SecretStr, ValidationError
+from starlette.requests import ClientDisconnect
 
 from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import RewardError
+from oppo_megatron.nesting import read_strict_json
 from oppo_megatron.rewards import protocol
-from oppo_megatron.serving.bodies import LIMITS, Bodies, Refusal, RequestLimits
 
 Scorer = Callable[[Sequence[protocol.Item]], list[float]]
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
 Message = TypeVar("Message", bound=BaseModel)
+
+REST_BYTES = 64 << 20
+"""Bytes of a refused body that are taken and dropped before the answer: clients send a body before they read."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of one request: bytes of its body, items, characters of one prompt or response, seconds for its body to arrive.
+
+    `max_waiting`: requests that are being scored or wait for it; more are answered with 429, as are more than `max_coming`
+    whose bodies are on their way.
+    """
+
+    max_bytes: int = 8 << 20
+    max_items: int = 256
+    max_characters: int = 200_000
+    max_waiting: int = 16
+    max_coming: int = 128
+    read_s: float = 30.0
+
+
+LIMITS = RequestLimits()
+
+
+class Refusal(Exception):
+    """The request gets `status` and a reason instead of scores."""
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(reason)
+        self.status = status
 
 
 class Gate(Generic[Asked, Found]):
@@ -37,25 +69,25 @@ class Gate(Generic[Asked, Found]):
     """
 
     def __init__(
-        self,
-        read: Callable[[bytes], Asked],
-        score: Callable[[Asked], Found],
-        limits: RequestLimits,
-        token: SecretStr | None,
+        self, read: Callable[[bytes], Asked], score: Callable[[Asked], Found], limits: RequestLimits, token: SecretStr | None
     ):
         self._read, self._score, self._limits = read, score, limits
         self._expected = None if token is None else f"Bearer {token.get_secret_value()}".encode()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="scorer")
-        self._bodies, self._waiting = Bodies(limits), 0
+        self._waiting = self._coming = 0
 
     async def answer(self, request: Request) -> tuple[Asked, Found]:
         """Return the request and the scorer's result.  Raises Refusal."""
-        self._authorise(request)
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refusal(415, "the body must be application/json")
-        self._require_room()
-        asked = self._read(await self._bodies.read(request))
-        self._require_room()
+        refusal = self._refused(request)
+        try:
+            body = await asyncio.wait_for(self._body(request, refusal), self._limits.read_s)
+        except asyncio.TimeoutError:
+            raise refusal or Refusal(408, f"the body did not come within {self._limits.read_s:g} s") from None
+        except ClientDisconnect:
+            raise Refusal(400, "the body ended early") from None
+        asked = self._read(body)
+        if self._waiting >= self._limits.max_waiting:
+            raise Refusal(429, f"{self._waiting} requests are waiting")
         self._waiting += 1
         try:
             return asked, await asyncio.get_running_loop().run_in_executor(self._worker, self._score, asked)
@@ -64,21 +96,42 @@ class Gate(Generic[Asked, Found]):
         finally:
             self._waiting -= 1
 
-    def _require_room(self) -> None:
-        """Raises Refusal.  A request whose body is still to come takes no place from others."""
-        if self._waiting >= self._limits.max_waiting:
-            raise Refusal(429, f"{self._waiting} requests are waiting", **{"Retry-After": "1"})
-
-    def _authorise(self, request: Request) -> None:
+    def _refused(self, request: Request) -> Refusal | None:
         given = request.headers.get("authorization", "").encode("latin-1", errors="replace")
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
-            raise Refusal(401, "the Authorization header does not carry this service's token")
+            return Refusal(401, "the Authorization header does not carry this service's token")
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            return Refusal(415, "the body must be application/json")
+        if self._waiting >= self._limits.max_waiting:
+            return Refusal(429, f"{self._waiting} requests are waiting")
+        if self._coming >= self._limits.max_coming:
+            return Refusal(429, f"{self._coming} bodies are on their way")
+        return None
+
+    async def _body(self, request: Request, refusal: Refusal | None) -> bytes:
+        """The body; of a request that is refused, or is too large, the rest is dropped.  Raises Refusal."""
+        content, num_bytes, kept = bytearray(), 0, refusal is None
+        self._coming += kept
+        try:
+            async for piece in request.stream():
+                num_bytes += len(piece)
+                if refusal is None and num_bytes > self._limits.max_bytes:
+                    refusal = Refusal(413, f"the body has more than {self._limits.max_bytes} bytes")
+                if refusal is None:
+                    content += piece
+                elif num_bytes > REST_BYTES:
+                    break
+        finally:
+            self._coming -= kept
+        if refusal is not None:
+            raise refusal
+        return bytes(content)
 
 
 def read_message(kind: type[Message], body: bytes, what: str) -> Message:
     """The body as a message of this kind.  Raises Refusal, which does not repeat what was sent."""
     try:
-        return kind.model_validate(protocol.parse_json(body))
+        return kind.model_validate(read_strict_json(body.decode("utf-8")))
     except ValidationError as error:
         raise Refusal(422, f"not a request for {what}: {first_problem(error)}") from None
     except ValueError as error:
@@ -109,7 +162,7 @@ def new_app() -> FastAPI:
     async def refuse(request: Request, refusal: Exception) -> JSONResponse:
         assert isinstance(refusal, Refusal)
         # The rest of a body that is not read would be taken for the next request of the connection.
-        headers = {"Connection": "close", **refusal.headers}
+        headers = {"Connection": "close"} | ({"Retry-After": "1"} if refusal.status == 429 else {})
         return JSONResponse({"error": str(refusal)}, refusal.status, headers)
 
     return app

@@ -1,7 +1,4 @@
-"""A reward model on this process, and the scorer that gives it whole sequences.
-
-Legend: S sequences of a micro-batch.
-"""
+"""A reward model on this process, which scores whole sequences.  S: sequences of a micro-batch."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.layout.shape import check_shape
-from oppo_megatron.mcore.batch import join_rows, pack_sequences
+from oppo_megatron.mcore.batch import join_rows, pack_at
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
@@ -32,10 +29,7 @@ from oppo_megatron.rewards.protocol import Item
 def open_reward_model(
     reward: RoleConfig, runtime: RuntimeConfig, *, max_tokens: int, vocab_size: int | None = None
 ) -> Iterator[tuple[RoleModel, torch.device]]:
-    """The model and its device.  `vocab_size`: of the tokenizer, if texts are tokenized here.
-
-    Raises ConfigError or CheckpointError.
-    """
+    """The model and its device.  `vocab_size`: of the tokenizer, if texts are tokenized here."""
     choose_device(runtime)
     shape = read_hf_config(reward)
     if problems := check_shape("reward", shape, ParallelConfig(), max_tokens, vocab_size or shape["vocab_size"]):
@@ -62,21 +56,19 @@ class ModelScorer:
     def scores(self, items: Sequence[Item]) -> list[float]:
         """One score an item.  Raises RewardError for a sequence that is too long, or whose ids are not the model's."""
         sequences = [self._tokens(item) for item in items]
-        batches = pack_sequences(sequences, self.micro_batch_tokens, self.device)
+        batches = pack_at(sequences, [[len(s) - 1] for s in sequences], self.micro_batch_tokens, self.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # which device is current is a thread's own
         outputs = forward_rows(self.model, batches, lambda batch, scores_S: scores_S.float())
         return join_rows(outputs, [1] * len(items), batches).tolist()
 
     def _tokens(self, item: Item) -> list[int]:
-        """Return the ids that were sent; else the ids of prompt and response, and the end of a whole response."""
+        """The ids that were sent; else those of prompt and response, and the end of a whole response."""
         tokens = item.tokens
         if tokens is None:
             tokens = [*encode_prompt(self.tokenizer, item.prompt + item.response), self.tokenizer.eos_id]
         if not 1 <= len(tokens) <= self.max_tokens:
-            raise RewardError(
-                f"sequence {item.id} has {len(tokens)} tokens, but must have 1 to max_tokens {self.max_tokens}"
-            )
+            raise RewardError(f"sequence {item.id} has {len(tokens)} tokens, but must have 1 to max_tokens {self.max_tokens}")
         if max(tokens) >= self.model.shape.vocab_size:
             raise RewardError(
                 f"sequence {item.id} has token id {max(tokens)}, but the reward model knows {self.model.shape.vocab_size}: the "
@@ -87,7 +79,6 @@ class ModelScorer:
 
 @contextmanager
 def open_model(config: ServeConfig) -> Iterator[ModelScorer]:
-    """Load the reward model.  Raises ConfigError or CheckpointError."""
     assert config.reward is not None and config.tokenizer is not None, "rules of ServeConfig"
     tokenizer, runtime = load_tokenizer(config.tokenizer), config.runtime
     with open_reward_model(config.reward, runtime, max_tokens=config.max_tokens, vocab_size=tokenizer.vocab_size) as (

@@ -1,12 +1,9 @@
-"""The scorer of a service: the weighted sum of its parts, with a reward model on this process if one is named.
-
-Importing this file, and `try_parts`, need none of the packages that serve.
-"""
+"""The scorer of a service: the weighted sum of its parts.  Importing this needs none of the packages that serve."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from oppo_megatron.config.serve import ServeConfig
@@ -17,18 +14,17 @@ from oppo_megatron.rewards.protocol import Item, read_token
 if TYPE_CHECKING:
     from oppo_megatron.serving.app import Scorer
 
+ModelScores = Callable[[Sequence[Item]], Sequence[float | None]]
+
 
 def build_rewards(config: ServeConfig, environment: Mapping[str, str]) -> RewardSum:
-    """The service's sum.  Its isolated parts do not see the service's token.  Raises ConfigError."""
+    """The service's sum.  Its isolated parts do not see the service's token."""
     inherited = {name: value for name, value in environment.items() if name != config.token_env}
     return build_reward_functions(config.rewards, inherited)
 
 
 def try_parts(config: ServeConfig, environment: Mapping[str, str]) -> list[str]:
-    """Try token, rewards and tokenizer without loading a model or listening.  Returns a line about the rewards.
-
-    Raises ConfigError.
-    """
+    """Try token, rewards and tokenizer without loading a model or listening.  Returns a line about the rewards."""
     if config.token_env is not None:
         read_token(config.token_env, environment)
     if config.streams:
@@ -41,22 +37,22 @@ def try_parts(config: ServeConfig, environment: Mapping[str, str]) -> list[str]:
 
 
 @contextmanager
+def open_model_scores(config: ServeConfig, rewards: RewardSum) -> Iterator[ModelScores]:
+    """The reward model's scores of items; None for each without a model.  Raises ConfigError or CheckpointError."""
+    if not rewards.needs_model:
+        yield lambda items: [None] * len(items)
+        return
+    from oppo_megatron.serving.model_scorer import open_model
+
+    with open_model(config) as model:
+        yield model.scores
+
+
+@contextmanager
 def open_scorer(config: ServeConfig, environment: Mapping[str, str]) -> Iterator[Scorer]:
     """Raises ConfigError or CheckpointError, before anything is served, if a model cannot be loaded."""
-    with ExitStack() as stack:
-        rewards = build_rewards(config, environment)
-        stack.callback(rewards.close)
-        if not rewards.needs_model:
-            yield lambda items: _sum(rewards, items, [None] * len(items))
-            return
-        from oppo_megatron.serving.model_scorer import open_model
-
-        model = stack.enter_context(open_model(config))
-        yield lambda items: _sum(rewards, items, model.scores(items))
-
-
-def _sum(rewards: RewardSum, items: Sequence[Item], model_scores: Sequence[float | None]) -> list[float]:
-    return [
-        rewards.score(item.prompt, item.response, item.fields, score, item.id)
-        for item, score in zip(items, model_scores, strict=True)
-    ]
+    with closing(build_rewards(config, environment)) as rewards, open_model_scores(config, rewards) as model_scores:
+        yield lambda items: [
+            rewards.score(item.prompt, item.response, item.fields, score, item.id)
+            for item, score in zip(items, model_scores(items), strict=True)
+        ]

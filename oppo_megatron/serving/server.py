@@ -1,27 +1,115 @@
-"""The process of a service: a socket, uvicorn on it, until it is asked to stop."""
+"""The process of a service: a socket, uvicorn on it, until it is asked to stop.
+
+A client is not known before its headers have come, because the token is in them.  So headers have a deadline, and no connection
+is refused because many wait: the one that has waited longest is closed.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from typing import Any
 
+import h11
+import uvicorn
 from fastapi import FastAPI
 from pydantic import SecretStr
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from oppo_megatron.config.serve import ServeConfig, is_loopback
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.rewards.protocol import read_token
 from oppo_megatron.serving.app import build_app
-from oppo_megatron.serving.connections import Server, server_settings
 from oppo_megatron.serving.scorers import open_scorer
 from oppo_megatron.serving.stream_app import build_stream_app
 from oppo_megatron.serving.stream_scorer import open_stream_scorer
 
+HEADER_S = 10.0
+MOST_WAITING = 256
+"""Connections without a request under way: nothing or a part of the headers has come, or they are kept alive."""
+GRACE_S = 5
+LATE = b"the headers of a request did not come in time"
 
-def serve(
-    config: ServeConfig, environment: Mapping[str, str], say: Callable[[str], None]
-) -> None:
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's, with a deadline for the headers of each request, and a bound on the connections that wait for one."""
+
+    header_s: float
+    most_waiting: int
+    waiting: dict[GuardedProtocol, None]  # in the order in which they began to wait
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """The peer breaks the protocol, perhaps in the body of a request, whose answer may have begun."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # what the application still says goes nowhere
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
+
+    def _look(self) -> None:
+        if (self.cycle is not None and not self.cycle.response_complete) or self.transport.is_closing():
+            self._end_wait()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.header_s, self._late)
+            self.waiting[self] = None
+            if len(self.waiting) > self.most_waiting:
+                next(iter(self.waiting)).cut()
+
+    def _end_wait(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+            del self.waiting[self]
+
+    def cut(self) -> None:
+        """Close at once, without an answer."""
+        self._end_wait()
+        self.transport.abort()
+
+    def _late(self) -> None:
+        self._end_wait()
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0] and not self.transport.is_closing():
+            head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain\r\ncontent-length: {len(LATE)}\r\n"
+            self.transport.write(head.encode() + b"connection: close\r\n\r\n" + LATE)
+        self.transport.close()
+
+
+def server_settings(app: FastAPI, header_s: float = HEADER_S, most_waiting: int = MOST_WAITING) -> uvicorn.Config:
+    """How a service is served."""
+    limits = {"header_s": header_s, "most_waiting": most_waiting, "waiting": {}}
+    return uvicorn.Config(
+        app,
+        http=type("Protocol", (GuardedProtocol,), limits),
+        ws="none",  # a connection that changed its protocol would be beyond these limits
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+
+
+def serve(config: ServeConfig, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
     """Serve until interrupted; calls `say` with the address once requests are taken.
 
     Raises ConfigError for a token that is missing or an address that cannot be had, before a model is loaded.
@@ -35,27 +123,17 @@ def serve(
         listening.listen()
         what, path = ("streamed rewards", "") if config.streams else ("rewards", "/score")
         say(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port}{path}")
-        Server(server_settings(app)).run(sockets=[listening])
-
-
-def _open_app(
-    config: ServeConfig, environment: Mapping[str, str], token: SecretStr | None
-) -> AbstractContextManager[FastAPI]:
-    return _scorer_app(config, token) if config.streams else _reward_app(config, environment, token)
+        uvicorn.Server(server_settings(app)).run(sockets=[listening])
 
 
 @contextmanager
-def _reward_app(
-    config: ServeConfig, environment: Mapping[str, str], token: SecretStr | None
-) -> Iterator[FastAPI]:
+def _open_app(config: ServeConfig, environment: Mapping[str, str], token: SecretStr | None) -> Iterator[FastAPI]:
+    if config.streams:
+        with open_stream_scorer(config) as scorer:
+            yield build_stream_app(scorer.extend, token)
+        return
     with open_scorer(config, environment) as score:
         yield build_app(score, token)
-
-
-@contextmanager
-def _scorer_app(config: ServeConfig, token: SecretStr | None) -> Iterator[FastAPI]:
-    with open_stream_scorer(config) as scorer:
-        yield build_stream_app(scorer.extend, token)
 
 
 def bound_socket(host: str, port: int, *, guarded: bool) -> socket.socket:

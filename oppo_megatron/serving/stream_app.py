@@ -13,15 +13,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StrictBool, StrictInt, StrictStr
 
-from oppo_megatron.serving.app import Gate, new_app, read_message
-from oppo_megatron.serving.bodies import LIMITS, Refusal, RequestLimits
+from oppo_megatron.serving.app import LIMITS, Gate, Refusal, RequestLimits, new_app, read_message
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Piece(BaseModel):
-    """The tokens that a sequence has grown by."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     id: StrictInt
@@ -32,8 +29,6 @@ class Piece(BaseModel):
 
 
 class Extension(BaseModel):
-    """A request: pieces of sequences of one session."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     session: Annotated[StrictStr, Field(min_length=1, max_length=64)]

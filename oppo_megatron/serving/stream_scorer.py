@@ -1,6 +1,5 @@
-"""A reward model that sequences are streamed to: each token is prefilled once, onto the sequence's own KV cache.
-
-Legend: T packed tokens of a micro-batch, R its rows of interest.
+"""A reward model that sequences are streamed to: each token is prefilled once, onto the sequence's own KV cache.  T: packed
+tokens, R: rows of interest.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import torch
 
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.errors import RewardError
-from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import memory_for
-from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.device import memory_for
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.rewards.streaming import checksum
 from oppo_megatron.serving.model_scorer import open_reward_model
 from oppo_megatron.serving.stream_app import Known, Piece
@@ -47,8 +45,8 @@ class StreamScorer:
     def extend(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
         """Take the pieces; whole sequences are scored at their last token, and forgotten.
 
-        Raises RewardError for tokens that the model cannot read; then nothing is taken.  Where a piece fails otherwise, its
-        sequence is forgotten, for a part of its tokens may be cached; the pieces before it are taken.
+        Raises RewardError for tokens that the model cannot read; then nothing is taken.  If a piece fails otherwise, its sequence
+        is forgotten, because a part of its tokens may be cached.
         """
         for piece in pieces:
             self._check(piece)
@@ -99,7 +97,7 @@ class StreamScorer:
         return held
 
     def _make_room(self) -> None:
-        """Close a sequence that is known no more, because closing it has failed; else forget the one unused for the longest."""
+        """Close a sequence whose closing has failed before; else forget the one unused for the longest."""
         known = {held.number for held in self._held.values()}
         left = next((number for number in self.cache.seq_ids if number not in known), None)
         if left is None:
@@ -111,7 +109,6 @@ class StreamScorer:
         self.cache.close(self._held.pop(name).number)
 
     def _prefill(self, held: _Held, tokens: Sequence[int]) -> float:
-        """The model's number at the last of the tokens."""
         score = 0.0
         for start in range(0, len(tokens), self.micro_batch_tokens):
             part = tokens[start : start + self.micro_batch_tokens]
@@ -135,7 +132,7 @@ class StreamScorer:
 
 @contextmanager
 def open_stream_scorer(config: ServeConfig) -> Iterator[StreamScorer]:
-    """Load the reward model.  Raises ConfigError, CheckpointError, or CapacityError for a cache that memory does not hold."""
+    """Load the reward model.  Raises CapacityError for a cache that memory does not hold."""
     assert config.reward is not None, "a rule of ServeConfig"
     with open_reward_model(config.reward, config.runtime, max_tokens=config.max_tokens) as (model, _):
         caches = f"making KV caches for {config.sequences} sequences of {config.max_tokens} tokens"

@@ -22,11 +22,10 @@ from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.algorithms.packed import tokens_of_rows
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.groups import RoleGroups
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.layers.vocab_parallel import largest_logits, token_logprobs
 from oppo_megatron.mcore.training import forward_rows, read_reports
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards, largest_logits, token_logprobs
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.roles import TrainedRole

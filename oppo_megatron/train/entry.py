@@ -17,8 +17,8 @@ from oppo_megatron.config.derived import describe_batch
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE
 from oppo_megatron.layout.placements import named_roles
-from oppo_megatron.mcore.cpu.private_ops import require_private_ops
-from oppo_megatron.mcore.out_of_memory import memory_for
+from oppo_megatron.mcore.cpu import require_private_ops
+from oppo_megatron.mcore.device import memory_for
 from oppo_megatron.overcommit.ahead import NEW_RUN
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.disk import clear_when_full

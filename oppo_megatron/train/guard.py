@@ -31,10 +31,10 @@ from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.config.derived import members
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.guards import CODE_SIZE, NO_BREACH, Breach, Rules, decode, gravest
+from oppo_megatron.control.guards import CODE_SIZE, NO_BREACH, Breach, Rules, decode, first, non_finite
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError, NumericsError, RewardError
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.directory import RunDirectory, atomic_writer, encode_json
 from oppo_megatron.rundir.metrics_log import iter_json_lines
@@ -229,8 +229,7 @@ class Guard:
 
     def __post_init__(self) -> None:
         config = self.config
-        gap_limit = config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature)
-        self.rules = Rules(config.guards, gap_limit)
+        self.rules = Rules(config.guards, config.guards.gap_limit(config.actor.dtype, config.rollout.temperature))
 
     def examine(self, scored: ScoredBatch, kl_coefficient: float, seen: Moments) -> tuple[Experience, Breach | None]:
         """Return the experience, and a breach if it must not be trained on; its figures may then not be finite."""
@@ -238,7 +237,7 @@ class Guard:
             experience = self.algorithm.experience(scored, kl_coefficient, seen=seen)
         except (RewardError, NumericsError) as error:
             unchecked = self.algorithm.experience(scored, kl_coefficient, check=False, seen=seen)
-            return unchecked, self.rules.non_finite("batch", math.nan, str(error))
+            return unchecked, non_finite("batch", math.nan, str(error))
         kl = experience.stats.kl_mean
         return experience, self.rules.check({} if kl is None else {"kl_mean": kl})
 
@@ -248,20 +247,20 @@ class Guard:
             figures = update()
         except NumericsError as error:
             name = "critic_grad_norm" if role == "critic" else "grad_norm"
-            return {}, self.rules.non_finite(name, math.nan, str(error))
+            return {}, non_finite(name, math.nan, str(error))
         return figures, self.rules.check(figures)
 
     def agree(self, breaches: Sequence[Breach | None], step: int) -> Breach | None:
-        """Return the gravest breach of all ranks if all must act on it, else of this rank."""
-        own = gravest(breaches)
+        """Return the first breach of all ranks if all must act on it, else of this rank."""
+        own = first(breaches)
         if not self.rules.agree_on_updates or dist.get_world_size() == 1:
             return own
         mine = on_device(NO_BREACH if own is None else own.encode(), self.device, torch.float64)
         codes = [torch.empty(CODE_SIZE, dtype=torch.float64, device=self.device) for _ in range(dist.get_world_size())]
         with waiting_for(f"guards, step {step}"):
             dist.all_gather(codes, mine)
-        found = gravest([decode(code.tolist()) for code in codes])
-        return own if own is not None and found is not None and own.encode()[:3] == found.encode()[:3] else found
+        found = first(decode(code.tolist()) for code in codes)
+        return own if own is not None and found is not None and own.encode()[:2] == found.encode()[:2] else found
 
     def settle(self, breach: Breach | None, rejected: RejectedBatch, position: int, refusal: str | None) -> None:
         """Keep the rejected batch; raise NumericsError or RewardError to stop the run, RollBack to return to a checkpoint.
@@ -288,7 +287,8 @@ class Guard:
             facts = replace(rejected.facts, config=config_yaml(self.config), reason=breach.reason, figures=figures)
             replace(rejected, facts=facts).write(path)
         where = f" (step {step}; `python -m tools.replay {path}`, in the repository, repeats its update)"
-        if breach.action == "rollback":
+        action = self.config.guards.action
+        if action == "rollback":
             obstacle = self.rollbacks.obstacle()
             if obstacle is not None:
                 raise NumericsError(f"{obstacle}; it was because {breach.message}{where}")
@@ -296,11 +296,11 @@ class Guard:
             self.rollbacks.go_back(
                 step, breach.reason, groups, position, self.num_written, keeper=self.rank == self.site.source
             )
-        elif breach.action == "skip" and self.in_a_row > MAX_SKIPS:
+        elif action == "skip" and self.in_a_row > MAX_SKIPS:
             raise NumericsError(
                 f"{self.in_a_row} steps in a row were skipped, more than {MAX_SKIPS}; the last because {breach.message}{where}"
             )
-        elif breach.action == "stop":
+        elif action == "stop":
             raise NumericsError(f"{breach.message}{where}") if refusal is None else RewardError(f"{refusal}{where}")
 
     def state_dict(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ from oppo_megatron.config.evaluation import EarlyStopConfig, HeldoutConfig, Stan
 from oppo_megatron.control.estimates import EarlyStop, Figures, moments_of, ratios
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.training import TrainedModel, forward_rows
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.score_exchange import sum_over_ranks
 

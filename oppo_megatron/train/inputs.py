@@ -181,4 +181,4 @@ def verdict_clock(config: TrainConfig) -> VerdictClock | None:
         return None
     period = config.overlap.admission_period
     assert period is not None, "a filter asks for backfill"
-    return VerdictClock(period, verdict_lag(config, config.filter.metric))
+    return VerdictClock(period, verdict_lag(config, config.filter))

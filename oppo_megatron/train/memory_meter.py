@@ -11,7 +11,8 @@ import torch
 from oppo_megatron.cluster.held_memory import device_bytes, held_bytes, peak_bytes
 from oppo_megatron.cluster.hosts import format_ranks
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.holdings import lasting_memory
 from oppo_megatron.layout.memory import shortage

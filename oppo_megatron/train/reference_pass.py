@@ -32,13 +32,12 @@ from oppo_megatron.clock import ByTime
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import LearningModelConfig, ModelConfig
-from oppo_megatron.config.preference import PreferenceConfig
+from oppo_megatron.config.supervised import PreferenceConfig
 from oppo_megatron.errors import DataError
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_responses
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.manifest import describe, list_files

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.load import dump_config
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.data.beside_weights import special_ids, write_beside
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.tokenizer import Tokenizer

@@ -21,12 +21,12 @@ from oppo_megatron.algorithms.experience import GreedyRows, ScoredBatch
 from oppo_megatron.algorithms.supervised_losses import response_scores, step_scores
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.liveness.failures import noted
-from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.stream import share
 from oppo_megatron.layout.placements import RolePlacement, scorers_leader
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.records import ALONE, Members, Rollout
 from oppo_megatron.rewards.functions import NOTHING_KNOWN as NO_PART
 from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum

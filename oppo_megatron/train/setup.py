@@ -32,7 +32,7 @@ from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Quantile, Stopping
 from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker
 from oppo_megatron.layout.placements import named_roles, shares_weights
-from oppo_megatron.mcore.kv.paged_kernels import find_kernel
+from oppo_megatron.mcore.kv.paged import find_kernel
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
 from oppo_megatron.mcore.roles import as_it_began, load_role
@@ -99,7 +99,7 @@ class RoleBuilder:
         if role is None:
             return None
         config, temperature = self.config, self.config.rollout.temperature
-        gap_limit = GapLimit.of(config.guards.logprob_gap, config.actor.dtype, temperature)
+        gap_limit = GapLimit.of(config.guards, config.actor.dtype, temperature)
         return Actor(role, self.algorithm, temperature, gap_limit=gap_limit)
 
     def critic(self) -> Critic | None:
@@ -294,7 +294,7 @@ def _filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: Reward
     clock = verdict_clock(config)
     if config.filter is None or clock is None:
         return None
-    metric = config.filter.metric
+    metric = config.filter
     labels = tuple(summand.label for summand in rewards.summands if metric in (REWARD, summand.label))
 
     def total(scores: Scores) -> float:

@@ -23,15 +23,21 @@ from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
-from oppo_megatron.config.run import ProcessRewardModelConfig, RewardModelConfig, SupervisedConfig
+from oppo_megatron.config.supervised import (
+    DPOConfig,
+    KTOConfig,
+    PreferenceConfig,
+    ProcessRewardModelConfig,
+    RewardModelConfig,
+    SupervisedConfig,
+)
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import BEGINNING, Passed, batches, num_batches, read_heldout
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.shape import check_shape
-from oppo_megatron.mcore.cpu.private_ops import require_private_ops
+from oppo_megatron.mcore.cpu import require_private_ops
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role

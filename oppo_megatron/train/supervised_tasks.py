@@ -22,29 +22,29 @@ from oppo_megatron.algorithms.supervised_losses import (
     step_table,
 )
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
-from oppo_megatron.config.run import ProcessRewardModelConfig, SupervisedConfig
+from oppo_megatron.config.supervised import (
+    DPOConfig,
+    KTOConfig,
+    PreferenceConfig,
+    ProcessRewardModelConfig,
+    SupervisedConfig,
+)
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import (
     Completion,
     Marked,
     Pair,
     Passed,
+    RowLoader,
     Steps,
     batches,
-    load_completions,
-    load_marked,
-    load_pairs,
-    load_steps,
-    load_unequal_pairs,
 )
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_at, pack_responses, pack_together, whole_sequences
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.layers.vocab_parallel import likeliest_share, token_logprobs
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss, TrainedModel
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards, likeliest_share, token_logprobs
 from oppo_megatron.schedule.packing import pack_by_tokens
 from oppo_megatron.train.heldout import Measure, Measured, measure_rows
 from oppo_megatron.train.reference_pass import LogprobTable, answer_logprobs
@@ -68,10 +68,6 @@ class Task(Measured[RowT], Protocol[RowT]):
         ...
 
 
-def _reading(config: SupervisedConfig, quarantine: Quarantine) -> dict[str, Any]:
-    return {"max_tokens": config.max_tokens, "long_rows": config.data.long_rows, "quarantine": quarantine}
-
-
 class FineTuning:
     """Next-token prediction on completions; prompts are not trained on."""
 
@@ -79,7 +75,7 @@ class FineTuning:
     head: Head = "lm"
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Completion]:
-        return load_completions(config.data, tokenizer, **_reading(config, quarantine))
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).completions()
 
     def num_tokens(self, row: Completion) -> int:
         """The last token predicts nothing and is not read."""
@@ -117,7 +113,7 @@ class RewardModelling:
     head: Head = "scalar"
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
-        return load_pairs(config.data, tokenizer, **_reading(config, quarantine))
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).pairs()
 
     def num_tokens(self, row: Pair) -> int:
         """The prompt is read twice, once with each answer."""
@@ -154,7 +150,7 @@ class ProcessRewardModelling:
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Steps]:
         assert isinstance(config, ProcessRewardModelConfig)
-        return load_steps(config.data, tokenizer, separator=config.separator, **_reading(config, quarantine))
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).steps(config.separator)
 
     def num_tokens(self, row: Steps) -> int:
         return len(row.prompt) + len(row.completion)
@@ -261,7 +257,7 @@ class PairPreferences(Preferences[Pair]):
         self.rule, self.noise = config.dpo, token_noise(config.model.dtype)
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
-        return load_unequal_pairs(config.data, tokenizer, **_reading(config, quarantine))
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).unequal_pairs()
 
     def answers(self, row: Pair) -> Sequence[Answered]:
         return (row.prompt, row.chosen), (row.prompt, row.rejected)
@@ -281,7 +277,7 @@ class MarkedPreferences(Preferences[Marked]):
         self.point, self.noise = 0.0, token_noise(config.model.dtype)
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Marked]:
-        return load_marked(config.data, tokenizer, **_reading(config, quarantine))
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).marked()
 
     def answers(self, row: Marked) -> Sequence[Answered]:
         return ((row.prompt, row.completion),)

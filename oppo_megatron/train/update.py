@@ -16,7 +16,7 @@ from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
 from oppo_megatron.algorithms.packed import TokenStats, tokens_of_rows
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.mcore.batch import MicroBatch, pack_together, split_rows
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures

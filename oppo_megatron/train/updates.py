@@ -122,7 +122,7 @@ class Updates:
             found.append(breach)
         with self.world.activity.doing(f"guards, step {step}", waits=True):
             worst = self.guard.agree(found, step)
-        if worst is not None and worst.action == "skip":
+        if worst is not None:
             for back in undo:
                 back()
         return figures, worst

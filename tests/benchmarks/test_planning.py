@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.dry_run import Cluster, DryRun
 from benchmarks.planning import bench_planning, least_step_s, main
-from oppo_megatron.config.modes import switched
+from oppo_megatron.config.derived import switched
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.schedule.checking.transport import NCCL, ONE_QUEUE
 from tests.unit.test_bench_overlap import without_critic as config

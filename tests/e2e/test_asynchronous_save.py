@@ -16,7 +16,6 @@ from tests.support.ranks import run_ranks
 LATE_S = 1.0
 REPLICAS = {
     "placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}},
-    "actor.train": {"distributed_optimizer": True},
 }
 JOB = "tests.e2e.jobs_checkpoint:run_with_a_slow_disk"
 FIVE_STEPS = CARRIED | {"steps": 5, "checkpoint.every_steps": 2, "checkpoint.keep": 9, "checkpoint.final": False}
@@ -61,7 +60,7 @@ def test_a_guard_waits_for_the_checkpoint_that_it_goes_back_to(workspace: Worksp
     """That of the first step is still being written when the second step's rewards turn out to be no numbers."""
     poisoned = {"kind": "python", "entry_point": "tests.e2e.rewards:breaks", "options": {"name": "waits", "good": 6}}
     checkpoint = {"every_steps": 1, "asynchronous": True}
-    config = workspace.config("guarded", checkpoint=checkpoint, rewards=[poisoned], guards={"non_finite": "rollback"})
+    config = workspace.config("guarded", checkpoint=checkpoint, rewards=[poisoned], guards={"action": "rollback"})
     ((message, steps),) = run_ranks(1, JOB, config=config | {"reward": None}, late_s=LATE_S)
     assert message.startswith("RollBack: step 2: ") and "back to step-000001; 6 prompts are left out" in message
     assert steps == [1, 1] and checkpoints(config) == ["step-000001"]

@@ -11,14 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oppo_megatron.config.guards import GapGuardConfig
+from oppo_megatron.config.reliability import GuardsConfig
 from tests.support.layouts import DEEP, Layout, parallel
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.ranks import run_ranks
 
 HALF = {"runtime.dtype": "bfloat16"}
 SHAPE = DEEP | {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.15}
-UNSHARDED = {"distributed_optimizer": False}
 BATCH = 24
 
 
@@ -46,7 +45,7 @@ def half(workspace: Workspace) -> Outcome:
 
 
 def limit() -> float:
-    found = GapGuardConfig().in_numbers("bfloat16", 1.0)
+    found = GuardsConfig().gap_limit("bfloat16", 1.0)
     assert found is not None
     return found
 
@@ -97,12 +96,6 @@ LAYOUTS: dict[str, tuple[str, Layout, Layout, dict[str, Any]]] = {
     ),
     "stages": ("colocated", (1, 2, 1), (1, 2, 1), {"overlap.intra": True}),
     "replicas, sharded optimizer": ("colocated", (1, 1, 2), (1, 1, 2), {}),
-    "replicas, whole optimizers": (
-        "colocated",
-        (1, 1, 2),
-        (1, 1, 2),
-        {"actor.train": UNSHARDED, "critic.train": UNSHARDED},
-    ),
     "tensor ranks": ("colocated", (2, 1, 1), (2, 1, 1), {"overlap.intra": True}),
     "trained in another layout": (
         "colocated",

@@ -29,8 +29,7 @@ def dapo(workspace: Workspace, name: str, *others: dict[str, Any], delta: int = 
         "rewards": [parity, *others],
         "rollout.batch_size": BATCH,
         "rollout.group_size": GROUP,
-        "ppo": {"minibatches": 1},
-        "overlong": {"buffer": 10, "penalty": 0.5, "mask": True},
+        "ppo": {"minibatches": 1, "mask_truncated": True},
         "overlap.inter": True,
         "overlap.delta": {"rule": "fixed", "initial": delta, "max": delta},
         "overlap.backfill": EVERY,
@@ -87,7 +86,7 @@ def test_groups_that_are_all_the_same_are_dropped(workspace: Workspace, sequenti
 @pytest.mark.long
 def test_a_response_is_dropped_where_its_greedy_one_scores_the_same(workspace: Workspace) -> None:
     """A group of one and its greedy baseline, in another layout too."""
-    changes = {"algorithm": {"preset": "remax"}, "filter": {}, "rollout.group_size": 1, "overlap.intra": True}
+    changes = {"algorithm": {"preset": "remax"}, "filter": "reward", "rollout.group_size": 1, "overlap.intra": True}
     one = run_ppo_ranks(dapo(workspace, "greedy", delta=1, **changes))
     assert [len(batch) for batch in one.batches()] == [BATCH] * STEPS and len(one.greedy) == STEPS * BATCH
     rewards = {row["seq_id"]: row["reward"] for row in [*one.rollouts, *one.greedy]}

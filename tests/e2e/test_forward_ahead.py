@@ -85,7 +85,7 @@ def test_a_batch_that_is_not_trained_leaves_nothing_begun(workspace: Workspace) 
     for value in (True, False):
         options = {"name": f"second step {value}", "good": 6, "bad": 6}
         part = {"kind": "python", "entry_point": "tests.e2e.rewards:breaks", "options": options}
-        changes = {"reward": None, "rewards": [part], "guards": {"non_finite": "skip"}}
+        changes = {"reward": None, "rewards": [part], "guards": {"action": "skip"}}
         changes["debug.wait_for"] = [] if value else ["scores"]
         found.append(run_ppo_ranks(workspace.config(f"skip-{value}", **PAIR, **FULL, **changes)))
     for outcome in found:

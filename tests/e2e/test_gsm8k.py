@@ -18,7 +18,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen2Tokenizer
 
 from oppo_megatron.config.load import load_config
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.rundir.trace import read_trace
 from tests.support.hf import save_tiny

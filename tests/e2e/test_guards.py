@@ -21,7 +21,7 @@ from tools.replay import read_rejected
 
 DISAGGREGATED = {"mode": "disaggregated", "actor": {"tp": 2}, "scorer": {"tp": 1}}
 REPLICAS = {"mode": "colocated", "actor": {"dp": 2}}
-RATIO = {"ratio_max": {"limit": 1.0001, "action": "skip"}}
+RATIO = {"ratio_max": 1.0001, "action": "skip"}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 def breaking(name: str, good: int, **guards: Any) -> dict[str, Any]:
     options = {"name": name, "good": good}
     part = {"kind": "python", "entry_point": "tests.e2e.rewards:breaks", "options": options}
-    return {"reward": None, "rewards": [part], "guards": {"non_finite": "skip", **guards}}
+    return {"reward": None, "rewards": [part], "guards": {"action": "skip", **guards}}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
     """Actor and critic on ranks of their own: the ratio is the actor's to see, and the critic's update goes with it."""
     schedule = {"actor.optimizer.warmup_steps": 10}
     outcome = run_ppo_ranks(workspace.config("ratio", steps=2, placement=DISAGGREGATED, guards=RATIO, **schedule))
-    assert all(re.match(r"ratio_max is .*, above guards.ratio_max.limit", line["skipped"]) for line in outcome.metrics)
+    assert all(re.match(r"ratio_max is .*, above guards.ratio_max", line["skipped"]) for line in outcome.metrics)
     assert all(line["critic_loss"] > 0 for line in outcome.metrics), "what was found out is told"
     assert is_as_it_was(outcome, untrained)
     assert {version for row in outcome.rollouts for version in row["versions"]} == {0}
@@ -95,7 +95,7 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
     assert replay([str(path.with_name("step-2.safetensors"))]) == 0
     (rates,) = re.findall(r"^lr +(\S+) +(\S+)$", capsys.readouterr().out, re.MULTILINE)
     assert rates[0] == rates[1], "the step that was skipped before has made no update"
-    assert replay([str(path), "guards.ratio_max.limit=null", "actor.optimizer.lr=1e-6"]) == 0
+    assert replay([str(path), "guards.ratio_max=null", "actor.optimizer.lr=1e-6"]) == 0
     assert "the replay: within all guards" in capsys.readouterr().out
 
 
@@ -119,16 +119,16 @@ def test_a_gradient_that_is_no_number_takes_the_minibatches_before_it_back(
     workspace: Workspace, untrained: Outcome
 ) -> None:
     """Replicas that share the optimizer's state; the first minibatch's step ruins the weights."""
-    ruin = {"actor.optimizer": {"lr": 1e30}, "placement": REPLICAS, "guards": {"non_finite": "skip"}}
+    ruin = {"actor.optimizer": {"lr": 1e30}, "placement": REPLICAS, "guards": {"action": "skip"}}
     outcome = run_ppo_ranks(workspace.config("ruin", steps=2, **ruin))
     assert all("no finite number" in line["skipped"] for line in outcome.metrics)
     assert is_as_it_was(outcome, untrained)
 
 
 def test_a_breach_that_stops_says_what_to_do(workspace: Workspace) -> None:
-    says = r"NumericsError.*ratio_max is .*, above guards.ratio_max.limit 1.0001: lower the learning rate.*tools.replay"
+    says = r"NumericsError.*ratio_max is .*, above guards.ratio_max 1.0001: lower the learning rate.*tools.replay"
     with pytest.raises(AssertionError, match=says):
-        run_ppo_ranks(workspace.config("stop", steps=1, guards={"ratio_max": {"limit": 1.0001}}))
+        run_ppo_ranks(workspace.config("stop", steps=1, guards={"ratio_max": 1.0001}))
     assert read_rejected(workspace.root / "runs" / "stop" / "rejected" / "step-1.jsonl").facts.step == 1
 
 

@@ -131,7 +131,6 @@ def test_a_tuned_chunk_is_the_same_for_scorers_partly_on_the_actors_ranks(worksp
         pytest.param("pp2-vpp2", {"pp": 2}, {"vpp": 2}, True, marks=pytest.mark.long),
         pytest.param("tp2-sp", {"tp": 2}, {"sequence_parallel": True}, False, marks=pytest.mark.long),
         pytest.param("pp2-full", {"pp": 2}, {"recompute": "full"}, False, marks=pytest.mark.long),
-        ("dp2-plain", {"dp": 2}, {"distributed_optimizer": False, "overlap_grad_reduce": False}, False),
     ],
 )
 def test_updates_may_have_another_layout_than_decoding(

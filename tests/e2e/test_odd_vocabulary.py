@@ -32,7 +32,7 @@ def test_layouts_resumed_one_from_the_other_are_the_plain_run(tmp_path: Path) ->
     plain = run_ppo_ranks(odd(workspace, "plain"))
     assert max(max(tokens) for tokens in plain.tokens().values()) >= 142, "the second shard is drawn from"
     config = odd(workspace, "odd", placement={"mode": "colocated", "actor": {"tp": 2}, "scorer": {"tp": 2}})
-    config["actor"] = config["actor"] | {"train": {"tp": 1, "dp": 2, "distributed_optimizer": True}}
+    config["actor"] = config["actor"] | {"train": {"tp": 1, "dp": 2}}
     config["checkpoint"] = {"every_steps": 1}
     stop(config, rounds=9)
     assert len(checkpoints(config)) > 1, "a step has been trained"

@@ -24,7 +24,7 @@ BY_LENGTH: dict[str, Any] = {
 }
 """A rule alone: the shorter response is the better one, and those that were cut all tie."""
 FILTERED: dict[str, Any] = BY_LENGTH | {
-    "filter": {},
+    "filter": "reward",
     "overlap.inter": True,
     "overlap.delta": {"rule": "fixed", "initial": 1, "max": 1},
     "overlap.backfill": EVERY,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.guards import GapGuardConfig
+from oppo_megatron.config.reliability import GuardsConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.tokenizer import load_tokenizer
@@ -95,7 +95,7 @@ def test_the_reference_is_the_actors_start_unless_named(workspace: Workspace) ->
 
 def test_a_gap_between_decoding_and_training_stops_the_run(workspace: Workspace) -> None:
     with pytest.raises(AssertionError, match="NumericsError.*differs by .* between decoding and training"):
-        run_ppo_ranks(workspace.config("gap", steps=1, **{"guards.logprob_gap.limit": 1e-9}))
+        run_ppo_ranks(workspace.config("gap", steps=1, **{"guards.logprob_gap": 1e-9}))
 
 
 @pytest.mark.parametrize(("minibatch", "warmup"), [(0, 0), (1, 0), (1, 1)])
@@ -123,7 +123,7 @@ def test_a_gap_is_found_in_any_minibatch(workspace: Workspace, minibatch: int, w
     ],
 )
 def test_the_limit_of_the_gap(limit: Any, dtype: str, temperature: float, expected: float | None) -> None:
-    assert GapGuardConfig(limit=limit).in_numbers(dtype, temperature) == pytest.approx(expected)
+    assert GuardsConfig(logprob_gap=limit).gap_limit(dtype, temperature) == pytest.approx(expected)
 
 
 def test_greedy_draws_are_certain(workspace: Workspace) -> None:

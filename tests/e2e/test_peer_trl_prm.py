@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks.peers.comparison import PEER_PYTHON
 from oppo_megatron.config.data import DataConfig, TokenizerConfig
-from oppo_megatron.config.run import ProcessRewardModelConfig
+from oppo_megatron.config.supervised import ProcessRewardModelConfig
 from oppo_megatron.data.arithmetic import Shape, write_steps
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import load_steps
+from oppo_megatron.data.supervised_rows import RowLoader
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.train.supervised import run_supervised
 from tests.support.hf import save_tiny
@@ -51,10 +51,8 @@ def test_the_loss_is_that_of_two_logits_on_the_same_tokens(tmp_path: Path) -> No
     theirs = asked(tokenizer, model, rows)
 
     data = {"path": path, "completion_template": TEMPLATE}
-    ours = load_steps(
-        DataConfig(**data), load_tokenizer(TokenizerConfig(path=tokenizer)), separator="\n", max_tokens=120,
-        long_rows="error", quarantine=Quarantine(),
-    )  # fmt: skip
+    loader = RowLoader(DataConfig(**data), load_tokenizer(TokenizerConfig(path=tokenizer)), 120, Quarantine())
+    ours = loader.steps("\n")
     assert [[*row.prompt, *row.completion[:-1]] for row in ours] == theirs["tokens"], "but for our EOS"
     for row, labels in zip(ours, theirs["labels"], strict=True):
         ends = [len(row.prompt) + end for end in row.ends]

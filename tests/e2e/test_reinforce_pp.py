@@ -193,7 +193,7 @@ def test_a_verifier_alone_needs_no_rank_of_scorers(workspace: Workspace) -> None
 def test_a_step_that_a_guard_takes_back_can_be_replayed(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    guards = {"ratio_max": {"limit": 1.0001, "action": "skip"}}
+    guards = {"ratio_max": 1.0001, "action": "skip"}
     config = workspace.config("guard", **WITHOUT_CRITIC, guards=guards, steps=2)
     assert all(line["skipped"] for line in run_ppo_ranks(config).metrics)
     path = Path(config["run_dir"]) / "rejected" / "step-1.safetensors"

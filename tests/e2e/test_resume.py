@@ -169,7 +169,7 @@ def warmed_up(workspace: Workspace) -> tuple[dict[str, Any], Outcome]:
     changes = {
         "ppo.critic_warmup_steps": 2,
         "ppo.reward_normalization": "running",
-        "ppo.missing_eos_penalty": 0.5,
+        "ppo.truncated_score": -0.5,
         "ppo.minibatches": 2,
         "overlap.actor_kv": "keep",
         "checkpoint": {"every_steps": 1, "keep": 9},
@@ -203,7 +203,6 @@ def test_resume_in_another_layout(workspace: Workspace, carried: Outcome) -> Non
     config["placement"] = {"mode": "disaggregated", "actor": {"pp": 2}}
     stop(config, rounds=2)
     config["placement"] = {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}
-    config["actor"]["train"] = {"distributed_optimizer": True}
     assert_same(run_ppo_ranks(config), carried)
 
 

@@ -35,7 +35,7 @@ def texts(config: dict[str, Any], positions: list[int]) -> list[str]:
 
 def poisoned(workspace: Workspace, name: str, positions: list[int], **changes: Any) -> dict[str, Any]:
     """Five steps whose reward is no number for some prompts."""
-    settings = {"steps": 5, "checkpoint": {"every_steps": 2, "keep": 9}, "guards": {"non_finite": "rollback"}}
+    settings = {"steps": 5, "checkpoint": {"every_steps": 2, "keep": 9}, "guards": {"action": "rollback"}}
     config = workspace.config(name, **(settings | changes))
     options = {"prompts": texts(config, positions)}
     part = {"kind": "python", "entry_point": "tests.e2e.rewards:poisoned", "options": options}
@@ -101,7 +101,7 @@ def test_an_update_that_only_the_actors_ranks_see_takes_all_ranks_back_until_it_
     config = workspace.config("often", steps=1, checkpoint={"every_steps": 1}, **DISAGGREGATED)
     assert run_ranks(2, "tests.e2e.jobs:train_error", config=config) == ["", ""]
     (Path(config["run_dir"]) / "summary.json").unlink()
-    guards = {"ratio_max": {"limit": 1.0001, "action": "rollback"}}
+    guards = {"ratio_max": 1.0001, "action": "rollback"}
     config |= {"steps": 3, "checkpoint": {"every_steps": 1, "resume": True}, "guards": guards}
     with pytest.raises(
         AssertionError, match="the run has gone back 2 times already, and may not do so again"

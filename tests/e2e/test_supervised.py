@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.describe import SUPERVISED
-from oppo_megatron.config.run import SFTConfig
+from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset, write_steps
 from oppo_megatron.data.supervised_rows import Pair
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece

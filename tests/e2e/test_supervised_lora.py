@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig
+from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.holdings import supervised_holdings
 from oppo_megatron.preflight.validate import supervised_problems

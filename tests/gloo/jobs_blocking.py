@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint
 
 from oppo_megatron.cluster.activity import Activity, Doing
-from oppo_megatron.engine.executor import Executor
-from oppo_megatron.engine.links import build_links
+from oppo_megatron.engine.executor import Executor, build_links
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Site

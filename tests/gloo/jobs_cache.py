@@ -11,8 +11,7 @@ from torch import Tensor
 
 from oppo_megatron.mcore.fused import FusedStage
 from oppo_megatron.mcore.kv.dense import KVCache
-from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.model import RoleModel, step
 from tests.gloo.models import MAX_LENGTH, PATHS, Whole, full_outputs, gather_logits, load, world_groups
 from tests.support.stages import pass_on, stage_inputs
 

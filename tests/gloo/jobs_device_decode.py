@@ -10,7 +10,7 @@ from unittest import mock
 from oppo_megatron.chunks import Chunk
 from oppo_megatron.config.model import DecodePath, KVLayout
 from oppo_megatron.engine import device_decode
-from oppo_megatron.engine.links import build_links
+from oppo_megatron.engine.executor import build_links
 from oppo_megatron.engine.round_runner import RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, StopText

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.cluster.process_groups import use_once
-from oppo_megatron.engine.executor import Executor
-from oppo_megatron.engine.links import build_links
+from oppo_megatron.engine.executor import Executor, build_links
 from oppo_megatron.errors import StallError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from oppo_megatron.chunks import ChunkRow, ChunkRows
 from oppo_megatron.cluster.process_groups import gather_figures
-from oppo_megatron.engine.row_words import gather_rows
+from oppo_megatron.engine.stream import gather_rows
 from tests.support.traffic import Traffic
 
 

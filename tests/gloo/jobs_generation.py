@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from oppo_megatron.chunks import Chunk
-from oppo_megatron.engine.links import build_links
+from oppo_megatron.engine.executor import build_links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import ChunkOutlet
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.batch import join_rows, pack_responses
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
+from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.schedule.rounds import Site

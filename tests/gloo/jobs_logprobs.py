@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.layout.layouts import vocab_rows
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
 from tests.gloo.models import gather_logits
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import LoraConfig, ModelConfig, OptimizerConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.roles import as_it_began, load_role, load_training

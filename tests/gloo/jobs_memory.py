@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.groups import build_groups
-from oppo_megatron.mcore.layers.attention import PackedPlan
 from oppo_megatron.mcore.model import Head, build_chunks, build_model
 from oppo_megatron.mcore.training import TrainedModel
 
@@ -57,11 +57,11 @@ def kept_for_backward(hf_config: dict[str, Any], lengths: list[int], recompute: 
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def training_bytes(hf_config: dict[str, Any], dtype: str, dp: int, sharded: bool) -> tuple[int, int]:
+def training_bytes(hf_config: dict[str, Any], dtype: str, dp: int) -> tuple[int, int]:
     """Bytes of main gradients, and of Adam's state with the weights it keeps for itself, after an optimizer step."""
     groups = build_groups(range(dist.get_world_size()), 1, 1, "model")
     assert groups is not None and groups.dp == dp
-    layout = TrainingLayoutConfig(distributed_optimizer=sharded)
+    layout = TrainingLayoutConfig()
     shape, device = ModelShape.from_hf(hf_config), torch.device("cpu")
     chunks = build_chunks(shape, groups, layout, head="scalar", max_length=16, dtype=dtype, device=device)
     trained = TrainedModel(chunks, OptimizerConfig(lr=1e-4), total_steps=1, layout=layout)

@@ -16,18 +16,17 @@ from torch import Tensor
 from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.engine import generation, scoring
-from oppo_megatron.engine.links import build_links
+from oppo_megatron.engine.executor import build_links
 from oppo_megatron.engine.round_runner import decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.batch import MicroBatch
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
-from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.roles import load_role, load_training
-from oppo_megatron.mcore.stage import step
 from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.update import UpdateSettings, run_update

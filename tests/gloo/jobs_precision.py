@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
-from oppo_megatron.mcore.layers.attention import PackedPlan
+from oppo_megatron.config.model import OptimizerConfig
+from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import TrainedModel
 from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
@@ -21,15 +21,14 @@ SMALL = OptimizerConfig(lr=1e-4, weight_decay=0.1, betas=[0.9, 0.95], eps=1e-8, 
 
 
 def small_updates(
-    directory: str, tp: int, pp: int, sharded: bool, data: Minibatch, num_steps: int
+    directory: str, tp: int, pp: int, data: Minibatch, num_steps: int
 ) -> tuple[float, float | None]:
     """`num_steps` on one minibatch: how far all float32 weights moved (root of the sum of squares), and, where ranks hold
     whole models, how far theirs are from plain AdamW's, as a share of the way that those went."""
     groups = world_groups(tp, pp)
     model = load(directory, groups, dtype="bfloat16")
     start = {name: p.detach().float() for name, p in model.named_parameters()}
-    layout = TrainingLayoutConfig(distributed_optimizer=sharded)
-    trained = TrainedModel(model, SMALL, total_steps=num_steps, layout=layout)
+    trained = TrainedModel(model, SMALL, total_steps=num_steps)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert all(buffer.grad_data.dtype == torch.float32 for ddp in trained.ddp for buffer in ddp.buffers)
     for _ in range(num_steps):
@@ -39,7 +38,6 @@ def small_updates(
     for name, where, master in masters:
         assert master.dtype == torch.float32
         copies = 1 if getattr(model.get_parameter(name), "tensor_model_parallel", False) else tp
-        copies *= 1 if groups.dp > 1 and sharded else groups.dp
         squares += (master - start[name].flatten()[where]).double().square().sum() / copies
     dist.all_reduce(squares)
     if tp * pp > 1:

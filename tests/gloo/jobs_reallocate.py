@@ -16,10 +16,10 @@ from torch import Tensor
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_training
 from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.mcore.weights.weight_sync import ROUND_BYTES, MoveReport, Reallocation, share_parameters
 from tests.gloo.models import CPU, MAX_LENGTH, load

@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.engine.executor import Executor
-from oppo_megatron.engine.links import Links, build_links
+from oppo_megatron.engine.executor import Executor, Links, build_links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner
 from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.batch import join_rows, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.kv.dense import KVCache
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
+from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner

@@ -12,10 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.chunks import Chunk, ChunkRow
-from oppo_megatron.engine.chunk_codec import ChunkEncoder
-from oppo_megatron.engine.executor import Executor, RoleWorker
-from oppo_megatron.engine.links import build_links
-from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker, share
+from oppo_megatron.engine.executor import Executor, RoleWorker, build_links
+from oppo_megatron.engine.stream import ChunkEncoder, ChunkOutlet, ListenWorker, share
 from oppo_megatron.errors import StreamError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.records import Prompt, Rollout

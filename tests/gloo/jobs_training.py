@@ -22,11 +22,10 @@ from oppo_megatron.errors import NumericsError
 from oppo_megatron.mcore import training
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses, split_rows
 from oppo_megatron.mcore.groups import RoleGroups
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
-from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.model import Head, RoleModel, step
 from oppo_megatron.mcore.roles import load_training
-from oppo_megatron.mcore.stage import step
 from oppo_megatron.mcore.training import Loss, TrainedModel, forward_rows
+from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.packing import balance
@@ -115,7 +114,7 @@ def _train_one(
     chunks = load_chunks(directory, groups, head, layout)
     params = [param for chunk in chunks for param in chunk.parameters()]
     trained = TrainedModel(chunks, config, len(data), layout)
-    sharded = groups.dp > 1 and layout.distributed_optimizer
+    sharded = groups.dp > 1
     small = (trained.ddp[0].ddp_config.bucket_size or 10**9) < 10**4
     assert not small or len(trained.ddp[0].bucket_groups) > 3, "gradients are reduced in several buckets"
     optimized = {id(p) for group in trained.optimizer.param_groups for p in group["params"]}

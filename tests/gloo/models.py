@@ -16,7 +16,7 @@ from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import Head, RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.training import forward_rows
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards
 
 CPU = torch.device("cpu")
 MAX_LENGTH = 32

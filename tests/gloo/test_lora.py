@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.config.lora import TARGETS, LoraConfig
-from oppo_megatron.config.model import TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import TARGETS, LoraConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.lora_layout import adapter_parts
 from oppo_megatron.layout.model_shape import ModelShape

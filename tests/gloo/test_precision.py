@@ -18,28 +18,28 @@ from tests.support.ranks import run_ranks
 NUM_STEPS = 25
 JOBS = "tests.gloo.jobs_precision:"
 MINIBATCH = DATA[1]
-LAYOUTS = [(1, 1, 1, False), (1, 1, 2, True), (1, 1, 2, False), (2, 1, 1, False), (1, 2, 1, False), (2, 1, 2, True)]
+LAYOUTS = [(1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 1, 2)]
 
 
 @cache
 def distance_in_one_process(directory: str) -> float:
     job = {"directory": directory, "data": MINIBATCH, "num_steps": NUM_STEPS}
-    ((moved, _),) = run_ranks(1, f"{JOBS}small_updates", tp=1, pp=1, sharded=False, **job)
+    ((moved, _),) = run_ranks(1, f"{JOBS}small_updates", tp=1, pp=1, **job)
     return float(moved)
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "dp", "sharded"),
+    ("tp", "pp", "dp"),
     [
         pytest.param(*layout, marks=[] if layout == LAYOUTS[1] else [pytest.mark.long])
         for layout in LAYOUTS
     ],
 )
-def test_updates_of_a_ten_thousandth_add_up(models: dict[str, str], tp: int, pp: int, dp: int, sharded: bool) -> None:
+def test_updates_of_a_ten_thousandth_add_up(models: dict[str, str], tp: int, pp: int, dp: int) -> None:
     """As plain AdamW on float32 weights, number by number where a rank's shares are comparable; else as far in all."""
     job = {"directory": models["qwen3"], "data": MINIBATCH, "num_steps": NUM_STEPS}
     moved = distance_in_one_process(models["qwen3"])
-    for distance, apart in run_ranks(tp * pp * dp, f"{JOBS}small_updates", tp=tp, pp=pp, sharded=sharded, **job):
+    for distance, apart in run_ranks(tp * pp * dp, f"{JOBS}small_updates", tp=tp, pp=pp, **job):
         assert distance == pytest.approx(moved, rel=0.003)
         assert (apart is None) == (tp * pp > 1)
         assert apart is None or apart < 0.02

@@ -18,19 +18,17 @@ from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.device_decode import DeviceLane, Row
-from oppo_megatron.engine.links import Links
+from oppo_megatron.engine.executor import Links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling, draw
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
-from oppo_megatron.mcore.cuda_graphs import WARM_UPS, CapturedSteps, run_eagerly
+from oppo_megatron.mcore.attention import PackedPlan
+from oppo_megatron.mcore.device import WARM_UPS, CapturedSteps, run_eagerly
 from oppo_megatron.mcore.groups import build_groups
-from oppo_megatron.mcore.kv.paged import PagedKVCache
-from oppo_megatron.mcore.kv.paged_kernels import find_kernel
-from oppo_megatron.mcore.layers.attention import PackedPlan
-from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.kv.paged import PagedKVCache, find_kernel
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.roles import load_role
-from oppo_megatron.mcore.stage import step
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
 from oppo_megatron.train.entry import run_ppo
@@ -117,7 +115,7 @@ def check_draws(device: str) -> None:
 def check_ppo(root: Path, device: str, dtype: str) -> None:
     changes: dict[str, Any] = {f"{role}.dtype": dtype for role in ("actor", "critic", "reward")}
     if dtype == "float32":
-        changes["guards.logprob_gap.limit"] = 1e-3
+        changes["guards.logprob_gap"] = 1e-3
     config = TrainConfig(
         **Workspace.create(root).config("cuda", **{"runtime.device": device, "overlap.intra": True}, **changes)
     )
@@ -130,7 +128,7 @@ def check_streams(root: Path, device: str) -> None:
     """Scoring on streams of its own, beside the decoding, against scoring after it: the same tokens and scores."""
     workspace, outcomes = Workspace.create(root), []
     for intra in (False, True):
-        changes = {"runtime.device": device, "overlap.intra": intra, "steps": 1, "guards.logprob_gap.limit": 1e-3}
+        changes = {"runtime.device": device, "overlap.intra": intra, "steps": 1, "guards.logprob_gap": 1e-3}
         outcomes.append(_run(TrainConfig(**workspace.config(f"intra-{intra}", **changes)), device))
     after, beside = outcomes
     assert beside.tokens() == after.tokens()

@@ -20,7 +20,7 @@ import torch  # noqa: E402
 from flash_attn import flash_attn_interface  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from oppo_megatron.mcore.kv import paged_kernels  # noqa: E402
+from oppo_megatron.mcore.kv import paged  # noqa: E402
 from oppo_megatron.mcore.kv.paged import PagedKVCache  # noqa: E402
 
 LEAST_BLOCK = 256
@@ -87,7 +87,7 @@ def outputs() -> dict[str, Any]:
         "num_layers": 1, "num_kv_heads": 2, "head_dim": 64, "num_slots": 3, "max_length": 700, "dtype": dtype,
         "rope": (torch.ones(700, 64), torch.zeros(700, 64)), "device": torch.device("cpu"),
     }  # fmt: skip
-    caches = PagedKVCache(**sizes), PagedKVCache(**sizes, kernel=paged_kernels.flash_attn)
+    caches = PagedKVCache(**sizes), PagedKVCache(**sizes, kernel=paged.flash_attn)
     found: list[list[Tensor]] = [[], []]
     calls: list[str] = []
     names = ("flash_attn_varlen_func", "flash_attn_with_kvcache")

@@ -36,10 +36,9 @@ from oppo_megatron.config.model import (  # noqa: E402
 )
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses  # noqa: E402
 from oppo_megatron.mcore.groups import RoleGroups, build_groups  # noqa: E402
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs  # noqa: E402
 from oppo_megatron.mcore.roles import load_training  # noqa: E402
-from oppo_megatron.mcore.training import TrainedModel  # noqa: E402
-from oppo_megatron.mcore.undo import Undo  # noqa: E402
+from oppo_megatron.mcore.training import TrainedModel, Undo  # noqa: E402
+from oppo_megatron.mcore.vocab import token_logprobs  # noqa: E402
 from oppo_megatron.mcore.weights.checkpoint import gather_models, load_models, write_models  # noqa: E402
 from tests.support.ppo import SHAPE  # noqa: E402
 

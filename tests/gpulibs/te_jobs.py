@@ -26,11 +26,10 @@ from oppo_megatron.config.model import ModelConfig, RuntimeConfig, TrainingLayou
 from oppo_megatron.layout.kernels import Available, LayerKind  # noqa: E402
 from oppo_megatron.layout.model_shape import ModelShape  # noqa: E402
 from oppo_megatron.mcore import roles  # noqa: E402
+from oppo_megatron.mcore.attention import PackedPlan  # noqa: E402
 from oppo_megatron.mcore.groups import RoleGroups, build_groups  # noqa: E402
-from oppo_megatron.mcore.layers.attention import PackedPlan  # noqa: E402
-from oppo_megatron.mcore.model import RoleModel, build_chunks  # noqa: E402
+from oppo_megatron.mcore.model import RoleModel, build_chunks, step  # noqa: E402
 from oppo_megatron.mcore.roles import load_role  # noqa: E402
-from oppo_megatron.mcore.stage import step  # noqa: E402
 from tests.support.ppo import SHAPE  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from oppo_megatron.integrations import huggingface
 from oppo_megatron.mcore.weights import hf_writer
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import rewrite_weights
-from oppo_megatron.mcore.weights.hf_writer import HfWriter
 from tests.support.hf import save_tiny
 from tests.support.ranks import run_ranks
 
@@ -221,8 +221,12 @@ def test_long_reads_and_writes_of_weights_tell_by_time(tmp_path: Path, monkeypat
 def test_what_a_killed_run_left_is_replaced(tmp_path: Path) -> None:
     (tmp_path / ".dst.partial").mkdir()
     (tmp_path / ".dst.partial" / "model.safetensors").write_text("half")
-    with HfWriter(tmp_path / "dst", {"a": (2, 3)}, {"model_type": "x"}, torch.float32) as writer:
+
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
         assert not (tmp_path / "dst").exists()
-        writer.write("a", torch.arange(6.0).view(3, 2).T)
+        yield "a", torch.arange(6.0).view(3, 2).T
+
+    hf_writer.write_tensors(tmp_path / "dst", {"a": (2, 3)}, values(), {"model_type": "x"}, torch.float32)
     assert torch.equal(load_file(tmp_path / "dst" / "model.safetensors")["a"], torch.arange(6.0).view(3, 2).T)
     assert [path.name for path in tmp_path.iterdir()] == ["dst"]

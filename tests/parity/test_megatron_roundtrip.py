@@ -17,7 +17,7 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.integrations.huggingface import Conversion, compare_weights
-from oppo_megatron.mcore.weights.checkpoint_index import read_plain_index, reason_of
+from oppo_megatron.mcore.weights.dist_source import read_plain_index, reason_of
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from tests.parity.test_hf_roundtrip import assert_same_tensors
 from tests.support.checkpoint_mutations import Evil

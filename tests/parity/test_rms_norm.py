@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from oppo_megatron.mcore.layers.rms_norm import fixed_norm, rms_norm
+from oppo_megatron.mcore.layers import fixed_norm, rms_norm
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])

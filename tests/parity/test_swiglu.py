@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.mcore.layers.spec import swiglu
+from oppo_megatron.mcore.layers import swiglu
 
 
 def composed(gate_up: Tensor) -> Tensor:

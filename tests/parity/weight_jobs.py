@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.layout.hf_layout import Head
+from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.groups import build_groups
-from oppo_megatron.mcore.layers.attention import PackedPlan
 from oppo_megatron.mcore.model import RoleModel, build_model
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import export_weights, load_weights

@@ -32,7 +32,7 @@ PLAIN: dict[str, Any] = {
     "overlap.inter": True,
     "overlap.chunk": {"tokens": 8, "adaptive": False},
     "overlap.delta": {"rule": "fixed", "initial": 1, "max": 2},
-    "guards.logprob_gap.limit": None,
+    "guards.logprob_gap": None,
     "checkpoint.every_steps": 1,
     "runtime.timeout_s": 60,
 }

@@ -83,7 +83,7 @@ def mask_that_no_kernel_takes() -> None:
 
 
 def type_of_one_rank_alone() -> None:
-    from oppo_megatron.mcore.vocab_shards import VocabShards
+    from oppo_megatron.mcore.vocab import VocabShards
 
     def gather(original: Any, shards: Any, mine: Tensor) -> Tensor:
         return original(shards, mine.double() if shards.rank == 1 else mine)
@@ -92,9 +92,9 @@ def type_of_one_rank_alone() -> None:
 
 
 def links_that_are_not_opened() -> None:
-    from oppo_megatron.engine import links
+    from oppo_megatron.engine.executor import Links
 
-    links.Links.use_once = lambda *_: None  # type: ignore[method-assign]
+    Links.use_once = lambda *_: None  # type: ignore[method-assign]
 
 
 def message_of_another_type() -> None:
@@ -176,7 +176,7 @@ def buffer_sent_again() -> None:
 
 def messages_that_change_places() -> None:
     """Of critic and reference, whose hidden states of a prompt are alike: rank 1 takes one for the other."""
-    from oppo_megatron.engine.links import Links
+    from oppo_megatron.engine.executor import Links
     from oppo_megatron.schedule.actions import Op, Payload
 
     other = {"critic": "reference", "reference": "critic"}
@@ -202,7 +202,7 @@ def message_that_nobody_takes() -> None:
 
 
 def sum_without_a_wait() -> None:
-    from oppo_megatron.mcore.vocab_shards import VocabShards
+    from oppo_megatron.mcore.vocab import VocabShards
 
     def gather(original: Any, shards: Any, mine: Tensor) -> Tensor:
         count = torch.ones(1, device=mine.device)

@@ -22,10 +22,9 @@ from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.layout.activations import MASK_NUMBERS
 from oppo_megatron.layout.placements import RolePlacement, named_roles, role_placements, training_placements
 from oppo_megatron.mcore import roles, training
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.weights.weight_sync import share_parameters
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.plan import cache_slots

@@ -107,7 +107,6 @@ QUICK = {
 LAYOUTS = {
     "1.5B": Layout("1.5B", layers=8),
     "1.5B, dp 8": Layout("1.5B", dp=8, rows=3, layers=8),
-    "1.5B, dp 4, whole optimizer": Layout("1.5B", dp=4, rows=2, train={"distributed_optimizer": False}, layers=8),
     "1.5B, float32": Layout("1.5B", tp=2, rows=2, dtype="float32", train={"recompute": "selective"}, layers=8),
     "1.5B, adapters": Layout("1.5B", rows=2, lora=LORA, layers=8),
     "8B, tp 4": Layout("8B", 4, dp=2, rows=2, layers=8),

@@ -20,7 +20,8 @@ from oppo_megatron.cluster import process_groups
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.hosts import RankHost
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train import supervised
 from oppo_megatron.train.entry import run_ppo

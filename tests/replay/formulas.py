@@ -68,9 +68,9 @@ def shaped(scores_B: Tensor, cut: Sequence[bool], over: Tensor, recipe: Recipe) 
     if recipe.reward_normalization != "none":
         scores_B = ((scores_B - over.mean()) / torch.sqrt(over.var(correction=0) + WHITEN_EPS)).float()
     cut_B = torch.tensor(cut)
-    if recipe.truncated_score is not None:
-        scores_B = torch.where(cut_B, torch.full_like(scores_B, recipe.truncated_score), scores_B)
-    return scores_B - recipe.missing_eos_penalty * cut_B
+    if recipe.truncated_score is None:
+        return scores_B
+    return torch.where(cut_B, torch.full_like(scores_B, recipe.truncated_score), scores_B)
 
 
 def less_baseline(scores_B: Tensor, groups: Sequence[int], recipe: Recipe, greedy: Mapping[int, float]) -> Tensor:

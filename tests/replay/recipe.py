@@ -52,7 +52,6 @@ class Recipe:
     reward_clip: float | None = None
     reward_normalization: Literal["none", "batch", "running"] = "none"
     truncated_score: float | None = None
-    missing_eos_penalty: float = 0.0
 
     @classmethod
     def of(cls, config: Mapping[str, Any], **choices: Any) -> Recipe:
@@ -75,7 +74,7 @@ class Recipe:
                 name: ppo[name]
                 for name in (
                     "gamma", "gae_lambda", "value_clip", "entropy_coefficient", "staleness", "reward_clip",
-                    "reward_normalization", "truncated_score", "missing_eos_penalty",
+                    "reward_normalization", "truncated_score",
                 )
             },
         )  # fmt: skip

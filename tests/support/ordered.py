@@ -13,10 +13,10 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.trace import Span as TraceSpan
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.timeline import Running, Span, Timeline, simulate
-from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
-from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.planning.planner import PlannedRound
+from oppo_megatron.sim.runs.components import Floats
 from oppo_megatron.sim.runs.loop import Growing, Recorded
-from oppo_megatron.sim.runs.units import Floats, Played, Units
+from oppo_megatron.sim.runs.player import Played, Player
 from oppo_megatron.sim.runs.virtual import VirtualRun
 
 SCORING = (Op.PREFILL, Op.SCORE)
@@ -25,18 +25,17 @@ Lanes = list[list[Ints]]
 """By replica and decode micro-batch, the tokens that each of its sequences gets, ascending."""
 
 
-class Ordered:
-    """Plays the rounds of one run; `planner` plans those of all ranks, and `units` are single ranks."""
+class Ordered(Player):
+    """Plays the rounds of one run; each rank is a unit."""
 
-    def __init__(self, planner: RoundPlanner, units: Units, costs: Costs, round_s: float):
-        self.planner, self.units, self.costs, self.round_s = planner, units, costs, round_s
+    single_ranks = True
 
     def plan(
         self, index: int, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None
     ) -> PlannedRound:
         return self.planner.plan(index, active, score, chunk, list, readable)
 
-    def play(self, done: Recorded[PlannedRound], begun: Floats) -> Played:
+    def play(self, done: Recorded, begun: Floats) -> Played:
         ranks, planned = self.units.first.tolist(), done.planned
         starts = dict(zip(ranks, (begun + self.round_s).tolist(), strict=True))
         running, schedule = None, planned.schedule
@@ -50,13 +49,9 @@ class Ordered:
         arrived = None if done.chunk is None else ends[self.units.source]
         return Played(np.array(ends), scored, waited, arrived, lambda: _spans(timeline, done.step))
 
-    def _lanes(self, done: Recorded[PlannedRound], grown: Growing) -> Lanes:
+    def _lanes(self, done: Recorded, grown: Growing) -> Lanes:
         """A sequence that ends leaves its micro-batch; a single replica stops when the batch is complete."""
-        assert done.chunk is not None
-        counts = grown.counts
-        if self.planner.site.placements["actor"].dp == 1:
-            counts = np.minimum(counts, done.chunk.clock - done.begun)
-        by_id = dict(zip(grown.columns.seq_ids.tolist(), counts.tolist(), strict=True))
+        by_id = dict(zip(grown.columns.seq_ids.tolist(), self.tokens(done).tolist(), strict=True))
         return [
             [np.sort([by_id[growth.seq_id] for growth in batch]) for batch in replica]
             for replica in done.planned.round.decode
@@ -118,4 +113,3 @@ class OrderedRun(VirtualRun):
     """A run in virtual time, played action by action."""
 
     player = Ordered
-    single_ranks = True

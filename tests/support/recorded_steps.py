@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from oppo_megatron.mcore.cuda_graphs import CapturedSteps
+from oppo_megatron.mcore.device import CapturedSteps
 
 REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "lift_fresh")
 

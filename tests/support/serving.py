@@ -6,18 +6,20 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
 
-from oppo_megatron.serving.connections import CONNECTION_LIMITS, ConnectionLimits, Server, server_settings
+from oppo_megatron.serving.server import server_settings
 
 
 @contextmanager
-def served_app(app: FastAPI, limits: ConnectionLimits = CONNECTION_LIMITS) -> Iterator[str]:
+def served_app(app: FastAPI, **limits: Any) -> Iterator[str]:
     """The address of the application."""
-    settings = server_settings(app, limits)
+    settings = server_settings(app, **limits)
     settings.timeout_graceful_shutdown = 1
-    server = Server(settings)
+    server = uvicorn.Server(settings)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

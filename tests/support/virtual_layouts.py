@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.dry_run import MODEL_70B
-from oppo_megatron.config.modes import switched
+from oppo_megatron.config.derived import switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines

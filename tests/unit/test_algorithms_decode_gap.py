@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from oppo_megatron.algorithms.decode_gap import GapLimit, gap_stats, judged_gap, rounding_scale
-from oppo_megatron.config.guards import GapGuardConfig
+from oppo_megatron.config.reliability import GuardsConfig
 
 VOCAB = 2048
-AUTO = GapLimit.of(GapGuardConfig(), "bfloat16", 1.0)
+AUTO = GapLimit.of(GuardsConfig(), "bfloat16", 1.0)
 
 
 def exact_logits(num_tokens: int, offset: float, seed: int = 0) -> torch.Tensor:

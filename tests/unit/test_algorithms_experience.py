@@ -49,10 +49,7 @@ def shaped(scores: list[float], ppo: PPOConfig, seen: list[float] | None = None)
         deviation = math.sqrt(sum((x - mean) ** 2 for x in known) / len(known) + 1e-8)
         scores = [(score - mean) / deviation for score in scores]
     cut = ppo.truncated_score
-    return [
-        (score if cut is None or not truncated else cut) - ppo.missing_eos_penalty * truncated
-        for score, truncated in zip(scores, TRUNCATED, strict=True)
-    ]
+    return [score if cut is None or not truncated else cut for score, truncated in zip(scores, TRUNCATED, strict=True)]
 
 
 def plain(scored: ScoredBatch, ppo: PPOConfig, coefficient: float) -> dict[str, list[float]]:
@@ -81,9 +78,8 @@ OPTIONS: list[dict[str, object]] = [
     {"reward_clip": 1.0},
     {"truncated_score": -2.0},
     {"truncated_score": -2.0, "reward_clip": 1.0},
-    {"missing_eos_penalty": 1.5},
-    {"missing_eos_penalty": 1.5, "truncated_score": -2.0, "reward_normalization": "running"},
-    {"reward_normalization": "batch", "reward_clip": 1.0, "missing_eos_penalty": 0.5},
+    {"truncated_score": -2.0, "reward_normalization": "running"},
+    {"reward_normalization": "batch", "reward_clip": 1.0},
     {"kl": {"mode": "loss", "estimator": "k2"}},
     {"kl": {"estimator": "k2"}},
     {"kl": {"estimator": "k3"}},

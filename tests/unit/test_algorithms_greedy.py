@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.advantages import Overlong
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience, GreedyRows, ScoredBatch
 from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.config.algorithm import PRESETS, AlgorithmConfig
-from oppo_megatron.config.filtering import OverlongConfig
 from oppo_megatron.config.ppo import KLConfig, PPOConfig
 from oppo_megatron.errors import RewardError
 
@@ -25,11 +23,10 @@ SYMBOLS, END, LONGEST = 3, 0, 3
 """Of the tabular policy: tokens, the one that ends a response, and the most that a response has."""
 
 
-def remax(group_size: int = 1, ppo: PPOConfig | None = None, overlong: Any = None, **choices: Any) -> Algorithm:
+def remax(group_size: int = 1, ppo: PPOConfig | None = None, **choices: Any) -> Algorithm:
     made = AlgorithmConfig.model_validate({"preset": "remax", **choices})
     usual = PPOConfig(kl=KLConfig(**PRESETS["remax"].kl))
-    limit = Overlong(OverlongConfig(**(overlong or {})), LONGEST)
-    return Algorithm(made, ppo or usual, group_size, LONGEST, limit)
+    return Algorithm(made, ppo or usual, group_size, LONGEST)
 
 
 def batch(seed: int, group_size: int) -> ScoredBatch:
@@ -70,15 +67,15 @@ def test_advantages_are_what_follows_less_the_greedy_score(group_size: int) -> N
 
 
 def test_a_greedy_score_is_made_as_the_others_are() -> None:
-    """Clipped, normalised by the moments of what is trained, and of a long or cut response as the settings want it."""
+    """Clipped, normalised by the moments of what is trained, and replaced if the response was cut."""
     scored = ScoredBatch(
         torch.zeros(4, dtype=DOUBLE), None, None, torch.tensor([1.0, 3.0], dtype=DOUBLE), [2, 2], torch.tensor([False, False]),
         greedy=GreedyRows(torch.tensor([9.0, 2.0], dtype=DOUBLE), torch.tensor([2, 3]), torch.tensor([False, True])),
     )  # fmt: skip
-    ppo = PPOConfig(reward_clip=4.0, reward_normalization="batch", missing_eos_penalty=0.5, kl=KLConfig(mode="none"))
-    found = remax(1, ppo, {"buffer": 2, "penalty": 0.25}).experience(scored, 0.0).advantages_T
-    # Mean 2 and deviation 1; the greedy ones come to (4 - 2) - 0.25 / 2 (by a token over) and 0 - 0.5 - 0.25.
-    first, second = (-1 - 0.125) - (2 - 0.125), (1 - 0.125) - (0 - 0.5 - 0.25)
+    ppo = PPOConfig(reward_clip=4.0, reward_normalization="batch", truncated_score=-0.5, kl=KLConfig(mode="none"))
+    found = remax(1, ppo).experience(scored, 0.0).advantages_T
+    # Mean 2 and deviation 1; the greedy ones come to 4 - 2, and to what a cut response gets.
+    first, second = -1 - 2, 1 + 0.5
     assert found.tolist() == pytest.approx([first, first, second, second], abs=1e-6)
 
 

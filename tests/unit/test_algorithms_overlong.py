@@ -1,57 +1,22 @@
-"""Long responses: the penalty near the limit by its closed form and by TRL's, and a loss that leaves out what was cut."""
+"""A loss that leaves out responses that were cut."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from oppo_megatron.algorithms.advantages import Overlong
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.algorithms.losses import row_weights, shared
 from oppo_megatron.algorithms.packed import to_tokens
 from oppo_megatron.config.algorithm import AlgorithmConfig, Reduction
-from oppo_megatron.config.filtering import OverlongConfig
 from oppo_megatron.config.ppo import PPOConfig
 
 LONGEST = 10
-
-
-def overlong(**settings: Any) -> OverlongConfig:
-    return OverlongConfig.model_validate(settings)
-
-
-def trl_soft_overlong_punishment(
-    lengths: Sequence[int], max_completion_len: int, soft_punish_cache: int
-) -> list[float]:
-    """`trl.rewards.get_soft_overlong_punishment` (1.12.0), as it goes over completions."""
-    rewards = []
-    for length in lengths:
-        if length <= max_completion_len - soft_punish_cache:
-            rewards.append(0.0)
-        elif max_completion_len - soft_punish_cache < length <= max_completion_len:
-            rewards.append((max_completion_len - soft_punish_cache - length) / soft_punish_cache)
-        else:
-            rewards.append(-1.0)
-    return rewards
-
-
-@given(st.integers(1, 300), st.data())
-def test_the_penalty_is_that_of_equation_13_and_of_trl(longest: int, data: st.DataObject) -> None:
-    buffer, penalty = data.draw(st.integers(1, longest)), data.draw(st.sampled_from([0.5, 1.0, 3.0]))
-    lengths = list(range(1, longest + 3))
-    settings = overlong(buffer=buffer, penalty=penalty)
-    found = Overlong(settings, longest).penalties(torch.tensor(lengths))
-    assert isinstance(found, Tensor)
-    expected = [penalty * x for x in trl_soft_overlong_punishment(lengths, longest, buffer)]
-    assert found.tolist() == pytest.approx(expected, rel=1e-6)
-    assert max(found.tolist()) <= 0 and found[longest - 1] == found[-1] == -penalty
 
 
 def scored(lengths: Sequence[int], scores: Sequence[float], size: int) -> ScoredBatch:
@@ -66,37 +31,22 @@ def scored(lengths: Sequence[int], scores: Sequence[float], size: int) -> Scored
     )
 
 
-def experience(batch: ScoredBatch, settings: OverlongConfig, **ppo: Any) -> Experience:
+def experience(batch: ScoredBatch, *, mask: bool = False) -> Experience:
     choices = AlgorithmConfig.model_validate({"preset": "dr_grpo"})
-    algorithm = Algorithm(
-        choices, PPOConfig.model_validate(ppo), batch.group_size, LONGEST, Overlong(settings, LONGEST)
-    )
-    return algorithm.experience(batch, 0.0)
-
-
-def test_the_penalty_is_added_to_scores_that_were_clipped_before_groups_are_compared() -> None:
-    batch = scored([2, 8, 9, 10], [5.0, 0.0, 1.0, 1.0], size=4)
-    found = experience(batch, overlong(buffer=4, penalty=2.0), reward_clip=1.0, missing_eos_penalty=0.25)
-    shaped = [1.0, 0.0 - 1.0, 1.0 - 1.5, 1.0 - 2.0 - 0.25]
-    mean = sum(shaped) / 4
-    first = [0, 2, 10, 19]
-    assert found.advantages_T[first].tolist() == pytest.approx([score - mean for score in shaped])
-    assert found.stats.shaped_score_mean == pytest.approx(mean)
-    assert found.stats.score_mean == pytest.approx(7 / 4), "the reward is reported as it was given"
-    assert found.counted_B is None
+    return Algorithm(choices, PPOConfig(mask_truncated=mask), batch.group_size, LONGEST).experience(batch, 0.0)
 
 
 def test_responses_that_leave_the_loss_stay_in_the_mean_of_their_group() -> None:
     batch = scored([2, 10, 3, 3], [1.0, 0.0, 1.0, 0.0], size=2)
-    found, plain = experience(batch, overlong(mask=True)), experience(batch, overlong())
+    found, plain = experience(batch, mask=True), experience(batch)
     assert found.counted_B is not None and found.counted_B.tolist() == [True, False, True, True]
     assert torch.equal(found.advantages_T, plain.advantages_T) and found.advantages_T[0] == 0.5
 
 
 def test_equal_groups_are_counted_by_the_scores_that_were_given() -> None:
     batch = scored([2, 10, 3, 3], [1.0, 1.0, 1.0, 0.0], size=2)
-    assert experience(batch, overlong(buffer=4)).stats.equal_groups == 0.5
-    assert experience(scored([2, 3], [1.0, 1.0], size=1), overlong()).stats.equal_groups is None
+    assert experience(batch).stats.equal_groups == 0.5
+    assert experience(scored([2, 3], [1.0, 1.0], size=1)).stats.equal_groups is None
 
 
 def trl_loss(losses: list[Tensor], counted: Sequence[bool], reduction: Reduction, size: int) -> float:

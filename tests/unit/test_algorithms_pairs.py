@@ -22,7 +22,7 @@ from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.algorithms.pairs import pair_figures
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
-from oppo_megatron.config.preference_losses import DPOLossConfig
+from oppo_megatron.config.supervised import DPOLossConfig
 from oppo_megatron.errors import RewardError
 
 CHOICES = AlgorithmConfig.model_validate({"preset": "online_dpo"})
@@ -223,7 +223,7 @@ def test_a_score_that_is_no_number_leaves_no_finite_loss(size: int) -> None:
 
 
 def test_scores_are_compared_as_the_settings_shape_them() -> None:
-    """A clip may make a tie, and a penalty for cut responses a pair."""
+    """A clip may make a tie, and a score for cut responses a pair."""
     case = Case(5, 2, 1)
     case.scores = torch.tensor([3.0, 9.0])
     clipped = Algorithm(CHOICES, PPO.model_copy(update={"reward_clip": 1.0}), 2, longest=64, dpo=DPOLossConfig())
@@ -231,7 +231,7 @@ def test_scores_are_compared_as_the_settings_shape_them() -> None:
     scored = ScoredBatch(
         case.behaviour_T, case.reference_T, None, torch.ones(2), case.lengths, torch.tensor([True, False]), 2
     )
-    penalised = Algorithm(CHOICES, PPO.model_copy(update={"missing_eos_penalty": 0.5}), 2, longest=64, dpo=DPOLossConfig())
+    penalised = Algorithm(CHOICES, PPO.model_copy(update={"truncated_score": 0.5}), 2, longest=64, dpo=DPOLossConfig())
     experience = penalised.experience(scored, 0.0)
     assert experience.stats.pairs == 1 and experience.advantages_T[0] == -1
 

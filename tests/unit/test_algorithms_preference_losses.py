@@ -22,8 +22,7 @@ from oppo_megatron.algorithms.preference_losses import (
     table_of,
 )
 from oppo_megatron.algorithms.supervised_losses import means
-from oppo_megatron.config.preference import DPOConfig
-from oppo_megatron.config.preference_losses import DPOLossConfig, KTOLossConfig
+from oppo_megatron.config.supervised import DPOConfig, DPOLossConfig, KTOLossConfig
 
 MARGINS = st.floats(-40, 40)
 BETAS = st.sampled_from([0.01, 0.1, 1.0])

@@ -15,8 +15,8 @@ from oppo_megatron.algorithms.advantages import token_rewards
 from oppo_megatron.algorithms.experience import ScoredBatch, build_experience
 from oppo_megatron.algorithms.supervised_losses import means, response_scores, step_loss, step_scores
 from oppo_megatron.config.algorithm import AlgorithmConfig
-from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.token_text import StepEnds
 from oppo_megatron.train.score_exchange import StepRewards
 from tests.support.tokenizers import CharacterTokenizer

@@ -16,9 +16,9 @@ from oppo_megatron.bench.overlap import compare, known_modes, placed, remarks
 from oppo_megatron.bench.suite import Run, bare
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.config.derived import MODES, switched
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.model import ParallelConfig
-from oppo_megatron.config.modes import MODES, switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.data.tokenizer import load_tokenizer
@@ -111,7 +111,7 @@ def test_modes_set_every_switch_and_nothing_else() -> None:
 
 def test_other_placements_use_all_cores_and_drop_layouts_of_the_roles() -> None:
     base = config(
-        actor={"init": {}, "parallel": {"tp": 2}, "generate": {"dp": 2}, "train": {"pp": 2, "recompute": "full"}},
+        actor={"init": {}, "parallel": {"tp": 2}, "train": {"pp": 2, "recompute": "full"}},
         critic={"init": {}, "ranks": "2", "train": {"dp": 1}},
         placement={"scorer": {"dp": 1}},
     )
@@ -121,7 +121,7 @@ def test_other_placements_use_all_cores_and_drop_layouts_of_the_roles() -> None:
     assert world_size(replicas) == 4 and replicas.runtime.threads_per_rank == 1
     assert replicas.placement.actor == ParallelConfig(dp=4)
     for changed in (single, replicas):
-        assert changed.critic.ranks is None and changed.actor.generate is None and changed.actor.parallel is None
+        assert changed.critic.ranks is None and changed.actor.parallel is None
         assert changed.actor.train.pp is None and changed.actor.train.recompute == "full"
 
 

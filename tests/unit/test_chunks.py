@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.chunks import REASONS, ChunkRow, ChunkRows
-from oppo_megatron.engine.row_words import from_words, to_words
+from oppo_megatron.engine.stream import from_words, to_words
 from oppo_megatron.errors import StreamError
 
 

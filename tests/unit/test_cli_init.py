@@ -13,8 +13,8 @@ import yaml
 
 from oppo_megatron.cli.init.cases import CASES
 from oppo_megatron.cli.main import main, parse_arguments
-from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.explain import dotted
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.rewards.functions import build_reward_functions
 
 LONGEST_CONFIG = 60

@@ -331,7 +331,7 @@ def test_a_run_that_goes_back_is_started_again(
     from oppo_megatron.cli import launch as launcher
     from oppo_megatron.cli import run
 
-    config = least_config(tmp_path, guards={"non_finite": "rollback"})
+    config = least_config(tmp_path, guards={"action": "rollback"})
     seen, left = [], list(ends)
 
     def launched(kind: str, config: TrainConfig, world: int, *, in_process: bool) -> int:

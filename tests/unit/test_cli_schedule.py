@@ -213,7 +213,7 @@ def test_a_given_text_is_checked_and_its_fault_shown(config: Path, capsys: pytes
     assert dropped != text
     Path("dropped.txt").write_text(dropped)
     out = shown(capsys, str(config), "--from", "dropped.txt", "--out", "g.png", code=2)
-    assert "lost peer: `recv hidden critic m0 c1 <- 0`: rank 0 does not send it" in out
+    assert "missing: rank 0 has no `send hidden critic m0 c1 -> 2`" in out
     assert "\nstuck after " in out
     assert any("!" in line for line in out.splitlines() if line.startswith("rank 2"))
     assert Path("g.png").is_file()

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import explain
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 
 
 def choices(annotation: Any, key: str = "") -> Iterator[tuple[str, str]]:

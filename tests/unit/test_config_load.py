@@ -18,7 +18,8 @@ from oppo_megatron.config.debug import MOST_MEDIAN, MOST_SIGMA, log_normal
 from oppo_megatron.config.explain import explain, first_problem
 from oppo_megatron.config.load import dump_config, load_config, plain_settings
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
-from oppo_megatron.config.run import SFTConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.cores import has_cuda
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import named_roles
@@ -51,17 +52,9 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
 
 
 def test_overrides_reach_sections_lists_and_null_sections(good: Path) -> None:
-    config = load_config(
-        TrainConfig,
-        good,
-        [
-            "seed=7",
-            "overlap.delta.max=6",
-            "rewards.0.weight=0.5",
-            "actor.optimizer.lr=1e-4",
-            "ppo.kl.target=3",
-        ],
-    )
+    given = ["seed=7", "overlap.delta.max=6", "rewards.0.weight=0.5", "actor.optimizer.lr=1e-4", "ppo.kl.target=3"]
+    config = load_config(TrainConfig, good, [*given, "data.prompt_template='a={prompt}'"])
+    assert config.data.prompt_template == "a={prompt}"
     assert (config.seed, config.overlap.delta.max, config.rewards[0].weight) == (7, 6, 0.5)
     assert config.actor.optimizer.lr == 1e-4 and config.critic.optimizer.lr == 1e-5
     assert config.ppo.kl.target == 3
@@ -97,10 +90,6 @@ def test_a_removed_key_of_a_list_and_what_cannot_be_removed(good: Path) -> None:
     assert "`sead` is not a setting" in problems_of(good, "sead=null")[0]
 
 
-def test_override_with_equals_sign_in_its_value(good: Path) -> None:
-    assert load_config(TrainConfig, good, ["data.prompt_template='a={prompt}'"]).data.prompt_template == "a={prompt}"
-
-
 def test_interpolation_sees_overrides(good: Path) -> None:
     good.write_text(GOOD + "overlap: {delta: {max: '${rollout.batch_size}'}}\n")
     assert load_config(TrainConfig, good, ["rollout.batch_size=16"]).overlap.delta.max == 16
@@ -125,10 +114,7 @@ def test_interpolation_sees_overrides(good: Path) -> None:
         ("rollout.temperature=.nan", "`rollout.temperature` is nan, but must be a finite number"),
         ("overlap.intra=perhaps", "`overlap.intra` is 'perhaps', but must be a boolean"),
         ("overlap.delta.rule=eq5", "did you mean `eq4`?"),
-        (
-            "placement.mode=wat",
-            "`placement.mode` is 'wat', but must be 'disaggregated', 'colocated' or 'single'; choose one of these",
-        ),
+        ("placement.mode=wat", "is 'wat', but must be 'disaggregated', 'colocated' or 'single'; choose one of these"),
         ("actor.init=5", "`actor.init` is 5, but must be a dictionary or a path"),
         ("data.path=5", "`data.path` is 5, but must be a path"),
         ("data.columns=3", "`data.columns` is 3, but must be a section of keys"),
@@ -148,9 +134,8 @@ def test_one_wrong_setting_is_one_sentence(good: Path, override: str, expected: 
 
 
 def test_all_problems_come_at_once(good: Path) -> None:
-    problems = problems_of(
-        good, "sead=3", "steps=0", "rollout.max_respons_tokens=4", "actor.optimizer.lr=-1", "nonsense"
-    )
+    wrong = ("sead=3", "steps=0", "rollout.max_respons_tokens=4", "actor.optimizer.lr=-1", "nonsense")
+    problems = problems_of(good, *wrong)
     assert len(problems) == 5
     for word in ("sead", "steps", "rollout.max_respons_tokens", "actor.optimizer.lr", "nonsense"):
         assert any(f"`{word}`" in problem for problem in problems)
@@ -216,14 +201,10 @@ def test_what_is_no_yaml_mapping_names_the_place(tmp_path: Path, text: str, expe
     assert str(path) in problems[0] and expected in problems[0]
 
 
-def test_file_that_is_not_utf8(tmp_path: Path) -> None:
-    path = tmp_path / "latin.yaml"
-    path.write_bytes(b"a: \xff\xfe\n")
-    assert "UTF-8" in problems_of(path)[0]
-
-
-def test_missing_file_names_the_nearest(good: Path) -> None:
+def test_a_missing_file_and_one_that_is_not_utf8(good: Path) -> None:
     assert f"did you mean `{good}`?" in problems_of(good.with_name("goood.yaml"))[0]
+    good.write_bytes(b"a: \xff\xfe\n")
+    assert "UTF-8" in problems_of(good)[0]
 
 
 def test_round_trip_of_every_default(good: Path, tmp_path: Path) -> None:
@@ -242,14 +223,8 @@ def test_round_trip_of_every_default(good: Path, tmp_path: Path) -> None:
     )
 )
 def test_round_trip_keeps_any_text(template: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    config = SFTConfig.model_validate(
-        {
-            "run_dir": "r",
-            "tokenizer": {"path": "t"},
-            "model": {"checkpoint": "m"},
-            "data": {"path": "d", "prompt_template": template + "${seed} {prompt}" + template},
-        }
-    )
+    data = {"path": "d", "prompt_template": template + "${seed} {prompt}" + template}
+    config = SFTConfig(run_dir="r", tokenizer={"path": "t"}, model={"checkpoint": "m"}, data=data)
     path = tmp_path_factory.mktemp("round") / "c.yaml"
     dump_config(config, path)
     assert load_config(SFTConfig, path) == config
@@ -263,7 +238,17 @@ def test_roles_take_the_runtimes_type_unless_they_give_their_own(good: Path, tmp
     dump_config(config, tmp_path / "dumped.yaml")
     again = load_config(TrainConfig, tmp_path / "dumped.yaml", ["runtime.dtype=float32"])
     assert again.actor.dtype == "bfloat16", "what is written down for a role stays"
-    assert load_config(TrainConfig, good).actor.dtype == "float32"
+    plain = load_config(TrainConfig, good)
+    assert plain.actor.dtype == "float32"
+    sections = {name: getattr(plain, name) for name in type(plain).model_fields}
+    sections |= {"runtime": RuntimeConfig(dtype="bfloat16"), "actor": ActorConfig(checkpoint="a")}
+    config = TrainConfig(**sections | {"critic": TrainedRoleConfig(checkpoint="a", dtype="float32")})
+    assert (config.actor.dtype, config.critic.dtype) == ("bfloat16", "float32")
+    (problem,) = problems_of(good, "runtime.dtype=float16")
+    assert problem.startswith("`runtime.dtype` is 'float16', but must be 'float32' or 'bfloat16'")
+    supervised = {"run_dir": "a", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "runtime": {"dtype": "bfloat16"}}
+    assert SFTConfig(**supervised, model={"checkpoint": "m"}).model.dtype == "bfloat16"
+    assert SFTConfig(**supervised, model={"checkpoint": "m", "dtype": "float32"}).model.dtype == "float32"
 
 
 def test_a_learning_rate_that_is_not_given_is_that_of_the_roles_kind(good: Path, tmp_path: Path) -> None:
@@ -286,13 +271,10 @@ def test_a_learning_rate_that_is_not_given_is_that_of_the_roles_kind(good: Path,
 @pytest.mark.parametrize(
     ("device", "visible", "driver", "expected"),
     [
-        ("cpu", "0", True, "float32"),
-        ("cuda", "", False, "bfloat16"),
-        ("auto", "0", True, "bfloat16"),
-        ("auto", "", True, "float32"),
-        ("auto", "0", False, "float32"),
+        ("cpu", "0", True, "float32"), ("cuda", "", False, "bfloat16"), ("auto", "0", True, "bfloat16"),
+        ("auto", "", True, "float32"), ("auto", "0", False, "float32"),
     ],
-)
+)  # fmt: skip
 def test_the_usual_type_is_that_of_the_device(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, visible: str, driver: bool, expected: str
 ) -> None:
@@ -315,30 +297,6 @@ def test_the_usual_type_is_that_of_the_device(
     assert f"dtype: {expected}" in (tmp_path / "dumped.yaml").read_text(), "config.yaml shows what it came to"
     (package / "version.py").write_text("cuda: Optional[str] = None\n")
     assert not has_cuda(devices), "torch's build for processors has none"
-
-
-def test_roles_given_as_sections_take_the_runtimes_type(good: Path) -> None:
-    plain = load_config(TrainConfig, good)
-    sections = {name: getattr(plain, name) for name in type(plain).model_fields}
-    sections["runtime"] = RuntimeConfig(dtype="bfloat16")
-    sections["actor"] = ActorConfig(checkpoint=plain.actor.checkpoint)
-    sections["critic"] = TrainedRoleConfig(checkpoint=plain.critic.checkpoint, dtype="float32")
-    config = TrainConfig(**sections)
-    assert (config.actor.dtype, config.critic.dtype) == ("bfloat16", "float32")
-
-
-def test_a_type_that_there_is_not_is_one_problem(good: Path) -> None:
-    (problem,) = problems_of(good, "runtime.dtype=float16")
-    assert problem.startswith("`runtime.dtype` is 'float16', but must be 'float32' or 'bfloat16'")
-
-
-def test_a_supervised_model_takes_the_runtimes_type(tmp_path: Path) -> None:
-    path = tmp_path / "sft.yaml"
-    path.write_text(
-        "{run_dir: a, tokenizer: {path: t}, data: {path: d}, model: {checkpoint: m}, runtime: {dtype: bfloat16}}"
-    )
-    assert load_config(SFTConfig, path).model.dtype == "bfloat16"
-    assert load_config(SFTConfig, path, ["model.dtype=float32"]).model.dtype == "float32"
 
 
 WRONG = (

@@ -11,7 +11,8 @@ from oppo_megatron.config.base import Section
 from oppo_megatron.config.describe import COMMANDS, Setting, all_settings, find_setting, near_keys, settings_in
 from oppo_megatron.config.explain import known_keys
 from oppo_megatron.config.reference import render_reference
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 
 
 def sections(kind: type[Section]) -> Iterator[type[Section]]:
@@ -85,7 +86,7 @@ def test_every_key_is_on_the_page(kind: type[Section]) -> None:
 def test_defaults_bounds_and_types_are_shown() -> None:
     page = render_reference()
     for row in (
-        "| `batch_size` | integer, ≥ 1 | rollouts | required | trained rollouts a step (the paper's B) |",
+        "| `batch_size` | integer, ≥ 1 | rollouts | required | trained rollouts per step (paper's B) |",
         "| `top_p` | number, > 0, ≤ 1 | share | `1.0` |",
         '| `estimator` | `k1`, `k2`, `k3` |  | `"k1"` |',
         "| `adaptive` | `true` or `false` or list of integer > 0 | tokens | `true` |",

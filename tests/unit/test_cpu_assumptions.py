@@ -25,14 +25,12 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.cpu_kernels import WHOLE_MULTIPLE
 from oppo_megatron.layout.kernels import Available
 from oppo_megatron.mcore import roles
-from oppo_megatron.mcore.cpu.cpu_attention import HalfOnCpu
-from oppo_megatron.mcore.cpu.prepacked import can_prepack
+from oppo_megatron.mcore.attention import PackedPlan
+from oppo_megatron.mcore.cpu import HalfOnCpu, can_prepack
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.kv.dense import KVCache
-from oppo_megatron.mcore.layers.attention import PackedPlan
-from oppo_megatron.mcore.layers.rms_norm import fixed_norm, rms_norm
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.layers import fixed_norm, rms_norm
+from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
 from tests.support.ppo import SHAPE
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")

@@ -12,7 +12,7 @@ import pytest
 from oppo_megatron.config.data import DataConfig, TokenizerConfig
 from oppo_megatron.data.prompt_tokens import encode_answers, encode_prompt
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import load_completions, load_marked, load_pairs, load_steps, load_unequal_pairs
+from oppo_megatron.data.supervised_rows import RowLoader
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.token_text import StepEnds
 from tests.support.chat_templates import CHATML, LLAMA2, LLAMA3, MISTRAL
@@ -72,12 +72,11 @@ def make(folder: Path, kind: str, template: str | None = None) -> Tokenizer:
 KINDS = ("bpe", "unigram", "llama", "words", "bytes")
 
 
-def load(tmp_path: Path, loader: Any, tokenizer: Tokenizer, row: dict[str, Any], **more: Any) -> Any:
+def load(tmp_path: Path, loader: Any, tokenizer: Tokenizer, row: dict[str, Any], *more: Any) -> Any:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     quarantine = Quarantine()
-    config = DataConfig(path=path)
-    return loader(config, tokenizer, max_tokens=900, long_rows="error", quarantine=quarantine, **more)[0], quarantine
+    return loader(RowLoader(DataConfig(path=path), tokenizer, 900, quarantine), *more)[0], quarantine
 
 
 @pytest.mark.parametrize("template", [LLAMA2, MISTRAL, LLAMA3, CHATML], ids=["llama2", "mistral", "llama3", "chatml"])
@@ -86,7 +85,7 @@ def test_a_conversation_has_the_tokens_of_its_text(tmp_path: Path, kind: str, te
     tokenizer = make(tmp_path, kind, template)
     turns = [{"role": "user", "content": "two plus two?"}, {"role": "assistant", "content": "four"}]
     whole = encode_prompt(tokenizer, tokenizer.chat.render(turns, generation_prompt=False))
-    row, quarantine = load(tmp_path, load_completions, tokenizer, {"messages": turns})
+    row, quarantine = load(tmp_path, RowLoader.completions, tokenizer, {"messages": turns})
     trained = [*row.prompt, *row.completion]
     assert trained[: len(whole)] == whole[: len(trained)] and len(trained) >= len(whole) - 1  # a line break after EOS may go
     assert trained[len(whole) :] in ([], [tokenizer.eos_id])
@@ -105,17 +104,17 @@ def test_texts_that_meet_anywhere_have_the_tokens_of_the_whole(tmp_path: Path, k
     tokenizer = make(tmp_path, kind)
     eos, other = tokenizer.eos_id, answer + " and Then"
     wholes = [[*encode_prompt(tokenizer, prompt + text), eos] for text in (answer, other)]
-    row, quarantine = load(tmp_path, load_completions, tokenizer, {"prompt": prompt, "completion": answer})
+    row, quarantine = load(tmp_path, RowLoader.completions, tokenizer, {"prompt": prompt, "completion": answer})
     assert [*row.prompt, *row.completion] == wholes[0]
     meets = row.prompt != encode_prompt(tokenizer, prompt)
     assert any("a token holds the end of the prompt" in note for note in quarantine.notes) == meets
-    for loader in (load_pairs, load_unequal_pairs):
+    for loader in (RowLoader.pairs, RowLoader.unequal_pairs):
         pair, _ = load(tmp_path, loader, tokenizer, {"prompt": prompt, "chosen": answer, "rejected": other})
         assert [[*pair.prompt, *each] for each in (pair.chosen, pair.rejected)] == wholes
     marked = {"prompt": [prompt] * 2, "completion": [answer, other], "label": [True, False]}
     path = tmp_path / "marked.jsonl"
     path.write_text("".join(json.dumps(dict(zip(marked, row, strict=True))) + "\n" for row in zip(*marked.values(), strict=True)))
-    rows = load_marked(DataConfig(path=path), tokenizer, max_tokens=900, long_rows="error", quarantine=Quarantine())
+    rows = RowLoader(DataConfig(path=path), tokenizer, 900, Quarantine()).marked()
     assert [[*each.prompt, *each.completion] for each in rows] == wholes
 
 
@@ -124,7 +123,7 @@ def test_steps_end_where_a_policy_writes_their_ends(tmp_path: Path, kind: str) -
     tokenizer, separator = make(tmp_path, kind), "\n" if kind in ("bpe", "unigram", "bytes") else "."
     steps = ["Sum: 4 and 17", "Then: 21"]
     given = {"prompt": "Question:", "completions": [" two plus two", *steps], "labels": [1, 0, 1]}
-    row, _ = load(tmp_path, load_steps, tokenizer, given, separator=separator)
+    row, _ = load(tmp_path, RowLoader.steps, tokenizer, given, separator)
     whole = encode_prompt(tokenizer, "Question:" + separator.join(given["completions"]))
     assert [*row.prompt, *row.completion] == [*whole, tokenizer.eos_id]
     assert row.ends == StepEnds(separator, tokenizer.decode).of(row.completion) and len(row.ends) == 3

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.arithmetic import (
     DatasetSizes,
     Problem,
@@ -22,7 +21,6 @@ from oppo_megatron.data.arithmetic import (
     write_dataset,
     wrong_solution,
 )
-from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.rewards.verifiers import verify
 
 LINE = re.compile(r"(\d+)([+-]\d+)=(\d+)")
@@ -70,14 +68,6 @@ def test_lengths_are_long_tailed(seed: int) -> None:
     assert short > 0.7 * len(sample) and max(problem.num_operations for problem in sample) == 24
 
 
-def test_token_lengths_are_long_tailed(five_thousand: list[Problem], tmp_path: Path) -> None:
-    texts = [problem.prompt + problem.solution for problem in five_thousand]
-    train_sentencepiece(texts, tmp_path / "t.model", 280)
-    tokenizer = load_tokenizer(TokenizerConfig(path=tmp_path / "t.model"))
-    median, high = percentiles([len(tokenizer.encode(problem.solution)) + 1 for problem in five_thousand])
-    assert high >= 5 * median
-
-
 def test_wrong_solutions_are_wrong_and_alike(five_thousand: list[Problem]) -> None:
     rng = random.Random(0)
     wrong = [wrong_solution(problem, rng) for problem in five_thousand]
@@ -110,15 +100,6 @@ def test_a_misreport_is_right_work_and_the_result_before_the_last(five_thousand:
         assert verify("arithmetic", text, problem.answer) == 0.0
 
 
-def test_the_flaw_of_the_demonstrations_can_be_chosen(tmp_path: Path) -> None:
-    sizes = DatasetSizes(sft=300, pairs=1, prompts=1, heldout=1)
-    path = write_dataset(tmp_path, 7, sizes, imperfect=0.5, flaw=misreported_solution)["sft"]
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert all(all(check_work(row["completion"])) for row in rows), "no slips, only wrong reports"
-    reports = [re.split(r"=(\d+)\n#### ", row["completion"])[-2:] for row in rows]
-    assert 110 < sum(result == report for result, report in reports) < 190
-
-
 def test_splits_never_meet_and_repeat_by_seed() -> None:
     train = {problem.prompt for seed in (1, 2) for problem in islice(problems(seed, "train"), 3000)}
     heldout = {problem.prompt for seed in (1, 2) for problem in islice(problems(seed, "heldout"), 300)}
@@ -141,12 +122,7 @@ def test_written_files(tmp_path: Path) -> None:
     paths = write_dataset(tmp_path / "one", 7, sizes, imperfect=0.25)
     again = write_dataset(tmp_path / "two", 7, sizes, imperfect=0.25)
     rows = {name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in paths.items()}
-    assert {name: len(values) for name, values in rows.items()} == {
-        "sft": 1000,
-        "pairs": 300,
-        "prompts": 200,
-        "heldout": 100,
-    }
+    assert {name: len(values) for name, values in rows.items()} == {"sft": 1000, "pairs": 300, "prompts": 200, "heldout": 100}
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(f"{name}.jsonl" for name in paths)
     assert all(paths[name].read_bytes() == again[name].read_bytes() for name in paths)
 

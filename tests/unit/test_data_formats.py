@@ -1,4 +1,4 @@
-"""Data sets as they are published: recognised, said in a line, and read alike for `oppo sft`, `oppo rm` and `oppo train`."""
+"""Columns and layouts of data sets: found by name and form, read in every documented way, refused with the setting to change."""
 
 from __future__ import annotations
 
@@ -9,30 +9,119 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import DataConfig, PromptDataConfig
+from oppo_megatron.config.data import KNOWN_NAMES, ColumnsConfig, DataConfig, PromptDataConfig
+from oppo_megatron.data.columns import Table
 from oppo_megatron.data.examples import read_completions, read_pairs, read_prompts
 from oppo_megatron.data.prompts import load_prompts
-from oppo_megatron.data.rows import Quarantine, RowProblems
-from oppo_megatron.data.supervised_rows import load_completions
-from oppo_megatron.errors import DataError
+from oppo_megatron.data.rows import Quarantine, Row, RowProblems
+from oppo_megatron.data.supervised_rows import RowLoader
+from oppo_megatron.errors import ConfigError, DataError
 from tests.support.tokenizers import CharacterTokenizer
 
+USER = {"role": "user", "content": "hi"}
+HELLO = {"role": "assistant", "content": "hello"}
+SO = {"role": "user", "content": "so?"}
+BYE = {"role": "assistant", "content": "bye"}
+NO = {"role": "assistant", "content": "no"}
+SPOKEN = [USER, HELLO, SO, BYE]
+SHARED = [{"from": {"user": "human", "assistant": "gpt"}[turn["role"]], "value": turn["content"]} for turn in SPOKEN]
+CHAT_HEAD = "<user>hi\3\n<assistant>"
+CHAT = f"{CHAT_HEAD}hello\3\n<user>so?\3\n<assistant>"
 HEAD = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
-SAID = [("human", "hi"), ("gpt", "hello"), ("human", "so?"), ("gpt", "bye")]
-SHARED = [{"from": who, "value": text} for who, text in SAID]
-SPOKEN = [{"role": {"human": "user", "gpt": "assistant"}[who], "content": text} for who, text in SAID]
-CHAT = "<user>hi\3\n<assistant>hello\3\n<user>so?\3\n<assistant>"
 
 
-def read(
-    reader: Any, tmp_path: Path, *values: dict[str, Any], **settings: Any
-) -> tuple[list[tuple[str, ...]], Quarantine]:
+def rows_of(*values: dict[str, Any]) -> Table:
+    return Table([Row(i, "f.jsonl", i + 1, value) for i, value in enumerate(values)])
+
+
+def read_all(reader: Any, tmp_path: Path, *values: dict[str, Any], **settings: Any) -> tuple[list[Any], RowProblems]:
+    """Texts of the examples, and the problems that are left to be raised."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
     problems = RowProblems(Quarantine())
     examples = reader(DataConfig(path=path, **settings), CharacterTokenizer(), problems)
+    return [(example.prompt, *example.answers) for example in examples], problems
+
+
+def read(reader: Any, tmp_path: Path, *values: dict[str, Any], **settings: Any) -> tuple[list[Any], Quarantine]:
+    texts, problems = read_all(reader, tmp_path, *values, **settings)
     problems.raise_errors()
-    return [(example.prompt, *example.answers) for example in examples], problems.quarantine
+    return texts, problems.quarantine
+
+
+# --- columns
+
+
+@pytest.mark.parametrize("part", KNOWN_NAMES)
+def test_known_names_in_the_documented_order(part: str) -> None:
+    names = KNOWN_NAMES[part]
+    for i, name in enumerate(names):
+        table = rows_of({later: "x" for later in reversed(names[i:])})
+        assert table.find(part, ColumnsConfig()) == name
+
+
+def test_one_stray_row_does_not_choose_the_column() -> None:
+    table = rows_of({"prompt": "x"}, {"question": "x"}, {"question": "x"})
+    assert table.find("prompt", ColumnsConfig()) == "question"
+
+
+def test_no_column_names_what_there_is_the_setting_and_the_nearest() -> None:
+    with pytest.raises(
+        DataError, match=r"it has: qestion, other.*nearest is 'qestion': set data.columns.prompt=qestion"
+    ):
+        rows_of({"qestion": "x", "other": "y"}).require("prompt", ColumnsConfig())
+    with pytest.raises(DataError, match=r"data.columns.prompt=questio is not a column.*nearest is 'question'"):
+        rows_of({"question": "x"}).require("prompt", ColumnsConfig(prompt="questio"))
+    with pytest.raises(DataError, match=r"it has: zzz\. Set data.columns.chosen"):
+        rows_of({"zzz": "x"}).require("chosen", ColumnsConfig())
+
+
+def test_each_bad_value_is_refused_with_its_reason(tmp_path: Path) -> None:
+    bad = [
+        ({"other": 1}, "missing"),
+        ({"prompt": " \n"}, "empty"),
+        ({"prompt": None}, "empty"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": 5}, "int"),
+        ({"prompt": ["a"]}, "neither text"),
+        ({"prompt": "\ud800"}, "surrogate"),
+        ({"prompt": [{"content": "x"}]}, "no role"),
+        ({"prompt": [{"role": "user"}]}, "no text content"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
+        ({"prompt": [HELLO]}, "nothing before"),
+        ({"prompt": [{"role": "tool", "content": "x"}]}, "no tools here"),
+    ]
+    texts, problems = read_all(read_prompts, tmp_path, {"prompt": "ok"}, *(value for value, _ in bad))
+    assert texts == [("ok",)]
+    with pytest.raises(DataError) as caught:
+        problems.raise_errors()
+    lines = [line for line in str(caught.value).splitlines() if "rows.jsonl:" in line]
+    lines.sort(key=lambda line: int(line.split("rows.jsonl:")[1].partition(":")[0]))
+    for number, (line, (_, reason)) in enumerate(zip(lines, bad, strict=True), start=2):
+        assert f"rows.jsonl:{number}:" in line and reason in line
+
+
+def test_a_missing_column_is_said_once(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "completion": "c"}] + [{"prompt": "p", "other": "c"}] * 40
+    with pytest.raises(DataError) as caught:
+        read(read_completions, tmp_path, *rows)
+    message = str(caught.value)
+    assert message.count("column 'completion' is missing") == 1 and message.count("rows.jsonl:2: ") == 1
+    assert "[and 39 more rows, the last " in message and "rows.jsonl:41]" in message
+    assert message.startswith("40 rows cannot be used:") and "the row has: prompt, other" in message
+
+
+def test_templates_replace_only_their_mark_and_must_have_it(tmp_path: Path) -> None:
+    row, templates = {"question": "{completion}", "answer": "{x}"}, ("{0} {prompt} {}", " {{{completion}}}")
+    texts, _ = read(read_completions, tmp_path, row, prompt_template=templates[0], completion_template=templates[1])
+    assert texts == [("{0} {completion} {}", " {{{x}}}")]
+    with pytest.raises(ConfigError) as caught:
+        read(read_completions, tmp_path, row, prompt_template="Q:", completion_template="{prompt}")
+    assert len(caught.value.problems) == 2
+    assert read(read_prompts, tmp_path, {"prompt": "x"}, completion_template="unused")[0] == [("x",)]
+
+
+# --- layouts: that each command reads the same prompt is proved by test_data_layouts
 
 
 def test_alpaca_joins_the_input(tmp_path: Path) -> None:
@@ -45,21 +134,16 @@ def test_alpaca_joins_the_input(tmp_path: Path) -> None:
     assert texts == [("Add.\n\n1 and 1", "2"), ("Greet.", "Hello."), ("Part.", "Bye.")]
     assert "Alpaca: prompt from 'instruction' and 'input', completion from 'output'" in quarantine.notes[0]
     assert quarantine.first == {"prompt": "Add.\n\n1 and 1", "completion": "2"}
-    assert read(read_prompts, tmp_path, *rows)[0] == [(prompt,) for prompt, _ in texts]
     pair = {"instruction": "Add.", "input": "1 and 1", "chosen": "2", "rejected": "3"}
     assert read(read_pairs, tmp_path, pair)[0] == [("Add.\n\n1 and 1", "2", "3")]
     assert read(read_completions, tmp_path, rows[0], format="columns")[0] == [("Add.", "2")]
-    dolly = {"instruction": "Add.", "context": "1 and 1", "response": "2", "category": "sum"}
-    assert read(read_completions, tmp_path, dolly)[0] == [("Add.\n\n1 and 1", "2")]
 
 
 @pytest.mark.parametrize(
     ("row", "title"),
     [
-        ({"conversations": SHARED}, "ShareGPT: prompt from 'conversations'"),
-        ({"conversations": [{"from": "system", "value": ""}, *SHARED]}, "ShareGPT"),
+        ({"conversations": [{"from": "system", "value": ""}, *SHARED]}, "ShareGPT: prompt from 'conversations'"),
         ({"conversation": SPOKEN, "id": 7}, "chat messages: prompt from 'conversation'"),
-        ({"messages": SPOKEN}, "chat messages: prompt from 'messages'"),
         ({"messages": SHARED}, "ShareGPT: prompt from 'messages'"),
         ({"prompt": "hi", "messages": SPOKEN}, "chat messages: prompt from 'messages'"),
     ],
@@ -68,57 +152,77 @@ def test_dialogues_in_a_column(tmp_path: Path, row: dict[str, Any], title: str) 
     texts, quarantine = read(read_completions, tmp_path, row)
     assert texts == [(CHAT, "bye\3\n")]
     assert title in quarantine.notes[0] and "completion from its last assistant's turn" in quarantine.notes[0]
-    every, _ = read(read_completions, tmp_path, row, turns="all")
-    assert every == [("<user>hi\3\n<assistant>", "hello\3\n"), (CHAT, "bye\3\n")]
+    every, quarantine = read(read_completions, tmp_path, row, turns="all")
+    assert every == [(CHAT_HEAD, "hello\3\n"), (CHAT, "bye\3\n")]
+    assert "completion from each assistant's turn" in quarantine.notes[0]
     if "prompt" not in row:
         assert read(read_prompts, tmp_path, row)[0] == [(CHAT,)]
 
 
-def test_a_system_column_comes_first(tmp_path: Path) -> None:
-    texts, _ = read(read_prompts, tmp_path, {"system": "Be kind.", "conversations": SHARED[:1]})
-    assert texts == [("<system>Be kind.\3\n<user>hi\3\n<assistant>",)]
+@pytest.mark.parametrize(
+    ("reader", "row", "answers"),
+    [
+        (read_prompts, {"prompt": USER}, ()),
+        (read_prompts, {"prompt": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"text": "i"}]}]}, ()),
+        (read_completions, {"prompt": [USER], "completion": [HELLO]}, ("hello\3\n",)),
+        (read_completions, {"prompt": "hi", "completion": [HELLO]}, ("hello\3\n",)),
+        (read_completions, {"prompt": [USER], "response": "hello"}, ("hello\3\n",)),
+        (read_pairs, {"prompt": [USER], "chosen": [HELLO], "rejected": [BYE]}, ("hello\3\n", "bye\3\n")),
+        (read_pairs, {"prompt": "hi", "chosen": [USER, HELLO], "rejected": [USER, BYE]}, ("hello\3\n", "bye\3\n")),
+    ],
+)
+def test_messages_and_text_side_by_side(tmp_path: Path, reader: Any, row: dict[str, Any], answers: tuple[str, ...]) -> None:
+    assert read(reader, tmp_path, row)[0] == [(CHAT_HEAD, *answers)]
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"conversations": SHARED[:3], "chosen": SHARED[3], "rejected": {"from": "gpt", "value": "no"}},
-        {"prompt": SPOKEN[:3], "chosen": SPOKEN[3:], "rejected": [{"role": "assistant", "content": "no"}]},
-        {"chosen": SPOKEN, "rejected": [*SPOKEN[:3], {"role": "assistant", "content": "no"}]},
+        {"prompt": SPOKEN[:3], "chosen": [BYE], "rejected": [NO]},
+        {"chosen": SPOKEN, "rejected": [*SPOKEN[:3], NO]},
         {"chosen": SHARED, "rejected": [*SHARED[:3], {"from": "gpt", "value": "no"}]},
     ],
 )
 def test_preferences_among_messages(tmp_path: Path, row: dict[str, Any]) -> None:
     assert read(read_pairs, tmp_path, row)[0] == [(CHAT, "bye\3\n", "no\3\n")]
     assert read(read_prompts, tmp_path, row)[0] == [(CHAT,)]
-    assert read(read_completions, tmp_path, {**row, "conversations": None} if "prompt" in row else row)[0][-1][-1] in (
-        "bye\3\n", "hello\3\n",
-    )  # fmt: skip
 
 
-def test_ultrafeedback_has_text_and_messages(tmp_path: Path) -> None:
-    answers = {part: [SPOKEN[0], {"role": "assistant", "content": part}] for part in ("chosen", "rejected")}
-    row = {"prompt": "hi", "prompt_id": "7", **answers, "score_chosen": 9.0}
-    head = "<user>hi\3\n<assistant>"
-    assert read(read_pairs, tmp_path, row)[0] == [(head, "chosen\3\n", "rejected\3\n")]
-    assert read(read_completions, tmp_path, row)[0] == [(head, "chosen\3\n")]
-    assert read(read_prompts, tmp_path, row)[0] == [(head,)]
+def test_a_dialogue_that_begins_the_other_still_has_an_answer(tmp_path: Path) -> None:
+    row = {"chosen": [USER, HELLO], "rejected": [USER, HELLO, USER, BYE]}
+    ((prompt, chosen, rejected),) = read(read_pairs, tmp_path, row)[0]
+    assert (prompt, chosen) == (CHAT_HEAD, "hello\3\n")
+    assert rejected.startswith(chosen) and rejected.endswith("bye\3\n")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "prompts"),
+    [
+        ({"chosen": [USER, HELLO], "rejected": [USER]}, "the rejected answer after the common dialogue is empty", [CHAT_HEAD]),
+        ({"chosen": HEAD + " Yes.", "rejected": HEAD}, "the rejected answer after the common dialogue is empty", [HEAD]),
+        ({"chosen": [USER, HELLO, USER, BYE], "rejected": [USER, HELLO, SO, BYE]}, "part at the user's turn 3", []),
+    ],
+)
+def test_dialogues_that_part_where_nothing_is_answered(
+    tmp_path: Path, row: dict[str, Any], reason: str, prompts: list[str]
+) -> None:
+    texts, problems = read_all(read_pairs, tmp_path, row)
+    with pytest.raises(DataError, match=reason):
+        problems.raise_errors()
+    assert texts == [] and read_all(read_prompts, tmp_path, row)[0] == [(prompt,) for prompt in prompts]
 
 
 def test_raw_dialogues(tmp_path: Path) -> None:
     row = {"chosen": HEAD + " Yes.", "rejected": HEAD + " No."}
-    for reader, texts in (
-        (read_prompts, (HEAD,)),
-        (read_completions, (HEAD, " Yes.")),
-        (read_pairs, (HEAD, " Yes.", " No.")),
-    ):
-        found, quarantine = read(reader, tmp_path, row)
-        assert found == [texts] and "rows read as HH dialogues" in quarantine.notes[0]
+    found, quarantine = read(read_pairs, tmp_path, row)
+    assert found == [(HEAD, " Yes.", " No.")] and "rows read as HH dialogues" in quarantine.notes[0]
     every, _ = read(read_completions, tmp_path, row, turns="all")
     assert every == [("\n\nHuman: a\n\nAssistant:", " b"), (HEAD, " Yes.")]
-    assert read(read_pairs, tmp_path, {**row, "prompt": HEAD})[0] == [(HEAD, " Yes.", " No.")]
     with pytest.raises(DataError, match="no completion: column 'chosen' does not end with an assistant's turn"):
         read(read_completions, tmp_path, {**row, "chosen": HEAD + " Yes.\n\nHuman: d"})
+    with pytest.raises(DataError, match="share no dialogue"):
+        read(read_pairs, tmp_path, row, {"chosen": "a b", "rejected": "a c"})
 
 
 def test_dialogues_that_part_early_are_counted_and_kept_whole(tmp_path: Path) -> None:
@@ -128,35 +232,19 @@ def test_dialogues_that_part_early_are_counted_and_kept_whole(tmp_path: Path) ->
     assert texts[0][0] == "\n\nHuman: a\n\nAssistant:" and texts[0][1].endswith("\n\nAssistant: Yes.")
     assert any("1 of 2 pairs part before their last turn" in note for note in quarantine.notes)
     assert any("1 of 2 pairs have the same text as chosen and rejected" in note for note in quarantine.notes)
-    assert read(read_completions, tmp_path, early)[0] == [(HEAD, " Yes.")]
 
 
-def test_an_empty_answer_is_no_fault_of_the_prompt(tmp_path: Path) -> None:
-    row = {"chosen": HEAD + " Yes.", "rejected": HEAD}
-    assert read(read_prompts, tmp_path, row)[0] == [(HEAD,)]
-    assert read(read_completions, tmp_path, row)[0] == [(HEAD, " Yes.")]
-    with pytest.raises(DataError, match="the rejected answer after the common dialogue is empty"):
-        read(read_pairs, tmp_path, row)
+def test_a_completion_must_be_somewhere(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no column for the completion"):
+        read(read_completions, tmp_path, {"prompt": "x"})
+    with pytest.raises(DataError, match="does not end with an assistant"):
+        read(read_completions, tmp_path, {"messages": [USER, HELLO]}, {"messages": [USER]})
 
 
 @pytest.mark.parametrize("name", ["alpaca", "sharegpt", "messages", "hh"])
 def test_a_format_that_does_not_fit_is_refused_with_what_it_needs(tmp_path: Path, name: str) -> None:
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl.*it has: .*question.*data\.|no column for the .*it has: question"
-    ):
+    with pytest.raises(DataError, match=r"rows\.jsonl.*it has: .*question.*data\.|no column for the .*it has: question"):
         read(read_prompts, tmp_path, {"question": "q", "answer": "a"}, format=name)
-
-
-def test_a_missing_column_is_said_once(tmp_path: Path) -> None:
-    rows = [{"prompt": "p", "completion": "c"}] + [{"prompt": "p", "other": "c"}] * 40
-    with pytest.raises(DataError) as caught:
-        read(read_completions, tmp_path, *rows)
-    message = str(caught.value)
-    assert message.count("column 'completion' is missing") == 1 and message.count("rows.jsonl:2: ") == 1
-    assert "[and 39 more rows, the last " in message and "rows.jsonl:41]" in message
-    assert message.startswith("40 rows cannot be used:") and "it has: prompt, other" in message.replace(
-        "the row has", "it has"
-    )
 
 
 @pytest.mark.parametrize(("name", "num_rows", "num_learned"), [
@@ -176,17 +264,28 @@ def test_real_dialogues_compressed(
         for example in examples:
             assert example.prompt.endswith("\n\nAssistant:") and example.prompt.startswith("\n\nHuman:")
             assert all("\n\nHuman:" not in answer for answer in example.answers)
+            if reader is read_pairs:
+                wholes = tuple(example.prompt + answer for answer in example.answers)
+                assert wholes == (example.row.values["chosen"], example.row.values["rejected"])
+
+
+def test_real_prompt_and_response_rows(shared_data: Path) -> None:
+    problems = RowProblems(Quarantine())
+    config = DataConfig(path=shared_data / "sft_dolly_hhrlhf_small.jsonl", bad_rows="quarantine")
+    examples = read_completions(config, CharacterTokenizer(), problems)
+    assert len(examples) + len(problems.quarantine) == 1000
+    assert all(example.answers == (example.row.values["response"],) for example in examples)
 
 
 def test_the_first_row_is_shown_as_it_was_cut(tmp_path: Path) -> None:
     path, quarantine = tmp_path / "rows.jsonl", Quarantine()
     path.write_text('{"prompt": ""}\n{"prompt": "abcdef", "completion": "ghi"}\n')
-    config = DataConfig(path=path, bad_rows="quarantine")
+    config = DataConfig(path=path, bad_rows="quarantine", long_rows="truncate")
     prompts = PromptDataConfig(path=path, max_prompt_tokens=3, long_rows="truncate", bad_rows="quarantine")
     load_prompts(prompts, CharacterTokenizer(), quarantine=quarantine)
     assert quarantine.first == {"prompt": "def"}
-    load_completions(config, CharacterTokenizer(), max_tokens=8, long_rows="truncate", quarantine=quarantine)
+    RowLoader(config, CharacterTokenizer(), 8, quarantine).completions()
     assert quarantine.first == {"prompt": "def"}, "of the first data set that was read"
     quarantine = Quarantine()
-    load_completions(config, CharacterTokenizer(), max_tokens=8, long_rows="truncate", quarantine=quarantine)
+    RowLoader(config, CharacterTokenizer(), 8, quarantine).completions()
     assert quarantine.first == {"prompt": "cdef", "completion": "ghi"}, "cut to 8 tokens, EOS counted"

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import DataConfig, PromptDataConfig, RewardPart
+from oppo_megatron.config.data import DataConfig, PromptDataConfig
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.data.examples import read_completions, read_marked, read_pairs, read_prompts, read_steps
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine, RowProblems

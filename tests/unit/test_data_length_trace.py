@@ -9,11 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
-from oppo_megatron.config.debug import ForcedLengths
-from oppo_megatron.config.forced_limits import LENGTH_DRAW
+from oppo_megatron.config.debug import LENGTH_DRAW, ForcedLengths
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.data.length_trace import LengthTrace, forced_quantile, read_length_trace, trace_problems
 from oppo_megatron.engine.sampler import uniforms
@@ -109,15 +106,6 @@ def test_lengths_are_a_function_of_seed_and_sequence(shared_data: Path) -> None:
     first, again = (Stopping.of(settings, (7,), 3, trace, forced=config[0]) for _ in range(2))
     assert [first.limit(i) for i in range(50)] == [again.limit(i) for i in reversed(range(50))][::-1]
     assert drawn(config, 50, seed=3) != drawn(config, 50, seed=4)
-
-
-@given(counts=st.dictionaries(st.integers(0, 9000), st.integers(0, 40), min_size=1), sixty_fourths=st.integers(0, 63))
-def test_quantiles_against_numpy_on_any_distribution(counts: dict[int, int], sixty_fourths: int) -> None:
-    values = np.repeat(list(counts), list(counts.values()))
-    assume(len(values))
-    trace, u = LengthTrace.of(counts), sixty_fourths / 64  # u times the number of requests is exact
-    assert trace.quantile(u) == np.quantile(values, u, method="inverted_cdf")
-    assert trace.percentile_99 == sorted(values)[-(-99 * len(values) // 100) - 1]
 
 
 def test_both_formats_say_the_same(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import DataConfig, PromptDataConfig, RewardPart, TokenizerConfig
+from oppo_megatron.config.data import DataConfig, PromptDataConfig, TokenizerConfig
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import load_completions, load_pairs, load_steps
+from oppo_megatron.data.supervised_rows import RowLoader
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.rewards.functions import build_reward_functions
@@ -25,39 +26,24 @@ def load(kind: str, path: Path | list[Path], **settings: Any) -> Any:
     if kind == "train":
         return load_prompts(PromptDataConfig(path=path, **settings), tokenizer, quarantine=aside)
     config = DataConfig(path=path, **settings)
+    loader = RowLoader(config, tokenizer, 1000, aside)
     if kind == "prm":
-        return load_steps(config, tokenizer, separator="\n", max_tokens=1000, long_rows="error", quarantine=aside)
-    reader = load_completions if kind == "sft" else load_pairs
-    return reader(config, tokenizer, max_tokens=1000, long_rows="error", quarantine=aside)
+        return loader.steps("\n")
+    return loader.completions() if kind == "sft" else loader.pairs()
 
 
 MISTAKES: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "no prompt column": ("train", [{"text": "a"}], {}, "no column for the prompt .*it has: text. .*data.columns.prompt"),
-    "a near name": ("train", [{"promt": "a"}], {}, "The nearest is 'promt': set data.columns.prompt=promt"),
-    "a column that is set wrongly": ("train", [{"prompt": "a"}], {"columns": {"prompt": "Prompt"}}, "The nearest is 'prompt'"),
-    "no completion": ("sft", [{"prompt": "a"}], {}, "no column for the completion .*None of them can be it: add one"),
     "no rejected": ("rm", [{"prompt": "a", "chosen": "b"}], {}, "no column for the rejected .*it has: prompt, chosen"),
     "rows under a key": ("train", [{"data": [{"prompt": "a"}, {"prompt": "b"}]}], {}, r"jq \.data .*rows\.json"),
-    "empty prompts": ("train", [{"prompt": " "}, {"prompt": "a"}], {}, "1: column 'prompt' is empty.*bad_rows=quarantine"),
     "nothing but empty prompts": ("train", [{"prompt": ""}], {}, r"column 'prompt' is empty\nCorrect them\.$"),
-    "numbers as prompts": ("train", [{"prompt": 5}], {}, "neither text nor a list of messages, but int"),
-    "a list of texts": ("train", [{"prompt": ["a", "b"]}], {}, "neither text nor a list of messages, but list"),
-    "messages without roles": ("train", [{"messages": [{"content": "a"}]}], {}, "has no role .it has: content.; give it role"),
     "an unknown speaker": ("train", [{"conversations": [{"from": "robot", "value": "a"}]}], {}, "from 'robot'; known are human"),
-    "a message without text": ("train", [{"messages": [{"role": "user"}]}], {}, "message 1 of column 'messages' has no text"),
-    "a message with a picture": (
-        "train", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], {}, "has content that is not text"),
-    "an answer alone": ("sft", [{"messages": [REPLY]}], {}, "an assistant's turn and nothing before it"),
-    "a dialogue that ends with a question": ("sft", [{"messages": [USER]}], {}, "does not end with an assistant's turn"),
     "a number as Alpaca's input": (
         "sft", [{"instruction": "a", "input": "x", "output": "b"}, {"instruction": "a", "input": 5, "output": "b"}], {},
         "rows.jsonl:2: column 'input' is not text, but int"),
-    "pairs without a prompt": ("rm", [{"chosen": "a", "rejected": "b"}], {}, "no prompt column, and chosen and rejected share"),
     "text against messages": ("rm", [{"chosen": "a", "rejected": [USER, REPLY]}], {}, "one is text and the other a list"),
     "pairs with nothing in common": (
         "rm", [{"chosen": [USER, REPLY], "rejected": [REPLY, USER]}], {}, "have no beginning in common"),
-    "an empty answer": ("rm", [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant:"}], {},
-                        "the rejected answer after the common dialogue is empty"),
     "no labels": ("prm", [{"prompt": "a", "completions": ["b"]}], {}, "no column for the labels .*it has: prompt, completions"),
     "a text as steps": ("prm", [{"prompt": "a", "completions": "b", "labels": [1]}], {}, "not a list with an item per step"),
     "a number as a step": ("prm", [{"prompt": "a", "completions": ["b", 3], "labels": [1, 0]}], {}, "step 2 .* but int"),
@@ -69,9 +55,6 @@ MISTAKES: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "two lines in a step": (
         "prm", [{"prompt": "a", "completions": ["b\nc", "d"], "labels": [1, 0]}], {},
         "the text has 3 steps by the separator '.n', but the row has 2: .* bad_rows=quarantine|Correct them"),
-    "hh, but Alpaca": ("sft", [{"instruction": "a", "output": "b"}], {"format": "hh"}, "no column for the|not HH dialogues"),
-    "sharegpt, but messages": ("sft", [{"messages": [USER, REPLY]}], {"format": "sharegpt"}, "ShareGPT|no column for the"),
-    "a template without its place": ("sft", [{"prompt": "a", "completion": "b"}], {"prompt_template": "Q"}, "must contain"),
     "a long prompt": ("train", [{"prompt": "a" * 9}], {"max_prompt_tokens": 5}, "9 tokens, more than data.max_prompt_tokens=5"),
     "a long row": ("sft", [{"prompt": "a" * 1000, "completion": "b"}], {}, "have 1002 tokens, more than max_tokens=1000"),
 }  # fmt: skip
@@ -113,17 +96,6 @@ def test_a_verifiers_missing_column_is_said_once_with_the_nearest(tmp_path: Path
     assert said.startswith("50 rows cannot be used:\n") and said.count("no column 'answer'") == 1
     assert "[and 49 more rows, the last " in said and "the nearest is `answer: answers`" in said
     assert said.endswith("Correct them."), "to set all rows aside is no remedy"
-
-
-def test_a_chat_template_that_refuses_is_said_once(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "tool", "content": "x"}]}) + "\n" + '{"prompt": "a"}\n')
-    path.write_text((json.dumps({"messages": [{"role": "tool", "content": "x"}]}) + "\n") * 30)
-    with pytest.raises(
-        DataError, match=r"rows.jsonl:1: no tools here \[and 29 more rows, the last .*rows.jsonl:30\]"
-    ) as caught:
-        load("train", path)
-    assert str(caught.value).count("no tools here") == 1
 
 
 TEMPLATES = {

@@ -10,11 +10,11 @@ import pytest
 
 from oppo_megatron.config.data import DataConfig, TokenizerConfig
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import Marked, load_marked, load_unequal_pairs
+from oppo_megatron.data.supervised_rows import Marked, RowLoader
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import DataError
 
-LOADERS = {"dpo": load_unequal_pairs, "kto": load_marked}
+LOADERS = {"dpo": RowLoader.unequal_pairs, "kto": RowLoader.marked}
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 WANTED = {"prompt": "1+1=", "completion": "2", "label": True}
 UNWANTED = {"prompt": "2+1=", "completion": "4", "label": False}
@@ -33,7 +33,7 @@ def load(
     path, quarantine = folder / "rows.jsonl", Quarantine()
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(path=path, **settings)
-    found = LOADERS[kind](config, tokenizer, max_tokens=most, long_rows=config.long_rows, quarantine=quarantine)
+    found = LOADERS[kind](RowLoader(config, tokenizer, most, quarantine))
     return list(found), quarantine
 
 

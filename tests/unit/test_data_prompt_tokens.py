@@ -12,7 +12,7 @@ from oppo_megatron.config.data import DataConfig, PromptDataConfig, TokenizerCon
 from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import load_completions
+from oppo_megatron.data.supervised_rows import RowLoader
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import ConfigError
 from tests.support.tokenizers import save_byte_level
@@ -80,9 +80,7 @@ def test_answers_to_learn_from_follow_it(directory: Path, tmp_path: Path) -> Non
         rows(tmp_path, {"prompt": "one", "completion": "two"}),
         load_tokenizer(TokenizerConfig(path=directory)),
     )
-    (row,) = load_completions(
-        DataConfig(path=path), tokenizer, max_tokens=64, long_rows="error", quarantine=Quarantine()
-    )
+    (row,) = RowLoader(DataConfig(path=path), tokenizer, 64, Quarantine()).completions()
     assert row.prompt[0] == tokenizer.bos_id and tokenizer.bos_id not in row.completion
 
 

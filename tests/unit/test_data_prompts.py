@@ -17,7 +17,7 @@ from oppo_megatron.clock import ByTime, by_time
 from oppo_megatron.config.data import DataConfig, PromptDataConfig
 from oppo_megatron.data.prompts import PromptRow, PromptSet, PromptStream, epoch_order, load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import load_completions
+from oppo_megatron.data.supervised_rows import Completion, RowLoader
 from oppo_megatron.errors import DataError, RewardError
 from tests.support.tokenizers import CharacterTokenizer
 
@@ -46,7 +46,9 @@ def test_rows_become_prompts_with_their_other_columns(tmp_path: Path) -> None:
 def test_rows_are_told_of_by_time_at_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tick of the clock is 1 s, and each row is met three times: nothing is silent for longer than 5 s."""
     path = write(tmp_path / "p.jsonl", *({"prompt": f"{n}", "completion": "c"} for n in range(10)))
-    completions = partial(load_completions, DataConfig(path=path), TOKENIZER, max_tokens=9, long_rows="error")
+    def completions(quarantine: Quarantine) -> list[Completion]:
+        return RowLoader(DataConfig(path=path), TOKENIZER, 9, quarantine).completions()
+
     for load in (partial(load_prompts, PromptDataConfig(path=path), TOKENIZER), completions):
         told, seconds = list[str](), count()
         load(quarantine=Quarantine(progress=ByTime(told.append, clock=lambda: float(next(seconds)))))  # noqa: B023

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import Steps, batches, load_completions, load_pairs, load_steps, num_batches
+from oppo_megatron.data.supervised_rows import RowLoader, Steps, batches, num_batches
 from oppo_megatron.errors import DataError
 from tests.support.tokenizers import CharacterTokenizer
 
@@ -30,11 +30,17 @@ def write(path: Path, *values: object) -> DataConfig:
     return DataConfig(path=path)
 
 
+def loader(
+    config: DataConfig, max_tokens: int = 100, long_rows: str = "error", quarantine: Quarantine | None = None
+) -> RowLoader:
+    config = config.model_copy(update={"long_rows": long_rows})
+    return RowLoader(config, TOKENIZER, max_tokens, quarantine if quarantine is not None else Quarantine())
+
+
 def completions(
     config: DataConfig, max_tokens: int = 100, long_rows: str = "error", quarantine: Quarantine | None = None
 ):
-    quarantine = quarantine if quarantine is not None else Quarantine()
-    return load_completions(config, TOKENIZER, max_tokens=max_tokens, long_rows=long_rows, quarantine=quarantine)
+    return loader(config, max_tokens, long_rows, quarantine).completions()
 
 
 def test_a_completion_ends_with_one_eos(tmp_path: Path) -> None:
@@ -93,10 +99,9 @@ def test_a_row_that_was_set_aside_is_not_shown(tmp_path: Path) -> None:
 
 def test_pairs(tmp_path: Path) -> None:
     config = write(tmp_path / "p.jsonl", {"prompt": "q", "chosen": "yes", "rejected": "no"})
-    loaded = load_pairs(config, TOKENIZER, max_tokens=5, long_rows="error", quarantine=Quarantine())
-    assert loaded == [(ids("q"), ids("yes") + EOS, ids("no") + EOS)]
+    assert loader(config, 5).pairs() == [(ids("q"), ids("yes") + EOS, ids("no") + EOS)]
     with pytest.raises(DataError, match="5 tokens, more than max_tokens=4"):
-        load_pairs(config, TOKENIZER, max_tokens=4, long_rows="error", quarantine=Quarantine())
+        loader(config, 4).pairs()
 
 
 def test_long_rows_under_each_policy(tmp_path: Path) -> None:
@@ -123,9 +128,7 @@ def test_truncation_keeps_the_prompts_end_and_the_answers_beginning(
     config = write(
         tmp_path_factory.mktemp("cut") / "p.jsonl", {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     )
-    ((cut, *answers),) = load_pairs(
-        config, TOKENIZER, max_tokens=max_tokens, long_rows="truncate", quarantine=Quarantine()
-    )
+    ((cut, *answers),) = loader(config, max_tokens, "truncate").pairs()
     longest = max(len(chosen), len(rejected)) + 1
     assert cut and ids(prompt)[-len(cut) :] == cut
     assert len(cut) == min(len(prompt), max(max_tokens - longest, max_tokens // 2))
@@ -168,17 +171,14 @@ def test_epochs_are_shuffled_apart() -> None:
 
 def test_real_preference_pairs_and_solutions(shared_data: Path) -> None:
     config = DataConfig(path=shared_data / "gsm8k_preference_pairs.jsonl")
-    pairs = load_pairs(config, TOKENIZER, max_tokens=10_000, long_rows="error", quarantine=Quarantine())
+    pairs = loader(config, 10_000).pairs()
     assert len(pairs) == 2426 and all(pair.chosen != pair.rejected for pair in pairs)
     rows = completions(DataConfig(path=shared_data / "gsm8k_train.jsonl", max_rows=50), 10_000)
     assert len(rows) == 50 and all(row.completion[-1:] == EOS for row in rows)
 
 
 def steps(config: DataConfig, max_tokens: int = 100, long_rows: str = "error", quarantine: Quarantine | None = None):
-    quarantine = quarantine if quarantine is not None else Quarantine()
-    return load_steps(
-        config, TOKENIZER, separator="\n", max_tokens=max_tokens, long_rows=long_rows, quarantine=quarantine
-    )
+    return loader(config, max_tokens, long_rows, quarantine).steps("\n")
 
 
 def test_labels_lie_at_the_ends_that_a_policys_response_has(tmp_path: Path) -> None:

@@ -1,13 +1,98 @@
-"""Forced lengths: log-normal, and a function of the seed and the sequence alone."""
+"""The end of responses: texts, found where they are complete first, wherever the borders of tokens lie; forced lengths."""
 
 from __future__ import annotations
 
 import math
+import random
+from pathlib import Path
 from statistics import NormalDist, median, pstdev
 
+import pytest
+
+from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.debug import ForcedLengths
 from oppo_megatron.config.ppo import RolloutConfig
-from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.data.prompt_tokens import require_stop_texts
+from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from oppo_megatron.engine.stopping import Stopping, StopText
+from oppo_megatron.errors import ConfigError
+from tests.support.tokenizers import save_byte_level
+
+TEXTS = [
+    f"Q: {a} plus {b}?\n\nA: the sum  is {a + b}. caf\u00e9 \u65e5\u672c \u2581" for a in range(30) for b in range(30)
+]
+STOPS = ["\n\n", "\nQ:", " is ", "sum  i", "\u00e9", "\u65e5\u672c", "?\n", "12", "a", " ", "the sum  is 1"]
+RARE = ["2 plus", "is 31", "5?", "Q: 2", "m  is 4", "is 5"]
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram", "byte-level"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tokenizer") / "t.model"
+    if request.param == "byte-level":
+        return load_tokenizer(TokenizerConfig(path=save_byte_level(path.parent, TEXTS)))
+    train_sentencepiece(TEXTS, path, 290, model_type=request.param, character_coverage=0.98)
+    return load_tokenizer(TokenizerConfig(path=path))
+
+
+def plain_end(tokenizer: Tokenizer, stops: list[str], response: list[int]) -> int | None:
+    """By decoding everything behind each token."""
+    for count in range(1, len(response) + 1):
+        if any(stop in tokenizer.decode(response[:count]) for stop in stops):
+            return count
+    return None
+
+
+def responses(tokenizer: Tokenizer, draws: random.Random) -> list[int]:
+    """Text as it is encoded, in other borders, and ids of any kind: bytes alone, special tokens, spare rows of an embedding."""
+    ids, size = list[int](), draws.choice([3, 60, 150])
+    while len(ids) < size:
+        text = draws.choice(TEXTS)
+        start = draws.randrange(len(text))
+        ids += tokenizer.encode(text[start : start + draws.randrange(1, 12)])
+        ids += draws.choices(range(tokenizer.vocab_size + 3), k=draws.randrange(3))
+        ids += [tokenizer.eos_id] * (draws.randrange(40) if draws.random() < 0.1 else 0)
+    return ids
+
+
+def test_a_response_ends_with_the_first_token_behind_which_its_text_has_a_stop(tokenizer: Tokenizer) -> None:
+    draws, found, beyond = random.Random(5), 0, 0
+    for _ in range(200):
+        stops, response = draws.sample(draws.choice([STOPS, RARE]), draws.randrange(1, 3)), responses(tokenizer, draws)
+        stopping = Stopping((), 10**6, text=StopText(stops, tokenizer.decode))
+        ends = (n for n in range(1, len(response) + 1) if stopping.reason(response[:n], 10**6) == "stop")
+        end = next(ends, None)
+        assert end == plain_end(tokenizer, stops, response), (stops, response)
+        found += end is not None
+        beyond += end is not None and end > 40
+    assert found > 40 and beyond > 3
+
+
+def test_an_id_counts_before_a_text_and_a_text_before_the_limit() -> None:
+    stopping = Stopping((7, 9), 3, text=StopText(["b"], lambda ids: "".join("abc"[i % 3] for i in ids)))
+    assert stopping.reason([0, 9], 3) == stopping.reason([7], 1) == "eos"
+    assert stopping.reason([0, 0, 1], 3) == "stop"
+    assert stopping.reason([0, 0, 0], 3) == "length"
+    assert stopping.reason([0, 0], 3) is None
+
+
+def test_few_tokens_are_decoded_again() -> None:
+    seen: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        seen.append(len(ids))
+        return "".join(chr(i) for i in ids)
+
+    text, response = StopText(["END"], decode), [ord(c) for c in "a D" * 2000]
+    assert not any(text.ends(response[:count]) for count in range(1, len(response) + 1))
+    assert max(seen) < 40 and sum(seen) < 50 * 2000
+
+
+def test_a_text_that_no_response_can_have_is_refused_with_its_id(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(TokenizerConfig(path=save_byte_level(tmp_path, TEXTS)))
+    require_stop_texts(STOPS, tokenizer, "rollout.stop", "rollout.stop")
+    with pytest.raises(ConfigError, match=rf"'<\|end\|>', which is in no response's text.*\[{tokenizer.eos_id}\]"):
+        require_stop_texts(["<|end|>"], tokenizer, "rollout.stop", "rollout.stop")
+
 
 EOS = 7
 
@@ -34,18 +119,10 @@ def test_forced_lengths_are_log_normal_and_ignore_eos() -> None:
     assert distance < 1.95 / math.sqrt(len(logs))  # Kolmogorov-Smirnov at the level 0.001
 
 
-def test_forced_lengths_stay_within_one_and_the_limit() -> None:
+def test_forced_lengths_stay_within_one_and_the_limit_and_depend_on_seed_and_sequence_only() -> None:
     lengths = [stopping(limit=64, median=20, sigma=3).limit(seq_id) for seq_id in range(500)]
-    assert min(lengths) == 1 and max(lengths) == 64
-    assert len(set(lengths)) > 20
-
-
-def test_forced_lengths_depend_on_seed_and_sequence_only() -> None:
-    first, again = (stopping(median=100, sigma=1), stopping(median=100, sigma=1))
+    assert min(lengths) == 1 and max(lengths) == 64 and len(set(lengths)) > 20
+    first, again, other = (stopping(median=100, sigma=1, seed=seed) for seed in (3, 3, 4))
     assert [first.limit(i) for i in range(50)] == [again.limit(i) for i in reversed(range(50))][::-1]
-    other = stopping(median=100, sigma=1, seed=4)
     assert [first.limit(i) for i in range(50)] != [other.limit(i) for i in range(50)]
-
-
-def test_sigma_zero_makes_all_lengths_equal() -> None:
     assert {stopping(median=12, sigma=0).limit(seq_id) for seq_id in range(20)} == {12}

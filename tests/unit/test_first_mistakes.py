@@ -339,7 +339,7 @@ def test_a_rank_does_not_load_what_it_never_calls() -> None:
 def test_compiling_at_the_first_call_gives_what_compiling_at_once_does() -> None:
     import torch
 
-    from oppo_megatron.mcore.quick_import import compiled_when_called
+    from oppo_megatron.mcore import compiled_when_called
 
     @compiled_when_called(backend="eager", fullgraph=True)
     def inner(x: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,12 @@ from torch._subclasses import FakeTensorMode
 from oppo_megatron.algorithms.supervised_losses import preference_table
 from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.evaluation import Standard
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig
 from oppo_megatron.config.run_rules import heldout_rules
+from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.control.estimates import moments_of, ratios
 from oppo_megatron.data.supervised_rows import describe_seen, split_rows
 from oppo_megatron.errors import DataError
-from oppo_megatron.mcore.layers.vocab_parallel import likeliest_share
-from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.mcore.vocab import VocabShards, likeliest_share
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.heldout import HeldoutLog
 

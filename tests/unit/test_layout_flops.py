@@ -21,11 +21,10 @@ from oppo_megatron.layout.flops import (
     weight_bytes,
 )
 from oppo_megatron.layout.memory import stage_parameters
+from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.layers.attention import PackedPlan
-from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.model import Head, RoleModel, step
 from oppo_megatron.mcore.roles import load_role
-from oppo_megatron.mcore.stage import step
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import ParallelConfig, TrainingLayoutConfig
-from oppo_megatron.config.run import RewardModelConfig, TrainConfig
+from oppo_megatron.config.model import LoraConfig, ParallelConfig, TrainingLayoutConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import RewardModelConfig
 from oppo_megatron.layout.activations import (
     BLOCK_NUMBERS,
     MASK_NUMBERS,
@@ -33,14 +33,9 @@ from oppo_megatron.layout.memory import (
 )
 
 SHAPE: dict[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-}
+    "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "vocab_size": 96,
+}  # fmt: skip
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]))
@@ -50,9 +45,6 @@ def test_every_layer_is_held_once(pp: int, vpp: int) -> None:
     held = [layer for stage in range(pp) for chunk in stage_layers(SHAPE, pp, stage, vpp) for layer in chunk]
     assert sorted(held) == list(range(8))
     assert all(len(stage_layers(SHAPE, pp, stage, vpp)) == vpp for stage in range(pp))
-
-
-def test_virtual_stages_are_dealt_in_turn() -> None:
     assert stage_layers(SHAPE, 2, 1, 2) == [range(2, 4), range(6, 8)]
 
 
@@ -75,12 +67,10 @@ def test_scalar_head_takes_the_place_of_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dp", "sharded", "optimizer"),
-    [("float32", 1, True, 800), ("bfloat16", 1, True, 1200), ("bfloat16", 4, True, 300), ("float32", 4, False, 800)],
+    ("dtype", "dp", "optimizer"), [("float32", 1, 800), ("bfloat16", 1, 1200), ("bfloat16", 4, 300)]
 )
-def test_training_state_by_hand(dtype: str, dp: int, sharded: bool, optimizer: int) -> None:
-    state = training_state(100, dtype, dp, TrainingLayoutConfig(distributed_optimizer=sharded))
-    assert state == Memory(gradients=400, optimizer=optimizer)
+def test_training_state_by_hand(dtype: str, dp: int, optimizer: int) -> None:
+    assert training_state(100, dtype, dp) == Memory(gradients=400, optimizer=optimizer)
 
 
 def test_kv_cache_holds_whole_slots_of_its_budget() -> None:
@@ -152,16 +142,11 @@ def test_float32_on_a_gpu_repeats_keys_and_adapters_keep_the_inputs_of_their_pro
 
 def holdings(on_cpu: bool = False, **changes: Any) -> list[Holding]:
     settings = {
-        "run_dir": "run",
-        "tokenizer": {"path": "tok"},
-        "data": {"path": "rows.jsonl", "max_prompt_tokens": 28},
+        "run_dir": "run", "tokenizer": {"path": "tok"}, "data": {"path": "rows.jsonl", "max_prompt_tokens": 28},
         "placement": {"mode": "colocated", "actor": {"tp": 2, "pp": 2, "dp": 2}},
-        "actor": {"init": SHAPE},
-        "critic": {"init": SHAPE},
-        "rewards": [{"kind": "verifier", "name": "gsm8k"}],
-        "rollout": {"batch_size": 8, "max_response_tokens": 100},
-        "overlap": {"delta": {"initial": 0, "max": 3}},
-    }
+        "actor": {"init": SHAPE}, "critic": {"init": SHAPE}, "rewards": [{"kind": "verifier", "name": "gsm8k"}],
+        "rollout": {"batch_size": 8, "max_response_tokens": 100}, "overlap": {"delta": {"initial": 0, "max": 3}},
+    }  # fmt: skip
     return train_holdings(TrainConfig.model_validate({**settings, **changes}), on_cpu=on_cpu)
 
 
@@ -321,14 +306,9 @@ def test_held_out_answers_have_a_cache_of_their_own() -> None:
 
 def test_a_supervised_model_is_one_role() -> None:
     config = {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "model": {"init": SHAPE}}
-    held = supervised_holdings(
-        RewardModelConfig.model_validate({**config, "batch_size": 9, "parallel": {"pp": 2, "dp": 2}}), on_cpu=True
-    )
-    assert [(h.rank, h.role, h.coords.stage, h.coords.replica) for h in held] == [
-        (0, "model", 0, 0),
-        (1, "model", 0, 1),
-        (2, "model", 1, 0),
-        (3, "model", 1, 1),
-    ]
+    given = RewardModelConfig(**config, batch_size=9, parallel={"pp": 2, "dp": 2})
+    held = supervised_holdings(given, on_cpu=True)
+    found = [(h.rank, h.role, h.coords.stage, h.coords.replica) for h in held]
+    assert found == [(0, "model", 0, 0), (1, "model", 0, 1), (2, "model", 1, 0), (3, "model", 1, 1)]
     assert held[0].batches["rows a replica"] == "5" and held[0].memory.kv_cache == 0
     assert held[0].memory.weights == stage_parameters(SHAPE, 1, 2, 0, scalar=True) * 4

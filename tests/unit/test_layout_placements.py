@@ -78,7 +78,7 @@ def test_a_reference_beside_the_actor() -> None:
     lora = {"lora": {"rank": 2, "alpha": 4}}
     assert shares_weights(configure(placement=placement, actor=lora)), "its weights are the actor's without adapters"
     assert not shares_weights(configure(placement={"actor": {"tp": 2}}, actor=lora))
-    own = {"parallel": {"pp": 2}, "generate": {"dp": 2}} | lora
+    own = {"parallel": {"dp": 2}} | lora
     laid_out = role_placements(configure(placement=placement, actor=own))
     assert laid_out["reference"] == laid_out["actor"] == RolePlacement((0, 1), dp=2), "where the actor decodes"
     elsewhere = role_placements(configure(placement=placement, actor={"ranks": "1-2"}, critic={"ranks": "0"}))
@@ -99,7 +99,7 @@ def test_ranks_and_layouts_of_a_role() -> None:
 def test_training_is_over_the_same_ranks() -> None:
     config = configure(
         placement={"mode": "colocated", "actor": {"tp": 2, "pp": 2}},
-        actor={"generate": {"dp": 4}, "train": {"pp": 1, "dp": 2}},
+        actor={"parallel": {"dp": 4}, "train": {"tp": 2, "pp": 1, "dp": 2}},
         critic={"train": {"vpp": 2}},
     )
     serving, training = role_placements(config), training_placements(config)

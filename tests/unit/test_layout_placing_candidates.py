@@ -171,7 +171,6 @@ def test_nothing_to_choose_from() -> None:
     ("changes", "key"),
     [
         ({"actor": {"init": shape(2), "parallel": {"tp": 2}}}, "actor.parallel is tp 2 x pp 1 x dp 1"),
-        ({"actor": {"init": shape(2), "generate": {"dp": 2}}}, "actor.generate is tp 1 x pp 1 x dp 2"),
         ({"actor": {"init": shape(2), "train": {"dp": 2}}}, "actor.train.dp is 2"),
         ({"critic": {"init": shape(2), "train": {"vpp": 2}}}, "critic.train.vpp is 2"),
         ({"critic": {"init": shape(2), "ranks": "0-1"}}, "critic.ranks is 0-1"),

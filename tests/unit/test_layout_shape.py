@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 from transformers import AutoConfig
 
 from oppo_megatron.config.model import ParallelConfig
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import hf_tensors
 from oppo_megatron.layout.model_shape import ModelShape
@@ -24,80 +25,59 @@ from oppo_megatron.modeldir.headers import check_file, check_weights, tokenizer_
 from oppo_megatron.preflight.validate import check_shared_vocabulary, supervised_problems, train_problems
 
 QWEN: dict[str, Any] = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100,
     "max_position_embeddings": 256,
-}
+}  # fmt: skip
+MISTRAL = {"model_type": "mistral", "architectures": None}
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"num_attention_heads": 6}, "hidden_size 64 does not divide by its 6 attention heads"),
+    ({"num_key_value_heads": 3}, "8 attention heads do not divide by 3 key/value heads"),
+    ({"max_position_embeddings": 255}, "up to 256 tokens are asked for, but the model's longest is 255"),
+    ({"vocab_size": 99}, "vocabulary has 99 entries, but the tokenizer gives ids up to 99"),
+    ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported"),
+    ({"architectures": ["Qwen2VL"]}, "architecture Qwen2VL is not supported"),
+    ({"use_sliding_window": True, "sliding_window": 0}, "`sliding_window` of its config.json is 0"),
+    ({**MISTRAL, "sliding_window": "4k"}, "`sliding_window` of its config.json is '4k'"),
+    ({"use_sliding_window": True, "max_window_layers": -1}, "`max_window_layers` of its config.json is -1"),
+    ({"layer_types": ["full_attention"]}, "for each of its 4 layers"),
+    ({"layer_types": ["sliding_attention"] * 4}, "use_sliding_window is not true"),
+    ({"hidden_size": None}, "`hidden_size` of its config.json is None"),
+    ({"num_hidden_layers": 0}, "`num_hidden_layers` of its config.json is 0"),
+    ({"num_key_value_heads": "x"}, "`num_key_value_heads` of its config.json is 'x'"),
+    ({"max_position_embeddings": -5}, "`max_position_embeddings` of its config.json is -5"),
+    ({"head_dim": 7}, "head_dim is 7"),
+    ({"rms_norm_eps": "tiny"}, "`rms_norm_eps` of its config.json is 'tiny'"),
+    ({"architectures": "Qwen2ForCausalLM"}, "architecture 'Qwen2ForCausalLM' is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but only silu is computed"),
+    ({"attention_bias": True}, "attention_bias is true"),
+    ({"rope_scaling": "yarn"}, "RoPE parameters are 'yarn', but must be a mapping"),
+    ({"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "`factor` of its RoPE parameters"),
+    ({"rope_theta": None}, "`rope_theta` of its RoPE parameters is None"),
+]
 
 
-def test_fitting_shape_has_no_problem() -> None:
-    assert check_shape("actor", QWEN, ParallelConfig(tp=2, pp=4), 256, 100) == []
+@pytest.mark.parametrize(("change", "expected"), MISFITS)
+def test_each_misfit(change: dict[str, Any], expected: str) -> None:
+    problems = check_shape("critic", {**QWEN, **change}, ParallelConfig(), 256, 100)
+    assert len(problems) == 1 and expected in problems[0] and problems[0].startswith("critic: ")
 
 
 @pytest.mark.parametrize(
     ("change", "parallel", "expected"),
     [
-        ({"num_attention_heads": 6}, ParallelConfig(tp=1), "hidden_size 64 does not divide by its 6 attention heads"),
-        ({"num_key_value_heads": 3}, ParallelConfig(tp=1), "8 attention heads do not divide by 3 key/value heads"),
-        ({}, ParallelConfig(tp=4), "2 key/value heads do not divide by tp 4; choose tp from 1, 2"),
-        ({}, ParallelConfig(pp=3), "4 layers do not divide by pp 3; choose pp from 1, 2, 4"),
-        ({"intermediate_size": 129}, ParallelConfig(tp=2), "intermediate_size 129 does not divide by tp 2"),
-        (
-            {"max_position_embeddings": 255},
-            ParallelConfig(),
-            "up to 256 tokens are asked for, but the model's longest is 255",
-        ),
-        ({"vocab_size": 99}, ParallelConfig(), "vocabulary has 99 entries, but the tokenizer gives ids up to 99"),
-        ({"model_type": "mixtral"}, ParallelConfig(), "model_type 'mixtral' is not supported"),
-        ({"architectures": ["Qwen2VL"]}, ParallelConfig(), "architecture Qwen2VL is not supported"),
-        (
-            {"use_sliding_window": True, "sliding_window": 0},
-            ParallelConfig(),
-            "`sliding_window` of its config.json is 0",
-        ),
-        (
-            {"model_type": "mistral", "architectures": None, "sliding_window": "4k"},
-            ParallelConfig(),
-            "`sliding_window` of its config.json is '4k'",
-        ),
-        (
-            {"use_sliding_window": True, "max_window_layers": -1},
-            ParallelConfig(),
-            "`max_window_layers` of its config.json is -1",
-        ),
-        ({"layer_types": ["full_attention"]}, ParallelConfig(), "for each of its 4 layers"),
-        ({"layer_types": ["sliding_attention"] * 4}, ParallelConfig(), "use_sliding_window is not true"),
-        ({"hidden_size": None}, ParallelConfig(), "`hidden_size` of its config.json is None"),
-        ({"num_hidden_layers": 0}, ParallelConfig(), "`num_hidden_layers` of its config.json is 0"),
-        ({"num_key_value_heads": "x"}, ParallelConfig(), "`num_key_value_heads` of its config.json is 'x'"),
-        ({"max_position_embeddings": -5}, ParallelConfig(), "`max_position_embeddings` of its config.json is -5"),
-        ({"head_dim": 7}, ParallelConfig(), "head_dim is 7"),
-        ({"rms_norm_eps": "tiny"}, ParallelConfig(), "`rms_norm_eps` of its config.json is 'tiny'"),
-        ({"architectures": "Qwen2ForCausalLM"}, ParallelConfig(), "architecture 'Qwen2ForCausalLM' is not supported"),
-        ({"hidden_act": "gelu"}, ParallelConfig(), "hidden_act is 'gelu', but only silu is computed"),
-        ({"attention_bias": True}, ParallelConfig(), "attention_bias is true"),
-        ({"rope_scaling": "yarn"}, ParallelConfig(), "RoPE parameters are 'yarn', but must be a mapping"),
-        ({"rope_scaling": {"type": "dynamic"}}, ParallelConfig(), "rope type 'dynamic' is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, ParallelConfig(), "`factor` of its RoPE parameters"),
-        ({"rope_theta": None}, ParallelConfig(), "`rope_theta` of its RoPE parameters is None"),
+        ({}, {"tp": 4}, "2 key/value heads do not divide by tp 4; choose tp from 1, 2"),
+        ({}, {"pp": 3}, "4 layers do not divide by pp 3; choose pp from 1, 2, 4"),
+        ({"intermediate_size": 129}, {"tp": 2}, "intermediate_size 129 does not divide by tp 2"),
     ],
 )
-def test_each_misfit(change: dict[str, Any], parallel: ParallelConfig, expected: str) -> None:
-    problems = check_shape("critic", {**QWEN, **change}, parallel, 256, 100)
-    assert len(problems) == 1 and expected in problems[0] and problems[0].startswith("critic: ")
-
-
-def test_heads_are_also_checked_against_tp() -> None:
-    problems = check_shape("actor", {**QWEN, "num_key_value_heads": 8}, ParallelConfig(tp=3), 1, None)
-    assert any(
-        p.startswith("actor: 8 attention heads do not divide by tp 3; choose tp from 1, 2, 4, 8;") for p in problems
-    )
+def test_sizes_divide_over_a_layout(change: dict[str, Any], parallel: dict[str, int], expected: str) -> None:
+    (problem,) = check_shape("critic", {**QWEN, **change}, ParallelConfig(**parallel), 256, 100)
+    assert expected in problem
+    assert check_shape("actor", QWEN, ParallelConfig(tp=2, pp=4), 256, 100) == []
+    heads = check_shape("actor", {**QWEN, "num_key_value_heads": 8}, ParallelConfig(tp=3), 1, None)
+    assert any(p.startswith("actor: 8 attention heads do not divide by tp 3; choose tp from 1, 2, 4, 8;") for p in heads)
 
 
 def test_windows_are_those_of_transformers() -> None:
@@ -158,7 +138,7 @@ def test_heads_of_checkpoints(architecture: str, scalar: bool, fresh: bool, expe
     assert expected in problems[0] if expected else problems == []
 
 
-def test_classifier_needs_one_label() -> None:
+def test_a_classifier_needs_one_label() -> None:
     config = {**QWEN, "architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}
     assert "2 labels" in check_head("x", config, scalar=True, fresh_head=False)[0]
 
@@ -222,15 +202,12 @@ def test_truncated_weights_are_named(tmp_path: Path, keep: int) -> None:
     assert f"actor: `{file}` is truncated" in check_weights("actor", file.parent)[0]
 
 
-def test_weights_that_are_no_safetensors(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops" + bytes(8))
-    assert "invalid JSON in header" in check_weights("actor", tmp_path)[0]
-
-
-def test_absent_weights(tmp_path: Path) -> None:
+def test_absent_weights_and_such_as_are_no_safetensors(tmp_path: Path) -> None:
     assert "has neither model.safetensors nor" in check_weights("actor", tmp_path)[0]
     (tmp_path / "pytorch_model.bin").touch()
     assert "safe_serialization" in check_weights("actor", tmp_path)[0]
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops" + bytes(8))
+    assert "invalid JSON in header" in check_weights("actor", tmp_path)[0]
 
 
 def test_index_names_a_missing_shard(tmp_path: Path) -> None:
@@ -272,20 +249,12 @@ def problems_of(settings: dict[str, Any]) -> list[str]:
     return train_problems(TrainConfig.model_validate(settings))
 
 
-def test_good_run_passes(train_settings: dict[str, Any]) -> None:
-    assert problems_of(train_settings) == []
-
-
 def test_misfits_of_layout_use_and_vocabulary_come_at_once(train_settings: dict[str, Any]) -> None:
+    assert problems_of(train_settings) == []
     train_settings["rollout"]["max_response_tokens"] = 200
     problems = problems_of({**train_settings, "placement": {"actor": {"tp": 4}}, "runtime": {"kv_cache_mb": 0.01}})
     text = "\n".join(problems)
-    for expected in (
-        "actor: 2 key/value heads",
-        "actor: contexts of up to 328",
-        "critic: contexts",
-        "critic: runtime.kv",
-    ):
+    for expected in ("actor: 2 key/value heads", "actor: contexts of up to 328", "critic: contexts", "critic: runtime.kv"):
         assert expected in text
 
 

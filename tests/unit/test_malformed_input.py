@@ -29,7 +29,7 @@ from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.engine.chunk_codec import HEADER_SIZE, MAGIC, ChunkDecoder, ChunkEncoder
+from oppo_megatron.engine.stream import HEADER_SIZE, MAGIC, ChunkDecoder, ChunkEncoder
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError, StreamError
 from oppo_megatron.layout.shape import check_head, check_model, check_use
 from oppo_megatron.modeldir.headers import check_weights, read_hf_config, tokenizer_vocab_size
@@ -52,7 +52,7 @@ rewards: [{kind: verifier, name: gsm8k}]
 rollout: {batch_size: 8, max_response_tokens: 20, temperature: 0.7}
 ppo: {kl: {coefficient: 0.05}, minibatches: 2}
 overlap: {delta: {rule: fixed, initial: 2, max: 4}}
-guards: {kl_mean: {limit: 10, action: skip}}
+guards: {kl_mean: 10, action: skip}
 placement: {mode: single}
 """
 YAML_BITS = (
@@ -281,21 +281,8 @@ def test_safetensors_headers(tmp_path: Path) -> None:
     length = int.from_bytes(whole[:8], "little")
     header, data = whole[8 : 8 + length], whole[8 + length :]
     bits = (
-        b"F32",
-        b"BF16",
-        b"X",
-        b"-1",
-        b"0",
-        b"[]",
-        b"[2,3]",
-        b"null",
-        b'"a"',
-        b"1e3",
-        b"9" * 30,
-        b"{}",
-        b" ",
-        b"\xff",
-    )
+        b"F32", b"BF16", b"X", b"-1", b"0", b"[]", b"[2,3]", b"null", b'"a"', b"1e3", b"9" * 30, b"{}", b" ", b"\xff",
+    )  # fmt: skip
     path, accepted = tmp_path / "model.safetensors", 0
     variants = [whole[:cut] for cut in range(0, len(whole), 7)]
     variants += [len(h).to_bytes(8, "little") + h + data for h in mutants([header], bits, 200, seed=4)]

@@ -59,13 +59,9 @@ def test_padding_is_sequences_behind_the_batch(lengths: list[int], more: int, lo
     assert int(batch.rows_R.max()) < num_tokens, "no row looks at the padding"
 
 
-def test_tokens_that_do_not_fit_are_our_own_bug() -> None:
-    (batch,) = pack_responses([[1, 2]], [[3, 4]], 10, CPU)
+def test_a_dummy_belongs_to_no_sequence_and_tokens_that_do_not_fit_are_our_own_bug() -> None:
+    dummy, (batch,) = MicroBatch.dummy(CPU), pack_responses([[1, 2]], [[3, 4]], 10, CPU)
+    assert dummy.is_dummy and len(dummy.tokens_T) == sum(dummy.lengths) == 1 and dummy.rows_R.tolist() == [0]
+    assert not batch.is_dummy
     with pytest.raises(AssertionError, match="3 tokens do not fit into 2"):
         batch.padded(2, 8)
-
-
-def test_a_dummy_belongs_to_no_sequence() -> None:
-    dummy = MicroBatch.dummy(CPU)
-    assert dummy.is_dummy and len(dummy.tokens_T) == sum(dummy.lengths) == 1 and dummy.rows_R.tolist() == [0]
-    assert not pack_responses([[1]], [[2]], 10, CPU)[0].is_dummy

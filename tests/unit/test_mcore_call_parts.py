@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.mcore.kv import call_parts
+from oppo_megatron.mcore.kv import cached_plan, call_parts
 from oppo_megatron.mcore.kv.cached_plan import CallPlan
 from oppo_megatron.mcore.kv.call_parts import Part, parts_of
 from oppo_megatron.mcore.kv.dense import KVCache
@@ -70,6 +70,7 @@ def test_parts_attend_as_sequences_one_by_one_do(
     order: list[int], kind: type[SequenceCache], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls over new sequences, over some that go on, and over these alone; in few parts and in many, masked in pieces."""
+    monkeypatch.setattr(cached_plan, "FEW_TOKENS", 0)
     found = [attended(order, kind, window, lambda: None)]
     monkeypatch.setattr(CallPlan, "parts_on", staticmethod(lambda _: True))
     for call, most in ((2**20, 2**25), (1, 2**25), (30, 40), (2**20, 1)):

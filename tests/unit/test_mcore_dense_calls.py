@@ -9,9 +9,8 @@ import torch
 
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
-from oppo_megatron.engine.executor import Executor
+from oppo_megatron.engine.executor import Executor, build_links
 from oppo_megatron.engine.generation import DecodeWorker
-from oppo_megatron.engine.links import build_links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScoringWorker
@@ -46,15 +45,8 @@ def new_rounds(model: RoleModel, device: torch.device, micro_batches: int) -> Ro
     stopping = ByLength(eos_ids=(), max_response_tokens=16)
     decode = DecodeWorker(model, model.new_cache(6), sampling=Sampling(), stopping=stopping)
     score = ScoringWorker("reference", model, model.new_cache(6), temperature=1.0)
-    planner = RoundPlanner(
-        site,
-        "woven",
-        (micro_batches, "auto"),
-        200,
-        32,
-        ActorBook(1, 6, stopping.limit),
-        {"reference": ScoringBook("reference", 1, 6)},
-    )
+    books = ActorBook(1, 6, stopping.limit), {"reference": ScoringBook("reference", 1, 6)}
+    planner = RoundPlanner(site, "woven", (micro_batches, "auto"), 200, 32, *books)
     workers = {"actor": decode, "reference": score}
     executor = Executor(0, workers, build_links(site), 60.0, device, lambda *_: None)
     return RoundRunner(planner, executor, {"actor": 0, "reference": 0}, decode, None, {"reference": score})

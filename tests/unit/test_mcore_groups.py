@@ -71,7 +71,7 @@ def test_groups_used_once_in_the_order_of_making_wait_in_no_circle(
 
 
 @pytest.mark.parametrize("tp,pp,dp", LAYOUTS)
-def test_groups_are_megatrons(monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int) -> None:
+def test_groups_are_megatrons_and_each_rank_knows_its_place(monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int) -> None:
     ranks, found, calls = views(monkeypatch, tp, pp, dp)
     assert len(set(map(tuple, calls.values()))) == 1, (
         "every rank of the world creates the same groups of several in the same order"
@@ -83,11 +83,6 @@ def test_groups_are_megatrons(monkeypatch: pytest.MonkeyPatch, tp: int, pp: int,
         expected = {tuple(members) for members in generator.get_ranks(token)}
         seen = {tuple(sorted(getattr(found[rank].collection, field).ranks)) for rank in ranks}
         assert seen == expected, field
-
-
-@pytest.mark.parametrize("tp,pp,dp", LAYOUTS)
-def test_each_rank_knows_its_place(monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int) -> None:
-    ranks, found, _ = views(monkeypatch, tp, pp, dp)
     for rank in ranks:
         groups, place = found[rank], rank - OFFSET
         assert (groups.tp, groups.pp, groups.dp) == (tp, pp, dp)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oppo_megatron.errors import CapacityError
-from oppo_megatron.mcore.out_of_memory import is_out_of_memory, memory_for, too_many_sequences, too_many_tokens
+from oppo_megatron.mcore.device import is_out_of_memory, memory_for, too_many_sequences, too_many_tokens
 from tests.support.limits import room_for
 
 

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oppo_megatron.mcore.attention import LEAST_PIECE, PackedPlan, binding
 from oppo_megatron.mcore.kv.dense import KVCache
-from oppo_megatron.mcore.layers.attention import PackedPlan
-from oppo_megatron.mcore.layers.windows import LEAST_PIECE, binding
 
 HEADS, GROUPS, DIM, SCALE = 4, 2, 8, 0.4
 LENGTHS = [3 * LEAST_PIECE + 7, 1, LEAST_PIECE + 1, 5]

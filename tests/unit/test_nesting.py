@@ -22,8 +22,8 @@ from oppo_megatron.data.files import file_rows
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError, RewardError
 from oppo_megatron.modeldir.eos import model_eos_ids
 from oppo_megatron.modeldir.headers import read_hf_config, tokenizer_vocab_size, weight_files
-from oppo_megatron.nesting import DEEPEST, DEEPEST_YAML, check_template, read_json, read_yaml
-from oppo_megatron.rewards.protocol import Request, parse_json, read_answer
+from oppo_megatron.nesting import DEEPEST, DEEPEST_YAML, check_template, read_json, read_strict_json, read_yaml
+from oppo_megatron.rewards.protocol import Request, read_answer
 from oppo_megatron.rundir.metrics_log import read_metrics
 from oppo_megatron.serving.app import Refusal, read_message
 from oppo_megatron.train.saving.schema import PPO_STATE, read_state
@@ -172,7 +172,7 @@ def test_every_reader_counts(tmp_path: Path, calls: int) -> None:
     assert "nested" in refused(calls, lambda: read_metrics(tmp_path / "metrics.jsonl"), DataError)
     assert "nested" in refused(calls, lambda: read_answer(deep.encode(), [1]), RewardError)
     assert "nested" in refused(calls, lambda: read_message(Request, deep.encode(), "scores"), Refusal)
-    assert "nested" in refused(calls, lambda: parse_json(deep.encode()), DataError)
+    assert "nested" in refused(calls, lambda: read_strict_json(deep), DataError)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.records import Prompt
 from oppo_megatron.report.comparison import format_table
-from oppo_megatron.rewards.rules.lengths import LengthRule
+from oppo_megatron.rewards.rules.formats import LengthRule
 from tests.support.ppo import Workspace, run_ppo_ranks
 
 SAME: dict[str, Any] = {

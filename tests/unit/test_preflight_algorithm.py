@@ -188,7 +188,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {
-            "algorithm": {"preset": "reinforce_pp"}, "rollout.group_size": 2, "filter": {}, "overlap.backfill": True,
+            "algorithm": {"preset": "reinforce_pp"}, "rollout.group_size": 2, "filter": "reward", "overlap.backfill": True,
             "rollout.top_k": 1,
         },
         "rollout.top_k is 1, at which the responses to a prompt are all the same, and the filter would drop every group",
@@ -201,7 +201,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "ppo.reward_normalization is running, but algorithm.scale whiten divides by",
     ),
     ({"ppo.kl": {"target": 6.0, "coefficient": 0.0}}, "ppo.kl.target is 6, but ppo.kl.coefficient is 0"),
-    ({"algorithm": {"preset": "dapo"}, "guards.kl_mean.limit": 3.0}, "guards.kl_mean.limit is 3, but there is no KL"),
+    ({"algorithm": {"preset": "dapo"}, "guards.kl_mean": 3.0}, "guards.kl_mean is 3, but there is no KL"),
     ({"rewards": [{"kind": "verifier", "name": "gsm8k", "weight": 0.0}]}, "every part of rewards has weight 0"),
     ({"actor.optimizer": {"lr": 1e-5, "min_lr": 1e-6}}, "actor.optimizer.min_lr is 1e-06, but actor.optimizer.decay is constant"),
     ({"ppo.kl": {"mode": "score", "gradient": "reverse"}}, "ppo.kl.gradient is reverse, but ppo.kl.mode score has no gradient"),
@@ -226,11 +226,11 @@ BROKEN += [({"algorithm": {"preset": "online_dpo"}, **changes}, message) for cha
     ({"algorithm.ratio": "sequence"}, "algorithm.ratio is sequence, but algorithm.objective dpo has no ratio"),
     ({"algorithm.scale": "group_std"}, "algorithm.scale is group_std, but a pair has no advantage to be scaled"),
     ({"rollout.temperature": 0.0}, "at which greedy responses to a prompt are all the same, and no pair"),
-    ({"overlong": {"mask": True}}, "overlong.mask is true, but a pair needs both of its responses"),
-    ({"guards.ratio_max.limit": 9.0}, "guards.ratio_max.limit is 9, but algorithm.preset online_dpo has no ratio"),
+    ({"ppo.mask_truncated": True}, "ppo.mask_truncated is true, but a pair needs both of its responses"),
+    ({"guards.ratio_max": 9.0}, "guards.ratio_max is 9, but algorithm.preset online_dpo has no ratio"),
     (
-        {"rollout.temperature": 0.9, "guards.kl_mean.limit": 3.0},
-        "guards.kl_mean.limit is 3, but there is no KL to a reference",
+        {"rollout.temperature": 0.9, "guards.kl_mean": 3.0},
+        "guards.kl_mean is 3, but there is no KL to a reference",
     ),
     (
         {"runtime.micro_batch_tokens": 399},
@@ -240,12 +240,12 @@ BROKEN += [({"algorithm": {"preset": "online_dpo"}, **changes}, message) for cha
 )]  # fmt: skip
 ALLOWED: list[dict[str, Any]] = [
     {"algorithm": {"preset": "reinforce_pp"}, "rollout.temperature": 0.0},
-    {"ppo.reward_normalization": "batch", "ppo.missing_eos_penalty": 0.5},
+    {"ppo.reward_normalization": "batch", "ppo.truncated_score": 0.5},
     {"algorithm.scale": "none", "ppo.reward_normalization": "batch"},
     {"algorithm": {"preset": "remax"}, "ppo.reward_normalization": "running"},
     {"rewards": [{"kind": "verifier", "name": n, "weight": w} for n, w in (("gsm8k", 1.0), ("arithmetic", 0.0))]},
-    {"guards.kl_mean.limit": 3.0},
-    {"algorithm": {"preset": "online_dpo"}, "guards.kl_mean.limit": 3.0},
+    {"guards.kl_mean": 3.0},
+    {"algorithm": {"preset": "online_dpo"}, "guards.kl_mean": 3.0},
 ]
 
 
@@ -354,8 +354,8 @@ def test_ranks_for_scorers_that_there_are_not_are_refused(settings: dict[str, An
         ("online_dpo", {"ppo.kl.mode": "penalty"}),
         ("online_dpo", {"ppo.kl.target": 3.0}),
         ("online_dpo", {"ppo.clip": 0.1}),
-        ("online_dpo", {"overlong.mask": True}),
-        ("online_dpo", {"guards.ratio_max.limit": 3.0}),
+        ("online_dpo", {"ppo.mask_truncated": True}),
+        ("online_dpo", {"guards.ratio_max": 3.0}),
         ("grpo", {"rewards.0.entry_point": "a:b"}),
         ("grpo", {"rewards.0.pattern": "a"}),
     ],

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.derived import describe_batch, most_judged
-from oppo_megatron.config.filtering import FilterConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.preflight.settings import check_train
 from tests.unit.test_preflight_settings import put, settings_without_critic
@@ -29,7 +28,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 def test_dapo_filters_groups_where_backfill_can_replace_them(settings: dict[str, Any]) -> None:
     config = TrainConfig.model_validate(settings)
-    assert config.filter == FilterConfig(metric="reward") and check_train(config) == []
+    assert config.filter == "reward" and check_train(config) == []
     assert most_judged(config) == 20
     assert TrainConfig.model_validate(config.model_dump()) == config, "a resolved file is read as it is"
     for changes in ({"filter": None}, {"overlap": {"backfill": False, "delta": {"initial": 1, "max": 2}}}):
@@ -37,8 +36,8 @@ def test_dapo_filters_groups_where_backfill_can_replace_them(settings: dict[str,
         assert config.filter is None and check_train(config) == []
         assert TrainConfig.model_validate(config.model_dump()) == config
         assert "groups of equal reward are trained, too" in describe_batch(config)
-    given = TrainConfig.model_validate(settings | {"filter": {"metric": "gsm8k"}})
-    assert given.filter == FilterConfig(metric="gsm8k")
+    given = TrainConfig.model_validate(settings | {"filter": "gsm8k"})
+    assert given.filter == "gsm8k"
     assert TrainConfig.model_validate(settings | {"algorithm": {"preset": "gspo"}}).filter is None
 
 
@@ -46,7 +45,7 @@ def test_dapo_brings_the_backfill_that_its_filter_needs(settings: dict[str, Any]
     """Not where it was refused, nor without carried rollouts, which is what backfill fills batches from."""
     bare = {**settings, "overlap": {"delta": {"initial": 1, "max": 2}}}
     config = TrainConfig.model_validate(bare)
-    assert config.overlap.backfill is True and config.filter == FilterConfig() and check_train(config) == []
+    assert config.overlap.backfill is True and config.filter == "reward" and check_train(config) == []
     assert "equal reward" not in describe_batch(config)
     plain = TrainConfig.model_validate(bare | {"filter": None})
     assert plain.overlap.backfill is False and plain.filter is None
@@ -59,23 +58,21 @@ def test_dapo_brings_the_backfill_that_its_filter_needs(settings: dict[str, Any]
     ("changes", "expected"),
     [
         (
-            {"overlap.backfill": False, "filter": {}},
+            {"overlap.backfill": False, "filter": "reward"},
             "filter is set, but overlap.backfill is false, and nothing would take the places",
         ),
         (
-            {"algorithm.preset": "reinforce_pp", "filter": {}},
+            {"algorithm.preset": "reinforce_pp", "filter": "reward"},
             "filter is set, but rollout.group_size is 1, and a response alone is always equally good",
         ),
         (
-            {"filter": {"metric": "gsm8"}},
-            "filter.metric is 'gsm8', but no part of rewards has that name; did you mean `gsm8k`?",
+            {"filter": "gsm8"},
+            "filter is 'gsm8', but no part of rewards has that name; did you mean `gsm8k`?",
         ),
         (
-            {"filter": {"metric": "acc"}},
+            {"filter": "acc"},
             "no part of rewards has that name; choose from reward, gsm8k, tests.e2e.rewards:failing",
         ),
-        ({"overlong.penalty": 0.5}, "overlong.penalty is 0.5, but overlong.buffer is null, and nothing reads it"),
-        ({"overlong.buffer": 101}, "overlong.buffer is 101, but rollout.max_response_tokens is 100"),
     ],
 )
 def test_broken_rule_is_the_one_problem(settings: dict[str, Any], changes: dict[str, Any], expected: str) -> None:
@@ -83,9 +80,3 @@ def test_broken_rule_is_the_one_problem(settings: dict[str, Any], changes: dict[
         put(settings, key, value)
     problems = check_train(TrainConfig.model_validate(settings))
     assert len(problems) == 1 and expected in problems[0], problems
-
-
-def test_unusual_but_right(settings: dict[str, Any]) -> None:
-    for key, value in {"overlong": {"buffer": 100, "penalty": 0.5, "mask": True}}.items():
-        put(settings, key, value)
-    assert check_train(TrainConfig.model_validate(settings)) == []

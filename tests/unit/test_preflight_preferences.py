@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from oppo_megatron.cli.kinds import guess_kind
 from oppo_megatron.config.describe import SUPERVISED
-from oppo_megatron.config.preference import PreferenceConfig
+from oppo_megatron.config.supervised import PreferenceConfig
 from oppo_megatron.layout.holdings import supervised_holdings
 from oppo_megatron.preflight.validate import supervised_problems
 from tests.support.hf import save_tiny

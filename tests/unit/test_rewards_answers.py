@@ -154,22 +154,11 @@ def test_the_table_of_answers(score: float, cases: list[tuple[str, str]]) -> Non
 @pytest.mark.parametrize(
     "response",
     [
-        "10^{10^{10}}",
-        "9" * 100_000,
-        "(" * 50_000,
-        "$" * 50_000,
-        "answer is " * 20_000,
-        "**" * 50_000,
-        r"\boxed{" * 20_000,
-        r"\frac{" * 20_000,
-        "\\" * 50_000,
-        "1," * 50_000,
-        "= 1 " * 20_000,
-        "<answer>" * 20_000,
-        r"\( " * 20_000,
-        "a" + "\n" * 50_000 + "b",
+        "10^{10^{10}}", "9" * 100_000, "(" * 50_000, "$" * 50_000, "answer is " * 20_000, "**" * 50_000,
+        r"\boxed{" * 20_000, r"\frac{" * 20_000, "\\" * 50_000, "1," * 50_000, "= 1 " * 20_000, "<answer>" * 20_000,
+        r"\( " * 20_000, "a" + "\n" * 50_000 + "b",
     ],
-)
+)  # fmt: skip
 def test_a_long_response_is_searched_at_once(response: str) -> None:
     for read in (found_answer, flexible_answer):
         began = time.thread_time()

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.rewards.functions import build_reward_functions, load_entry_point
+from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import ScoreItem
 
 MODULE = """
 import math
 import numpy
-
-constant = 3
 
 class Lengths:
     @staticmethod
@@ -84,14 +81,10 @@ def test_needs_model_only_where_a_part_is_one() -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (math.nan, "finite"),
-        (math.inf, "finite"),
-        (None, "NoneType"),
-        ("1", "str"),
-        ([1.0], "list"),
+        (math.nan, "finite"), (math.inf, "finite"), (None, "NoneType"), ("1", "str"), ([1.0], "list"),
         (10**400, "inf; a reward must be finite"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_finite_number_is_an_error(user_module: str, value: Any, reason: str) -> None:
     rewards = build_reward_functions([python(f"{user_module}:column")])
     with pytest.raises(RewardError, match=rf"sequence 42.*{user_module}:column.*{reason}"):
@@ -128,23 +121,6 @@ def test_rows_are_checked_before_the_run() -> None:
         rewards.check({"answer": "many"})
     with pytest.raises(RewardError, match="sequence 9.*no column 'answer'"):
         rewards.score("", "#### 1", {}, 0.0, 9)
-
-
-def test_entry_points(user_module: str) -> None:
-    found: Callable[..., float] = load_entry_point(f"{user_module}:Lengths.count")
-    assert found("", "abc", {}) == 3.0
-    for entry_point, reason in [
-        ("no_colon", "package.module:function"),
-        (":f", "package.module:function"),
-        ("m:", "package.module:function"),
-        ("a_package_that_is_not_there:f", "cannot be imported.*PYTHONPATH"),
-        (f"{user_module}_broken:f", "cannot be imported.*a_package_that_is_not_there"),
-        (f"{user_module}:absent", "has no 'absent'"),
-        (f"{user_module}:Lengths.absent", "has no 'Lengths.absent'"),
-        (f"{user_module}:constant", "is a int, not a function"),
-    ]:
-        with pytest.raises(ConfigError, match=reason):
-            load_entry_point(entry_point)
 
 
 def test_incomplete_parts_are_all_named() -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import RewardPart
-from oppo_megatron.config.remote import IsolationConfig
+from oppo_megatron.config.rewards import IsolationConfig, RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.isolation import SHOWN_BYTES, IsolatedFunction, Unanswered
@@ -136,17 +135,11 @@ def test_what_it_prints_is_shown_up_to_a_bound(module: str, capfd: pytest.Captur
 @pytest.mark.parametrize(
     ("response", "reason"),
     [
-        ("raise", "KeyError: 'nothing here'"),
-        ("text", r"gave 1.0 \(str\), not a number"),
-        ("huge", "OverflowError"),
-        ("memory", "MemoryError"),
-        ("exit", "ended with exit code 3"),
-        ("segfault", "killed by SIGSEGV"),
-        ("garbage", "which is no answer"),
-        ("forge", "which is no answer"),
-        ("flood", "more than an answer"),
+        ("raise", "KeyError: 'nothing here'"), ("text", r"gave 1.0 \(str\), not a number"), ("huge", "OverflowError"),
+        ("memory", "MemoryError"), ("exit", "ended with exit code 3"), ("segfault", "killed by SIGSEGV"),
+        ("garbage", "which is no answer"), ("forge", "which is no answer"), ("flood", "more than an answer"),
     ],
-)
+)  # fmt: skip
 def test_a_misbehaving_function_is_an_error_and_the_next_call_is_served(
     function: IsolatedFunction, response: str, reason: str
 ) -> None:
@@ -203,7 +196,7 @@ def test_it_ends_with_a_run_that_is_killed_and_so_does_what_it_has_started(modul
 
     code = f"""if True:
         import os
-        from oppo_megatron.config.remote import IsolationConfig
+        from oppo_megatron.config.rewards import IsolationConfig
         from oppo_megatron.rewards.isolation import IsolatedFunction
         function = IsolatedFunction("{module}:behave", {{}}, IsolationConfig(), os.environ)
         print(int(function("", "who", {{}})), flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.cluster.liveness.failures import FOLDER, ended_within, noted
-from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.rules import choices
-from oppo_megatron.rewards.rules.formats import FormatRule
-from oppo_megatron.rewards.rules.lengths import LengthRule
+from oppo_megatron.rewards.rules.formats import FormatRule, LengthRule
 from oppo_megatron.rewards.verifiers import flexible_answer
 
 THINK = r"<think>.*?</think>\s*<answer>.*?</answer>"

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import ReplicaWork
-from oppo_megatron.schedule.planning.replicas import Replicas
+from oppo_megatron.schedule.planning.ledger import ABSENT
+from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Growth
 
@@ -38,12 +39,13 @@ class Fleet:
     slots: int
     replicas: Replicas = field(init=False)
     held: dict[int, Rollout] = field(default_factory=dict)
+    placed: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.replicas = Replicas(self.num_replicas, self.slots)
 
     def on(self, replica: int) -> list[Rollout]:
-        return [r for i, r in self.held.items() if i in self.replicas and self.replicas.of(i) == replica]
+        return [r for i, r in self.held.items() if i in self.placed and self.replicas.of(i) == replica]
 
     def tokens(self, replica: int) -> int:
         return sum(r.num_tokens for r in self.on(replica))
@@ -51,11 +53,13 @@ class Fleet:
     def arrive(self, *new: Rollout) -> list[int]:
         self.held |= {r.seq_id: r for r in new}
         self.replicas.place(list(self.held.values()))
+        self.placed = set(self.held)
         return [self.replicas.of(r.seq_id) for r in new]
 
     def leave(self, seq_id: int) -> None:
         del self.held[seq_id]
-        self.replicas.remove(seq_id)
+        self.placed.remove(seq_id)
+        self.replicas.ledger[REPLICA][self.replicas.ledger.row(seq_id)] = ABSENT
 
 
 @settings(deadline=None, max_examples=200)

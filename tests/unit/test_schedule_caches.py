@@ -49,25 +49,38 @@ def sized(rng: random.Random) -> tuple[Round, Site, dict[str, list[KVBudget]]]:
     return round_, site, {role: [budget() for _ in range(dp)] for role in site.placements}
 
 
-def test_what_sizes_decide_is_found_without_the_schedule_too() -> None:
-    """`require_room` refuses a round where its caches are at fault in every schedule of its shape, and no other round."""
+def overrun(round_: Round, role: str, replica: int, budget: KVBudget) -> bool:
+    """Replay the growths of one cache token by token."""
+    held: dict[int, int] = {}
+    for batch in (*round_.prefill[role][replica], *(round_.decode[replica] if role == "actor" else ())):
+        for growth in batch:
+            if held.setdefault(growth.seq_id, growth.past) != growth.past:
+                return True
+            held[growth.seq_id] += min(growth.new, round_.steps) if batch in round_.decode[replica] else growth.new
+    return budget.others + len(held) > budget.slots or max(held.values()) > budget.max_length
+
+
+def test_rounds_are_refused_exactly_if_a_replay_overruns_a_cache() -> None:
     refused = 0
     for seed in range(300):
         round_, site, budgets = sized(random.Random(seed))
+        bad = {
+            f"the cache of {role} replica {d} "
+            for role, own in budgets.items()
+            for d, budget in enumerate(own)
+            if overrun(round_, role, d, budget)
+        }
         faults = check(build(round_, site), round_, site, budgets)
-        assert {fault.kind for fault in faults} <= {FaultKind.KV}
+        assert {fault.kind for fault in faults} <= {FaultKind.KV} and len(faults) == len(bad)
+        assert all(any(fault.message.startswith(cache) for fault in faults) for cache in bad)
         by_number = {role: dict(enumerate(own)) for role, own in budgets.items()}
-        if not faults:
+        if not bad:
             require_room(round_, by_number)
             continue
         refused += 1
         with pytest.raises(ScheduleError, match="cannot take round 2") as error:
             require_room(round_, by_number)
-        told, caches = (
-            "".join(fault.message for fault in faults),
-            [f"{role} replica {d}" for role in budgets for d in range(2)],
-        )
-        assert {cache for cache in caches if cache in told} <= {cache for cache in caches if cache in str(error.value)}
+        assert all(cache in str(error.value) for cache in bad)
     assert 50 < refused < 250
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.layout.placements import RolePlacement, role_placements
-from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action
-from oppo_megatron.schedule.checking.checker import Fault, check, communicator_faults
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.checking.checker import Fault, check
 from oppo_megatron.schedule.checking.proof import prove, require_provable
 from oppo_megatron.schedule.checking.timeline import coordinates_at, same_action, simulate
 from oppo_megatron.schedule.checking.transport import (
@@ -37,7 +37,7 @@ from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.generators import GENERATORS, one_by_one
 from tests.support.configs import least_config
-from tests.support.schedules import ample_budgets, build, colocated, make_round
+from tests.support.schedules import ample_budgets, make_round
 from tests.unit.test_schedule_components import sites
 from tests.unit.test_schedule_generators import cases
 from tests.unit.test_schedule_mutations import mutate, sound_schedule
@@ -46,14 +46,10 @@ SHAPE = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 128,
     "vocab_size": 256,
 }  # fmt: skip
-A_COMMUNICATOR_A_PAIR = replace(NCCL, communicator=lambda action: frozenset((action.rank, action.peer)))
-"""As if two ranks had one process group for all that they say to each other."""
 
 
 def stuck(schedule: Schedule, site: Site, transport: Transport) -> dict[int, int]:
     """The ranks that do not come to their end, and where: the rules once more, by looking at all ranks until none moves.
-
-    With a communicator a link.
     """
     lists = {rank: schedule.of(rank) for rank in {*schedule.actions, *site.ranks}}
     at, sent, taken, made = dict.fromkeys(lists, 0), Counter[Link](), Counter[Link](), set[Link]()
@@ -196,73 +192,6 @@ def test_first_uses_in_rounds_of_any_layout(site: Site, generator: str, seed: in
     for transport in (COLD, ONE_QUEUE):
         found = simulate(schedule, round_, site, transport=transport).stuck
         assert {rank: each.position for rank, each in found.items()} == stuck(schedule, site, transport)
-
-
-PP2 = colocated((1, 2, 1))
-ROUND = make_round(PP2, steps=2)
-SOUND = build(ROUND, PP2)
-
-
-def edited(*swaps: tuple[str, str], without: str = "", rank: int = 0) -> Schedule:
-    own = [action for action in SOUND.of(rank) if str(action) != without]
-    for one, other in swaps:
-        i, j = (own.index(parse_action(rank, text)) for text in (one, other))
-        own[i], own[j] = own[j], own[i]
-    return Schedule({**SOUND.actions, rank: tuple(own)})
-
-
-def test_two_messages_that_change_places_at_one_end_are_found() -> None:
-    """NCCL would give each to the other: there are no tags to tell them apart."""
-    swapped = edited(("send hidden reward m0 c1 -> 1", "send hidden reward m1 c1 -> 1"))
-    faults = faults_of(swapped, ROUND, PP2, NCCL)
-    assert [
-        fault for fault in faults if fault.kind == "order" and "would get `send hidden reward m1 c1" in fault.message
-    ]
-
-
-def test_a_missing_receive_is_found() -> None:
-    text = "recv hidden reward m0 c1 <- 0"
-    faults = faults_of(edited(without=text, rank=1), ROUND, PP2, NCCL)
-    assert [str(fault.action) for fault in faults if fault.kind == "lost peer"] == ["send hidden reward m0 c1 -> 1"]
-
-
-def test_a_send_on_another_stream_is_found() -> None:
-    text = "send hidden reward m1 c1 -> 1"
-    astray = replace(NCCL, stream=lambda action: "astray" if str(action) == text else action.role)
-    assert faults_of(SOUND, ROUND, PP2, NCCL) == []
-    fault = only(faults_of(SOUND, ROUND, PP2, astray))
-    assert (fault.kind, fault.rank, str(fault.action)) == ("communicator", 0, text)
-    assert "the communicator of `send hidden reward m0 c1 -> 1`, from another stream" in fault.message
-
-
-def test_two_ways_over_one_communicator_are_found() -> None:
-    """Tokens come back while hidden states go on: each end sends before it has received, which NCCL wants grouped."""
-    shared = replace(A_COMMUNICATOR_A_PAIR, stream=lambda action: "one")
-    faults = faults_of(SOUND, ROUND, PP2, shared)
-    assert {fault.kind for fault in faults} == {"communicator"}
-    fault = only(faults)
-    assert "both send first, so group each send with the receive" in fault.message
-    assert fault.action is not None and f"`{fault.action}` meets `" in fault.message
-
-
-def test_messages_of_one_link_that_change_places_meet_on_a_shared_communicator() -> None:
-    """Both ends go through the links in one order; of one link they send and receive different messages."""
-    shared = replace(A_COMMUNICATOR_A_PAIR, stream=lambda action: "one")
-    messages = "critic m0", "critic m1", "reward m0"
-    sends = tuple(parse_action(0, f"send hidden {message} c0 -> 1") for message in messages)
-    receives = tuple(parse_action(1, f"recv hidden {message} c0 <- 0") for message in messages)
-    assert not list(communicator_faults(Schedule({0: sends, 1: receives}), shared))
-    fault = only(list(communicator_faults(Schedule({0: sends, 1: (receives[1], receives[0], receives[2])}), shared)))
-    assert "`send hidden critic m0 c0 -> 1` meets `recv hidden critic m1 c0 <- 0` of rank 1" in fault.message
-
-
-def test_roles_that_share_a_communicator_are_found() -> None:
-    faults = faults_of(SOUND, ROUND, PP2, A_COMMUNICATOR_A_PAIR)
-    assert {fault.rank for fault in faults if "from another stream" in fault.message} == {0, 1}
-
-
-def test_gloo_has_tags_and_lets_a_communicator_be_shared() -> None:
-    assert faults_of(SOUND, ROUND, PP2, replace(A_COMMUNICATOR_A_PAIR, by_order=False)) == []
 
 
 MESSAGES = Site({"actor": RolePlacement((0, 1), pp=2), "reward": RolePlacement((0, 1), pp=2)})

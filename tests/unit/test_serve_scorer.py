@@ -33,13 +33,11 @@ from oppo_megatron.errors import CapacityError, RewardError
 from oppo_megatron.rewards import streaming
 from oppo_megatron.rewards.protocol import Item
 from oppo_megatron.rewards.streaming import ScorerStream, checksum
-from oppo_megatron.serving.app import build_app
-from oppo_megatron.serving.bodies import RequestLimits
+from oppo_megatron.serving.app import RequestLimits, build_app
 from oppo_megatron.serving.model_scorer import ModelScorer, open_reward_model
 from oppo_megatron.serving.stream_app import Extend, Known, Piece, build_stream_app
 from oppo_megatron.serving.stream_scorer import StreamScorer, open_stream_scorer
 from tests.support.hf import save_tiny
-from tests.support.limits import room_for
 from tests.support.ports import held_port
 from tests.support.serving import served_app
 
@@ -125,46 +123,12 @@ def test_a_request_is_of_few_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_caches_that_memory_does_not_hold_are_a_capacity_error(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", "scalar")
-    config = ServeConfig(
-        reward={"checkpoint": tmp_path}, sequences=10**9, max_tokens=64, runtime={"device": "cpu"}
-    )
+    config = ServeConfig(reward={"checkpoint": tmp_path}, sequences=10**9, max_tokens=64, runtime={"device": "cpu"})
     with (
         pytest.raises(CapacityError, match="caches for 1000000000 sequences of 64 tokens.*lower sequences"),
         open_stream_scorer(config),
     ):
         pass
-
-
-def test_a_sequence_of_which_a_part_was_read_when_memory_ran_out_is_read_again(tmp_path: Path) -> None:
-    """The first 4096 tokens attend without a mask; that of the others takes 128 MiB, more than there is, once."""
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    save_tiny(tmp_path, "llama", "scalar", max_position_embeddings=16384, **sizes)
-    runtime = {"device": "cpu", "micro_batch_tokens": 4096}
-    config = ServeConfig(reward={"checkpoint": tmp_path}, sequences=2, max_tokens=16384, runtime=runtime)
-    tokens = torch.randint(1, 64, (8192,), generator=torch.Generator().manual_seed(0)).tolist()
-    calls: list[list[Known]] = []
-    failures: list[str] = []
-
-    with open_stream_scorer(config) as scorer:
-
-        def extend(session: str, pieces: Sequence[Piece]) -> list[Known]:
-            short = len(calls) == 1 and not failures
-            try:
-                with room_for(64) if short else nullcontext():
-                    calls.append(scorer.extend(session, pieces))
-            except RuntimeError as error:
-                failures.append(str(error))
-                raise
-            return calls[-1]
-
-        with served(extend) as address:
-            stream = ScorerStream(StreamConfig(url=address))
-            for seq_id in range(2):
-                stream.offer(seq_id, tokens, final=True)
-                stream.result(seq_id)
-            stream.close()
-    assert len(failures) == 1 and "can't allocate memory" in failures[0]
-    assert calls[1][0].score == calls[0][0].score
 
 
 class Failing(TorchDispatchMode):
@@ -239,10 +203,7 @@ def test_a_slot_that_could_not_be_given_up_is_given_up_later(tmp_path: Path) -> 
     config = ServeConfig(reward={"checkpoint": tmp_path}, sequences=1, max_tokens=64, runtime={"device": "cpu"})
     with open_stream_scorer(config) as scorer:
         whole = Piece(**piece(final=True))
-        with (
-            mock.patch.object(scorer.cache, "close", side_effect=MemoryError),
-            pytest.raises(MemoryError),
-        ):
+        with (mock.patch.object(scorer.cache, "close", side_effect=MemoryError), pytest.raises(MemoryError)):
             scorer.extend("s", [whole])
         first, other = scorer.extend("s", [whole]), scorer.extend("s", [Piece(**piece(2, final=True))])
     assert first[0].score == other[0].score

@@ -20,14 +20,12 @@ from pydantic import SecretStr
 pytest.importorskip("fastapi", reason="fastapi is not installed: it is of the extras `serve` and `test`")
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.config.data import RewardPart
-from oppo_megatron.config.remote import RemoteRewardConfig
+from oppo_megatron.config.rewards import RemoteRewardConfig, RewardPart
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.protocol import Item, ScoreItem
 from oppo_megatron.rewards.remote import RemoteReward
-from oppo_megatron.serving.app import Scorer, build_app
-from oppo_megatron.serving.bodies import RequestLimits
+from oppo_megatron.serving.app import RequestLimits, Scorer, build_app
 from oppo_megatron.serving.scorers import open_scorer
 from oppo_megatron.serving.server import bound_socket
 from tests.support.serving import served_app
@@ -106,45 +104,38 @@ def test_what_is_too_large_is_answered_with_413() -> None:
             for _ in range(100):
                 yield b" " * 1000
 
-        chunked = HTTP.post(
-            f"{address}/score",
-            content=unannounced(),
-            headers={"content-type": "application/json"},
-        )
+        chunked = HTTP.post(f"{address}/score", content=unannounced(), headers={"content-type": "application/json"})
         assert chunked.status_code == 413
 
 
-REFUSED: dict[str, tuple[int, dict[str, str], bytes]] = {
-    "too large": (413, {}, b""),
-    "too large, unannounced": (413, {"transfer-encoding": "chunked"}, b""),
-    "without the token": (401, {"authorization": "Bearer another"}, b""),
-    "not JSON": (415, {"content-type": "text/plain"}, b""),
-    "busy": (429, {}, b""),
-    "broken": (400, {"transfer-encoding": "chunked"}, b"zz\r\n"),
-    "broken headers": (400, {"a b": "c"}, b""),
+REFUSED: dict[str, tuple[int, dict[str, str]]] = {
+    "too large": (413, {}),
+    "too large, unannounced": (413, {"transfer-encoding": "chunked"}),
+    "without the token": (401, {"authorization": "Bearer another"}),
+    "not JSON": (415, {"content-type": "text/plain"}),
+    "busy": (429, {}),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_who_sends_a_body_before_reading_gets_the_answer(what: str) -> None:
     """The client writes 9 MiB and only then reads, as most do: it is neither reset nor kept waiting."""
-    code, headers, extra = REFUSED[what]
+    code, headers = REFUSED[what]
     body = b" " * (9 << 20)
     fields = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json", **headers}
     if "transfer-encoding" not in fields:
         fields["content-length"] = str(len(body))
-    elif not extra:
+    else:
         body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode()
     with served(token=TOKEN, **({"max_waiting": 0} if code == 429 else {})) as address:
         url = httpx.URL(address)
         with socket.create_connection((url.host, url.port), timeout=30) as connection:
-            connection.sendall(b"POST /score HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n" + extra + body)
+            connection.sendall(b"POST /score HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n" + body)
             said = b"".join(iter(lambda: connection.recv(4096), b""))
         assert said.startswith(b"HTTP/1.1 %d" % code) and said.count(b"HTTP/1.1") == 1
-        if code != 400:
-            fields.pop("transfer-encoding", None)
-            assert HTTP.post(f"{address}/score", content=b" " * (9 << 20), headers=fields).status_code == code
+        fields.pop("transfer-encoding", None)
+        assert HTTP.post(f"{address}/score", content=b" " * (9 << 20), headers=fields).status_code == code
 
 
 @pytest.mark.parametrize(

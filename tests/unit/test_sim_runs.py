@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -14,17 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.dry_run import MODEL_70B
-from oppo_megatron.config.forced_limits import ForcedLimits
-from oppo_megatron.config.modes import switched
+from oppo_megatron.config.debug import ForcedLimits
+from oppo_megatron.config.derived import switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.schedule.planning.book import packed
-from oppo_megatron.schedule.planning.ledger import Memo
-from oppo_megatron.schedule.rounds import Fork, Growths
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
-from oppo_megatron.sim.runs import virtual
 from oppo_megatron.sim.runs.lines import metrics_lines
-from oppo_megatron.sim.runs.player import micro_batches, packed_bins, portions
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep
 from tests.support.ordered import OrderedRun
@@ -207,12 +202,34 @@ NEAR = [
 
 
 def furthest(config: TrainConfig, costs: StepCosts = COSTS, count: int = 3) -> float:
-    """By what share of a step laps differ from actions, at most."""
+    """The largest share of a step by which playing units differs from playing actions."""
     pairs = list(
         zip(*(play(config, count, costs, each, endless=True) for each in (VirtualRun, OrderedRun)), strict=True)
     )
-    assert all((laps.seq_ids == actions.seq_ids).all() and laps.clock == actions.clock for laps, actions in pairs)
-    return max(abs(laps.step_s / actions.step_s - 1) for laps, actions in pairs)
+    assert all((units.seq_ids == actions.seq_ids).all() and units.clock == actions.clock for units, actions in pairs)
+    return max(abs(units.step_s / actions.step_s - 1) for units, actions in pairs)
+
+
+MANY = [
+    ((1, 4, 6), None, None, "full"), ((1, 2, 20), None, None, "full"), ((1, 1, 24), None, (2, 2, 6), "sequential"),
+    ((1, 2, 12), (1, 4, 2), None, "full"), ((1, 1, 20), (1, 2, 4), None, "full"),
+]  # fmt: skip
+DEAR = replace(COSTS, actions=Costs(default_prefill=Linear(4e-3, 4e-5), message_s=1e-3))
+"""Scoring fits into the gaps of decoding in part, and messages are slow."""
+
+
+@pytest.mark.parametrize(("actor", "scorer", "reference", "mode"), MANY)
+def test_rounds_of_more_than_16_ranks_are_within_two_percent_of_actions(
+    actor: Layout, scorer: Layout | None, reference: Layout | None, mode: str
+) -> None:
+    own = {} if reference is None else {"parallel": dict(zip(SIZES, reference, strict=True))}
+    changes: dict[str, Any] = {
+        "rollout": {"batch_size": 50, "max_response_tokens": 96},
+        "runtime": {"micro_batch_tokens": 256},
+        "reference": {"init": MODEL_70B, **own},
+    }
+    config = switched(plain(actor=actor, scorer=scorer, **changes), mode)
+    assert furthest(config, DEAR, count=2) < 0.02
 
 
 @pytest.mark.parametrize("mode", ["sequential", "full"])
@@ -249,38 +266,6 @@ def test_rounds_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_ra
             assert furthest(config) < 0.02, (actor, scorer)
 
 
-MANY = [
-    ((1, 4, 6), None, None, "full"), ((2, 2, 10), None, None, "full"), ((1, 2, 20), None, None, "full"),
-    ((1, 1, 24), None, (2, 2, 6), "sequential"), ((1, 2, 12), (1, 4, 2), None, "full"), ((1, 1, 20), (1, 2, 4), None, "full"),
-    ((1, 1, 20), (1, 2, 4), None, "sequential"),
-]  # fmt: skip
-DEAR = replace(COSTS, actions=Costs(default_prefill=Linear(4e-3, 4e-5), message_s=1e-3))
-"""Scoring fits into the gaps of decoding in part, and messages are slow."""
-
-
-@pytest.mark.parametrize(("actor", "scorer", "reference", "mode"), MANY)
-def test_formulas_of_many_ranks_are_within_two_percent_of_actions(
-    actor: Layout, scorer: Layout | None, reference: Layout | None, mode: str
-) -> None:
-    """Of more kinds of ranks than are walked through, all but the output rank's component follow from formulas."""
-    own = {} if reference is None else {"parallel": dict(zip(SIZES, reference, strict=True))}
-    batch = {"batch_size": 50, "max_response_tokens": 96}
-    changes: dict[str, Any] = {
-        "rollout": batch,
-        "runtime": {"micro_batch_tokens": 256},
-        "reference": {"init": MODEL_70B, **own},
-    }
-    config = switched(plain(actor=actor, scorer=scorer, **changes), mode)
-    assert VirtualRun(config, DEAR, lambda _: 1).planner.rank is not None
-    assert furthest(config, DEAR, count=2) < 0.02
-
-
-def test_what_formulas_miss_of_a_component_they_are_taken_to_miss_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two components, each of four replicas of the actor, and scorers in a layout of their own."""
-    monkeypatch.setattr(virtual, "planned_rank", lambda site: site.source)
-    assert furthest(*drawn(118)) < 0.02
-
-
 @pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
 def test_scorers_hear_of_a_chunk_a_message_later(player: type[VirtualRun]) -> None:
     none = Linear(0.0, 0.0)
@@ -288,39 +273,6 @@ def test_scorers_hear_of_a_chunk_a_message_later(player: type[VirtualRun]) -> No
     chunk = {"chunk": {"tokens": 64, "adaptive": False}}
     config = switched(plain(scorer=(1, 1, 1), debug={"forced_lengths": [24.0, 0.0]}, overlap=chunk), "intra")
     assert play(config, 1, costs, player)[0].step_s == pytest.approx(24 * 1e-3 + 1.0)
-
-
-@given(st.lists(st.integers(0, 4), max_size=40), st.integers(1, 5))
-def test_portions_are_those_of_a_plan(homes: Sequence[int], parts: int) -> None:
-    from oppo_megatron.schedule.weaving.cut import even_ends
-
-    found = portions(np.array(homes, dtype=np.int64), 5, parts)
-    for replica in range(5):
-        mine = [place for place, home in enumerate(homes) if home == replica]
-        runs = pairwise(even_ends(len(mine), parts))
-        assert [found[place] for place in mine] == [m for m, (start, end) in enumerate(runs) for _ in range(start, end)]
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 300), st.booleans()), max_size=120),
-    st.sampled_from([1, 4, 41]),
-    st.integers(1, 512),
-)
-def test_micro_batches_are_those_of_a_plan(
-    sequences: Sequence[tuple[int, int, bool]], replicas: int, budget: int
-) -> None:
-    """Few replicas with many sequences are packed one after the other, many with few all at once."""
-    homes, tokens, late = np.array(sequences, dtype=np.int64).reshape(-1, 3).T
-    homes %= replicas
-    grown = np.stack([homes, tokens, tokens // 2, late])
-    found = micro_batches(grown, replicas, packed_bins(grown, replicas, budget))
-    for replica in range(replicas):
-        here = np.flatnonzero(homes == replica)
-        growths = Growths(np.stack([here, 0 * here, tokens[here], tokens[here] // 2]))
-        forks = [Fork(source=-1, target=seq_id, tokens=1) for seq_id in here[late[here] == 1].tolist()]
-        planned = packed(growths, np.arange(len(here)), forks, budget, Memo())
-        own = [sums for sums in found[:, replica].T.tolist() if any(sums)]
-        assert own == [[sum(each.new for each in batch), sum(each.rows for each in batch)] for batch in planned]
 
 
 def test_refused_before_anything_is_played() -> None:

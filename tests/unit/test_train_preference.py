@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oppo_megatron.config.preference import DPOConfig, KTOConfig
+from oppo_megatron.config.supervised import DPOConfig, KTOConfig
 from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.train.reference_pass import (
     LogprobTable,

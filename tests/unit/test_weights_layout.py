@@ -15,7 +15,6 @@ from oppo_megatron.layout.hf_layout import (
     LM_HEAD,
     hf_tensors,
     layout_problems,
-    param_shapes,
     stage_parts,
 )
 from oppo_megatron.layout.model_shape import ModelShape
@@ -131,7 +130,7 @@ def test_every_rank_loads_its_own_cut_and_gives_it_back(saved, model: str, head:
     assert gathered.keys() == untied
 
 
-def test_a_rank_reads_no_more_than_its_own_share(saved) -> None:
+def test_a_rank_reads_no_more_than_its_own_share_and_casts_it(saved) -> None:
     directory, hf = saved("qwen2", "lm")
     source = SafetensorsSource(directory)
     read, sizes = source.read, []
@@ -143,17 +142,11 @@ def test_a_rank_reads_no_more_than_its_own_share(saved) -> None:
 
     source.read = counted
     params = cut_by_hand(hf.state_dict(), hf.config, "lm", 1, 4, 1, 2)
+    module = Params({name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in params.items()})
     place = {"tp_rank": 1, "tp_size": 4, "pp_rank": 1, "pp_size": 2}
-    load_weights(Params(params), read_shape(directory), source, head="lm", **place)
+    load_weights(module, read_shape(directory), source, head="lm", **place)
     assert sum(sizes) == sum(tensor.numel() for tensor in params.values())
-
-
-def test_parameters_are_cast_to_the_dtype_of_the_model(saved) -> None:
-    directory, hf = saved("llama", "lm")
-    expected = cut_by_hand(hf.state_dict(), hf.config, "lm", 0, 1, 0, 1)
-    module = Params({name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in expected.items()})
-    load_weights(module, read_shape(directory), SafetensorsSource(directory), head="lm")
-    assert all(torch.equal(param, expected[name].bfloat16()) for name, param in module.named_parameters())
+    assert all(torch.equal(param, params[name].bfloat16()) for name, param in module.named_parameters())
 
 
 @pytest.mark.parametrize("change", ["unknown", "absent", "shape"])
@@ -240,13 +233,3 @@ def test_tensor_ranks_share_a_vocabulary_that_they_do_not_divide(multiple: int, 
             put_part(param, part, tensor[part.share(rank, tp)])
             found.append(take_part(param, part))
         assert torch.equal(torch.cat(found)[:67], tensor) and not torch.cat(found)[67:].any()
-
-
-def test_parts_fill_each_parameter_exactly_once() -> None:
-    shape = ModelShape.from_hf(tiny_config("qwen3").to_dict())
-    parts = stage_parts(shape, "lm", tp_size=2)
-    covered: dict[str, list[int]] = {}
-    for part in parts:
-        covered.setdefault(part.param, []).extend(i for rows in part.rows for i in range(rows.start, rows.stop))
-    sizes = param_shapes(parts, 2)
-    assert {name: sorted(rows) for name, rows in covered.items()} == {n: list(range(s[0])) for n, s in sizes.items()}

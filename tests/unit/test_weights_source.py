@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.run import SFTConfig
+from oppo_megatron.config.model import LoraConfig, ModelConfig
 from oppo_megatron.config.serve import ServeConfig
+from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import Head, hf_tensors
 from oppo_megatron.layout.lora_layout import adapter_parts
@@ -80,52 +79,74 @@ def test_a_region_is_that_part_of_the_tensor(checkpoints: Path) -> None:
     assert torch.equal(source.read(name, (slice(0, 32), slice(12, 24))), tensors[name][:, 12:24])
 
 
-def test_no_such_directory(tmp_path: Path) -> None:
-    message = refusal(tmp_path / "nowhere")
+def tensor(name: str, size: int = 32, dtype: torch.dtype = torch.float32) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({name: torch.ones(size).to(dtype)})
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def shard(folder: Path, number: int = 1) -> Path:
+    return sorted(folder.glob("*.safetensors"))[number]
+
+
+def moved_in_the_index(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    places = json.loads(path.read_text())["weight_map"]
+    edit(path, weight_map=places | {NORM: min({*places.values()} - {places[NORM]})})
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 123456789\n"
+REFUSED: dict[str, tuple[str, Head, Callable[[Path], object], list[str]]] = {
+    "no config": ("lm", "lm", lambda d: (d / "config.json").unlink(), ["config.json"]),
+    "a broken config": ("lm", "lm", lambda d: (d / "config.json").write_text("{broken"), ["fetch or save it again"]),
+    "a list as config": ("lm", "lm", lambda d: (d / "config.json").write_text("[1, 2]"), ["fetch or save it again"]),
+    "pickled weights": (
+        "lm", "lm", lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), ["pytorch_model.bin", "save_pretrained"],
+    ),
+    "no weights": (
+        "lm", "lm", lambda d: (d / "model.safetensors").unlink(), ["neither model.safetensors nor", "config.json"],
+    ),
+    "a missing shard": ("sharded", "lm", lambda d: shard(d).unlink(), ["model-00002-of-"]),
+    "an index of another shard": ("sharded", "lm", moved_in_the_index, [NORM, "model-00001-of-"]),
+    "a pointer of git-lfs": ("lm", "lm", lambda d: (d / "model.safetensors").write_text(LFS), ["git-lfs"]),
+    "a missing tensor": (
+        "lm", "lm", lambda d: rewrite(d, lambda tensors: tensors.pop(NORM)),
+        [f"{NORM} is missing", "Nearest names: model.layers."],
+    ),
+    "another shape": ("lm", "lm", lambda d: rewrite(d, tensor(NORM, 31)), [f"{NORM} has shape [31], config.json asks for [32]"]),
+    "another config": (
+        "lm", "lm", lambda d: edit(d / "config.json", intermediate_size=64),
+        ["[48, 32], config.json asks for [64, 32]", "and 4 more"],
+    ),
+    "a layer too many": (
+        "lm", "lm", lambda d: edit(d / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
+        ["model.layers.3.input_layernorm.weight has no place"],
+    ),
+    "quantised weights": ("lm", "lm", lambda d: rewrite(d, tensor(NORM, dtype=torch.int8)), ["quantised"]),
+    "a scalar head for an actor": ("scalar", "lm", lambda d: None, ["*ForCausalLM"]),
+    "no head": ("lm", "lm", lambda d: rewrite(d, lambda tensors: tensors.pop("lm_head.weight")), ["lm_head.weight is missing"]),
+    "no scalar head": ("lm", "scalar", lambda d: None, ["fresh_head: true", "score.weight"]),
+    "several labels": (
+        "scalar", "scalar", lambda d: rewrite(d, lambda tensors: tensors.update({"score.weight": torch.ones(2, 32)})),
+        ["[2, 32]", "num_labels 1"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_damaged_or_other_checkpoint_is_refused(checkpoints: Path, name: str) -> None:
+    folder, head, damage, says = REFUSED[name]
+    damage(checkpoints / folder)
+    message = refusal(checkpoints / folder, head)
+    assert all(words in message for words in says), message
+
+
+def test_a_path_without_a_directory_is_refused(checkpoints: Path) -> None:
+    message = refusal(checkpoints / "nowhere")
     assert "nowhere does not exist" in message and "Correct the path" in message
-
-
-def test_a_file_is_not_a_directory(checkpoints: Path) -> None:
     assert "is a file" in refusal(checkpoints / "lm" / "config.json")
-
-
-def test_no_config(checkpoints: Path) -> None:
-    (checkpoints / "lm" / "config.json").unlink()
-    assert "config.json" in refusal(checkpoints / "lm")
-
-
-@pytest.mark.parametrize("text", ["{broken", "[1, 2]"])
-def test_config_that_is_no_mapping(checkpoints: Path, text: str) -> None:
-    (checkpoints / "lm" / "config.json").write_text(text)
-    assert "fetch or save it again" in refusal(checkpoints / "lm")
-
-
-def test_pickled_weights_are_not_loaded(checkpoints: Path) -> None:
-    (checkpoints / "lm" / "model.safetensors").rename(checkpoints / "lm" / "pytorch_model.bin")
-    message = refusal(checkpoints / "lm")
-    assert "pytorch_model.bin" in message and "save_pretrained" in message
-
-
-def test_no_weights_at_all(checkpoints: Path) -> None:
-    (checkpoints / "lm" / "model.safetensors").unlink()
-    message = refusal(checkpoints / "lm")
-    assert "neither model.safetensors nor" in message and "config.json" in message
-
-
-def test_missing_shard_is_named(checkpoints: Path) -> None:
-    shard = sorted((checkpoints / "sharded").glob("*.safetensors"))[1]
-    shard.unlink()
-    assert shard.name in refusal(checkpoints / "sharded")
-
-
-def test_index_that_names_a_tensor_which_its_shard_lacks(checkpoints: Path) -> None:
-    path = checkpoints / "sharded" / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    files = sorted(set(index["weight_map"].values()))
-    index["weight_map"][NORM] = next(file for file in files if file != index["weight_map"][NORM])
-    path.write_text(json.dumps(index))
-    message = refusal(checkpoints / "sharded")
-    assert NORM in message and index["weight_map"][NORM] in message
 
 
 @pytest.mark.parametrize(
@@ -139,60 +160,10 @@ def test_damaged_index(checkpoints: Path, text: str) -> None:
 @pytest.mark.parametrize("keep", [0, 5, 40, -1])
 @pytest.mark.parametrize("which", ["lm", "sharded"])
 def test_truncated_file(checkpoints: Path, which: str, keep: int) -> None:
-    path = sorted((checkpoints / which).glob("*.safetensors"))[-1]
+    path = shard(checkpoints / which, -1)
     path.write_bytes(path.read_bytes()[:keep])
     message = refusal(checkpoints / which)
     assert path.name in message and "truncated" in message and "fetch or save it again" in message
-
-
-def test_git_lfs_pointer(checkpoints: Path) -> None:
-    path = checkpoints / "lm" / "model.safetensors"
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 123456789\n")
-    assert "git-lfs" in refusal(checkpoints / "lm")
-
-
-def test_missing_tensor_is_named_with_its_neighbours(checkpoints: Path) -> None:
-    rewrite(checkpoints / "lm", lambda tensors: tensors.pop(NORM))
-    message = refusal(checkpoints / "lm")
-    assert f"{NORM} is missing" in message and "Nearest names: model.layers." in message
-
-
-def test_wrong_shape_gives_both_shapes(checkpoints: Path) -> None:
-    rewrite(checkpoints / "lm", lambda tensors: tensors.update({NORM: torch.ones(31)}))
-    message = refusal(checkpoints / "lm")
-    assert f"{NORM} has shape [31], config.json asks for [32]" in message
-
-
-def test_config_of_another_model_lists_problems_but_not_all(checkpoints: Path) -> None:
-    path = checkpoints / "lm" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 64}))
-    message = refusal(checkpoints / "lm")
-    assert "[48, 32], config.json asks for [64, 32]" in message and "and 4 more" in message
-
-
-def test_layers_beyond_the_config_are_not_dropped(checkpoints: Path) -> None:
-    path = checkpoints / "lm" / "config.json"
-    content = json.loads(path.read_text()) | {"num_hidden_layers": 3}
-    path.write_text(json.dumps(content | {"layer_types": content["layer_types"][:3]}))
-    assert "model.layers.3.input_layernorm.weight has no place" in refusal(checkpoints / "lm")
-
-
-def test_quantised_weights_are_refused(checkpoints: Path) -> None:
-    rewrite(checkpoints / "lm", lambda tensors: tensors.update({NORM: torch.ones(32, dtype=torch.int8)}))
-    assert "quantised" in refusal(checkpoints / "lm")
-
-
-def test_rotary_frequencies_of_older_checkpoints_are_ignored(checkpoints: Path) -> None:
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    rewrite(checkpoints / "lm", lambda tensors: tensors.update(extra))
-    shape, source = open_weights(ModelConfig(checkpoint=checkpoints / "lm"), "lm")
-    assert check_source(shape, source, "lm") == []
-
-
-def test_an_actor_needs_a_language_model_head(checkpoints: Path) -> None:
-    assert "*ForCausalLM" in refusal(checkpoints / "scalar")
-    rewrite(checkpoints / "lm", lambda tensors: tensors.pop("lm_head.weight"))
-    assert "lm_head.weight is missing" in refusal(checkpoints / "lm")
 
 
 def test_tied_checkpoints_lack_the_head(checkpoints: Path) -> None:
@@ -201,9 +172,6 @@ def test_tied_checkpoints_lack_the_head(checkpoints: Path) -> None:
 
 
 def test_a_causal_lm_becomes_a_reward_model_only_on_request(checkpoints: Path) -> None:
-    message = refusal(checkpoints / "lm", "scalar")
-    assert "fresh_head: true" in message and "score.weight" in message
-
     def head(seed: int) -> torch.Tensor:
         config = ModelConfig(checkpoint=checkpoints / "lm", fresh_head=True, init_seed=seed)
         shape, source = open_weights(config, "scalar")
@@ -220,12 +188,6 @@ def test_fresh_head_keeps_the_body_and_a_head_that_is_there(checkpoints: Path) -
     stored = load_file(checkpoints / "scalar" / "model.safetensors")
     _, source = open_weights(ModelConfig(checkpoint=checkpoints / "scalar", fresh_head=True), "scalar")
     assert torch.equal(source.read("score.weight", (slice(0, 1), slice(0, 32))), stored["score.weight"])
-
-
-def test_a_classifier_of_several_labels_is_no_reward_model(checkpoints: Path) -> None:
-    rewrite(checkpoints / "scalar", lambda tensors: tensors.update({"score.weight": torch.ones(2, 32)}))
-    message = refusal(checkpoints / "scalar", "scalar")
-    assert "[2, 32]" in message and "num_labels 1" in message
 
 
 def both_refuse(directory: Path, head: Head, **config: object) -> str:
@@ -245,10 +207,6 @@ def both_refuse(directory: Path, head: Head, **config: object) -> str:
     for sentence in re.findall(r"  - (.*)", late)[:3]:
         assert sentence in early
     return late
-
-
-def tensor(name: str, size: int = 32, dtype: torch.dtype = torch.float32) -> Callable[[dict[str, torch.Tensor]], None]:
-    return lambda tensors: tensors.update({name: torch.ones(size).to(dtype)})
 
 
 DROPPED = {
@@ -297,7 +255,8 @@ def test_a_score_bias_is_not_dropped(checkpoints: Path) -> None:
 @pytest.mark.parametrize("extra", ["rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"])
 def test_tensors_that_follow_from_others_are_ignored(checkpoints: Path, extra: str) -> None:
     rewrite(checkpoints / "lm", tensor(f"model.layers.0.self_attn.{extra}", 2))
-    open_weights(ModelConfig(checkpoint=checkpoints / "lm"), "lm")
+    shape, source = open_weights(ModelConfig(checkpoint=checkpoints / "lm"), "lm")
+    assert check_source(shape, source, "lm") == []
     rewrite(checkpoints / "scalar", lambda tensors: tensors.update({"lm_head.weight": torch.ones(64, 32)}))
     open_weights(ModelConfig(checkpoint=checkpoints / "scalar"), "scalar")
 

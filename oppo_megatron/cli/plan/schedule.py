@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     )
     schedule = _read(args.source) if args.source else shown.schedule
     timeline = simulate(schedule, shown.round, shown.site, costs, transport)
-    faults = check_timeline(schedule, shown.round, shown.site, shown.budgets, timeline, transport)
+    faults = check_timeline(schedule, shown.round, shown.site, shown.budgets, timeline)
     if args.text:
         print(schedule.text())
     title = _title(shown, args)

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
     """Return every mode of `modes` with every value of `sweeps` ("a.b=1,2").  Raises ConfigError."""
-    from oppo_megatron.config.modes import MODES
+    from oppo_megatron.config.derived import MODES
     from oppo_megatron.errors import ConfigError
 
     names = [None] if modes is None else [name.strip() for name in modes.split(",")]
@@ -130,7 +130,7 @@ def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
     """Return the checked configuration of a variant.  Raises ConfigError."""
     from oppo_megatron.cli.plan.task import check_lengths
     from oppo_megatron.cli.run import load_train
-    from oppo_megatron.config.modes import switched
+    from oppo_megatron.config.derived import switched
     from oppo_megatron.errors import ConfigError
 
     config = load_train(args.config, [*args.overrides, *forced_lengths(args), *variant.overrides], inputs=False)
@@ -148,7 +148,7 @@ def _costs(args: argparse.Namespace, config: TrainConfig) -> StepCosts:
     from oppo_megatron.cli.plan.task import forced_limits
     from oppo_megatron.sim.clusters.reading import read_cluster
     from oppo_megatron.sim.pricing.prices import seen_by
-    from oppo_megatron.sim.runs.sources import built_in_costs, cluster_costs, file_costs, run_costs
+    from oppo_megatron.sim.runs.step_costs import built_in_costs, cluster_costs, file_costs, run_costs
 
     tokens, limits = prompt_tokens(args, config), forced_limits(config)
     if args.cluster is not None:
@@ -163,7 +163,7 @@ def _costs(args: argparse.Namespace, config: TrainConfig) -> StepCosts:
 def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, costs: StepCosts) -> Simulated:
     from oppo_megatron.cli.plan.task import forced_limits
     from oppo_megatron.sim.runs.lines import metrics_lines
-    from oppo_megatron.sim.runs.sources import describe, run_signals
+    from oppo_megatron.sim.runs.step_costs import describe, run_signals
     from oppo_megatron.sim.runs.virtual import VirtualRun
 
     endless, limits = config.steps is None or args.steps > config.steps, forced_limits(config)

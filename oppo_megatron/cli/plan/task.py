@@ -47,7 +47,7 @@ def given_settings(args: argparse.Namespace, cluster: Cluster) -> list[str]:
 
 def forced_limits(config: TrainConfig) -> Callable[[int], int] | None:
     """Return the length limit of each response as a run forces it; None if all have the maximum length."""
-    from oppo_megatron.config.forced_limits import ForcedLimits
+    from oppo_megatron.config.debug import ForcedLimits
     from oppo_megatron.data.length_trace import forced_quantile
 
     forced, most = config.debug.lengths, config.rollout.max_response_tokens
@@ -86,7 +86,7 @@ def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:
         role = tree.get(name)
         if not isinstance(role, Mapping):
             continue
-        yield from (f"{name}.{key}=null" for key in ("ranks", "parallel", "generate") if role.get(key) is not None)
+        yield from (f"{name}.{key}=null" for key in ("ranks", "parallel") if role.get(key) is not None)
         train = role.get("train")
         if isinstance(train, Mapping):
             yield from (f"{name}.train.{key}=null" for key in ("tp", "pp", "dp") if train.get(key) is not None)

@@ -1,15 +1,9 @@
-"""Attention of a call's tokens to cached positions: the common part of dense and paged caches.
-
-Legend: T packed tokens of a call, S sequences of the call, C longest chunk of the call, B rows of a decode step, G key/value
-heads of this rank, N query heads, R query heads per key/value head, L cached positions, D head dimension, X = R + 2 (query
-heads, key, value).
-"""
+"""Attention of a call's tokens to cached positions: the common part of dense and paged caches."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -17,27 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.mcore.cpu.cpu_attention import CALL_NUMBERS, stretches
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.kv.call_parts import PartsOfCall, beyond_mask, hidden_keys, parts_of
-from oppo_megatron.mcore.layers.rope import apply_rope
-from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
+from oppo_megatron.mcore.attention import WindowedAttention, apply_rope, binding
+from oppo_megatron.mcore.cpu import CALL_NUMBERS, stretches
+from oppo_megatron.mcore.device import on_device
+from oppo_megatron.mcore.kv.call_parts import Part, PartsOfCall, beyond_mask, parts_of
 
 FEW_TOKENS = 48
-"""New tokens a sequence, on average, below which a CPU attends for all sequences of a call at once: padding is then little,
-and calls are many."""
+"""New tokens a sequence, on average, below which a CPU attends for all sequences at once: there is little padding."""
 
 
 class Cache(Protocol):
-    """Interface of a cache for a plan: rotary tables (cosine, sine), type and device."""
-
     rope: tuple[Tensor, Tensor]
     dtype: torch.dtype
     device: torch.device
 
 
 class CachedPlan(ABC):
-    """An `AttentionPlan` that continues sequences from their cache.  Made once per call, used by every layer."""
+    """An `AttentionPlan` that continues sequences from their cache, for one call of all layers."""
 
     qkv_format = "thd"
 
@@ -54,7 +44,6 @@ class CachedPlan(ABC):
         return self._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
 
     def attend_grouped(self, layer: int, qkv_TGXD: Tensor, window: int | None = None) -> Tensor:
-        """As `attend`, for queries, keys and values in one tensor: X = the group's query heads, the key, the value."""
         cos, sin = self.cos_T1D.unsqueeze(1), self.sin_T1D.unsqueeze(1)
         qk_TGXD = apply_rope(qkv_TGXD[:, :, :-1], cos, sin).to(qkv_TGXD.dtype)
         scale = qkv_TGXD.shape[-1] ** -0.5
@@ -76,7 +65,7 @@ class CallPlan(CachedPlan):
         self.longest = max(p + n for p, n in zip(past, lens, strict=True))
         self._dtype, self._device = cache.dtype, cache.device
         # By window, made in the first layer that has it.
-        self._together: dict[int | None, list[_Together]] = {}
+        self._steps: dict[int | None, list[tuple[slice, slice, Tensor | None]]] = {}
         self._parts: dict[int | None, PartsOfCall] = {}
         self.slots_S, self.past_S, self.lens_S = on_device([slots, past, lens], cache.device).unbind(0)
         if self.decode:
@@ -89,7 +78,6 @@ class CallPlan(CachedPlan):
 
     @cached_property
     def row_T(self) -> Tensor:
-        """Index of each token's sequence in the call."""
         number_S = torch.arange(len(self.lens), device=self._device)
         return number_S if self.decode else torch.repeat_interleave(number_S, self.lens_S, output_size=sum(self.lens))
 
@@ -98,15 +86,15 @@ class CallPlan(CachedPlan):
     ) -> Tensor:
         k_SGLD, v_SGLD = self._extend(layer, k_TGD, v_TGD)
         window = binding(window, self.longest)
-        if not self.decode and self.parts_on(self._device):
-            return self._attend_in_parts(q_TGRD, k_SGLD, v_SGLD, scale, window)
-        if self._device.type == "cpu" and sum(self.lens) >= FEW_TOKENS * len(self.lens):
+        if self.decode:
+            return self._attend_last(q_TGRD, k_SGLD, v_SGLD, scale, window)
+        if not self.parts_on(self._device) and sum(self.lens) >= FEW_TOKENS * len(self.lens):
             return self._attend_each(q_TGRD, k_SGLD, v_SGLD, scale, window)
-        return self._attend_together(q_TGRD, k_SGLD, v_SGLD, scale, window)
+        return self._attend_in_parts(q_TGRD, k_SGLD, v_SGLD, scale, window)
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v.  Returns all cached keys and values of the call's sequences, each [S, G, longest, D]."""
+        """Cache k and v. Returns all cached keys and values of the call's sequences, each [S, G, longest, D]."""
 
     def _stretches(self, cached_SGLD: Tensor) -> list[slice]:
         """Sequences that attend together: on a CPU neighbours of similar length, elsewhere all."""
@@ -118,7 +106,6 @@ class CallPlan(CachedPlan):
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:
-        """Mask [C, L] of each sequence, 0 or minus infinity; None if all its tokens are new."""
         return [
             torch.full((new, past + new), -torch.inf, dtype=self._dtype).triu_(past + 1) if past else None
             for past, new in zip(self.past, self.lens, strict=True)
@@ -129,7 +116,6 @@ class CallPlan(CachedPlan):
         return WindowedAttention(self._dtype, self._device)
 
     def _attend_each(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend sequence by sequence, without padding and invisible positions."""
         q_NTD, outputs, first = q_TGRD.flatten(1, 2).transpose(0, 1), [], 0
 
         def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -152,7 +138,6 @@ class CallPlan(CachedPlan):
 
     @staticmethod
     def parts_on(device: torch.device) -> bool:
-        """True if sequences with several new tokens attend in parts."""
         return device.type != "cpu"
 
     def _attend_in_parts(
@@ -161,77 +146,39 @@ class CallPlan(CachedPlan):
         parts = self._parts.get(window)
         if parts is None:
             repeat = q_TGRD.shape[2]
-            of_call = parts_of(self.past, self.lens, repeat, window)
+            if self.parts_on(self._device):
+                of_call = parts_of(self.past, self.lens, repeat, window)
+            else:
+                of_call = [
+                    Part(rows, slice(0, max(self.lens[rows])), self._keys(rows, window), window, causal=False)
+                    for rows in self._stretches(k_SGLD)
+                ]
             places = self.row_T, self.col_T
-            parts = PartsOfCall(of_call, self.lens, self.past_S, places, repeat, self._dtype)
-            self._parts[window] = parts
+            parts = self._parts[window] = PartsOfCall(of_call, self.lens, self.past_S, places, repeat, self._dtype)
         return parts.attend(q_TGRD, k_SGLD, v_SGLD, scale)
 
-    def _attend_together(
-        self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        """Attend with few new tokens per sequence: many sequences in a call, up to the longest."""
-        parts = self._together.get(window)
-        if parts is None:
-            parts = [self._padded(rows, q_TGRD.shape[2], window) for rows in self._stretches(k_SGLD)]
-            self._together[window] = parts
+    def _attend_last(self, q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
+        steps = self._steps.get(window)
+        if steps is None:
+            steps = self._steps[window] = []
+            for rows in self._stretches(k_SGLD):
+                keys, past = self._keys(rows, window), self.past[rows]
+                alike = min(past) == max(past)
+                mask = None if alike else beyond_mask(self.past_S[rows], keys, self._dtype, window)
+                steps.append((rows, keys, mask))
         outputs = [
-            part.attend(q_TGRD[part.tokens], k_SGLD[part.rows, :, part.keys], v_SGLD[part.rows, :, part.keys], scale)
-            for part in parts
+            attend_one(q_SGRD[rows], k_SGLD[rows, :, keys], v_SGLD[rows, :, keys], mask, scale) for rows, keys, mask in steps
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _padded(self, rows: slice, repeat: int, window: int | None) -> _Together:
-        """Pad to the longest chunk; `repeat`: query heads per key head."""
+    def _keys(self, rows: slice, window: int | None) -> slice:
         past, lens = self.past[rows], self.lens[rows]
-        reach = max(p + n for p, n in zip(past, lens, strict=True))
-        keys = slice(0 if window is None else max(0, min(past) + 1 - window), reach)
-        if self.decode:
-            alike = min(past) == max(past)
-            mask = None if alike else beyond_mask(self.past_S[rows], keys, self._dtype, window)
-            return _Together(rows, rows, keys, mask)
-        first = sum(self.lens[: rows.start])
-        tokens = slice(first, first + sum(lens))
-        position_SC = self.past_S[rows, None] + torch.arange(max(lens), device=self._device)
-        visible_SCL = ~hidden_keys(position_SC, keys, window)
-        mask = visible_SCL[:, None].repeat(1, 1, repeat, 1)
-        return _Together(rows, tokens, keys, mask, (self.row_T[tokens] - rows.start, self.col_T[tokens]))
-
-
-@dataclass(frozen=True)
-class _Together:
-    """Neighbouring sequences of a call that attend together, to the cached positions `keys`.
-
-    `places` are sequence and column of each token, if sequences have several new ones.
-    """
-
-    rows: slice
-    tokens: slice
-    keys: slice
-    mask: Tensor | None
-    places: tuple[Tensor, Tensor] | None = None
-
-    def attend(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
-        """-> [T, N * D].  Only queries are padded to the longest chunk, and only here."""
-        if self.places is None or self.mask is None:
-            return attend_one(q_TGRD, k_SGLD, v_SGLD, self.mask, scale)
-        num_seqs, groups, _, dim = k_SGLD.shape
-        repeat = q_TGRD.shape[2]
-        chunk = self.mask.shape[2] // repeat
-        q_SCGRD = q_TGRD.new_zeros(num_seqs, chunk, groups, repeat, dim)
-        q_SCGRD[self.places] = q_TGRD
-        q_SGQD = q_SCGRD.permute(0, 2, 3, 1, 4).reshape(num_seqs, groups, repeat * chunk, dim)
-        out = F.scaled_dot_product_attention(q_SGQD, k_SGLD, v_SGLD, attn_mask=self.mask, scale=scale)
-        out_SCGRD = out.view(num_seqs, groups, repeat, chunk, dim).permute(0, 3, 1, 2, 4)
-        return out_SCGRD[self.places].reshape(len(q_TGRD), -1)
+        first = 0 if window is None else max(0, min(past) + 1 - window)
+        return slice(first, max(p + n for p, n in zip(past, lens, strict=True)))
 
 
 class StepPlan(CachedPlan):
-    """One new token per row, at positions known only to the device; all shapes are fixed.
-
-    `reach` bounds the positions that are attended to.  It consists of device operations alone, so it can be captured in a CUDA
-    graph and replayed with other numbers in `position_B`.
-    """
+    """One new token per row, at positions known only to the device, below `reach`, for captured and replayed steps."""
 
     def __init__(self, cache: Cache, position_B: Tensor, reach: int):
         super().__init__(cache, position_B)
@@ -249,7 +196,7 @@ class StepPlan(CachedPlan):
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v.  Returns the rows' cached keys and values, each [B, G, reach, D]."""
+        """Cache k and v. Returns the rows' cached keys and values, each [B, G, reach, D]."""
 
 
 class StepRows(ABC):
@@ -269,8 +216,7 @@ class StepRows(ABC):
         """A bound on positions, at least `longest`, one of few values."""
 
     @abstractmethod
-    def plan(self, position_B: Tensor, reach: int) -> StepPlan:
-        """A step of the first B rows."""
+    def plan(self, position_B: Tensor, reach: int) -> StepPlan: ...
 
 
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:

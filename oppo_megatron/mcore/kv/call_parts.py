@@ -1,12 +1,8 @@
 """Attention of a call with many new tokens by torch's kernels on a GPU, in parts that waste little time and memory.
 
 Queries that attend together are padded to the longest chunk and read the longest sequence's positions.  So a sequence whose
-attention takes longer than the launch of a call attends alone, and small neighbours attend together.  New sequences need no
-mask; continued ones do, and no fused kernel with a mask supports grouped heads: the query heads of a group take the place of
-query positions.  Taking the queries in pieces bounds the mask.
-
-Legend: T packed tokens of the call, S sequences of a part, C its query positions, N query heads, G key/value heads, R query
-heads per key/value head, L cached positions, D head dimension.
+attention takes longer than the launch of a call attends alone, and small neighbours attend together.  No fused kernel with a
+mask, which continued sequences need, supports grouped heads: the query heads of a group take the place of query positions.
 """
 
 from __future__ import annotations
@@ -18,9 +14,8 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.layout.activations import MASK_NUMBERS
-from oppo_megatron.mcore.cpu.cpu_attention import blocks
-from oppo_megatron.mcore.layers.attention import torch_attention
-from oppo_megatron.mcore.layers.windows import binding
+from oppo_megatron.mcore.attention import binding, torch_attention
+from oppo_megatron.mcore.cpu import blocks
 
 
 def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:
@@ -48,7 +43,7 @@ CALL_SCORES = 2**20
 class Part:
     """The sequences `rows` of a call, which read the cached positions `keys`; `queries`: new tokens, if it is one sequence.
 
-    `window` is None if it does not bind; `causal`: the part needs no mask, because all its sequences are new.
+    `causal`: it needs no mask, because all its sequences are new.
     """
 
     rows: slice
@@ -63,7 +58,6 @@ class Part:
         return self.rows.stop - self.rows.start == 1
 
     def mask_numbers(self, repeat: int) -> int:
-        """Numbers of the mask for `repeat` query heads per key head."""
         queries, keys = (each.stop - each.start for each in (self.queries, self.keys))
         return 0 if self.causal else (self.rows.stop - self.rows.start) * repeat * queries * keys
 
@@ -71,8 +65,10 @@ class Part:
 def parts_of(
     past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, call: int = CALL_SCORES
 ) -> list[Part]:
-    """Parts of a call that appends lens[s] tokens to past[s], with `repeat` query heads per key head.  The mask of each has at
-    most MASK_NUMBERS numbers, or one query."""
+    """Parts of a call that appends lens[s] tokens to past[s], with `repeat` query heads per key head.
+
+    The mask of each has at most MASK_NUMBERS numbers, or one query.
+    """
     parts: list[Part] = []
     for rows in _groups(past, lens, call):
         parts += _bounded(past, lens, repeat, window, rows)
@@ -80,7 +76,6 @@ def parts_of(
 
 
 def _groups(past: Sequence[int], lens: Sequence[int], call: int) -> Iterator[slice]:
-    """Large sequences alone, and runs of small ones between them in blocks."""
     sizes = [(new, before + new) for before, new in zip(past, lens, strict=True)]
     large = [s for s, (new, reach) in enumerate(sizes) if new * reach >= call]
     first = 0
@@ -93,7 +88,6 @@ def _groups(past: Sequence[int], lens: Sequence[int], call: int) -> Iterator[sli
 
 
 def _bounded(past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, rows: slice) -> list[Part]:
-    """Divide sequences into parts until the masks are within bounds."""
     pasts, news = past[rows], lens[rows]
     reach, longest = max(p + n for p, n in zip(pasts, news, strict=True)), max(news)
     bound = binding(window, reach)
@@ -118,20 +112,16 @@ def _pieces(rows: slice, past: int, new: int, window: int | None, size: int) -> 
 
 
 class PartsOfCall:
-    """The parts of a call, with the tensors that all layers of one window share."""
-
     def __init__(
         self, parts: Sequence[Part], lens: Sequence[int], past_S: Tensor, places: tuple[Tensor, Tensor], repeat: int,
         dtype: torch.dtype,
     ):  # fmt: skip
-        """`places`: sequence and column of each token of the call."""
         self._parts, self._past_S, self._places, self._repeat, self._dtype = parts, past_S, places, repeat, dtype
         self._first = [sum(lens[:s]) for s in range(len(lens) + 1)]
         numbers = sum(part.mask_numbers(repeat) for part in parts)
         self._masks = [self._mask(part) for part in parts] if numbers <= MASK_NUMBERS else None
 
     def attend(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
-        """-> [T, N * D]."""
         outputs = []
         for number, part in enumerate(self._parts):
             mask = self._mask(part) if self._masks is None else self._masks[number]

@@ -2,49 +2,28 @@
 
 A decode step over sequences in neighbouring slots reads one slice and never gathers.  In return, changing a sequence's slot
 copies it, and so does forking a prompt.
-
-Legend: T packed tokens of a call, S sequences of the call, B rows of a decode step, M slots, G key/value heads of this rank,
-L cached positions, D head dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
-from oppo_megatron.mcore.kv.sequence_cache import SequenceCache, slots_within
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
 
 class KVCache(SequenceCache):
-    """Storage k, v: per layer [M, G, L, D].  Raises CapacityError if the byte budget does not hold one sequence."""
+    """Storage k, v: per layer [M, G, L, D]. Raises CapacityError if the byte budget does not hold one sequence."""
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_slots: int,
-        max_length: int,
-        rope: tuple[Tensor, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        budget_bytes: int | None = None,
-    ):
-        slot_bytes = 2 * num_layers * num_kv_heads * max_length * head_dim * dtype.itemsize
-        num_slots = slots_within(budget_bytes, slot_bytes, num_slots, max_length)
-        super().__init__(num_slots, max_length, rope, dtype, device)
-        shape = (num_slots, num_kv_heads, max_length, head_dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(store.nbytes for store in (*self.k, *self.v))
+    def __init__(self, *, num_kv_heads: int, head_dim: int, max_length: int, **sizes: Any):
+        super().__init__(
+            lambda num_slots: (num_slots, num_kv_heads, max_length, head_dim), max_length=max_length, **sizes
+        )
 
     def step_rows(self) -> StepRows:
         return _DenseRows(self)
@@ -53,37 +32,35 @@ class KVCache(SequenceCache):
         return DensePlan(self, slots, past, lens)
 
     def _move(self, source: int, target: int, length: int) -> None:
-        for store in (*self.k, *self.v):
+        for store in self.stores:
             store[target, :, :length] = store[source, :, :length]
 
     def _swap(self, one: int, other: int, length: int) -> None:
-        for store in (*self.k, *self.v):
+        for store in self.stores:
             held = store[one, :, :length].clone()
             store[one, :, :length] = store[other, :, :length]
             store[other, :, :length] = held
 
     def _share(self, source: int, targets: list[int], length: int) -> None:
         slot_S = on_device(targets, self.device)
-        for store in (*self.k, *self.v):
+        for store in self.stores:
             store[slot_S, :, :length] = store[source, :, :length].clone()
 
     def _extend(self, slot: int, length: int) -> None:
         """Nothing to do: a slot has all positions."""
 
     def _shorten(self, slot: int, length: int) -> None:
-        """Nothing to do: a slot keeps all positions."""
+        """Nothing to do."""
 
     def _read(self, slot: int, length: int) -> Tensor:
-        return torch.stack([store[slot, :, :length].transpose(0, 1) for store in (*self.k, *self.v)])
+        return torch.stack([store[slot, :, :length].transpose(0, 1) for store in self.stores])
 
     def _write(self, slot: int, stored: Tensor) -> None:
-        for store, values_LGD in zip((*self.k, *self.v), stored, strict=True):
+        for store, values_LGD in zip(self.stores, stored, strict=True):
             store[slot, :, : len(values_LGD)] = values_LGD.transpose(0, 1)
 
 
 class DensePlan(CallPlan):
-    """A call over slots of a `KVCache`."""
-
     def __init__(self, cache: KVCache, slots: list[int], past: list[int], lens: list[int]):
         super().__init__(cache, slots, past, lens)
         self.cache = cache
@@ -103,8 +80,6 @@ class DensePlan(CallPlan):
 
 
 class _DenseRows(StepRows):
-    """Rows in neighbouring slots, which a step reads as one slice."""
-
     def __init__(self, cache: KVCache):
         self._cache = cache
         self._slot_M = torch.zeros(cache.num_slots, dtype=torch.int64, device=cache.device)
@@ -126,8 +101,6 @@ class _DenseRows(StepRows):
 
 
 class _DenseStep(StepPlan):
-    """Rows that write into `slot_B` and read slots from `first` on."""
-
     def __init__(self, cache: KVCache, slot_B: Tensor, first: int, position_B: Tensor, reach: int):
         super().__init__(cache, position_B, reach)
         self._cache, self._slot_B, self._span = cache, slot_B, slice(first, first + len(slot_B))

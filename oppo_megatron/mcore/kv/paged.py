@@ -1,59 +1,126 @@
-"""The paged key/value cache: a pool of blocks, and a table of blocks for each sequence.
+"""The paged key/value cache: a pool of blocks, a table of blocks for each sequence, and flash-attn's kernel over tables.
 
-Changing a sequence's slot moves its table and copies nothing.  A sequence takes a block when it grows into it and returns it
-when it is rolled back or closed; the pool has enough for all slots at full length.  Sequences with the same prompt share the
-blocks that it fills.  Each sequence has its own copy of a partly filled block, so only one sequence ever writes to a block.
-
-Legend: T packed tokens of a call, S sequences of the call, B rows of a decode step, M slots, P blocks, K positions of a block,
-W blocks of a table, G key/value heads of this rank, L cached positions, D head dimension.
+Changing a sequence's slot moves its table and copies nothing.  The pool has enough blocks for all slots at full length.
+Sequences with the same prompt share the blocks that it fills.  Each has its own copy of a partly filled block, so only one
+sequence ever writes to a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from oppo_megatron.layout.kernels import FLASH, usable
 from oppo_megatron.layout.memory import BLOCK_TOKENS
-from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
-from oppo_megatron.mcore.kv.paged_kernels import PagedCall, PagedKernel
-from oppo_megatron.mcore.kv.sequence_cache import SequenceCache, slots_within
+from oppo_megatron.mcore.device import on_device
+from oppo_megatron.mcore.kv.cached_plan import CachedPlan, CallPlan, StepPlan, StepRows
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+
+LEAST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class PagedCall:
+    """Arguments of a kernel in addition to queries and pools: int32 tensors, and bounds for all sequences.
+
+    Sequence s has `new_S[s]` queries, its last tokens, and `length_S[s]` cached tokens in the blocks `table_SW[s]`.
+    """
+
+    table_SW: Tensor
+    new_S: Tensor
+    length_S: Tensor
+    most_new: int
+    longest: int
+
+    @cached_property
+    def new_ends(self) -> Tensor:
+        """[S + 1]: start of each sequence's queries, and the end of the last."""
+        return _ends(self.new_S)
+
+    @cached_property
+    def length_ends(self) -> Tensor:
+        return _ends(self.length_S)
+
+
+PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None], Tensor]
+"""(queries [T, N, D], key pool and value pool [P, K, G, D], call, scale, window) -> [T, N, D], causal."""
+
+
+def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return None
+    return flash_attn if usable(FLASH) else None
+
+
+def flash_attn(
+    q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    if call.most_new == 1:
+        out = flash_attn_with_kvcache(
+            q_TND[:, None],
+            k_PKGD,
+            v_PKGD,
+            cache_seqlens=call.length_S,
+            block_table=call.table_SW,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_beside(window),
+        )
+        return out[:, 0]
+    return flash_attn_varlen_func(
+        q_TND,
+        k_PKGD,
+        v_PKGD,
+        cu_seqlens_q=call.new_ends,
+        cu_seqlens_k=call.length_ends,
+        max_seqlen_q=call.most_new,
+        max_seqlen_k=call.longest,
+        softmax_scale=scale,
+        causal=True,
+        window_size=_beside(window),
+        block_table=call.table_SW,
+    )
+
+
+def _beside(window: int | None) -> tuple[int, int]:
+    return (-1 if window is None else window - 1, 0)
+
+
+def _ends(counts_S: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts_S.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 class PagedKVCache(SequenceCache):
-    """Storage k, v: per layer [P, K, G, D].  Raises CapacityError if the byte budget does not hold one sequence.
-
-    `kernel` attends over tables; without one, the tables' blocks are gathered and attended to as in a dense cache.
-    """
+    """Storage k, v: per layer [P, K, G, D]. Without a `kernel`, the tables' blocks are gathered."""
 
     def __init__(
         self,
         *,
-        num_layers: int,
         num_kv_heads: int,
         head_dim: int,
-        num_slots: int,
         max_length: int,
-        rope: tuple[Tensor, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        budget_bytes: int | None = None,
         block_tokens: int = BLOCK_TOKENS,
         kernel: PagedKernel | None = None,
+        **sizes: Any,
     ):
         self.block_tokens, self.kernel = block_tokens, kernel
-        self.width = -(-max_length // block_tokens)
-        slot_bytes = 2 * num_layers * num_kv_heads * self.width * block_tokens * head_dim * dtype.itemsize
-        num_slots = slots_within(budget_bytes, slot_bytes, num_slots, max_length)
-        super().__init__(num_slots, max_length, rope, dtype, device)
-        shape = (num_slots * self.width, block_tokens, num_kv_heads, head_dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self._free = list(range(shape[0]))[::-1]  # the next one last
-        self._users = [0] * shape[0]  # of each block: tables that name it
-        self._tables: list[list[int]] = [[] for _ in range(num_slots)]
+        self.width = width = -(-max_length // block_tokens)
+        super().__init__(
+            lambda num_slots: (num_slots * width, block_tokens, num_kv_heads, head_dim), max_length=max_length, **sizes
+        )
+        num_blocks = self.num_slots * width
+        self._free = list(range(num_blocks))[::-1]  # the next one last
+        self._users = [0] * num_blocks  # of each block: tables that name it
+        self._tables: list[list[int]] = [[] for _ in range(self.num_slots)]
 
     @property
     def num_free_blocks(self) -> int:
@@ -63,10 +130,6 @@ class PagedKVCache(SequenceCache):
         """Int32 [S, W]: block table of each slot; entries past its last block are arbitrary."""
         rows = [self._tables[slot][:width] for slot in slots]
         return on_device([row + [0] * (width - len(row)) for row in rows], self.device, torch.int32)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(store.nbytes for store in (*self.k, *self.v))
 
     def step_rows(self) -> StepRows:
         return _PagedRows(self)
@@ -114,11 +177,11 @@ class PagedKVCache(SequenceCache):
             self._free.append(block)
 
     def _copies(self, block: int, count: int, length: int) -> list[int]:
-        """New blocks with a copy of the first `length` positions of one.  If it fails, none is taken."""
+        """New blocks with a copy of the first `length` positions of one. If it fails, none is taken."""
         copies = [self._take() for _ in range(count)]
         try:
             block_S = on_device(copies, self.device)
-            for pool in (*self.k, *self.v):
+            for pool in self.stores:
                 pool[block_S, :length] = pool[block, :length].clone()
         except BaseException:
             for copy in copies:
@@ -128,63 +191,60 @@ class PagedKVCache(SequenceCache):
 
     def _read(self, slot: int, length: int) -> Tensor:
         table_W = on_device(self._tables[slot], self.device)
-        return torch.stack([pool[table_W].flatten(0, 1)[:length] for pool in (*self.k, *self.v)])
+        return torch.stack([pool[table_W].flatten(0, 1)[:length] for pool in self.stores])
 
     def _write(self, slot: int, stored: Tensor) -> None:
         position_L = torch.arange(stored.shape[1], device=self.device)
         block_L = on_device(self._tables[slot], self.device)[position_L // self.block_tokens]
-        for pool, values_LGD in zip((*self.k, *self.v), stored, strict=True):
+        for pool, values_LGD in zip(self.stores, stored, strict=True):
             pool[block_L, position_L % self.block_tokens] = values_LGD
 
 
 class _Places:
-    """Places of new tokens, and the tables of their sequences."""
-
     def __init__(self, cache: PagedKVCache, table_SW: Tensor, row_T: Tensor, pos_T: Tensor):
         self._cache, self._table_SW = cache, table_SW
         self._block_T = table_SW[row_T, pos_T // cache.block_tokens].long()
         self._offset_T = pos_T % cache.block_tokens
 
     def write(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v.  Returns the whole pools."""
         pools = self._cache.k[layer], self._cache.v[layer]
         for pool, new_TGD in zip(pools, (k_TGD, v_TGD), strict=True):
             pool[self._block_T, self._offset_T] = new_TGD
         return pools
 
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Cache k and v.  Returns the first `length` positions of every table, gathered, each [S, G, L, D]."""
+        """Cache k and v. Returns the first `length` positions of every table, gathered, each [S, G, L, D]."""
         table_SW = self._table_SW[:, : -(-length // self._cache.block_tokens)]
         k, v = (pool[table_SW].flatten(1, 2)[:, :length].transpose(1, 2) for pool in self.write(layer, k_TGD, v_TGD))
         return k, v
 
 
-class _PagedPlan(CallPlan):
-    """A call over slots of a `PagedKVCache`."""
-
-    def __init__(self, cache: PagedKVCache, slots: list[int], past: list[int], lens: list[int]):
-        super().__init__(cache, slots, past, lens)
-        self._kernel, width = cache.kernel, -(-self.longest // cache.block_tokens)
-        table_SW = cache.tables(slots, width)
-        self._places = _Places(cache, table_SW, self.row_T, self.pos_T)
-        lens_S = self.lens_S.int()
-        self._call = PagedCall(table_SW, lens_S, self.past_S.int() + lens_S, max(lens), self.longest)
+class _OverTables(CachedPlan):
+    _kernel: PagedKernel | None
+    _places: _Places
+    _call: PagedCall
 
     def _attention(
         self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
     ) -> Tensor:
         if self._kernel is None:
-            return super()._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
+            return super()._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)  # type: ignore[safe-super]
         pools = self._places.write(layer, k_TGD, v_TGD)
         return self._kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window).flatten(1)
 
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        return self._places.extend(layer, k_TGD, v_TGD, self.longest)
+        return self._places.extend(layer, k_TGD, v_TGD, self._call.longest)
+
+
+class _PagedPlan(_OverTables, CallPlan):
+    def __init__(self, cache: PagedKVCache, slots: list[int], past: list[int], lens: list[int]):
+        super().__init__(cache, slots, past, lens)
+        table_SW, lens_S = cache.tables(slots, -(-self.longest // cache.block_tokens)), self.lens_S.int()
+        self._kernel, self._places = cache.kernel, _Places(cache, table_SW, self.row_T, self.pos_T)
+        self._call = PagedCall(table_SW, lens_S, self.past_S.int() + lens_S, max(lens), self.longest)
 
 
 class _PagedRows(StepRows):
-    """Rows by their tables."""
-
     def __init__(self, cache: PagedKVCache):
         self._cache = cache
         shape = cache.num_slots, cache.width
@@ -207,21 +267,9 @@ class _PagedRows(StepRows):
         return _PagedStep(self._cache, self._table_MW[:num_rows], self._number_M[:num_rows], position_B, reach)
 
 
-class _PagedStep(StepPlan):
+class _PagedStep(_OverTables, StepPlan):
     def __init__(self, cache: PagedKVCache, table_BW: Tensor, number_B: Tensor, position_B: Tensor, reach: int):
         super().__init__(cache, position_B, reach)
-        self._kernel = cache.kernel
-        self._places = _Places(cache, table_BW, number_B, position_B)
+        self._kernel, self._places = cache.kernel, _Places(cache, table_BW, number_B, position_B)
         length_B = position_B.int() + 1
         self._call = PagedCall(table_BW, torch.ones_like(length_B), length_B, 1, reach)
-
-    def _attention(
-        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        if self._kernel is None:
-            return super()._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
-        pools = self._places.write(layer, k_TGD, v_TGD)
-        return self._kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window).flatten(1)
-
-    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        return self._places.extend(layer, k_TGD, v_TGD, self.reach)

@@ -2,14 +2,15 @@
 
 Life of a sequence:  open -> [fork] -> (begin .. commit)* -> [truncate -> (begin .. commit)*]* -> close
 
-Sequences have an id and a slot.  The occupied slots are the first ones, without a gap: closing a sequence moves another into
-its slot.  All state follows from the calls, so every tensor- and pipeline-parallel rank has the same state without messages.
+The occupied slots are the first ones, without a gap: closing a sequence moves another into its slot.  All state follows from
+the calls, so every tensor- and pipeline-parallel rank has the same state without messages.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -22,13 +23,25 @@ REACH = 256
 
 
 class SequenceCache(ABC):
-    """`num_slots` sequences of up to `max_length` tokens each."""
-
     def __init__(
-        self, num_slots: int, max_length: int, rope: tuple[Tensor, Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        shape: Callable[[int], tuple[int, ...]],
+        *,
+        num_layers: int,
+        num_slots: int,
+        max_length: int,
+        rope: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        budget_bytes: int | None = None,
     ):
-        self.num_slots, self.max_length = num_slots, max_length
-        self.rope, self.dtype, self.device = rope, dtype, device
+        """`shape` of a layer's keys (or values) for a number of slots.  Raises CapacityError if the budget holds no slot."""
+        slot_bytes = 2 * num_layers * prod(shape(1)) * dtype.itemsize
+        self.num_slots = slots_within(budget_bytes, slot_bytes, num_slots, max_length)
+        self.max_length, self.rope, self.dtype, self.device = max_length, rope, dtype, device
+        self.k, self.v = (
+            [torch.zeros(shape(self.num_slots), dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(2)
+        )
         self._slots: dict[int, int] = {}
         self._ids: list[int] = []
         self._lengths: list[int] = []
@@ -37,9 +50,12 @@ class SequenceCache(ABC):
         return seq_id in self._slots
 
     @property
-    @abstractmethod
+    def stores(self) -> list[Tensor]:
+        return [*self.k, *self.v]
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of all slots on this rank."""
+        return sum(store.nbytes for store in self.stores)
 
     @property
     def num_free(self) -> int:
@@ -51,15 +67,13 @@ class SequenceCache(ABC):
         return list(self._ids)
 
     def slot(self, seq_id: int) -> int:
-        """The sequence's current slot.  A call over sequences in the order of neighbouring slots is the cheapest."""
+        """The sequence's current slot. A call over sequences in the order of neighbouring slots is the cheapest."""
         return self._slots[seq_id]
 
     def length(self, seq_id: int) -> int:
-        """Tokens cached for the sequence."""
         return self._lengths[self._slots[seq_id]]
 
     def open(self, seq_id: int) -> None:
-        """Give the sequence an empty slot."""
         assert seq_id not in self._slots, f"sequence {seq_id} is already open"
         if not self.num_free:
             raise CapacityError(
@@ -81,7 +95,6 @@ class SequenceCache(ABC):
             self._slots[mover], self._ids[slot], self._lengths[slot] = slot, mover, length
 
     def exchange(self, one: int, other: int) -> None:
-        """Exchange the slots of two sequences, so that running ones can have neighbouring slots."""
         a, b = self._slots[one], self._slots[other]
         if a == b:
             return
@@ -91,7 +104,6 @@ class SequenceCache(ABC):
         self._lengths[a], self._lengths[b] = self._lengths[b], self._lengths[a]
 
     def truncate(self, seq_id: int, length: int) -> None:
-        """Roll the sequence back to its first `length` tokens."""
         assert 0 <= length <= self.length(seq_id), (seq_id, length, self.length(seq_id))
         slot = self._slots[seq_id]
         self._shorten(slot, length)
@@ -115,12 +127,11 @@ class SequenceCache(ABC):
         return self._plan(slots, [self._lengths[s] for s in slots], list(lens))
 
     def commit(self, plan: CallPlan) -> None:
-        """Note that the planned tokens are cached on every layer of this stage."""
         for slot, start, new in zip(plan.slots, plan.past, plan.lens, strict=True):
             self._lengths[slot] = start + new
 
     def reserve(self, seq_id: int, new: int) -> None:
-        """Reserve places for `new` more tokens.  Raises CapacityError beyond `max_length`."""
+        """Reserve places for `new` more tokens. Raises CapacityError beyond `max_length`."""
         slot = self._slots[seq_id]
         start = self._lengths[slot]
         if start + new > self.max_length:
@@ -138,7 +149,7 @@ class SequenceCache(ABC):
         return self._read(self._slots[seq_id], self.length(seq_id))
 
     def restore(self, seq_id: int, stored: Tensor) -> None:
-        """Open the sequence with the result of `stored`.  Raises CheckpointError and opens nothing for another model's cache."""
+        """Open the sequence with the result of `stored`. Raises CheckpointError for another model's cache."""
         self.open(seq_id)
         try:
             self._fill(seq_id, stored)
@@ -147,7 +158,6 @@ class SequenceCache(ABC):
             raise
 
     def _fill(self, seq_id: int, stored: Tensor) -> None:
-        """`restore` for an open, empty sequence."""
         slot = self._slots[seq_id]
         ours = self._read(slot, 0)
         fits = stored.dim() == 4 and stored.shape[0] == ours.shape[0] and stored.shape[2:] == ours.shape[2:]
@@ -161,12 +171,10 @@ class SequenceCache(ABC):
         self._lengths[slot] = stored.shape[1]
 
     def bucket(self, longest: int) -> int:
-        """Round `longest` up to one of few values."""
         return min(-(-longest // REACH) * REACH, self.max_length)
 
     @abstractmethod
-    def step_rows(self) -> StepRows:
-        """Static places for up to `num_slots` rows of decode steps."""
+    def step_rows(self) -> StepRows: ...
 
     @abstractmethod
     def _plan(self, slots: list[int], past: list[int], lens: list[int]) -> CallPlan: ...
@@ -179,28 +187,23 @@ class SequenceCache(ABC):
     def _swap(self, one: int, other: int, length: int) -> None: ...
 
     @abstractmethod
-    def _share(self, source: int, targets: list[int], length: int) -> None:
-        """Give empty slots the first `length` tokens of a slot."""
+    def _share(self, source: int, targets: list[int], length: int) -> None: ...
 
     @abstractmethod
-    def _extend(self, slot: int, length: int) -> None:
-        """Provide places for the first `length` tokens of the slot."""
+    def _extend(self, slot: int, length: int) -> None: ...
 
     @abstractmethod
     def _read(self, slot: int, length: int) -> Tensor:
         """The first `length` tokens of the slot, [2 * layers, length, G, D]."""
 
     @abstractmethod
-    def _write(self, slot: int, stored: Tensor) -> None:
-        """Write the result of `_read` into a slot that has places for it."""
+    def _write(self, slot: int, stored: Tensor) -> None: ...
 
     @abstractmethod
-    def _shorten(self, slot: int, length: int) -> None:
-        """Drop all but the first `length` tokens of the slot."""
+    def _shorten(self, slot: int, length: int) -> None: ...
 
 
 def slots_within(budget_bytes: int | None, slot_bytes: int, asked: int, max_length: int) -> int:
-    """Number of slots that the budget holds.  Raises CapacityError if it holds none."""
     held = asked if budget_bytes is None else min(asked, budget_bytes // slot_bytes)
     if held < 1:
         raise CapacityError(

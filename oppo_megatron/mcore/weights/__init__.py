@@ -1,1 +1,1 @@
-"""Weights in and out: directories read and written, and weights carried between layouts."""
+"""Weights in and out."""

@@ -1,10 +1,9 @@
 """Trained models in a checkpoint of megatron-core (`dist_checkpointing`, format torch_dist), for any layout to load.
 
-Weights and optimizer state are written under megatron-core's own names (`optimizer.state.exp_avg.<weight>`), as tensors of
-the whole model in pieces.  Two things differ from megatron-core 0.16.1:
-  - A distributed optimizer, which has flat shares of the state on each replica, is gathered to the shapes of the weights and
-    written like any other.  megatron-core's own format needs Apex or TE to load (distrib_optimizer.py:640), and gloo groups
-    to save.
+Weights and optimizer state have megatron-core's own names (`optimizer.state.exp_avg.<weight>`).  Two things differ from
+megatron-core 0.16.1:
+  - A distributed optimizer's flat shares are gathered to the shapes of the weights.  megatron-core's own format needs Apex or TE
+    to load (distrib_optimizer.py:640), and gloo groups to save.
   - This process writes the files.  megatron-core forks writers (filesystem_async.py:266), which is unsafe for a process with
     CUDA or with the threads of a process group.
 The caller stores everything but tensors (step counts): rank 0 alone would write them, and it may not hold the model.
@@ -39,7 +38,7 @@ from oppo_megatron.cluster.peers import is_lost_peer
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import TrainedModel
-from oppo_megatron.mcore.weights.checkpoint_index import INDEX, read_plain_index, reason_of
+from oppo_megatron.mcore.weights.dist_source import INDEX, read_plain_index, reason_of
 from oppo_megatron.mcore.weights.hf_writer import hf_config
 from oppo_megatron.modeldir.megatron import SHAPE
 
@@ -51,8 +50,7 @@ MASTER = "fp32_param"
 class ModelShards:
     """This rank's part of trained models: tensors with their offsets in torch's format, and everything else.
 
-    `shapes`: the `config.json` of each model whose first rank this is.  `num_bytes`: approximate size on disk; tensors that
-    replicas share count for the first one.
+    `shapes`: the `config.json` of each model whose first rank this is.  `num_bytes`: approximate size on disk.
     """
 
     sharded: dict[str, Any]
@@ -86,10 +84,10 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
 
 
 def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
-    """Write the files of megatron-core's own strategy into an empty folder, in this process.
+    """Write the files into an empty folder, in this process.  Every rank of `group`, the world, makes the call.
 
-    Every rank of `group`, which is the world, makes the call.  Raises CheckpointError on all ranks if a shard could not be
-    written, OSError on one rank for a file that only it writes, after the last message, so that the ranks can still agree.
+    Raises CheckpointError on all ranks if a shard could not be written; OSError on one rank for a file that only it writes,
+    after the last message, so that the ranks can still agree.
     """
     try:
         torch_checkpoint.save(
@@ -120,25 +118,17 @@ def _size_bytes(models: Mapping[str, TrainedModel]) -> int:
 
 
 def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mapping[str, int]) -> None:
-    """Load weights and optimizers from a checkpoint; otherwise as `gather_models`.
+    """Load weights and optimizers, after `updates` optimizer steps; otherwise as `gather_models`.
 
-    `updates` are optimizer steps done.  Raises CheckpointError if the checkpoint has other models.
+    Raises CheckpointError if the checkpoint has other models.
     """
     shards = [_Shards(name, model, gather=False) for name, model in models.items()]
     tree: dict[str, Any] = {}
     for each in shards:
         each.prepare(updates[each.name], fresh=True)
         tree |= each.tree()
-    read_plain_index(folder / INDEX)
-    try:
-        loaded = dist_checkpointing.load(tree, str(folder))
-    except (Exception, CheckpointException) as error:  # malformed files lead to many kinds; torch's is no Exception
-        if isinstance(error, RuntimeError) and is_lost_peer(error):
-            raise
-        raise CheckpointError(
-            f"{folder}: the checkpoint does not hold the models of this configuration ({_reason(error)}); resume with the models "
-            "that the run began with (layouts may differ), or start a new run in another run_dir"
-        ) from error
+    remedy = "resume with the models that the run began with (layouts may differ), or start a new run in another run_dir"
+    loaded = _loaded(folder, tree, "the models of this configuration", remedy)
     for each in shards:
         each.take(loaded)
 
@@ -151,19 +141,23 @@ def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
     prefix = f"{name}."
     weights = model.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": model.groups.collection.dp_cp})
     adapters = {key: param for key, param in model.named_parameters() if _is_trained(param)}
-    read_plain_index(folder / INDEX)
-    try:
-        loaded = dist_checkpointing.load({key: weights[f"{prefix}{key}"] for key in adapters}, str(folder))
-    except (Exception, CheckpointException) as error:  # as in `load_models`
-        if isinstance(error, RuntimeError) and is_lost_peer(error):
-            raise
-        raise CheckpointError(
-            f"{folder}: the checkpoint does not hold the adapters of {name} ({_reason(error)}); name another of the run"
-        ) from error
+    tree = {key: weights[f"{prefix}{key}"] for key in adapters}
+    loaded = _loaded(folder, tree, f"the adapters of {name}", "name another of the run")
     with torch.no_grad():
         for key, param in adapters.items():
             param.copy_(loaded[key])
     model.end_weight_update()
+
+
+def _loaded(folder: Path, tree: dict[str, Any], what: str, remedy: str) -> Mapping[str, Any]:
+    read_plain_index(folder / INDEX)
+    try:
+        loaded: Mapping[str, Any] = dist_checkpointing.load(tree, str(folder))
+    except (Exception, CheckpointException) as error:  # malformed files lead to many kinds; torch's is not an Exception
+        if isinstance(error, RuntimeError) and is_lost_peer(error):
+            raise
+        raise CheckpointError(f"{folder}: the checkpoint does not hold {what} ({_reason(error)}); {remedy}") from error
+    return loaded
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
@@ -183,7 +177,7 @@ class _Writer(torch_checkpoint.FileSystemWriter):
 
 @dataclass(frozen=True)
 class _Piece:
-    """This rank's optimizer state of a weight: its flat elements start .. end."""
+    """A weight's flat elements start .. end, whose optimizer state this rank has."""
 
     start: int
     end: int
@@ -192,8 +186,6 @@ class _Piece:
 
 
 class _Shards:
-    """The tensors of one model on this rank, under the names of the checkpoint."""
-
     def __init__(self, name: str, model: TrainedModel, gather: bool):
         """`gather`: with values; else with memory to load them into."""
         self.name, self._model, self._gather = name, model, gather
@@ -216,7 +208,6 @@ class _Shards:
         self._pieces = dict(_pieces(self._model.optimizer))
 
     def tree(self) -> dict[str, Any]:
-        """Tensors with their offsets in the whole model."""
         groups = self._model.model.groups
         tree: dict[str, Any] = {}
         for number, chunk in enumerate(self._model.chunks):
@@ -230,7 +221,6 @@ class _Shards:
         return tree
 
     def take(self, loaded: Mapping[str, Any]) -> None:
-        """Copy loaded values into the optimizer."""
         with torch.no_grad():
             for number in range(len(self._model.chunks)):
                 for key, param in self._weights(number):
@@ -242,7 +232,6 @@ class _Shards:
                         target.copy_(loaded[f"{part}:{key}"].flatten()[piece.start : piece.end].view(target.shape))
 
     def _weights(self, number: int) -> Iterator[tuple[str, Parameter]]:
-        """The trained weights; with adapters the others stay in the model's own files."""
         for name, param in self._model.chunks[number].named_parameters():
             if _is_trained(param):
                 yield f"{number}:{self.name}.{name}", param
@@ -271,7 +260,6 @@ def _is_trained(param: Parameter) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """torch's report of the ranks' errors, in one line."""
     failures = getattr(error, "failures", None) or {}
     first = next((wrapped[0] for wrapped in failures.values()), error)
     return reason_of(first)
@@ -283,7 +271,6 @@ def _parts(piece: _Piece) -> dict[str, Tensor]:
 
 
 def _pieces(chained: Any) -> Iterator[tuple[Parameter, _Piece]]:
-    """The optimizer state of each weight."""
     for optimizer in chained.chained_optimizers:
         if hasattr(optimizer, "gbuf_ranges"):
             yield from _sharded_pieces(optimizer)
@@ -295,7 +282,6 @@ def _pieces(chained: Any) -> Iterator[tuple[Parameter, _Piece]]:
 
 
 def _sharded_pieces(optimizer: Any) -> Iterator[tuple[Parameter, _Piece]]:
-    """The shares of weights that this replica updates with a distributed optimizer."""
     for param, (group, order) in optimizer.model_param_group_index_map.items():
         share = optimizer._get_model_param_range_map(param)["param"]
         main = optimizer.optimizer.param_groups[group]["params"][order]

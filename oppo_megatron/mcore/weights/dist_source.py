@@ -1,7 +1,8 @@
 """Hugging Face tensors read out of a Megatron `torch_dist` checkpoint, whatever layout wrote it, a saved piece at a time.
 
-The index is read with a closed table of classes (`checkpoint_index.py`) and each piece by torch's reader of tensors alone
-(`weights_only`): no pickle of the folder can call anything.  `common.pt`, which has a program's arguments, is not opened.
+A pickle can call any function that it names.  So the index (`.metadata`) is read with a closed table of classes, those of torch's
+own index (torch/distributed/checkpoint/metadata.py), and each piece by torch's reader of tensors alone (`weights_only`).
+`common.pt`, which has a program's arguments, is not opened.
 
 Layers of one kind are stacked: `decoder.layers.mlp.linear_fc2.weight` has all of them along its first dimension.  Newer
 checkpoints may name each layer (`decoder.layers.7...`).  Either way a tensor is whole: the shards of tensor ranks follow each
@@ -13,9 +14,12 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Collection, Iterator, Mapping
+import pickle
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -23,8 +27,63 @@ import torch
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Part, param_shapes, stage_parts
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.mcore.weights.checkpoint_index import read_plain_index, reason_of
+from oppo_megatron.layout.stored_weights import summary
 from oppo_megatron.modeldir.megatron import TORCH_INDEX, MegatronFolder
+
+INDEX = ".metadata"
+ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint._extension": set(),
+    "torch.serialization": {"_get_layout"},
+    "torch._utils": {"_rebuild_dtype"},
+    "torch": {"Size", "device", "float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool", "strided"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+
+
+def read_plain_index(path: Path) -> Any:
+    """torch's `Metadata`.
+
+    Raises CheckpointError for an index that is not torch's, names other classes, or files outside.
+    """
+    try:
+        index = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        files = {str(info.relative_path) for info in index.storage_data.values()}
+    except Exception as error:  # whatever bytes may lead the pickle machine to
+        raise CheckpointError(
+            f"{path}: not an index of weights that can be read ({type(error).__name__}: {str(error):.200}); use another "
+            "checkpoint, or restore the file from a copy"
+        ) from error
+    for name in files:
+        if PurePosixPath(name).name != name or not (path.parent / name).is_file():
+            raise CheckpointError(
+                f"{path}: names {name!r:.100}, which is not a file in its folder; use another checkpoint, or copy this one whole"
+            )
+    return index
+
+
+def reason_of(error: BaseException) -> str:
+    """The error of torch's readers in one line, without its advice to read a refused pickle unsafely."""
+    text = str(error)
+    if "weights_only" not in text:
+        return next(iter(text.splitlines()), type(error).__name__)
+    named = re.search(r"GLOBAL (\S+)", text)
+    what = f"it names {named[1]}" if named else "it does not hold tensors alone"
+    return f"{what}: it is damaged, or made to run code; do not load it with weights_only=False"
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in it")
+        return super().find_class(module, name)
+
 
 LAYERS = "decoder.layers."
 HEAD = "output_layer.weight"
@@ -34,7 +93,6 @@ _RENAMED = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_scheduler")
-"""Prefixes of keys that are not parameters."""
 
 
 def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
@@ -49,27 +107,24 @@ def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
 
 
 def is_weight(key: str) -> bool:
-    """True if the key is a parameter of the model: `_extra_state` belongs to transformer-engine's FP8."""
+    """`_extra_state` belongs to transformer-engine's FP8."""
     return not key.startswith(NO_WEIGHTS) and not key.endswith("_extra_state") and "._extra_state" not in key
 
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _PADDED = (WORD_EMBEDDING, HEAD)
-_SHOWN_PROBLEMS = 8
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of a Hugging Face tensor: saved tensor `key`, and `layer` if it is stacked."""
-
     part: Part
     key: str
     layer: int | None
 
 
 class DistSource:
-    """A `TensorSource`.  Opening reads the index and compares it with the shape; rows of a padded vocabulary are left out."""
+    """A `TensorSource`. Opening compares the index with the shape; rows of a padded vocabulary are left out."""
 
     def __init__(self, folder: MegatronFolder, shape: ModelShape):
         self._folder = folder.weights
@@ -108,12 +163,12 @@ class DistSource:
         return self._places[name]
 
     def _find(self, shape: ModelShape) -> Iterator[tuple[str, _Place]]:
-        """Find each Hugging Face tensor.  Raises CheckpointError for unexpected shapes or tensors."""
         parts = {part.hf_name: part for head in ("lm", "scalar") for part in stage_parts(shape, head)}
         shapes = {part.param: () for part in parts.values()} | param_shapes(
             [part for name, part in parts.items() if name not in (LM_HEAD, SCALAR_HEAD)]
         )
-        problems, depths = [], dict[str, int | None]()
+        problems: list[str] = []
+        depths: dict[str, int | None] = {}  # expected layers of each key, None: not stacked
         for name, part in parts.items():
             place = self._place_of(name, part)
             if place is None:
@@ -127,22 +182,17 @@ class DistSource:
             else:
                 layer = "" if place.layer is None else f" (layer {place.layer})"
                 problems.append(f"{place.key}{layer} has shape {list(size)}, config.json asks for {list(due)}")
-        problems += self._count_problems(depths)
-        if problems:
-            more = [f"... and {len(problems) - _SHOWN_PROBLEMS} more"] if len(problems) > _SHOWN_PROBLEMS else []
-            lines = "\n".join(f"  - {problem}" for problem in problems[:_SHOWN_PROBLEMS] + more)
-            raise CheckpointError(
-                f"{self._folder}: the weights do not fit the model:\n{lines}\nUse the config.json that belongs to them."
-            )
-
-    def _count_problems(self, depths: Mapping[str, int | None]) -> Iterator[str]:
-        """Problems: unused or missing tensors and layers.  `depths`: expected layers of each key, None: not stacked."""
         for key in sorted(self._saved.keys() - depths.keys() - {ALIGNER_BIAS}):
             tied = ", which ties it to the embeddings (tie_word_embeddings)" if key == HEAD else ""
-            yield f"{key} has no place in the model of config.json{tied}"
+            problems.append(f"{key} has no place in the model of config.json{tied}")
         for key, layers in depths.items():
             if layers is not None and self._saved[key].size[0] != layers:
-                yield f"{key} holds {self._saved[key].size[0]} layers, config.json asks for {layers}"
+                problems.append(f"{key} holds {self._saved[key].size[0]} layers, config.json asks for {layers}")
+        if problems:
+            raise CheckpointError(
+                f"{self._folder}: the weights do not fit the model:\n{summary(problems)}\n"
+                "Use the config.json that belongs to them."
+            )
 
     def _place_of(self, name: str, part: Part) -> _Place | None:
         if name == SCALAR_HEAD and ALIGNER_HEAD in self._saved:
@@ -155,12 +205,10 @@ class DistSource:
         return None
 
     def _size(self, place: _Place) -> tuple[int, ...]:
-        """Shape of a tensor, or of one layer if layers are stacked."""
         size = tuple(self._saved[place.key].size)
         return size if place.layer is None else size[1:]
 
     def _require_no_bias(self) -> None:
-        """NeMo-Aligner's scalar head has a bias, which a *ForSequenceClassification has not."""
         if ALIGNER_BIAS in self._saved:
             bias = self._region(ALIGNER_BIAS, tuple((0, size) for size in self._saved[ALIGNER_BIAS].size))
             if bool(bias.any()):
@@ -177,7 +225,6 @@ class DistSource:
         return self._region(place.key, ((place.layer, place.layer + 1), *spans))[0]
 
     def _region(self, key: str, spans: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        """The box `spans` (start, stop of each dimension) of a saved tensor, from the pieces that it overlaps."""
         entry = self._saved[key]
         out = torch.empty([stop - start for start, stop in spans], dtype=entry.properties.dtype)
         filled = 0
@@ -224,7 +271,6 @@ class DistSource:
 
 
 def _spans(part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The rows of the parameter that hold rows start .. stop of a Hugging Face tensor, in order."""
     first = 0
     for rows in part.rows:
         size = rows.stop - rows.start

@@ -1,4 +1,4 @@
-"""Writes a Megatron `torch_dist` checkpoint from any source of tensors, without a model and without ranks.
+"""Writes a Megatron `torch_dist` checkpoint, and NeMo's configuration, from any source of tensors, without a model and ranks.
 
 One parameter is in memory at a time: the file is planned from the shapes, and each tensor is read when it is written.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import shutil
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
@@ -23,20 +22,19 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.hf_layout import Head, Part, param_shapes, stage_parts
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.weights.dist_source import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, saved_names
 from oppo_megatron.mcore.weights.hf_source import TensorSource
 from oppo_megatron.mcore.weights.hf_weights import put_part
-from oppo_megatron.mcore.weights.hf_writer import aside, require_empty
-from oppo_megatron.rundir.manifest import sync_folder
 
 
 @dataclass(frozen=True)
 class Naming:
     """A program's names in checkpoints: the prefix of keys, and the scalar head.
 
-    `keeps_output`: a model with a scalar head keeps its unused output layer, and cannot be loaded without it.
+    `keeps_output`: a model with a scalar head cannot be loaded without its unused output layer.
     """
 
     prefix: str = ""
@@ -51,7 +49,7 @@ ALIGNER = Naming("model.", ALIGNER_HEAD, ALIGNER_BIAS, keeps_output=True)
 
 @dataclass(frozen=True)
 class _Saved:
-    """A parameter's place in the saved tensor `key` of shape `size`: all of it, or one layer.  Zeros without parts."""
+    """A parameter's place in the saved tensor `key` of shape `size`: all of it, or one layer. Zeros without parts."""
 
     key: str
     size: tuple[int, ...]
@@ -70,42 +68,15 @@ class _Saved:
 def write_dist(
     shape: ModelShape, source: TensorSource, weights: Path, *, head: Head, dtype: torch.dtype, naming: Naming = MEGATRON
 ) -> int:
-    """Write the tensors of `source` into the folder `weights`, which must not exist; returns their number.
-
-    Stacked layers count as one.
-    """
+    """Write the tensors of `source` into the folder `weights`; returns their number (stacked layers count as one)."""
     planned = list(_planned(shape, head, naming))
-    weights.mkdir(parents=True)
+    weights.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist asks for that
         save({}, storage_writer=FileSystemWriter(weights), planner=_LazyPlanner(planned, source, dtype), no_dist=True)
     torch.save({}, weights / COMMON_STATE_FNAME)
     (weights / CONFIG_FNAME).write_text(json.dumps(asdict(CheckpointingConfig("torch_dist", 1))), encoding="utf-8")
-    sync_folder(weights)
     return len({saved.key for saved in planned})
-
-
-def write_directory(
-    directory: Path, sub: str, texts: Mapping[str, str], extra_files: Iterable[Path], write: Callable[[Path], int]
-) -> int:
-    """Make `directory` with weights in its folder `sub`, and texts and other files by name; whole or not at all.
-
-    `write` makes the folder of its argument; returns its result.  Raises CheckpointError if the directory is not empty.
-    """
-    require_empty(directory)
-    partial = aside(directory)
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped while it wrote
-    try:
-        written = write(partial / sub)
-        for path in extra_files:
-            shutil.copyfile(path, partial / path.name)
-        for name, text in texts.items():
-            (partial / name).write_text(text, encoding="utf-8")
-        os.replace(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    sync_folder(directory.parent)
-    return written
 
 
 def _planned(shape: ModelShape, head: Head, naming: Naming) -> Iterator[_Saved]:
@@ -124,8 +95,6 @@ def _planned(shape: ModelShape, head: Head, naming: Naming) -> Iterator[_Saved]:
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Plans tensors that are read later, when torch's writer writes them."""
-
     def __init__(self, planned: Sequence[_Saved], source: TensorSource, dtype: torch.dtype):
         super().__init__(flatten_state_dict=False)
         self._planned = {(saved.key, saved.offset): saved for saved in planned}
@@ -147,3 +116,61 @@ class _LazyPlanner(DefaultSavePlanner):
         chunk = ChunkStorageMetadata(offset, torch.Size(saved.size if saved.layer is None else (1, *saved.size[1:])))
         data = TensorWriteData(chunk, TensorProperties(dtype=self._dtype), torch.Size(saved.size))
         return WriteItem(MetadataIndex(saved.key, offset), WriteItemType.SHARD, tensor_data=data)
+
+
+TARGETS = {
+    "lm": "nemo.collections.nlp.models.language_modeling.megatron_gpt_model.MegatronGPTModel",
+    "scalar": "nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model.MegatronGPTRewardModel",
+}
+CONFIG_NAME = "model_config.yaml"
+
+
+def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]:
+    """The `model_config.yaml` that NeMo 1 and NeMo-Aligner read next to `model_weights/`.
+
+    Keys and values follow NeMo's own converters of Llama, Mistral and Qwen2; a training run's configuration overrides them.
+    `tokenizer` is a Hugging Face tokenizer's folder or name.  Raises ConfigError for models that it cannot describe.
+    """
+    (window, *others), kind = set(shape.windows), shape.rope["rope_type"]
+    lacking = None
+    if shape.qk_norm or kind not in ("default", "linear"):
+        lacking = "norms of queries and keys" if shape.qk_norm else f"RoPE of the kind {kind}"
+    elif others:
+        lacking = "a sliding window in some of its layers"
+    if lacking is not None:
+        raise ConfigError(
+            f"the model has {lacking}, which NeMo 1's model_config.yaml cannot say; convert --to megatron, and import that with "
+            "a program that computes it"
+        )
+    return {
+        "target": TARGETS[head],
+        "mcore_gpt": True,
+        "transformer_engine": True,
+        "encoder_seq_length": shape.max_positions,
+        "max_position_embeddings": shape.max_positions,
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "init_method_std": shape.init_std,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "ffn_dropout": 0.0,
+        "normalization": "rmsnorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "bias": False,
+        "qkv_bias": shape.qkv_bias,
+        "activation": "fast-swiglu",
+        "position_embedding_type": "rope",
+        "rotary_percentage": 1.0,
+        "rotary_base": shape.rope["rope_theta"],
+        **({"seq_len_interpolation_factor": shape.rope["factor"]} if kind == "linear" else {}),
+        # numbers of positions before and after a token's own
+        **({} if window is None else {"window_size": [window - 1, 0]}),
+        "share_embeddings_and_output_weights": shape.tied_embeddings,
+        "make_vocab_size_divisible_by": math.gcd(shape.vocab_size, 128),  # so that NeMo adds no row
+        "apply_query_key_layer_scaling": False,
+        "tokenizer": {"library": "huggingface", "type": tokenizer, "use_fast": True},
+    }

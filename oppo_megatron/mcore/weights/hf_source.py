@@ -31,7 +31,7 @@ BLOCK_ROWS = 1 << 13
 
 
 class TensorSource(Protocol):
-    """Tensors by their Hugging Face name.  Shapes are known without reading data."""
+    """Tensors by their Hugging Face name. Shapes are known without reading data."""
 
     def names(self) -> Collection[str]: ...
 
@@ -47,13 +47,12 @@ class TensorSource(Protocol):
 
 
 class SafetensorsSource:
-    """`model.safetensors`, or the shards in `model.safetensors.index.json`, of a directory.
+    """The safetensors of a directory.
 
     Opening reads the headers of all files, so that a missing, truncated or damaged file is found early.
     """
 
     def __init__(self, directory: Path | str, file: str | None = None):
-        """`file`: a single file with another name than `model.safetensors`."""
         self.directory = Path(directory)
         _require_directory(self.directory)
         self._stored = stored_tensors(
@@ -110,7 +109,7 @@ class DrawnSource(ABC):
 
 
 class RandomSource(DrawnSource):
-    """Tensors of a randomly initialised model: matrices normal(0, init_std), norms one, biases zero."""
+    """A randomly initialised model: matrices normal(0, init_std), norms one, biases zero."""
 
     def __init__(self, shape: ModelShape, seed: int, head: Head):
         super().__init__(hf_tensors(shape, head), seed)
@@ -123,35 +122,42 @@ class RandomSource(DrawnSource):
             tensor.fill_(1.0)
 
 
-class FreshHead:
-    """A causal LM's tensors with a random scalar head; its own `lm_head` is not read."""
+class OverlaidSource:
+    """A source in which tensors `over` are read from other sources, by their names there."""
 
-    def __init__(self, source: TensorSource, shape: ModelShape, seed: int):
-        self._body = source
-        self._head = RandomSource(shape, seed, "scalar")
+    def __init__(self, base: TensorSource, over: Mapping[str, tuple[TensorSource, str]], without: Collection[str] = ()):
+        self._base, self._over = base, over
+        self._names = {*base.names(), *over} - set(without)
 
     def names(self) -> Collection[str]:
-        return {*self._body.names(), SCALAR_HEAD} - {LM_HEAD}
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._of(name).shape(name)
+        source, stored = self._over.get(name, (self._base, name))
+        return source.shape(stored)
 
     def dtype(self, name: str) -> torch.dtype | None:
-        return self._of(name).dtype(name)
+        source, stored = self._over.get(name, (self._base, name))
+        return source.dtype(stored)
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        return self._of(name).read(name, region)
+        source, stored = self._over.get(name, (self._base, name))
+        return source.read(stored, region)
 
-    def _of(self, name: str) -> TensorSource:
-        return self._head if name == SCALAR_HEAD else self._body
+
+class FreshHead(OverlaidSource):
+    """A causal LM with a random scalar head; its own `lm_head` is not read."""
+
+    def __init__(self, source: TensorSource, shape: ModelShape, seed: int):
+        super().__init__(source, {SCALAR_HEAD: (RandomSource(shape, seed, "scalar"), SCALAR_HEAD)}, without=(LM_HEAD,))
 
 
 def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
     """Shape and checked source of the weights of a `ModelConfig`.  Reads headers only.
 
-    `fresh_head` lets a causal LM be loaded with a new scalar head; a head that the checkpoint has is kept.  `shape_file`:
-    the `config.json` of a Megatron checkpoint that has none.
-    Raises ConfigError if neither `checkpoint` nor `init` is given, CheckpointError if the weights do not fit the shape.
+    With `fresh_head`, a head that the checkpoint has is kept.  `shape_file`: the `config.json` of a Megatron checkpoint that
+    has none.  Raises ConfigError if neither `checkpoint` nor `init` is given, CheckpointError if the weights do not fit the
+    shape.
     """
     source: TensorSource
     if model.checkpoint is not None:
@@ -171,7 +177,6 @@ def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None)
 
 
 def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
-    """Shape and tensors of a Hugging Face or Megatron directory; `shape_file`: shape of the latter."""
     _require_directory(directory)
     refuse_adapters(directory)
     megatron = find_megatron(directory, shape_file)
@@ -193,25 +198,21 @@ def check_source(shape: ModelShape, source: TensorSource, head: Head) -> list[st
 
 
 def stored_of(source: TensorSource) -> dict[str, Tensor]:
-    """Shapes and types of a source's tensors."""
     return {name: Tensor(source.shape(name), source.dtype(name) is not None) for name in source.names()}
 
 
 def require_source(shape: ModelShape, source: TensorSource, head: Head, where: str) -> None:
-    """Raise CheckpointError with the problems of `check_source`."""
     if problems := check_source(shape, source, head):
         raise CheckpointError(f"{where}: the weights do not fit the model:\n{summary(problems)}")
 
 
 def read_shape(directory: Path | str) -> ModelShape:
-    """The shape in a Hugging Face directory's `config.json`."""
     _require_directory(Path(directory))
     path = Path(directory) / "config.json"
     return ModelShape.from_hf(read_mapping(path, "the checkpoint's configuration"), str(path))
 
 
 def side_files(directory: Path) -> list[Path]:
-    """Files of tokenizer and generation settings in a Hugging Face directory, which are copied with the weights."""
     return [directory / name for name in SIDE_FILES if (directory / name).is_file()]
 
 

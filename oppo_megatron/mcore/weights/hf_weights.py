@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +14,7 @@ from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import Head, Part, hf_tensors, param_shapes, stage_parts
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.weights.hf_source import TensorSource, require_source
-from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, HfWriter, hf_config
+from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, hf_config, write_tensors
 
 
 @torch.no_grad()
@@ -33,10 +31,8 @@ def load_weights(
 ) -> None:
     """Fill every parameter of one stage in place, cast to the parameter's dtype and device.
 
-    A model chunk of an interleaved pipeline is a stage like any other, number chunk * pp + pp_rank of vpp * pp.
-
-    `model` is the bare model, before DDP wraps it and before an optimizer copies its parameters.  Reads only this
-    rank's share of each tensor, one at a time.  Raises CheckpointError if the source or the model does not fit `shape`.
+    `model` is the bare model, before DDP wraps it and before an optimizer copies its parameters.  Reads only this rank's share
+    of each tensor, one at a time.  Raises CheckpointError if the source or the model does not fit `shape`.
     """
     require_source(shape, source, head, "load_weights")
     parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
@@ -47,7 +43,6 @@ def load_weights(
         put_part(params[part.param], part, source.read(part.hf_name, part.share(tp_rank, tp_size)))
 
 
-@torch.no_grad()
 def export_weights(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     shape: ModelShape,
@@ -61,82 +56,103 @@ def export_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra_files: Iterable[Path] = (),
 ) -> None:
-    """Write the model as a Hugging Face directory (atomically, see HfWriter).  Every rank of the model makes the call.
+    """Write the model as a Hugging Face directory, whole or not at all.  Every rank of the model makes the call.
 
-    Each tensor is gathered over the tensor-parallel group and sent down the pipeline group to the rank that is first in
-    both, which writes it; replicas after the first only wait.  The call returns when the directory is whole.  `model` is
-    this rank's stage, or its chunks.  Groups may be None if their size is one; `dtype` defaults to the parameters'.
+    `model` is this rank's stage, or its chunks.  Groups may be None if their size is one; `dtype` defaults to the parameters'.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
+    out = dtype or next(chunks[0].parameters()).dtype
 
     def parts_of(tp_size: int, stage: int, num_stages: int) -> list[Part]:
         return stage_parts(shape, head, tp_size=tp_size, pp_rank=stage, pp_size=num_stages)
 
-    def writer(found: torch.dtype) -> HfWriter:
-        out, tensors = dtype or found, hf_tensors(shape, head)
-        config = hf_config(shape, head, out)
-        return HfWriter(directory, tensors, config, out, max_shard_bytes=max_shard_bytes, extra_files=extra_files)
+    def write(values: Values) -> None:
+        write_tensors(
+            directory, hf_tensors(shape, head), values, hf_config(shape, head, out), out,
+            max_shard_bytes=max_shard_bytes, extra_files=extra_files,
+        )  # fmt: skip
 
-    gather_parts(chunks, parts_of, writer, tp_group, pp_group, dp_group)
+    write_gathered(chunks, parts_of, write, tp_group, pp_group, dp_group)
 
 
+Values = Iterator[tuple[str, torch.Tensor]]
 PartsOf = Callable[[int, int, int], list[Part]]
 """(tensor ranks, stage, stages) -> the parts of the stage."""
 
 
-@torch.no_grad()
-def gather_parts(
+def write_gathered(
     chunks: Sequence[torch.nn.Module],
     parts_of: PartsOf,
-    writer: Callable[[torch.dtype], HfWriter],
+    write: Callable[[Values], None],
     tp_group: dist.ProcessGroup | None,
     pp_group: dist.ProcessGroup | None,
     dp_group: dist.ProcessGroup | None,
     *,
     whole: bool = True,
 ) -> None:
-    """Collect the parts of a model on its first rank, tensor by tensor, in the result of `writer` for their dtype.
+    """Collect the parts of a model on its first rank, tensor by tensor, for `write`.
 
-    Every rank of the model makes the call, which returns when everything is written.  `whole`: the parts are all parameters.
+    Each tensor is gathered over the tensor-parallel group and sent down the pipeline group to the rank that is first in both;
+    replicas after the first only wait.  Every rank makes the call, which returns when everything is written.  `whole`: the
+    parts are all parameters.
     """
     if _place(dp_group)[0] == 0:
-        _gather_replica(chunks, parts_of, writer, tp_group, pp_group, whole)
+        values = _gathered(chunks, parts_of, tp_group, pp_group, whole)
+        if _place(tp_group)[0] == _place(pp_group)[0] == 0:
+            write(values)
+        for _ in values:  # the other ranks only take part
+            pass
     for group in (pp_group, tp_group, dp_group):
         if group is not None:
             dist.barrier(group)
 
 
-def _gather_replica(
+@torch.no_grad()
+def _gathered(
     chunks: Sequence[torch.nn.Module],
     parts_of: PartsOf,
-    make_writer: Callable[[torch.dtype], HfWriter],
     tp_group: dist.ProcessGroup | None,
     pp_group: dist.ProcessGroup | None,
     whole: bool,
-) -> None:
-    """One replica's part in `gather_parts`."""
+) -> Values:
     (tp_rank, tp_size), (pp_rank, pp_size) = _place(tp_group), _place(pp_group)
     num_stages = pp_size * len(chunks)
-    params = {}  # of each virtual stage on this rank
-    for stage, chunk in zip(range(pp_rank, num_stages, pp_size), chunks, strict=True):
-        params[stage] = matching_params(chunk, parts_of(tp_size, stage, num_stages), tp_size, whole=whole)
-    stored = next(iter(params[pp_rank].values()))
-    writer: HfWriter | None = None
-    with contextlib.ExitStack() as stack:
-        if tp_rank == pp_rank == 0:
-            writer = stack.enter_context(make_writer(stored.dtype))
-        for stage, part in _owned_parts(parts_of, tp_size, num_stages):
-            tensor, owner = None, stage % pp_size
-            if owner == pp_rank:
-                tensor = _gather(take_part(params[stage][part.param], part), part, tp_group)
-            if tp_rank == 0 and owner > 0:
-                tensor = _to_first_stage(tensor, owner, part, pp_group, stored)
-            if writer is not None:
+    stages = [parts_of(tp_size, stage, num_stages) for stage in range(num_stages)]
+    own = {  # by virtual stage
+        stage: matching_params(chunk, stages[stage], tp_size, whole=whole)
+        for stage, chunk in zip(range(pp_rank, num_stages, pp_size), chunks, strict=True)
+    }
+    like, seen = next(chunks[0].parameters()), set[str]()
+    for stage, part in ((stage, part) for stage, parts in enumerate(stages) for part in parts):
+        if part.hf_name in seen:  # a tied embedding is on two stages
+            continue
+        seen.add(part.hf_name)
+        tensor, owner = None, stage % pp_size
+        if owner == pp_rank:
+            tensor = _over_tensor_ranks(take_part(own[stage][part.param], part), part, tp_group)
+        if tp_rank == 0 and owner > 0:
+            assert pp_group is not None
+            if pp_rank == owner:
                 assert tensor is not None
-                writer.write(part.hf_name, tensor)
+                dist.send(tensor, dist.get_global_rank(pp_group, 0), group=pp_group)
+            elif pp_rank == 0:
+                tensor = like.new_empty(part.hf_shape)
+                dist.recv(tensor, dist.get_global_rank(pp_group, owner), group=pp_group)
+        if tp_rank == pp_rank == 0:
+            assert tensor is not None
+            yield part.hf_name, tensor
 
 
-@torch.no_grad()
+def _over_tensor_ranks(share: torch.Tensor, part: Part, tp_group: dist.ProcessGroup | None) -> torch.Tensor | None:
+    rank, size = _place(tp_group)
+    if size == 1 or part.cut is None:
+        return share[: part.hf_shape[0]] if rank == 0 else None
+    shares = [torch.empty_like(share) for _ in range(size)] if rank == 0 else None
+    assert tp_group is not None
+    dist.gather(share, shares, dst=dist.get_global_rank(tp_group, 0), group=tp_group)
+    return torch.cat(shares, dim=part.cut)[: part.hf_shape[0]] if shares is not None else None
+
+
 def rewrite_weights(
     shape: ModelShape,
     source: TensorSource,
@@ -147,27 +163,16 @@ def rewrite_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra_files: Iterable[Path] = (),
 ) -> None:
-    """Write a source as a Hugging Face directory, through this runtime's layout but without a model.
-
-    One parameter is in memory at a time.  `dtype` defaults to the narrowest that holds every tensor exactly.
-    """
-    parts = stage_parts(shape, head)
-    shapes = param_shapes(parts)
-    out_dtype = dtype or common_dtype(shape, source, head)
-    config, tensors = hf_config(shape, head, out_dtype), hf_tensors(shape, head)
-    with HfWriter(
-        directory, tensors, config, out_dtype, max_shard_bytes=max_shard_bytes, extra_files=extra_files
-    ) as writer:
-        for name, of_param in itertools.groupby(parts, key=lambda part: part.param):
-            param, held = torch.empty(shapes[name], dtype=out_dtype), list(of_param)
-            for part in held:
-                put_part(param, part, source.read(part.hf_name, part.share(0, 1)))
-            for part in held:
-                writer.write(part.hf_name, take_part(param, part))
+    """Write a source as a Hugging Face directory.  `dtype` defaults to the narrowest that holds every tensor exactly."""
+    tensors, out = hf_tensors(shape, head), dtype or common_dtype(shape, source, head)
+    values = ((name, source.read(name, tuple(map(slice, size)))) for name, size in tensors.items())
+    write_tensors(
+        directory, tensors, values, hf_config(shape, head, out), out,
+        max_shard_bytes=max_shard_bytes, extra_files=extra_files,
+    )  # fmt: skip
 
 
 def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.dtype:
-    """The narrowest dtype that holds every tensor of a source exactly."""
     dtypes = [found for name in hf_tensors(shape, head) if (found := source.dtype(name)) is not None]
     return functools.reduce(torch.promote_types, dtypes)
 
@@ -183,14 +188,14 @@ def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
 
 
 def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
-    """A rank's share of a Hugging Face tensor, from its rows of the parameter: the inverse of `put_part`, padding included."""
+    """The inverse of `put_part`, padding included."""
     return torch.cat([param[rows] for rows in part.rows])
 
 
 def matching_params(
     model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that `parts` fill, after a check that they exist; `whole`: the check excludes others, too."""
+    """Check that the parameters that `parts` fill exist, and return them; `whole`: there must be no others."""
     filled = {part.param for part in parts}
     params = {name: param for name, param in model.named_parameters() if whole or name in filled}
     expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}
@@ -205,38 +210,3 @@ def matching_params(
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank(), group.size())
-
-
-def _owned_parts(parts_of: PartsOf, tp_size: int, num_stages: int) -> list[tuple[int, Part]]:
-    """Every Hugging Face tensor once, with the first stage that holds it (a tied embedding is held by two)."""
-    owned: dict[str, tuple[int, Part]] = {}
-    for stage in range(num_stages):
-        for part in parts_of(tp_size, stage, num_stages):
-            owned.setdefault(part.hf_name, (stage, part))
-    return list(owned.values())
-
-
-def _gather(share: torch.Tensor, part: Part, tp_group: dist.ProcessGroup | None) -> torch.Tensor | None:
-    """The whole tensor on the group's first rank, without padding rows; None on the others."""
-    rank, size = _place(tp_group)
-    if size == 1 or part.cut is None:
-        return share[: part.hf_shape[0]] if rank == 0 else None
-    shares = [torch.empty_like(share) for _ in range(size)] if rank == 0 else None
-    assert tp_group is not None
-    dist.gather(share, shares, dst=dist.get_global_rank(tp_group, 0), group=tp_group)
-    return torch.cat(shares, dim=part.cut)[: part.hf_shape[0]] if shares is not None else None
-
-
-def _to_first_stage(
-    tensor: torch.Tensor | None, owner: int, part: Part, pp_group: dist.ProcessGroup | None, like: torch.Tensor
-) -> torch.Tensor | None:
-    """Send stage `owner`'s tensor to the first stage.  Returns it there, None elsewhere."""
-    assert pp_group is not None
-    if pp_group.rank() == owner:
-        assert tensor is not None
-        dist.send(tensor, dist.get_global_rank(pp_group, 0), group=pp_group)
-    elif pp_group.rank() == 0:
-        tensor = like.new_empty(part.hf_shape)
-        dist.recv(tensor, dist.get_global_rank(pp_group, owner), group=pp_group)
-        return tensor
-    return None

@@ -11,18 +11,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Part
 from oppo_megatron.layout.lora_layout import PEFT, adapter_parts
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.layout.stored_weights import adapter_problems, summary
-from oppo_megatron.mcore.weights.hf_source import DrawnSource, SafetensorsSource, TensorSource, stored_of
-from oppo_megatron.mcore.weights.hf_weights import gather_parts, matching_params, put_part
-from oppo_megatron.mcore.weights.hf_writer import FileNames, HfWriter
+from oppo_megatron.mcore.weights.hf_source import (
+    DrawnSource,
+    OverlaidSource,
+    SafetensorsSource,
+    TensorSource,
+    stored_of,
+)
+from oppo_megatron.mcore.weights.hf_weights import Values, matching_params, put_part, write_gathered
+from oppo_megatron.mcore.weights.hf_writer import write_tensors
 from oppo_megatron.modeldir.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-ADAPTER_FILES = FileNames(ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
 
 
@@ -39,7 +44,7 @@ class FreshAdapters(DrawnSource):
 
 
 def open_adapters(directory: Path, shape: ModelShape, lora: LoraConfig, head: Head) -> TensorSource:
-    """The tensors of a peft directory.  Raises CheckpointError unless they fit the model; a scalar head may be missing."""
+    """The tensors of a peft directory. Raises CheckpointError unless they fit; a scalar head may be missing."""
     source = SafetensorsSource(directory, ADAPTER_WEIGHTS)
     if problems := adapter_problems(shape, lora, head, stored_of(source)):
         raise CheckpointError(f"{directory}: the adapters do not fit the model:\n{summary(problems)}")
@@ -47,16 +52,11 @@ def open_adapters(directory: Path, shape: ModelShape, lora: LoraConfig, head: He
 
 
 def has_head(directory: Path) -> bool:
-    """True if a peft directory has a scalar head."""
     return f"{PEFT}{SCALAR_HEAD}" in SafetensorsSource(directory, ADAPTER_WEIGHTS).names()
 
 
 @torch.no_grad()
 def fill_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
-    """Initialise the adapters of a stage, a RoleModel.
-
-    Raises CheckpointError for a directory that does not fit the model.
-    """
     source: TensorSource
     if lora.adapter is None:
         source = FreshAdapters(adapter_parts(model.shape, lora, model.head), seed)
@@ -91,19 +91,17 @@ def export_adapters(
     def parts_of(tp_size: int, stage: int, num_stages: int) -> list[Part]:
         return adapter_parts(shape, lora, head, tp_size=tp_size, pp_rank=stage, pp_size=num_stages)
 
-    def writer(dtype: torch.dtype) -> HfWriter:
+    def write(values: Values) -> None:
         tensors = {part.hf_name: part.hf_shape for part in parts_of(1, 0, 1)}
-        config = peft_config(lora, head, base)
-        return HfWriter(
-            directory, tensors, config, dtype,
-            max_shard_bytes=sys.maxsize, extra_files=extra_files, names=ADAPTER_FILES,
+        write_tensors(
+            directory, tensors, values, peft_config(lora, head, base), next(first.parameters()).dtype,
+            max_shard_bytes=sys.maxsize, extra_files=extra_files, names=(ADAPTER_CONFIG, ADAPTER_WEIGHTS),
         )  # fmt: skip
 
-    gather_parts(chunks, parts_of, writer, tp_group, pp_group, dp_group, whole=False)
+    write_gathered(chunks, parts_of, write, tp_group, pp_group, dp_group, whole=False)
 
 
 def peft_config(lora: LoraConfig, head: Head, base: Path | None) -> dict[str, Any]:
-    """The `adapter_config.json` of adapters."""
     return {
         "peft_type": "LORA",
         "task_type": TASKS[head],
@@ -122,42 +120,24 @@ def peft_config(lora: LoraConfig, head: Head, base: Path | None) -> dict[str, An
     }
 
 
-class MergedSource:
+class MergedSource(OverlaidSource):
     """A model's tensors with W + s B A for each W that has adapters, and with the adapters' scalar head."""
 
     def __init__(self, base: TensorSource, adapters: TensorSource, scale: float):
-        self._base, self._adapters, self._scale = base, adapters, scale
-
-    def names(self) -> Collection[str]:
-        head = {SCALAR_HEAD} if f"{PEFT}{SCALAR_HEAD}" in self._adapters.names() else set()
-        return {*self._base.names(), *head}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._of(name)[0].shape(self._of(name)[1])
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        source, stored = self._of(name)
-        return source.dtype(stored)
+        head = PEFT + SCALAR_HEAD
+        super().__init__(base, {SCALAR_HEAD: (adapters, head)} if head in adapters.names() else {})
+        self._adapters, self._scale = adapters, scale
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        source, stored = self._of(name)
-        weight, pair = source.read(stored, region), PEFT + name.removesuffix("weight")
+        weight, pair = super().read(name, region), PEFT + name.removesuffix("weight")
         if f"{pair}lora_A.weight" not in self._adapters.names():
             return weight
-        a, b = (self._whole(f"{pair}lora_{matrix}.weight") for matrix in "AB")
+        a, b = (self._adapters.read(f"{pair}lora_{m}.weight", (slice(None), slice(None))).float() for m in "AB")
         return (weight.float() + (b @ a)[region] * self._scale).to(weight.dtype)
-
-    def _of(self, name: str) -> tuple[TensorSource, str]:
-        head = name == SCALAR_HEAD and PEFT + name in self._adapters.names()
-        return (self._adapters, PEFT + name) if head else (self._base, name)
-
-    def _whole(self, name: str) -> torch.Tensor:
-        rows, columns = self._adapters.shape(name)
-        return self._adapters.read(name, (slice(0, rows), slice(0, columns))).float()
 
 
 def merged(base: TensorSource, shape: ModelShape, head: Head, lora: LoraConfig) -> MergedSource:
-    """`base` merged with the adapters of `lora.adapter`.  Raises CheckpointError if they do not fit."""
+    """`base` merged with the adapters of `lora.adapter`. Raises CheckpointError if they do not fit."""
     assert lora.adapter is not None
     adapters = open_adapters(lora.adapter, shape, lora, head)
     return MergedSource(base, adapters, lora.scale)

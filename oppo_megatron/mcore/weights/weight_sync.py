@@ -1,11 +1,11 @@
 """Moves a trained role's weights from the layout of its updates to the layout of decoding or scoring.
 
-The plan and its execution are megatron-core's (`megatron.core.resharding`).  Four things are added, because megatron-core
-0.16.1 plans over all ranks of the world, supports one module per rank, may fetch a rank's own weights from others, and stages
-a whole model at once:
+The plan and its execution are megatron-core's (`megatron.core.resharding`).  Version 0.16.1 plans over all ranks of the world,
+supports one module per rank, may fetch a rank's own weights from others, and stages a whole model at once; so four things are
+added:
   - `_RoleWorld` narrows "the world" to the role's own ranks;
-  - `_Weights` gives parameters the same names in every layout: layers of all model chunks by their number in the model, and
-    a last stage's copy of tied embeddings by the name of the embeddings;
+  - `_Weights` gives parameters the same names in every layout: layers by their number in the model, and a last stage's copy of
+    tied embeddings by the name of the embeddings;
   - `_nearest_replica` prefers the weights that the receiving rank trains itself;
   - the plan is cut into rounds of bounded size.
 If both layouts are the same nothing moves: the two models share their parameters.
@@ -40,17 +40,16 @@ ROUND_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class MoveReport:
-    """One move.  `bytes_moved` went from one rank to another, summed over all ranks of the role; `seconds` on this rank."""
+    """One move; `bytes_moved` from one rank to another, summed over the role's ranks, `seconds` on this rank."""
 
     bytes_moved: int
     seconds: float
 
 
 class Reallocation:
-    """Moves weights from the trained model chunks to the serving model.
+    """Moves weights from the trained model chunks to the serving model, both on the same ranks and of one dtype.
 
-    Every rank of the role makes it at the same point, after both models are built, and calls each `move`; no other rank takes
-    part.  Both models are on the same ranks and of one dtype.  CUDA tensors are sent directly, so the role's groups must be
+    Every rank of the role makes it at the same point, and calls each `move`.  CUDA tensors are sent directly: groups are
     NCCL's.
     """
 
@@ -61,7 +60,7 @@ class Reallocation:
         if self.shared:
             share_parameters(training[0], serving)
             return
-        self._source, self._target = _trained_weights(training), _serving_weights(serving)
+        self._source, self._target = _weights(training, serving=False), _weights([serving], serving=True)
         self._world, self._service = _RoleWorld(ours.all), GroupCopy(ours.all)
         plan = self._plan()
         self._rounds = list(_rounds(plan, self._source, self._target, round_bytes))
@@ -101,12 +100,10 @@ class Reallocation:
 
 
 def share_parameters(training: RoleModel, serving: RoleModel) -> None:
-    """Replace the parameters of `serving` by the `Parameter` objects of `training`.
+    """Replace the parameters of `serving` by the `Parameter` objects of `training`, except adapters that `serving` lacks.
 
-    A serving model without adapters may share the other weights of a model with adapters.
-
-    megatron's DDP and optimizers replace the storage of parameters (`param.data = ...`) but keep the objects, so sharing works
-    before and after they are built.
+    megatron's DDP and optimizers replace the storage of parameters but keep the objects, so sharing works before and after
+    them.
     """
     trained = dict(training.named_parameters())
     for path, old in list(serving.named_parameters()):
@@ -118,7 +115,10 @@ def share_parameters(training: RoleModel, serving: RoleModel) -> None:
 
 
 class GroupCopy(CopyService):
-    """Copies between the ranks of one group; peers are ranks of the group.  Copies of a pair match in order of submission."""
+    """Copies between the ranks of one group; peers are ranks of the group.
+
+    Copies of a pair match in order of submission.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
@@ -126,15 +126,12 @@ class GroupCopy(CopyService):
         self._receives: list[tuple[Tensor, int]] = []
 
     def submit_send(self, src_tensor: Tensor, dest_rank: int) -> None:
-        """Send a contiguous tensor to a peer, or to this rank itself."""
         self._sends.append((src_tensor, dest_rank))
 
     def submit_recv(self, dest_tensor: Tensor, src_rank: int) -> None:
-        """Receive into a contiguous tensor from a peer, or from this rank itself."""
         self._receives.append((dest_tensor, src_rank))
 
     def run(self) -> None:
-        """Make all submitted copies; the received tensors may be read when it returns."""
         me = self._group.rank()
         own = ([tensor for tensor, peer in copies if peer == me] for copies in (self._receives, self._sends))
         for target, source in zip(*own, strict=True):
@@ -152,8 +149,6 @@ class GroupCopy(CopyService):
 
 
 class _Weights:
-    """A rank's parameters by layout-independent names, with the planner's interface."""
-
     def __init__(self, model: RoleModel, named: dict[str, Parameter]):
         self.named, self.pg_collection = named, model.pg_collection
 
@@ -165,44 +160,37 @@ class _Weights:
         return ()
 
     def piece(self, op: TransferOp) -> Tensor:
-        """This rank's side of a transfer."""
         return self.named[op.param_name].data[op.my_slice]
 
 
-def _trained_weights(chunks: Sequence[RoleModel]) -> _Weights:
-    """The chunks' parameters.  The second copy of tied embeddings equals the first and need not be sent."""
-    named = {name: p for chunk in chunks for name, p in _by_layer_number(chunk) if name != _tied_copy(chunk)}
+def _weights(chunks: Sequence[RoleModel], *, serving: bool) -> _Weights:
+    """The parameters that change.
+
+    A last stage's copy of tied embeddings equals these: it is not sent, and is filled from them.
+    """
+    named: dict[str, Parameter] = {}
+    for chunk in chunks:
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        tied = chunk.share_embeddings_and_output_weights and not chunk.pre_process
+        for name, param in chunk.named_parameters():
+            is_head = name == "output_layer.weight"
+            if chunk.adapters is not None and not is_adapter(name) and not (is_head and chunk.head == "scalar"):
+                continue  # frozen: both models have loaded it
+            if is_head and tied:
+                if not serving:
+                    continue
+                name = "embedding.word_embeddings.weight"
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(numbers[int(parts[2])])
+            named[".".join(parts)] = param
     return _Weights(chunks[0], named)
-
-
-def _serving_weights(model: RoleModel) -> _Weights:
-    """The model's parameters.  A last stage's copy of tied embeddings is filled from the embeddings."""
-    embedding = "embedding.word_embeddings.weight"
-    named = {embedding if name == _tied_copy(model) else name: p for name, p in _by_layer_number(model)}
-    return _Weights(model, named)
-
-
-def _tied_copy(model: RoleModel) -> str | None:
-    """The copy of the embeddings on a stage without them."""
-    return "output_layer.weight" if model.share_embeddings_and_output_weights and not model.pre_process else None
-
-
-def _by_layer_number(model: RoleModel) -> Iterator[tuple[str, Parameter]]:
-    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    scalar = "output_layer.weight" if model.head == "scalar" else None
-    for name, param in model.named_parameters():
-        if model.adapters is not None and not is_adapter(name) and name != scalar:
-            continue  # frozen: both models have loaded it
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(numbers[int(parts[2])])
-        yield ".".join(parts), param
 
 
 def _rounds(plan: ReshardPlan, source: _Weights, target: _Weights, round_bytes: int) -> Iterator[ReshardPlan]:
     """The plan in parts that stage at most `round_bytes` for each pair of ranks, or one piece that is larger.
 
-    The two ranks of a pair see its transfers in the same order and in the same sizes, hence in the same rounds.
+    The two ranks of a pair see its transfers in the same order and sizes, hence in the same rounds.
     """
     sends, receives = _cut(plan.send_ops, source, round_bytes), _cut(plan.recv_ops, target, round_bytes)
     for send_ops, recv_ops in itertools.zip_longest(sends, receives):
@@ -227,8 +215,7 @@ def _nearest_replica(
 ) -> ParameterMetadata:
     """Choose the replica that sends a parameter: the receiving rank's own, else each in turn.
 
-    resharding/utils.py:322 takes the first if the replicas are one group: with pure data parallelism every rank would fetch its
-    own weights from rank 0.
+    resharding/utils.py:322 would let every rank fetch its own weights from rank 0 with pure data parallelism.
     """
     own = [source for source in sources if source.owner_rank == target_rank]
     return own[0] if own else sources[target_rank % len(sources)]
@@ -237,8 +224,8 @@ def _nearest_replica(
 class _RoleWorld:
     """The functions of `torch.distributed` that resharding uses, with the ranks of one group as the world.
 
-    resharding/planner.py:261-337 gathers over WORLD and lets its rank 0 plan, resharding/execution.py:59 waits for WORLD:
-    ranks with other models would have to take part.  Ranks are those of the group.
+    resharding/planner.py:261-337 gathers over WORLD, resharding/execution.py:59 waits for it: ranks with other models would
+    have to take part.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -247,7 +234,6 @@ class _RoleWorld:
 
     @contextlib.contextmanager
     def in_place_of_the_world(self) -> Iterator[None]:
-        """In the block, the resharding modules alone use this world."""
         with (
             mock.patch.object(planner, "dist", self),
             mock.patch.object(planner, "torch", SimpleNamespace(distributed=self)),
@@ -272,4 +258,4 @@ class _RoleWorld:
         dist.broadcast_object_list(objects, dist.get_global_rank(self._group, src), group=self._group)
 
     def barrier(self) -> None:
-        """No barrier: a rank's own copies are complete, and ranks may have different numbers of rounds."""
+        """Do nothing: a rank's own copies are complete, and ranks may have different numbers of rounds."""

@@ -55,15 +55,12 @@ def choice(response: str) -> str | None:
 
 
 def verify(response: str, expected: Any) -> float:
-    """1.0 if the response states the expected letter, else 0.0.  Raises `RewardError` as `expected_letter`."""
+    """1.0 if the response states the expected letter, else 0.0.  Raises as `expected_letter`."""
     return 1.0 if choice(response) == expected_letter(expected) else 0.0
 
 
 def expected_letter(value: Any) -> str:
-    """The letter in a row's answer column; a whole number counts the choices from 0, as MMLU's does.
-
-    Raises `RewardError` if it is neither.
-    """
+    """The letter in a row's answer column; a whole number counts the choices from 0, as MMLU's.  Raises RewardError."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(LETTERS):
         return LETTERS[value]
     letter = _WHOLE.fullmatch(value) if isinstance(value, str) else None
@@ -75,7 +72,6 @@ def expected_letter(value: Any) -> str:
 
 
 def _marked(text: str) -> list[str | None]:
-    """The letter of a marked answer; None if it holds anything else."""
     text = bare(text)
     whole, label = _WHOLE.fullmatch(text), labelled(text)[0]
     letters = [whole[1].upper()] if whole else [label] if label else _in_line(text) or _stated_in(text)
@@ -92,7 +88,6 @@ def _stated(text: str) -> list[str]:
 
 
 def _in_line(text: str) -> list[str]:
-    """Return the letter that a line begins with, and the letters in brackets after it."""
     text = bare(text.lstrip("✅ "))
     found = _LINE.fullmatch(text)
     if not found:

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process with its parent: if the run is killed, nothing else would end a program that never returns."""
+    """If the run is killed, nothing else would end a program that never returns."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -57,7 +57,6 @@ def _tell(answers: int, line: dict[str, Any]) -> None:
 
 
 def _run(job: dict[str, Any], test: dict[str, str]) -> dict[str, Any]:
-    """The verdict of one test, by a process that is gone when this returns."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output:
         given.write(test.get("stdin", "").encode())
@@ -131,7 +130,7 @@ def _limit(job: dict[str, Any]) -> None:
 
 
 def cut_network() -> bool:
-    """Forbid sockets to this process and its descendants.  Return False if the kernel or the machine does not support that."""
+    """Forbid sockets to this process and its descendants; False if the kernel or the machine does not support that."""
     if platform.machine() not in MACHINES:
         return False
     audit, socket, io_uring_setup = MACHINES[platform.machine()]

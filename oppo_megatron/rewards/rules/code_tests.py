@@ -1,7 +1,7 @@
 """Rule `code`: the last block of Python in a response passes the row's tests, each in a process of its own.
 
-`grade` runs in the process of an `IsolatedFunction` and starts `code_runner` for each response, under limits of time and
-memory and, if the kernel supports it, without sockets.  This is not a sandbox: docs/rewards.md lists its limits.
+`grade` runs in the process of an `IsolatedFunction` and starts `code_runner` for each response.  This is not a sandbox:
+docs/rewards.md lists its limits.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def program_of(response: str) -> str | None:
 
 
 def read_tests(value: Any) -> Tests:
-    """The tests in a row's column: asserts (a text, or a list of them), a list of pairs {input, output}, or one mapping
-    {inputs, outputs} of lists, all of them also as JSON in a text.
+    """The tests in a row's column: asserts (a text, or a list of them), a list of {input, output}, or {inputs, outputs}, also as
+    JSON.
 
-    Raises `RewardError` for anything else, and where there is no test.
+    Raises `RewardError` for anything else, and if there is no test.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):
@@ -77,9 +77,7 @@ def read_tests(value: Any) -> Tests:
 
 def _of_lists(value: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if value.get("fn_name"):
-        raise RewardError(
-            f"the tests call a function {value['fn_name']!r} by `fn_name`, which is not supported; {_FORMS}"
-        )
+        raise RewardError(f"the tests call a function {value['fn_name']!r} by `fn_name`, which is not supported; {_FORMS}")
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
         raise RewardError(f"the tests {str(value)[:100]!r} have not as many `inputs` as `outputs`; {_FORMS}")
@@ -109,7 +107,9 @@ def grade(
     job = {"program": program, "tests": given, "memory_bytes": memory_mb << 20, "cpu_s": math.ceil(wall_s) + 1}
     with _running(job, wall_s) as verdicts:
         for test, verdict in zip(tests, verdicts, strict=False):
-            fine = verdict.get("passed", False) if "code" in test else _same(verdict.get("stdout"), test["stdout"])
+            fine = verdict.get("passed", False)
+            if "code" not in test and (output := verdict.get("stdout")) is not None:
+                fine = _stripped(output) == _stripped(test["stdout"])
             passed += fine
             if not (fine or partial_credit):
                 break
@@ -117,23 +117,16 @@ def grade(
 
 
 def about_network() -> str:
-    """Return a sentence that says whether programs are kept from the network on this host."""
     probe = subprocess.run(  # noqa: S603  (this package's own file, and no shell)
         [sys.executable, "-I", RUNNER], input=b'{"tests": []}', stdout=subprocess.PIPE, check=True
     )
     if read_json(probe.stdout)["network"] == "cut":
         return "the programs reach no network"
-    return (
-        "the programs can reach the network: this kernel or machine has no filter for it; take a host that you can lose"
-    )
-
-
-def _same(said: str | None, wanted: str) -> bool:
-    """White space at the end of lines and of the whole does not count."""
-    return said is not None and _stripped(said) == _stripped(wanted)
+    return ("the programs can reach the network: this kernel or machine has no filter for it; take a host that you can lose")
 
 
 def _stripped(text: str) -> list[str]:
+    """White space at the end of lines and of the whole does not count."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
@@ -162,13 +155,16 @@ def _running(job: Mapping[str, Any], wall_s: float) -> Iterator[Iterator[dict[st
         try:
             yield _verdicts(runner.stdout.fileno(), deadline)
         finally:
-            _end_children()
+            while children := psutil.Process().children(recursive=True):  # they may start others meanwhile
+                for child in children:
+                    with suppress(psutil.NoSuchProcess):
+                        child.send_signal(signal.SIGKILL)
+                psutil.wait_procs(children, timeout=1.0)
             runner.wait()
             runner.stdout.close()
 
 
 def _verdicts(descriptor: int, deadline: float) -> Iterator[dict[str, Any]]:
-    """Return the runner's output after its first line."""
     poll, data, first = select.poll(), b"", True
     poll.register(descriptor, select.POLLIN)
     while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
@@ -180,12 +176,3 @@ def _verdicts(descriptor: int, deadline: float) -> Iterator[dict[str, Any]]:
             if not first:
                 yield read_json(line)
             first = False
-
-
-def _end_children() -> None:
-    """Kill all descendants, and those that they start meanwhile."""
-    while children := psutil.Process().children(recursive=True):
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.send_signal(signal.SIGKILL)
-        psutil.wait_procs(children, timeout=1.0)

@@ -78,7 +78,7 @@ def texts(response: str, forms: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def shown(response: str) -> str:
-    """Return the text after the thoughts, if there are any, else all of it; full-width characters as ASCII."""
+    """The text after the thoughts, if there are any, else all of it; full-width characters as ASCII."""
     response = response.translate(_ASCII)
     while end_token := _END_TOKEN.search(response := response.rstrip(), max(0, len(response) - 48)):
         response = response[: end_token.start()]
@@ -139,7 +139,7 @@ def _within(text: str, left: str, right: str) -> str | None:
 
 
 def _marks(text: str) -> list[tuple[str, int, int]]:
-    """Return the content, start and end of each closed mark, in order."""
+    """Content, start and end of each closed mark, in order."""
     found, start = list[tuple[str, int, int]](), 0
     while (box := _BOX.search(text, start)) is not None:
         end = closing(text, box.end())

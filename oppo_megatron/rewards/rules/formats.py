@@ -1,13 +1,11 @@
-"""Rule `format`: 1.0 if a regular expression matches the response, else 0.0.
-
-The engine is `regex`, which ends a match that takes too long.
-"""
+"""Rules about the form of a response: `format`, a regular expression, and `length`, DAPO's penalty for long ones."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from oppo_megatron.config.data import compile_pattern
+from oppo_megatron.config.rewards import compile_pattern
 
 MATCH_S = 1.0
 """Time limit of one match; a response on which the pattern takes longer does not match."""
@@ -22,7 +20,10 @@ def literals(pattern: str) -> list[str]:
 
 
 class FormatRule:
-    """`pattern` on a whole response (`whole`), or on any stretch of it.  Raises ValueError for an invalid pattern."""
+    """1.0 if `pattern` matches the whole response (`whole`), or any stretch of it, else 0.0.
+
+    The engine is `regex`, which ends a match that takes too long.  Raises ValueError for an invalid pattern.
+    """
 
     def __init__(self, pattern: str, *, whole: bool):
         self._pattern, self._whole = compile_pattern(pattern), whole
@@ -34,3 +35,17 @@ class FormatRule:
         except TimeoutError:
             return 0.0
 
+
+@dataclass(frozen=True, slots=True)
+class LengthRule:
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13).
+
+    0 up to max - buffer tokens, from there linearly down to -1 at `max_tokens`, and -1 beyond.
+    """
+
+    max_tokens: int
+    buffer_tokens: int
+
+    def score(self, num_tokens: int) -> float:
+        over = num_tokens - (self.max_tokens - self.buffer_tokens)
+        return -min(max(over, 0) / self.buffer_tokens, 1.0)

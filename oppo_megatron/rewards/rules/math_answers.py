@@ -81,10 +81,7 @@ def require_library() -> None:
 
 
 def expected_text(value: Any) -> str:
-    """A row's answer column as text: a number, an expression in LaTeX or plain, or a solution with its answer in a box.
-
-    Raises `RewardError` if there is nothing to compare with.
-    """
+    """A row's answer column as text.  Raises `RewardError` if there is nothing to compare with."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**MAX_CHARACTERS:
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -93,21 +90,18 @@ def expected_text(value: Any) -> str:
         text = _expected(value)
         if any(character.isalnum() for character in text) and len(text) <= MAX_CHARACTERS:
             return text
-    raise RewardError(
-        f"the expected answer {value!r:.200} is no mathematics; give a number, an expression, or `\\boxed{{...}}`"
-    )
+    raise RewardError(f"the expected answer {value!r:.200} is no mathematics; give a number, an expression, or `\\boxed{{...}}`")
 
 
 def needs_library(fields: Mapping[str, Any]) -> bool:
-    """True if an expected answer has to be tried, being neither a number nor words."""
+    """True if an expected answer is neither a number nor words."""
     text = _tidy(fields[ANSWER])
     return read_number(text) is None and _words(text) is None
 
 
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """1.0 if the response's final answer equals the expected one, else 0.0.
-
-    Of `PROBE` without a prompt, NaN if the library does not read the expected answer, so that it is compared as text.
+    """1.0 if the response's final answer equals the expected one, else 0.0.  Of `PROBE` without a prompt, NaN if the library does
+    not read the expected answer.
     """
     try:
         given = found_answer(response)
@@ -174,7 +168,6 @@ def equal(expected: str, given: str) -> bool:
 
 
 def _expected(text: str) -> str:
-    """The answer in a row's column, which may be a whole solution."""
     marked = last_group(text)
     if marked is not None:
         return marked
@@ -183,7 +176,6 @@ def _expected(text: str) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return an answer without the reasons and sentences after it."""
     text = _BECAUSE.sub("", text.replace("**", ""))
     formulas = _FORMULAS.match(text.lstrip(" :*_"))
     return _elements(formulas[0]) + formulas.string[formulas.end() :] if formulas else text
@@ -195,7 +187,7 @@ def _elements(formulas: str) -> str:
 
 
 def _closing(response: str) -> str | None:
-    """The answer at the end of a response that marks and states none: its last line, or what that line ends in."""
+    """The answer at the end of a response that marks and states none."""
     text = shown(response).strip()
     last = None
     for last in _FORMULAS.finditer(text):  # noqa: B007  (the last one is wanted)
@@ -230,7 +222,6 @@ def _written(text: str) -> str:
 
 
 def _words(text: str) -> str | None:
-    """The words of an answer in words, in lower case; None if it is something else."""
     return " ".join(text.lower().replace("-", " ").split()) if _WORD.fullmatch(text) else None
 
 
@@ -244,7 +235,6 @@ def _balanced(text: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """The elements between commas, semicolons, `and` and `or` outside of all brackets."""
     text = _AND.sub(",", text)
     if re.search(r"[,;]\s", text):
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
@@ -278,7 +268,7 @@ def _parts(text: str) -> tuple[str, list[str]] | None:
 
 
 def _equal_parts(expected: str, given: str) -> bool | None:
-    """Structures of equal elements: sets and lists in any order, others in theirs.  None if one of the two is none."""
+    """Structures of equal elements: sets and lists in any order.  None if one of the two is not a structure."""
     wanted, found = _parts(expected), _parts(given)
     if wanted is None or found is None:
         return None
@@ -338,7 +328,7 @@ def _latex(text: str) -> str:
 
 
 def _places(values: list[Any]) -> int:
-    """Return the decimal places that the library compares: six after the first digit of the smallest number."""
+    """The decimal places that the library compares: six after the first digit of the smallest number."""
     smallest = 1.0
     for value in values:
         try:

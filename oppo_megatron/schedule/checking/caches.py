@@ -1,7 +1,8 @@
 """Check that the caches hold what a round adds to them.
 
-This follows from the sizes of the round's micro-batches; everything else that the checker examines follows from the round's
-shape.  So a schedule is checked once per shape, and the caches in every round.
+This follows from the sizes of the round's micro-batches, in their only permitted order (a role's prefills by micro-batch, then
+decoding); everything else that the checker examines follows from the round's shape.  So a schedule is checked once per shape, and
+the caches in every round.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from oppo_megatron.columns import Ints
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.schedule.rounds import Batches, Fork, Forks, KVBudget, Round
 
@@ -19,12 +19,9 @@ Budgets = Mapping[str, Sequence[KVBudget]]
 
 
 def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -> None:
-    """Check the caches of the replicas in `budgets` (by role and replica number).
-
-    Raises ScheduleError with each cache that overflows, or that lacks tokens which the round continues.
-    """
+    """Check the caches of the replicas in `budgets` (by role and replica number).  Raises ScheduleError with each fault."""
     faults = [
-        text for role, own in budgets.items() for d, budget in own.items() for text in _faults(round_, role, d, budget)
+        text for role, own in budgets.items() for d, budget in own.items() for text in cache_faults(round_, role, d, budget)
     ]
     if faults:
         count = "1 cache" if len(faults) == 1 else f"{len(faults)} caches"
@@ -33,9 +30,13 @@ def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -
         )
 
 
-def _faults(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[str]:
-    """Yield the first fault of one replica's cache."""
-    cache, growths = f"the cache of {role} replica {replica}", _growths(round_, role, replica)
+def cache_faults(round_: Round, role: str, replica: int, budget: KVBudget | None) -> Iterator[str]:
+    """Yield the first fault of one replica's cache; without `budget` its size is not checked."""
+    cache, prefill = f"the cache of {role} replica {replica}", round_.prefill.get(role, ())
+    growths = Batches.of(prefill[replica] if replica < len(prefill) else ()).table[:3]
+    if role == "actor" and replica < len(round_.decode):
+        seq_ids, past, new = Batches.of(round_.decode[replica]).table[:3]
+        growths = np.concatenate([growths, np.stack([seq_ids, past, np.minimum(new, round_.steps)])], axis=1)
     seq_ids, past, new = growths
     lengths = past + new
     if len(seq_ids) and np.bincount(seq_ids - seq_ids.min()).max() > 1:
@@ -53,6 +54,8 @@ def _faults(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterato
         if fault is not None:
             yield fault
             return
+    if budget is None:
+        return
     longest = int(lengths.max(initial=0))
     if len(lengths) and budget.others + len(lengths) > budget.slots:
         yield f"{cache} has {budget.slots} slots, but {len(lengths)} sequences grow and {budget.others} others keep theirs"
@@ -91,13 +94,3 @@ def _state(fork: Fork, made: Mapping[int, int], cached: Mapping[int, int]) -> st
     if fork.target in made:
         return f"but it holds {made[fork.target]} of it, forked from sequence {fork.source}"
     return f"forked from {fork.tokens} of sequence {fork.source}, but it holds {cached[fork.source]} of that one by then"
-
-
-def _growths(round_: Round, role: str, replica: int) -> Ints:
-    """Return sequence, cached tokens and new tokens of all growths of a replica, in execution order; [3, growths]."""
-    prefill, decode = round_.prefill.get(role, ()), round_.decode if role == "actor" else ()
-    table = Batches.of(prefill[replica] if replica < len(prefill) else ()).table[:3]
-    if replica >= len(decode):
-        return table
-    seq_ids, past, new = Batches.of(decode[replica]).table[:3]
-    return np.concatenate([table, np.stack([seq_ids, past, np.minimum(new, round_.steps)])], axis=1)

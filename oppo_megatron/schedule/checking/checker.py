@@ -1,31 +1,26 @@
 """Check, before it runs, whether a schedule would hang, violate causality or overflow a cache.
 
-The checks, in this order: each rank has exactly the actions that the round requires; each message has both ends and is received
-in the order sent; communicators are used as the transport requires; the tensor ranks of a stage agree; on each rank nothing is
-used before it exists, and no cache overflows (`causality`); a simulation of all ranks completes (`timeline`).  Every action
-counts: at run time all ranks skip the same actions of ended sequences.
+The checks, in this order: each rank has exactly the actions that the round requires; on each rank nothing is used before it
+exists (`causality`); no cache overflows (`caches`); a simulation of all ranks completes (`timeline`).  Every action counts: at
+run time all ranks skip the same actions of ended sequences.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Container, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
+from itertools import product
 
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
-from oppo_megatron.schedule.checking.caches import Budgets
+from oppo_megatron.schedule.checking.caches import Budgets, cache_faults
 from oppo_megatron.schedule.checking.causality import causality_faults
-from oppo_megatron.schedule.checking.timeline import COMPUTE, Stuck, Timeline, content_of, simulate
+from oppo_megatron.schedule.checking.timeline import COMPUTE, Stuck, Timeline, simulate
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
-from oppo_megatron.schedule.links import Link, link_of
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
-
-Found = list[tuple[int, Action]]
-"""Actions with their positions in a rank's list."""
 
 
 class FaultKind(str, Enum):
@@ -34,10 +29,7 @@ class FaultKind(str, Enum):
     MISSING = "missing"  # a required action that no list has
     DOUBLED = "doubled"  # an action that a rank has twice
     FOREIGN = "foreign"  # an action that the round does not require of this rank
-    LOST_PEER = "lost peer"  # a send without a receive, a receive without a send, a wrong peer
     ORDER = "order"  # messages received in another order than sent; micro-batches out of order
-    COMMUNICATOR = "communicator"  # its two ends use it in different orders, or one of them from two streams
-    TENSOR_RANKS = "tensor ranks"  # the tensor ranks of a stage have different lists
     CAUSALITY = "causality"  # something is used before it exists
     KV = "kv"  # a cache overflows, or lacks the tokens that a micro-batch continues
     PLAN = "plan"  # a rank has planned another round than its peers
@@ -46,10 +38,9 @@ class FaultKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault, at `position` of the list of `rank`.
+    """One fault, at `position` of the list of `rank`; `message` gives the fault, the rule that it breaks, and the remedy.
 
-    `action` is None if the list lacks the action; `position` is then the list's end.  `message` gives the fault, the rule that it
-    breaks, and the remedy.
+    `action` is None if the list lacks the action (`position` is then the list's end), and for caches.
     """
 
     kind: FaultKind
@@ -70,28 +61,23 @@ def check(
     costs: Costs | None = None,
     transport: Transport = GLOO,
 ) -> list[Fault]:
-    """Return every fault of the schedule, causes before consequences; an empty list if it is sound.
-
-    Raises ScheduleError if round and site do not belong together.
-    """
-    return check_timeline(schedule, round, site, budgets, simulate(schedule, round, site, costs, transport), transport)
+    """Return every fault of the schedule, causes first.  Raises ScheduleError for the round of another site."""
+    return check_timeline(schedule, round, site, budgets, simulate(schedule, round, site, costs, transport))
 
 
-def check_timeline(
-    schedule: Schedule, round: Round, site: Site, budgets: Budgets, timeline: Timeline, transport: Transport = GLOO
-) -> list[Fault]:
+def check_timeline(schedule: Schedule, round: Round, site: Site, budgets: Budgets, timeline: Timeline) -> list[Fault]:
     """`check` for a schedule that has already been simulated with the same transport."""
-    done = dict.fromkeys(_required(round, site), False)
-    faults = [*_inventory(schedule, done, round, site)]
+    faults = [*_inventory(schedule, round, site)]
     flagged = {(fault.rank, fault.position) for fault in faults}
-    faults += [fault for fault in _links(schedule) if (fault.rank, fault.position) not in flagged]
-    faults += _missing(schedule, [action for action, is_done in done.items() if not is_done], faults)
-    faults += communicator_faults(schedule, transport)
-    faults += _tensor_ranks(schedule, site)
     faults += [
         Fault(FaultKind(kind), rank, position, action, f"`{action}` {text}")
-        for kind, rank, position, action, text in causality_faults(schedule, round, site, budgets, flagged)
+        for kind, rank, position, action, text in causality_faults(schedule, round, site, flagged)
     ]
+    for role, placement in site.placements.items():
+        for d in range(placement.dp):
+            for text in cache_faults(round, role, d, budgets[role][d] if role in budgets else None):
+                remedy = "give the cache more memory, or the round fewer or shorter sequences in their order"
+                faults.append(Fault(FaultKind.KV, placement.rank(d, 0, 0), 0, None, f"{text}; {remedy}"))
     return faults + [*_deadlocks(timeline)]
 
 
@@ -122,63 +108,49 @@ def _required(round_: Round, site: Site) -> Iterator[Action]:
                 f"the round has work for {len(replicas)} replicas of the {role} role, which has {dp}; plan the round for "
                 "the same layout"
             )
+    actor = site.placements["actor"]
     for role, replicas in round_.prefill.items():
-        for replica, batches in enumerate(replicas):
-            for micro_batch in range(len(batches)):
-                yield from _required_prefill(round_, site.placements[role], role, replica, micro_batch)
-    for replica, batches in enumerate(round_.decode):
-        for micro_batch in range(len(batches)):
-            for step in range(round_.steps):
-                yield from _required_decode(round_, site.placements["actor"], replica, micro_batch, step)
+        chunk = round_.index if role == "actor" else round_.index - 1
+        for d, batches in enumerate(replicas):
+            for m in range(len(batches)):
+                yield from _unit(site.placements[role], d, (role, m, chunk, None))
+    for d, batches in enumerate(round_.decode):
+        for m, step in product(range(len(batches)), range(round_.steps)):
+            yield from _unit(actor, d, ("actor", m, round_.index, step))
     if round_.decodes:
-        placement, key = site.placements["actor"], ("actor", 0, round_.index)
-        if placement.dp > 1:
-            yield from (Action(rank, Op.GATHER, *key) for rank in placement.ranks)
+        key = "actor", 0, round_.index
+        if actor.dp > 1:
+            yield from (Action(rank, Op.GATHER, *key) for rank in actor.ranks)
         for listener, sender in site.fed_by.items():
             yield Action(sender, Op.SEND, *key, None, Payload.CHUNK, listener)
             yield Action(listener, Op.RECV, *key, None, Payload.CHUNK, sender)
 
 
-def _required_prefill(
-    round_: Round, placement: RolePlacement, role: str, replica: int, micro_batch: int
-) -> Iterator[Action]:
-    chunk = round_.index if role == "actor" else round_.index - 1
-    for stage in range(placement.pp):
-        for rank in placement.stage_ranks(replica, stage):
-            yield Action(rank, Op.PREFILL, role, micro_batch, chunk)
-            if role != "actor" and stage == placement.pp - 1:
-                yield Action(rank, Op.SCORE, role, micro_batch, chunk)
-    yield from _required_hidden(placement, role, replica, micro_batch, chunk, None)
+def _unit(placement: RolePlacement, replica: int, what: tuple[str, int, int, int | None]) -> Iterator[Action]:
+    """Yield the actions of a prefill with its score, or a decode with its sample, and their messages on all stages.
 
-
-def _required_decode(
-    round_: Round, placement: RolePlacement, replica: int, micro_batch: int, step: int
-) -> Iterator[Action]:
-    last, key = placement.pp - 1, ("actor", micro_batch, round_.index, step)
+    `what`: role, micro-batch, chunk and step.
+    """
+    (role, _, _, step), last = what, placement.pp - 1
+    first, then = (Op.PREFILL, Op.SCORE) if step is None else (Op.DECODE, Op.SAMPLE)
     for stage in range(placement.pp):
         for shard, rank in enumerate(placement.stage_ranks(replica, stage)):
-            yield Action(rank, Op.DECODE, *key)
-            drawn_by = placement.rank(replica, last, shard)
+            yield Action(rank, first, *what)
             if stage == last:
-                yield Action(rank, Op.SAMPLE, *key)
-            else:
-                yield Action(drawn_by, Op.SEND, *key, Payload.TOKENS, rank)
-                yield Action(rank, Op.RECV, *key, Payload.TOKENS, drawn_by)
-    yield from _required_hidden(placement, "actor", replica, micro_batch, round_.index, step)
+                if step is not None or role != "actor":
+                    yield Action(rank, then, *what)
+                continue
+            after, drawn_by = placement.rank(replica, stage + 1, shard), placement.rank(replica, last, shard)
+            yield Action(rank, Op.SEND, *what, Payload.HIDDEN, after)
+            yield Action(after, Op.RECV, *what, Payload.HIDDEN, rank)
+            if step is not None:
+                yield Action(drawn_by, Op.SEND, *what, Payload.TOKENS, rank)
+                yield Action(rank, Op.RECV, *what, Payload.TOKENS, drawn_by)
 
 
-def _required_hidden(
-    placement: RolePlacement, role: str, replica: int, micro_batch: int, chunk: int, step: int | None
-) -> Iterator[Action]:
-    for stage in range(placement.pp - 1):
-        ends = zip(placement.stage_ranks(replica, stage), placement.stage_ranks(replica, stage + 1), strict=True)
-        for here, there in ends:
-            yield Action(here, Op.SEND, role, micro_batch, chunk, step, Payload.HIDDEN, there)
-            yield Action(there, Op.RECV, role, micro_batch, chunk, step, Payload.HIDDEN, here)
-
-
-def _inventory(schedule: Schedule, done: dict[Action, bool], round: Round, site: Site) -> Iterator[Fault]:
-    """Yield doubled and foreign actions.  `done` has the required actions as keys; those found are set to True."""
+def _inventory(schedule: Schedule, round: Round, site: Site) -> Iterator[Fault]:
+    """Yield doubled and foreign actions, then those that are missing."""
+    done = dict.fromkeys(_required(round, site), False)
     for rank in sorted(schedule.actions):
         chunk_here = False
         for position, action in enumerate(schedule.of(rank)):
@@ -187,148 +159,39 @@ def _inventory(schedule: Schedule, done: dict[Action, bool], round: Round, site:
                 message = f"`{action}` names rank {action.rank}; a list holds its own rank's actions; move it there"
                 yield Fault(FaultKind.FOREIGN, rank, position, action, message)
             elif is_done is None:
-                yield _unasked(position, action, done, round, site, chunk_here)
+                kind, text = _unasked(action, round, site, chunk_here)
+                yield Fault(kind, rank, position, action, f"`{action}` {text}")
             elif is_done:
                 message = f"`{action}` occurs a second time; every action is done once; remove one"
                 yield Fault(FaultKind.DOUBLED, rank, position, action, message)
             else:
                 done[action] = True
             chunk_here = chunk_here or (action.payload is Payload.CHUNK and action.op is Op.RECV)
+    for action in (action for action, is_done in done.items() if not is_done):
+        message = f"rank {action.rank} has no `{action}`; the round asks for it; add it to the rank's list"
+        yield Fault(FaultKind.MISSING, action.rank, len(schedule.of(action.rank)), None, message)
 
 
-def _unasked(
-    position: int, action: Action, asked: Container[Action], round: Round, site: Site, chunk_here: bool
-) -> Fault:
+def _unasked(action: Action, round: Round, site: Site, chunk_here: bool) -> tuple[FaultKind, str]:
     """Return the fault of an action that the round does not require; `chunk_here`: its rank has received a chunk before."""
-
-    def fault(kind: FaultKind, message: str) -> Fault:
-        return Fault(kind, action.rank, position, action, f"`{action}` {message}")
-
     if action.role not in site.placements:
-        return fault(FaultKind.FOREIGN, f"is of no role of the site ({', '.join(site.placements)}); correct the role")
-    if action.op in COMPUTE and action.rank not in site.placements[action.role].ranks:
-        ranks = list(site.placements[action.role].ranks)
-        return fault(FaultKind.FOREIGN, f"is not for rank {action.rank}: {action.role} is on ranks {ranks}; move it")
+        return FaultKind.FOREIGN, f"is of no role of the site ({', '.join(site.placements)}); correct the role"
+    ranks = site.placements[action.role].ranks
+    if action.op in COMPUTE and action.rank not in ranks:
+        return FaultKind.FOREIGN, f"is not for rank {action.rank}: {action.role} is on ranks {list(ranks)}; move it"
     scores = action.op in (Op.PREFILL, Op.SCORE) and action.role != "actor"
     if scores and action.chunk >= round.index and not chunk_here:
         rule = f"only chunks before {round.index} are known when the round begins"
-        return fault(FaultKind.CAUSALITY, f"uses a chunk before it has been decoded; {rule}; do it a round later")
-    if action.peer is not None:
-        peers = [peer for peer in site.ranks if replace(action, peer=peer) in asked]
-        if peers:
-            return fault(FaultKind.LOST_PEER, f"has the wrong peer; its message goes between these ranks: {peers}")
-    return fault(FaultKind.FOREIGN, f"is nothing that round {round.index} asks of rank {action.rank}; remove it")
-
-
-def _links(schedule: Schedule) -> Iterator[Fault]:
-    """Yield messages that lack an end, and the first of each link that is received in another order than sent."""
-    sends: dict[Link, Found] = defaultdict(list)
-    receives: dict[Link, Found] = defaultdict(list)
-    for rank in sorted(schedule.actions):
-        for position, action in enumerate(schedule.of(rank)):
-            if action.peer is not None:
-                (sends if action.op is Op.SEND else receives)[link_of(action)].append((position, action))
-    rule = "every message has two ends; add or remove one"
-    for link in {**sends, **receives}:
-        lonely_sends, paired_sends = _paired(sends.get(link, []), receives.get(link, []))
-        lonely_receives, paired_receives = _paired(receives.get(link, []), sends.get(link, []))
-        for position, action in lonely_sends:
-            message = f"`{action}`: rank {link[1]} does not receive it; {rule}"
-            yield Fault(FaultKind.LOST_PEER, action.rank, position, action, message)
-        for position, action in lonely_receives:
-            message = f"`{action}`: rank {link[0]} does not send it; {rule}"
-            yield Fault(FaultKind.LOST_PEER, action.rank, position, action, message)
-        for (_, sent), (position, asked) in zip(paired_sends, paired_receives, strict=True):
-            if content_of(sent) != content_of(asked):
-                order = "messages of a link arrive in the order sent; give both lists the same order"
-                message = f"`{asked}` would get `{sent}` of rank {sent.rank}; {order}"
-                yield Fault(FaultKind.ORDER, asked.rank, position, asked, message)
-                break
-
-
-def _paired(own: Found, others: Found) -> tuple[Found, Found]:
-    """Return the messages of one end of a link without a counterpart at the other end, and those with one."""
-    left = Counter(content_of(action) for _, action in others)
-    lonely: Found = []
-    paired: Found = []
-    for position, action in own:
-        content = content_of(action)
-        (paired if left[content] > 0 else lonely).append((position, action))
-        left[content] -= 1
-    return lonely, paired
-
-
-def _missing(schedule: Schedule, missing: Sequence[Action], faults: Sequence[Fault]) -> Iterator[Fault]:
-    """Yield required actions that no list has, except messages whose other end `faults` names."""
-    named = {
-        (link_of(a), content_of(a)) for a in (fault.action for fault in faults) if a is not None and a.peer is not None
-    }
-    for action in missing:
-        if action.peer is None or (link_of(action), content_of(action)) not in named:
-            message = f"rank {action.rank} has no `{action}`; the round asks for it; add it to the rank's list"
-            yield Fault(FaultKind.MISSING, action.rank, len(schedule.of(action.rank)), None, message)
-
-
-def communicator_faults(schedule: Schedule, transport: Transport) -> Iterator[Fault]:
-    """Yield communicators that one end uses from two streams, or both ends in different orders."""
-    ends: dict[Hashable, dict[int, Found]] = defaultdict(lambda: defaultdict(list))
-    for rank in sorted(schedule.actions) if transport.by_order else ():
-        for position, action in enumerate(schedule.of(rank)):
-            if action.peer is not None:
-                ends[transport.communicator(action)][rank].append((position, action))
-    for communicator in ends.values():
-        lists = list(communicator.values())
-        for own in lists:
-            first = own[0][1]
-            other = next((each for each in own if transport.stream(each[1]) != transport.stream(first)), None)
-            if other is not None:
-                position, action = other
-                rule = "a communicator is used from one stream, or its operations have no order"
-                remedy = "issue both from the same stream, or over two communicators"
-                message = f"`{action}` goes over the communicator of `{first}`, from another stream; {rule}; {remedy}"
-                yield Fault(FaultKind.COMMUNICATOR, action.rank, position, action, message)
-        if len(lists) == 2 and len({link_of(action) for own in lists for _, action in own}) > 1:
-            yield from _orders(*lists)
-
-
-def _orders(own: Found, others: Found) -> Iterator[Fault]:
-    """Yield the first position at which the two ends of a communicator of several links have different messages."""
-    for (_, theirs), (position, action) in zip(others, own, strict=False):
-        if (link_of(theirs), content_of(theirs)) != (link_of(action), content_of(action)):
-            way = "send" if action.op is Op.SEND else "receive"
-            remedy = (
-                f"both {way} first, so group each send with the receive of the other way, or give each way a communicator"
-                if action.op is theirs.op
-                else "give both lists the same order"
-            )
-            rule = "both ends use a communicator in one order"
-            message = f"`{action}` meets `{theirs}` of rank {theirs.rank} on their communicator; {rule}; {remedy}"
-            yield Fault(FaultKind.COMMUNICATOR, action.rank, position, action, message)
-            return
-
-
-def _tensor_ranks(schedule: Schedule, site: Site) -> Iterator[Fault]:
-    """Yield the first difference between the compute actions of a stage's tensor ranks."""
-
-    def computed(rank: int, role: str) -> Found:
-        return [(i, a) for i, a in enumerate(schedule.of(rank)) if a.op in COMPUTE and a.role == role]
-
-    for role, placement in site.placements.items():
-        if placement.tp == 1:
-            continue
-        for first, *others in (placement.stage_ranks(d, p) for d in range(placement.dp) for p in range(placement.pp)):
-            reference = computed(first, role)
-            for other in others:
-                for (_, expected), (position, own) in zip(reference, computed(other, role), strict=False):
-                    if replace(expected, rank=other) != own:
-                        rule = f"tensor ranks of a stage do the same in the same order, and rank {first} does"
-                        message = f"`{own}`: {rule} `{expected}`; give both the same list"
-                        yield Fault(FaultKind.TENSOR_RANKS, other, position, own, message)
-                        break
+        return FaultKind.CAUSALITY, f"uses a chunk before it has been decoded; {rule}; do it a round later"
+    return FaultKind.FOREIGN, f"is nothing that round {round.index} asks of rank {action.rank}; remove it"
 
 
 def _deadlocks(timeline: Timeline) -> Iterator[Fault]:
-    """Yield one fault for each cycle of waiting ranks, and for each end of a chain of them."""
+    """Yield messages received in another order than sent, each cycle of waiting ranks, and each end of a chain of them."""
+    for rank, stuck in sorted(timeline.stuck.items()):
+        if stuck.mistaken:
+            rule = "messages of a link arrive in the order sent; give both lists the same order"
+            yield Fault(FaultKind.ORDER, rank, stuck.position, stuck.action, f"`{stuck.action}`: {stuck.reason}; {rule}")
     seen: set[int] = set()
     for rank in sorted(timeline.stuck):
         chain: dict[int, Stuck] = {}
@@ -341,16 +204,15 @@ def _deadlocks(timeline: Timeline) -> Iterator[Fault]:
         reported = at in seen  # the rest belongs to an earlier chain
         seen |= chain.keys()
         waiting = list(chain.values())
-        if not waiting or reported or waiting[-1].mistaken:  # the latter: reported as messages in the wrong order
+        if not waiting or reported or waiting[-1].mistaken:
             continue
         ring = at in chain
         yield _waiting(waiting[list(chain).index(at) :] if at is not None and ring else waiting, ring)
 
 
 def _waiting(chain: list[Stuck], ring: bool) -> Fault:
-    steps = [
-        f"rank {stuck.rank} waits at `{stuck.action}`{f' ({stuck.held})' if stuck.held else ''}" for stuck in chain
-    ]
+    held = [f" ({stuck.held})" if stuck.held else "" for stuck in chain]
+    steps = [f"rank {stuck.rank} waits at `{stuck.action}`{why}" for stuck, why in zip(chain, held, strict=True)]
     end = f"for rank {chain[0].rank}" if ring else f"where {chain[-1].reason}"
     rule = "an awaited action must come before the wait for it" if ring else "some rank must do the awaited action"
     remedies = dict.fromkeys(stuck.remedy for stuck in chain if stuck.remedy)

@@ -1,7 +1,7 @@
 """A quick proof that a generator's timetable is a sound schedule once its messages are added.
 
 It needs only the start times of *units* (a decode with its sample, a prefill with its score).  If `prove` succeeds, `check`
-finds nothing but caches that overrun, which `require_room` checks in every round.  Lists without a timetable are checked in full.
+finds at most caches that overrun, which `require_room` checks in every round.  Lists without a timetable are checked in full.
 
 A timetable keeps the actions of a unit together and gives all tensor ranks of a stage the same times.  `runs_in_time` shows
 the rest:
@@ -23,9 +23,8 @@ and the messages that spread the chunk end the list.  Therefore:
   before it in the order of `Site.feeds`.
 - Each link has its own communicator, used in one order from the stream of one role, as transports require.
 
-A transport may also hold a send until earlier messages of its link have been received.  `sends_pass` proves from the times that
-held hidden states cannot deadlock.  If it cannot, the units are run in each rank's order, without times and messages, which is
-exact if stages have single ranks; otherwise a simulation decides.
+A transport may also hold a send until earlier messages of its link have been received.  Then the units are run in each rank's
+order, without times and messages.  If stages have single ranks, that is exact; else a simulation decides what it refuses.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oppo_megatron.columns import Ints
-from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Payload, Schedule
 from oppo_megatron.schedule.checking.caches import Budgets
 from oppo_megatron.schedule.checking.checker import check, require_sound
@@ -45,10 +42,7 @@ from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.schedule.weaving.timetable import Team, Timetable, count_of
-
-SWEEPS = 8
-"""Sweeps of `sends_pass`.  Schedules that complete have needed no more; those with a cycle never converge."""
+from oppo_megatron.schedule.weaving.timetable import Timetable, count_of
 
 Place = tuple[str, int, int]
 """(role, replica, stage)"""
@@ -56,11 +50,11 @@ Place = tuple[str, int, int]
 
 @dataclass
 class _Stage:
-    """One pipeline stage: the number of its units, how many are done, and the stages that it waits for.
+    """One pipeline stage: how many units are done, the stages that it waits for, and the ranks that wait for it (`woken`).
 
     Unit n waits for n + 1 units of the stage before, and from the second decode step (unit `first`) on for
-    n + 1 - `micro_batches` units of the last stage.  If sends may be held, a rank waits after unit n until the stage after has
-    done n + 1 - (the unreceived messages that its link may have).
+    n + 1 - `micro_batches` units of the last stage.  After unit n a rank waits until the stage after has done n + 1 - (the
+    unreceived messages that its link may have).
     """
 
     ranks: tuple[int, ...]
@@ -94,11 +88,9 @@ def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = 
     if not transport.holds:
         return True
     if transport.made and set(transport.in_flight) == {Payload.HIDDEN}:
-        most = transport.in_flight[Payload.HIDDEN]
-        if sends_pass(table, most):
-            return True
         stages = {place: stage for role in site.placements for place, stage in _stages_of(role, round_, site)}
-        if _runs_through({rank: _order(rank, table, stages) for rank in site.ranks}, most):
+        orders = {rank: _order(rank, table, stages) for rank in site.ranks}
+        if _runs_through(orders, transport.in_flight[Payload.HIDDEN]):
             return True
         # One of several tensor ranks may receive before the others are ready, and so release a send.
         if all(len(stage.ranks) == 1 for stage in stages.values()):
@@ -122,51 +114,6 @@ def runs_in_time(table: Timetable, round_: Round, site: Site) -> bool:
     return True
 
 
-def sends_pass(table: Timetable, most: int) -> bool:
-    """True if no rank waits forever when `most` hidden states of a link may be unreceived; False proves nothing.
-
-    The timetable must run in time.  A rank that sends one hidden state more waits until the next stage receives the first of
-    them, at the start of the unit `most` before.  So what the rank does next must also follow that unit.  Most such waits agree
-    with the order of starts.  If one does not, the waiting unit is moved to directly after what it waits for, and those that wait
-    for it likewise, until nothing moves (the order then satisfies all waits) or `SWEEPS` have passed.
-    """
-    assert most >= 1, "a link needs room for at least 1 message in flight"
-    ends = np.cumsum([times.starts.size for times in table.times.values()])
-    numbers = {
-        team: np.arange(end - times.starts.size, end).reshape(times.starts.shape)
-        for (team, times), end in zip(table.times.items(), ends, strict=True)
-    }
-    if not numbers:
-        return True
-    starts, placed = (np.concatenate([times[i].ravel() for times in table.times.values()]) for i in range(2))
-    rank_of = np.empty_like(starts)
-    rank_of[np.lexsort((placed, starts))] = np.arange(len(starts)) * len(starts)  # leaves room for as many in between
-    first, then = (np.concatenate(pair) for pair in zip(*_waits(table, numbers, most), strict=True))
-    for _ in range(SWEEPS):
-        late = rank_of[then] <= rank_of[first]
-        if not late.any():
-            return True
-        np.maximum.at(rank_of, then[late], rank_of[first[late]] + 1)
-    return False
-
-
-def _waits(table: Timetable, numbers: dict[Team, Ints], most: int) -> Iterator[tuple[Ints, Ints]]:
-    """Yield pairs of unit numbers: the second waits for the first.  `numbers` are [stages, units] by replica."""
-    releases = np.full(sum(own.size for own in numbers.values()), -1)
-    for team, own in numbers.items():
-        count = table.count(team)
-        yield own[:-1].ravel(), own[1:].ravel()
-        yield own[-1, count.prefills : own.shape[1] - count.batches], own[0, count.prefills + count.batches :]
-        releases[own[:-1, most:]] = own[1:, : max(0, own.shape[1] - most)]
-    for rank in table.site.ranks:
-        order, stages = table.sequence(rank)
-        if stages:
-            units = np.concatenate([numbers[team][stage] for team, stage in stages])[order]
-            yield units[:-1], units[1:]
-            released = releases[units[:-1]]
-            yield released[released >= 0], units[1:][released >= 0]
-
-
 def _stages_of(role: str, round_: Round, site: Site) -> Iterator[tuple[Place, _Stage]]:
     placement = site.placements[role]
     for replica in range(placement.dp):
@@ -179,23 +126,14 @@ def _stages_of(role: str, round_: Round, site: Site) -> Iterator[tuple[Place, _S
         for stage, each in enumerate(own):
             each.last = own[-1]
             each.after = own[stage + 1] if stage < placement.pp - 1 else None
-            each.woken = _woken(placement, replica, stage, decodes=batches > 0)
+            near = [other for other in (stage - 1, stage + 1) if 0 <= other < placement.pp]
+            each.woken = tuple(rank for other in near for rank in placement.stage_ranks(replica, other))
+            if stage == placement.pp - 1 and batches:  # tokens go to all stages
+                each.woken = placement.replica_ranks(replica)
             yield (role, replica, stage), each
 
 
-def _woken(placement: RolePlacement, replica: int, stage: int, decodes: bool) -> tuple[int, ...]:
-    """Return the ranks that may continue after the stage has done a unit.
-
-    They are of the next stage and the one before, whose send may be held; if the last stage decodes, all that receive tokens.
-    """
-    if stage == placement.pp - 1 and decodes:
-        return placement.replica_ranks(replica)
-    neighbours = (near for near in (stage - 1, stage + 1) if 0 <= near < placement.pp)
-    return tuple(rank for near in neighbours for rank in placement.stage_ranks(replica, near))
-
-
 def _order(rank: int, table: Timetable, stages: dict[Place, _Stage]) -> list[_Stage]:
-    """Return the stage of each of the rank's units, in order."""
     order, places = table.sequence(rank)
     counts = [table.times[team].starts.shape[1] for team, _ in places]
     own = [stages[role, replica, stage] for (role, replica), stage in places]

@@ -1,15 +1,14 @@
 """Simulate a schedule in virtual time: the times of each rank's actions, and the ranks that cannot continue.
 
-Every rank executes its own list.  Decode, sample, prefill and score wait for all tensor ranks of their stage, gather for all
-ranks of the actor.  A send takes no time unless the transport holds it.  Its message arrives `Costs.message_s` later; the
-messages of one link (sender, receiver, role, payload) arrive in the order sent.  A receive waits for its message.  The order
-of examining ranks does not change the result.
+Decode, sample, prefill and score wait for all tensor ranks of their stage, gather for all ranks of the actor.  A send takes no
+time unless the transport holds it.  Its message arrives `Costs.message_s` later; the messages of a link arrive in the order sent.
+A receive waits for its message.  The order of examining ranks does not change the result.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,8 +35,7 @@ class Span(NamedTuple):
 class Stuck:
     """A rank that cannot continue: `action` waits for `ranks`.
 
-    `mistaken`: another message than the expected one came.  `held`: why the transport holds this send (empty: it does not);
-    `remedy`: what else would release it.
+    `mistaken`: another message than the expected one came.  `held`: why the transport holds this send, `remedy` what releases it.
     """
 
     action: Action
@@ -62,26 +60,21 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """End of the last action of all ranks."""
         return max((own[-1].end_s for own in self.spans.values() if own), default=0.0)
 
     @property
     def working(self) -> tuple[int, ...]:
-        """The ranks that compute; bubbles are counted over these."""
+        """Ranks that compute; bubbles are counted over these."""
         return tuple(r for r in sorted(self.spans) if any(span.action.op in COMPUTE for span in self.spans[r]))
 
     def busy_s(self, rank: int) -> float:
-        """Seconds during which `rank` computes."""
         return sum(span.end_s - span.start_s for span in self.spans[rank] if span.action.op in COMPUTE)
-
-    def idle_s(self, rank: int) -> float:
-        return self.makespan_s - self.busy_s(rank)
 
     def bubble(self, rank: int | None = None) -> float:
         """Idle share of the time of `rank` (None: of all working ranks), 0 to 1."""
         ranks = self.working if rank is None else (rank,)
         total = self.makespan_s * len(ranks)
-        return sum(map(self.idle_s, ranks)) / total if total else 0.0
+        return 1 - sum(map(self.busy_s, ranks)) / total if total else 0.0
 
 
 Running = Callable[[Action, int], int]
@@ -133,21 +126,15 @@ def content_of(action: Action) -> tuple[int, int, int]:
 
 def same_action(a: Action | None, b: Action) -> bool:
     """True if two actions differ at most in their rank and peer."""
-    return (
-        a is not None
-        and a.op is b.op
-        and a.micro_batch == b.micro_batch
-        and a.step == b.step
-        and a.role == b.role
-        and a.chunk == b.chunk
-    )
+    if a is None or a.op is not b.op or a.micro_batch != b.micro_batch or a.step != b.step:
+        return False
+    return a.role == b.role and a.chunk == b.chunk
 
 
 class _Run:
-    """State of the simulation: position and clock of each rank, and the messages in flight on each link.
+    """Position and clock of each rank, and the messages in flight on each link; `ready`: ranks to be examined.
 
-    `ready`: ranks to be examined.  For transports that hold sends, `taken`: when the messages of each link were received; `made`:
-    communicators in use.
+    For transports that hold sends, `taken`: when the messages of each link were received; `made`: links in use.
     """
 
     def __init__(
@@ -161,7 +148,7 @@ class _Run:
         self.links: dict[Link, deque[tuple[Action, float]]] = defaultdict(deque)
         self.ready, self.transport, self.holds = deque(ranks), transport, transport.holds
         self.taken: dict[Link, list[float]] = defaultdict(list)
-        self.made: set[Hashable] = set()
+        self.made: set[Link] = set()
         self.round, self.costs, self.running, self.actor_ranks = round_, costs, running, site.placements["actor"].ranks
         self.coords_by_role = {
             (role, rank): coords for rank in site.ranks for role, coords in coordinates_at(site, rank).items()
@@ -172,7 +159,7 @@ class _Run:
         }
 
     def current(self, rank: int) -> Action | None:
-        """The next action of `rank`; None at the end of its list and for ranks that do not exist."""
+        """Next action of `rank`; None at the end of its list and for ranks that do not exist."""
         own = self.lists.get(rank, ())
         position = self.position.get(rank, 0)
         return own[position] if position < len(own) else None
@@ -245,19 +232,18 @@ class _Run:
         return None
 
     def _meets(self, action: Action) -> bool:
-        """True if the communicator of a send is made, or both its ends are present to make it."""
-        communicator = self.transport.communicator(action)
-        if self.transport.made or communicator in self.made:
+        """True if the link of a message is in use, or both its ends are present to begin."""
+        link = link_of(action)
+        if self.transport.made or link in self.made:
             return True
         other = None if action.peer is None else self.current(action.peer)
-        return other is not None and other.peer is not None and self.transport.communicator(other) == communicator
+        return other is not None and other.peer is not None and link_of(other) == link
 
     def _released_s(self, action: Action) -> float:
-        """Time at which a held send is released.  Its communicator counts as made from now on."""
+        """Time at which a held send is released; its link counts as in use from now on."""
         link, moments = link_of(action), [0.0]
-        communicator = self.transport.communicator(action)
-        if not self.transport.made and communicator not in self.made and action.peer is not None:
-            self.made.add(communicator)
+        if not self.transport.made and link not in self.made and action.peer is not None:
+            self.made.add(link)
             moments.append(self.clock[action.peer])
         taken, most = self.taken[link], self.transport.in_flight.get(action.payload)
         number = len(taken) + len(self.links[link])
@@ -269,7 +255,9 @@ class _Run:
         name = link_of(action)
         link = self.links[name]
         if not link or content_of(link[0][0]) != content_of(action):
-            self._let_meet(action)
+            other = None if action.peer is None else self.current(action.peer)
+            if self.holds and other is not None and other.op is Op.SEND and self._meets(other):
+                self.ready.append(other.rank)  # it was held at its first send until this receive was reached
             return None
         _, arrival = link.popleft()
         self._record(action, self.clock[action.rank], max(self.clock[action.rank], arrival))
@@ -277,12 +265,6 @@ class _Run:
             return ()
         self.taken[name].append(self.clock[action.rank])
         return (name[0],)
-
-    def _let_meet(self, action: Action) -> None:
-        """Examine the sender again if it was held at its first send until this receive was reached."""
-        other = None if action.peer is None else self.current(action.peer)
-        if self.holds and other is not None and other.op is Op.SEND and self._meets(other):
-            self.ready.append(other.rank)
 
     def _group(self, action: Action) -> tuple[int, ...]:
         if action.op is Op.GATHER:

@@ -1,41 +1,30 @@
 """The rules of gloo and NCCL that a schedule must keep, as data.
 
-gloo accepts every message at once and distinguishes messages by tags.  NCCL has no tags: messages of a communicator arrive in
-the order sent.  In the first use of a communicator either end waits for the other.  A send ends when the other end has received
-the message; later sends over the same communicator wait for that.
+gloo accepts every message at once.  Over NCCL either end waits for the other in the first use of a communicator; a send ends when
+the other end has received the message, and later sends over the same communicator wait for that.  NCCL has no tags: messages
+arrive in the order sent, which holds because each directed link has a communicator of its own, used from one role's stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS
-from oppo_megatron.schedule.actions import Action, Payload
-from oppo_megatron.schedule.links import link_of
-
-
-def _role(action: Action) -> Hashable:
-    return action.role
+from oppo_megatron.schedule.actions import Payload
 
 
 @dataclass(frozen=True)
 class Transport:
     """The rules of one transport.
 
-    `by_order`: messages of a communicator are matched by order alone, so both ends must use it in one order, each from one
-    stream.  `communicator` and `stream` map an action to its own: the engine has one per link and one per role.
-    `made`: every communicator was used before the round; otherwise either end waits in its first use for the other.
-    `in_flight`: the most unreceived messages of a link, by payload (missing: no limit); a further send blocks its rank.
-    `remedy`: how to avoid blocked sends.
+    `made`: every link was used before the round; otherwise either end waits in its first use for the other. `in_flight`: the most
+    unreceived messages of a link, by payload (missing: no limit); a further send blocks its rank. `remedy`: how to avoid that.
     """
 
     name: str
-    by_order: bool = True
     made: bool = True
     in_flight: Mapping[Payload | None, int] = field(default_factory=dict)
-    communicator: Callable[[Action], Hashable] = link_of
-    stream: Callable[[Action], Hashable] = _role
     remedy: str = ""
 
     @property
@@ -49,12 +38,11 @@ class Transport:
         return replace(self, made=True, in_flight={})
 
 
-GLOO = Transport("gloo", by_order=False)
+GLOO = Transport("gloo")
 NCCL = Transport("nccl")
-COLD = replace(NCCL, name="nccl-cold", made=False, remedy="make the communicators before the round")
-ONE_QUEUE = replace(
-    NCCL,
-    name="nccl-one-queue",
+COLD = Transport("nccl-cold", made=False, remedy="make the communicators before the round")
+ONE_QUEUE = Transport(
+    "nccl-one-queue",
     in_flight={Payload.HIDDEN: 1},
     remedy=f"set {CONNECTIONS}={MOST_CONNECTIONS}, or take overlap.schedule=intra",
 )

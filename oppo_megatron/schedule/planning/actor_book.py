@@ -21,7 +21,7 @@ from oppo_megatron.schedule.planning.book import (
     packed,
 )
 from oppo_megatron.schedule.planning.ledger import ABSENT, ordinal
-from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, pairs_of
+from oppo_megatron.schedule.planning.replicas import REPLICA
 from oppo_megatron.schedule.rounds import Batches, Growths
 from oppo_megatron.schedule.weaving.cut import even_ends
 
@@ -39,8 +39,8 @@ class ActorBook(Book):
     """The book of the decoding actor.
 
     Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round begins
-    with its prefill. A cache that is kept beyond an update has outlived it: tokens drawn from it are of older weights. If slots
-    are short, sequences admitted first run, and others wait a round.
+    with its prefill. A cache kept beyond an update has outlived it: tokens drawn from it are of older weights. If slots are
+    short, sequences admitted first run, and others wait a round.
     """
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int], groups: Grouping = ALONE):
@@ -59,7 +59,6 @@ class ActorBook(Book):
         return Active(columns, rows, homes, limits[rows] - columns.response_tokens)
 
     def running(self, active: Active) -> list[int]:
-        """Number of sequences that each replica will decode in the next round."""
         counts: list[int] = np.minimum(np.bincount(active.homes, minlength=len(self)), self.slots).tolist()
         return counts
 
@@ -85,13 +84,10 @@ class ActorBook(Book):
         ours, cached = self._ours(own), self._ledger[CACHED][rows]
         due, none, depth = columns.num_tokens - 1, np.zeros_like(rooms), columns.prompt_tokens - 1
         sources = self._sources(rows, depth, running)
-        late = sources != ABSENT
-        if self.forks:
-            forked, late = late, self._late(depth, sources)
-            self.forked_tokens += int(depth[forked].sum())
-            cached = np.where(forked, depth, cached)
-        again = np.flatnonzero(running & (due > cached))
-        self._tally(homes[again], (due - cached)[again], none[again], late[again])
+        forked = sources != ABSENT
+        self.forked_tokens += int(depth[forked].sum())
+        cached = np.where(forked, depth, cached)
+        self.prefilled_tokens += int(np.maximum(due - cached, 0)[running].sum())
         decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
         stale = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
         for replica, work in ours.items():
@@ -106,7 +102,7 @@ class ActorBook(Book):
         return self._works(ours)
 
     def _in_line(self, rows: Ints, before: Ints, new: Ints, order: Callable[[Sequence[int]], list[int]]) -> Ints:
-        """Positions in `rows`: `before` (opened in earlier rounds) sorted by `order`, then `new`."""
+        """Return positions in `rows`: `before` (opened in earlier rounds) sorted by `order`, then `new`."""
         ledger = self._ledger
         before = before[np.argsort(ledger[OPENED][rows[before]], kind="stable")]
         position = np.empty(len(ledger), dtype=np.int64)
@@ -120,7 +116,6 @@ class ActorBook(Book):
         return run
 
     def record(self, rollouts: Sequence[Rollout]) -> None:
-        """Update the book after a round has been recorded in the rollouts."""
         columns = columns_of(rollouts)
         rows, run = self._ledger.rows(columns.seq_ids), self.runs(columns)
         going, ended = np.flatnonzero(run & ~columns.finished), rows[run & columns.finished]
@@ -130,29 +125,23 @@ class ActorBook(Book):
         self._ledger[OUTLIVED][ended] = 0
 
     def invalidate(self) -> None:
-        """Discard cached tokens after a change of weights."""
         self._ledger[CACHED][self._ledger[CACHED] != ABSENT] = 0
         self._ledger[OUTLIVED][:] = 0
 
     def keep(self) -> None:
-        """Keep cached tokens after a change of weights."""
         self._ledger[OUTLIVED][self._ledger[CACHED] > 0] += 1
 
     @property
     def outlived(self) -> Mapping[int, int]:
         """Updates since the cache of each sequence was begun; sequences with 0 are left out."""
-        return dict(self._pairs_of_outlived())
+        return dict(self._ledger.pairs(OUTLIVED, self._ledger[OUTLIVED] > 0))
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"outlived": self._pairs_of_outlived()}
+        return super().state_dict() | {"outlived": self._ledger.pairs(OUTLIVED, self._ledger[OUTLIVED] > 0)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._ledger.enter(OUTLIVED, state.get("outlived") or [])  # older checkpoints have none
-
-    def _pairs_of_outlived(self) -> Pairs:
-        mask = self._ledger[OUTLIVED] > 0
-        return pairs_of(self._ledger.where(mask), self._ledger[OUTLIVED][mask])
 
     def _current(self) -> Bools:
         current: Bools = super()._current() & (self._ledger[OUTLIVED] == 0)

@@ -1,8 +1,7 @@
 """Cached and computed tokens of every rollout in a role, the same on all ranks that plan a round.  Pure.
 
 A book assigns sequences to replicas and cache slots, and plans the growth of each micro-batch; the caches follow it. Every rank
-keeps the books of all replicas, in arrays over all sequences, because all reach the same numbers from the same chunks. It packs
-micro-batches only for its own replicas, listed in `own`.
+keeps the books of all replicas, but packs micro-batches only for its own (`own`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import packed_in_order
 from oppo_megatron.schedule.planning.ledger import ABSENT, Memo
-from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas, pairs_of
+from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas
 from oppo_megatron.schedule.rounds import Batch, Batches, Fork, Growths
 
 CACHED, OPENED, OUTPUTS, LIMIT, OUTLIVED = "cached", "opened", "outputs", "limit", "outlived"
@@ -56,16 +55,14 @@ class ReplicaWork:
 
     @property
     def num_staying(self) -> int:
-        """Sequences that grow in the round and keep their slots: each is decoded or, by a scorer, prefilled once."""
+        """Sequences that grow in the round and keep their slots."""
         return Batches.of(self.decode or self.prefill).ends[-1] - len(self.done)
 
 
 class Book:
     """Base of the books of all roles: `slots` per replica's cache; at most `most` sequences of a group (None: all).
 
-    `prefilled` [3, replicas] counts planned prefills: tokens, sequences (once per round) and outputs; `forked_tokens` the
-    tokens saved by forks on all replicas. `grown` are four columns [n] of the last plan: replica, tokens and outputs to
-    compute, and True for a sequence that continues a fork of what the plan computes.
+    `prefilled_tokens` and `forked_tokens` count what plans compute and what forks save, on all replicas.
     """
 
     def __init__(
@@ -77,39 +74,29 @@ class Book:
         most: int | None = None,
         memo: Memo | None = None,
     ):
-        self.slots, self.groups, self.forked_tokens = slots, groups, 0
+        self.slots, self.groups, self.prefilled_tokens, self.forked_tokens = slots, groups, 0, 0
         self._memo = memo or Memo()
-        self.prefilled = np.zeros((3, replicas), dtype=np.int64)
-        none = np.zeros(0, dtype=np.int64)
-        self.grown: tuple[Ints, Ints, Ints, Bools] = none, none, none, none > 0
         self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most, self._memo)
         self._ledger = self._replicas.ledger
         self._num_open = np.zeros(replicas, dtype=np.int64)
         self._num_opened = 0
 
     def __len__(self) -> int:
-        """Number of replicas."""
         return len(self._num_open)
 
-    @property
-    def prefilled_tokens(self) -> int:
-        """Tokens that prefills were planned to compute so far, on all replicas."""
-        return int(self.prefilled[0].sum())
-
     def replica(self, seq_id: int) -> int:
-        """Return the replica of a sequence, after a round with it has been planned."""
         return self._replicas.of(seq_id)
 
     def homes(self, rollouts: Sequence[Rollout] | Columns) -> Ints:
-        """Return the replica of each rollout, after a round with it has been planned."""
+        """Return the replica of each rollout of a planned round."""
         return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
 
     def num_open(self, replica: int) -> int:
-        """Sequences that keep a slot beyond the last planned round."""
+        """Sequences that keep a slot after the last planned round."""
         return int(self._num_open[replica])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state between two rounds in plain JSON types: each sequence's replica and cached tokens."""
+        """Return the state between two rounds in plain JSON types."""
         return {
             "replicas": self._replicas.state_dict(),
             "cached": [list(self.cached(replica).items()) for replica in range(len(self))],
@@ -126,48 +113,34 @@ class Book:
     def cached(self, replica: int) -> dict[int, int]:
         """Cached tokens of each sequence with a slot, in the order of opening."""
         seq_ids = self._open_ids(replica)
-        return dict(pairs_of(seq_ids, self._ledger[CACHED][self._ledger.rows(seq_ids)]))
+        return dict(zip(seq_ids.tolist(), self._ledger[CACHED][self._ledger.rows(seq_ids)].tolist(), strict=True))
 
     def _open_ids(self, replica: int) -> Ints:
-        """Sequences of the replica with a slot, in the order of opening."""
         ledger = self._ledger
         seq_ids = ledger.where((ledger[REPLICA] == replica) & (ledger[CACHED] != ABSENT))
         return seq_ids[np.argsort(ledger[OPENED][ledger.rows(seq_ids)], kind="stable")]
 
     def _open(self, rows: Ints) -> None:
-        """Give slots without cached tokens to the sequences at `rows`, in that order."""
         self._ledger[CACHED][rows] = 0
         self._stamp(rows)
-        self._count(rows, 1)
+        self._num_open += np.bincount(self._ledger[REPLICA][rows], minlength=len(self))
 
     def _close(self, rows: Ints) -> None:
         self._ledger[CACHED][rows] = ABSENT
-        self._count(rows, -1)
-
-    def _count(self, rows: Ints, each: int) -> None:
-        self._num_open += each * np.bincount(self._ledger[REPLICA][rows], minlength=len(self))
-
-    def _tally(self, homes: Ints, tokens: Ints, outputs: Ints, late: Bools) -> None:
-        """Count the prefilled sequences by replica; `late`: True for those that continue a fork made in this round."""
-        self.grown, replicas = (homes, tokens, outputs, late), len(self)
-        self.prefilled[0] += np.bincount(homes, tokens, replicas).astype(np.int64)
-        self.prefilled[1] += np.bincount(homes, minlength=replicas)
-        self.prefilled[2] += np.bincount(homes, outputs, replicas).astype(np.int64)
+        self._num_open -= np.bincount(self._ledger[REPLICA][rows], minlength=len(self))
 
     def _stamp(self, rows: Ints) -> None:
         self._ledger[OPENED][rows] = np.arange(self._num_opened, self._num_opened + len(rows))
         self._num_opened += len(rows)
 
     def _short(self, homes: Ints) -> Ints:
-        """Return replicas with too few slots for one more sequence for each of `homes`."""
+        """Replicas with too few slots for one more sequence for each of `homes`."""
         return np.flatnonzero(self._num_open + np.bincount(homes, minlength=len(self)) > self.slots)
 
     def _ours(self, own: Collection[int] | None) -> dict[int, ReplicaWork]:
-        """Return empty work for the replicas in `own` (None: all)."""
         return {replica: ReplicaWork() for replica in (range(len(self)) if own is None else own)}
 
     def _works(self, ours: Mapping[int, ReplicaWork]) -> list[ReplicaWork]:
-        """Return the work by replica; other replicas share an empty one."""
         elsewhere = ReplicaWork()
         return [ours.get(replica, elsewhere) for replica in range(len(self))]
 
@@ -178,7 +151,6 @@ class Book:
 
     @property
     def forks(self) -> bool:
-        """True if prompts' caches are forked."""
         return self.groups.size > 1 and self.groups.fork
 
     def _sources(self, rows: Ints, depth: Ints, wanting: Bools | None = None) -> Ints:
@@ -205,14 +177,7 @@ class Book:
         sources[fresh] = np.where(found == self._ledger.ids(rows[fresh]), ABSENT, found)
         return sources
 
-    def _late(self, depth: Ints, sources: Ints) -> Bools:
-        """True for rows with a source that is yet to be computed; called before the plan is recorded."""
-        late: Bools = sources != ABSENT
-        late[late] = self._ledger[CACHED][self._ledger.rows(sources[late])] < depth[late]
-        return late
-
     def _forks(self, rows: Ints, depth: Ints, sources: Ints) -> list[Fork]:
-        """Return the forks of the rows with a source; called before the plan is recorded."""
         to = np.flatnonzero(sources != ABSENT)
         held = np.maximum(self._ledger[CACHED][self._ledger.rows(sources[to])], 0)
         table = sources[to], self._ledger.ids(rows[to]), depth[to], held
@@ -224,13 +189,9 @@ def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int, me
 
     Sequences that continue a fork come after the prefill of its source.
     """
-    waiting = [fork.target for fork in forks if fork.held < fork.tokens]
-    if not waiting:
-        return _packed(growths, which, budget, memo)
-    late = np.isin(growths.seq_ids[which], waiting)
-    return Batches.of([batch for part in (~late, late) for batch in _packed(growths, which[part], budget, memo)])
-
-
-def _packed(growths: Growths, which: Ints, budget: int, memo: Memo) -> Batches:
-    members, ends = memo.once(packed_in_order, growths.new[which], budget)
-    return Batches(growths.table[:, which[members]], ends)
+    late = np.isin(growths.seq_ids[which], [fork.target for fork in forks if fork.held < fork.tokens])
+    found = []
+    for part in (which[~late], which[late]) if late.any() else (which,):
+        members, ends = memo.once(packed_in_order, growths.new[part], budget)
+        found.append(Batches(growths.table[:, part[members]], ends))
+    return found[0] if len(found) == 1 else Batches.of([batch for batches in found for batch in batches])

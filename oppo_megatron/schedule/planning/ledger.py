@@ -1,12 +1,11 @@
 """Arrays of numbers indexed by sequence id, for the books, which keep thousands of sequences.
 
-Sequence ids are positions in a stream, and the ids in use are close together.  So a number is at (id - first id) of its column,
-and columns are as long as the range of ids in use.
+Ids in use are close together, so a number is at (id - first id) of its column, as long as the range of ids in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
 import numpy as np
@@ -15,6 +14,9 @@ import numpy.typing as npt
 from oppo_megatron.columns import Ints
 
 T = TypeVar("T")
+
+Pairs = list[tuple[int, int]]
+"""A mapping in JSON: keys stay numbers, in order."""
 
 KEPT = 8
 """Answers that `Memo` keeps: some for each role, of one round."""
@@ -39,7 +41,6 @@ class Ledger:
         return self._columns[name]
 
     def rows(self, seq_ids: Ints) -> Ints:
-        """Return the rows of the sequences, in use or not."""
         if len(seq_ids):
             low, high = int(seq_ids.min()), int(seq_ids.max())
             if low < self._first or high >= self._first + len(self):
@@ -47,7 +48,6 @@ class Ledger:
         return seq_ids - self._first
 
     def ids(self, rows: Ints) -> Ints:
-        """Return the sequence ids of these rows."""
         return rows + self._first
 
     def row(self, seq_id: int) -> int:
@@ -57,26 +57,24 @@ class Ledger:
             raise KeyError(seq_id)
         return row
 
-    def __contains__(self, seq_id: int) -> bool:
-        row, column = seq_id - self._first, self._columns[self._entered]
-        return 0 <= row < len(column) and bool(column[row] != self._unset[self._entered])
-
     def __len__(self) -> int:
         return len(self._columns[self._entered])
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Ints:
-        """Return the ids of the rows at which `mask` is True, ascending."""
         return self.ids(np.flatnonzero(mask))
 
-    def enter(self, name: str, pairs: Sequence[tuple[int, int]]) -> Ints:
-        """Set the numbers of sequences from pairs (id, number).  Returns their rows."""
+    def pairs(self, name: str, mask: npt.NDArray[np.bool_]) -> Pairs:
+        """Return (id, number) of the rows at which `mask` is True."""
+        return list(zip(self.where(mask).tolist(), self[name][mask].tolist(), strict=True))
+
+    def enter(self, name: str, pairs: Pairs) -> Ints:
+        """Set the numbers of sequences.  Returns their rows."""
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         rows = self.rows(table[:, 0])
         self[name][rows] = table[:, 1]
         return rows
 
     def clear(self) -> None:
-        """Remove all sequences."""
         for name, unset in self._unset.items():
             self._columns[name][:] = unset
 
@@ -108,15 +106,13 @@ def ordinal(groups: Ints) -> Ints:
 class Memo:
     """The last answers of pure functions of integers and integer arrays.  Callers must not change an answer.
 
-    Scorers of one layout get the same sequences, and most of them read the same number of tokens, so the next role often asks
-    for the same result in the same round.
+    Scorers of one layout mostly read the same numbers of tokens, so the next role often asks for the same result.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], object] = {}
 
     def once(self, make: Callable[..., T], *asked: object) -> T:
-        """Return `make(*asked)`, computed at most once for the same arguments."""
         key = make, *((each.shape, each.tobytes()) if isinstance(each, np.ndarray) else each for each in asked)
         if key not in self._known:
             if len(self._known) >= KEPT:

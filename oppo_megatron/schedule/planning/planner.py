@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from oppo_megatron.columns import Columns, Ints, columns_of
+from oppo_megatron.columns import Ints, columns_of
 from oppo_megatron.cores import uncollected
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.records import Rollout
@@ -40,16 +40,12 @@ NEARLY = 0.05
 
 Order = Callable[[Sequence[int]], list[int]]
 
-Require = Callable[[Schedule, Round, Site, Budgets, Costs, Transport], None]
-"""Raises ScheduleError if a schedule of compute actions has a fault."""
-
 
 @dataclass(frozen=True)
 class PlannedRound:
-    """A round, the work of each replica of each role, and the schedule.
+    """A round, the work of each replica of each role, and the schedule, whose chunks count from 1 (`Schedule.shifted`).
 
-    The schedule is of the round's shape: its chunks count from 1, not from `round.index` (`Schedule.shifted`). A planner of one
-    rank has the micro-batches of its component's replicas, and its own list.
+    A planner of one rank has the micro-batches of its component's replicas, and its own list.
     """
 
     round: Round
@@ -58,20 +54,17 @@ class PlannedRound:
 
     @property
     def steps(self) -> int:
-        """Decode steps."""
         return self.round.steps
 
 
 @dataclass(frozen=True)
 class BookedRound:
-    """The work of a round before it is ordered: decode steps, work of each replica of each role, and the cut."""
+    """The work of a round before it is ordered: decode steps, and work of each replica of each role."""
 
     steps: int
     works: Mapping[str, Sequence[ReplicaWork]]
-    cut: Cut
 
     def round(self, index: int) -> Round:
-        """Return the round with this number."""
         return Round(
             index,
             self.steps,
@@ -83,12 +76,10 @@ class BookedRound:
 
 @dataclass
 class RoundPlanner:
-    """The planner of one rank.
+    """The planner of one rank: it plans and checks that rank's `Component`.  Without `rank`, of all ranks together.
 
-    `weave` is `overlap.weave`; `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence. With
-    `rank` it plans and checks that rank's `Component`: the rank gets the same list, in a time that does not grow with the
-    number of replicas. Without, it plans all ranks and checks all lists together. Scorers in `late` read nothing in rounds that
-    decode. `transport` gives the rules to keep.
+    `weave` is `overlap.weave`; `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence. Scorers
+    in `late` read nothing in rounds that decode. `transport` gives the rules to keep.
     """
 
     site: Site
@@ -102,7 +93,6 @@ class RoundPlanner:
     rank: int | None = None
     late: Set[str] = frozenset()
     transport: Transport = GLOO
-    require: Require = require_provable
     _known: dict[tuple[object, ...], Schedule] = field(default_factory=dict)
     _cuts: dict[tuple[object, ...], Cut] = field(default_factory=dict)
 
@@ -122,8 +112,7 @@ class RoundPlanner:
     ) -> PlannedRound:
         """Plan the round that decodes up to `chunk` tokens of each of `decode` and scores the new tokens of `score`.
 
-        Roles whose outputs are discarded after the step read only the sequences in `readable` (None: all). Raises ScheduleError
-        if the round cannot be executed.
+        Roles whose outputs are discarded after the step read only `readable` sequences (None: all). Raises ScheduleError.
         """
         booked = self.book(decode, score, chunk, order, readable)
         works, round_ = booked.works, booked.round(index)
@@ -142,9 +131,14 @@ class RoundPlanner:
         readable: Ints | None = None,
     ) -> BookedRound:
         """First half of `plan`: take the round's work from the books, which count it as done, without ordering it."""
-        active = self.actor.active(decode)
-        read = self._read(columns_of(score), readable, decodes=bool(decode))
-        unread = {name: self.scorers[name].unread(columns) for name, columns in read.items()}
+        active, unread = self.actor.active(decode), dict[str, Unread]()
+        scored = some = columns_of(score)
+        perishable = any(book.perishable for book in self.scorers.values())
+        if perishable and readable is not None and not np.array_equal(readable, scored.seq_ids):
+            some = scored.at(np.isin(scored.seq_ids, readable))
+        for name, book in self.scorers.items():
+            late = decode and name in self.late
+            unread[name] = book.unread(scored.at(slice(0)) if late else some if book.perishable else scored)
         steps = self.actor.steps(active, chunk)
         cut = self._cut(active, unread, steps)
         works: dict[str, list[ReplicaWork]] = {}
@@ -154,28 +148,24 @@ class RoundPlanner:
             )
         if score:
             works |= {n: book.plan(unread[n], cut.prefill_tokens, self._own(n)) for n, book in self.scorers.items()}
-        return BookedRound(steps, works, cut)
+        return BookedRound(steps, works)
 
     def owes(self, rollouts: Sequence[Rollout]) -> bool:
-        """True if a scorer, on any rank, has not read all of the rollouts."""
         columns = columns_of(rollouts)
         return any(book.owes(columns) for book in self.scorers.values())
 
     @property
     def forked_tokens(self) -> int:
-        """Prompt tokens saved by forks so far, of all roles on all ranks."""
         return sum(book.forked_tokens for book in (self.actor, *self.scorers.values()))
 
     @property
     def prefilled_tokens(self) -> int:
-        """Tokens computed by prefills so far, of all roles on all ranks."""
         return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
         """Plan by `costs` from now on.  All ranks must call it between the same two rounds.
 
-        Cuts are kept until an action's time differs by more than NEARLY, the accuracy of measurements, so micro-batches keep
-        their sizes.
+        Cuts are kept until an action's time differs by more than NEARLY, the accuracy of measurements.
         """
         self.costs = costs
         self._known.clear()
@@ -193,18 +183,7 @@ class RoundPlanner:
         return stale
 
     def _own(self, role: str) -> tuple[int, ...] | None:
-        """Return the role's replicas that need micro-batches; None: all."""
         return None if self._component is None else self._component.replicas.get(role, ())
-
-    def _read(self, score: Columns, readable: Ints | None, decodes: bool) -> dict[str, Columns]:
-        """Return the part of `score` that each scorer may read in this round."""
-        late = self.late if decodes else ()
-        none = score.at(slice(0))
-        some = score
-        perishable = any(book.perishable for book in self.scorers.values())
-        if perishable and readable is not None and not np.array_equal(readable, score.seq_ids):
-            some = score.at(np.isin(score.seq_ids, readable))
-        return {n: none if n in late else some if book.perishable else score for n, book in self.scorers.items()}
 
     def _cut(self, decode: Active, unread: Mapping[str, Unread], steps: int) -> Cut:
         """Return decode micro-batches per replica, and the token budget of a scorer's prefill micro-batch."""
@@ -233,7 +212,6 @@ class RoundPlanner:
 
     @cached_property
     def _beside(self) -> list[str]:
-        """Scorers that share ranks with the actor."""
         actor, placements = self.site.placements["actor"], self.site.placements
         return [name for name in self.scorers if any(actor.coords(rank) is not None for rank in placements[name].ranks)]
 
@@ -251,10 +229,7 @@ class RoundPlanner:
         return self._known[key]
 
     def _checked(self, shape: Round, budgets: Budgets) -> Schedule:
-        """Build and check a schedule once per shape.
-
-        If only a component is planned, check the component's model and keep only this rank's list.
-        """
+        """Build and check a schedule once per shape; of a component's model, keep only this rank's list."""
         key, component = (shape.steps, _counts(shape)), self._component
         if key not in self._known:
             site = self.site if component is None else component.model
@@ -264,7 +239,7 @@ class RoundPlanner:
                     schedule = add_communication(computes, shape, site)
                     require_sound(schedule, shape, site, budgets, self.costs, self.transport)
                 else:
-                    self.require(computes, shape, site, budgets, self.costs, rules)
+                    require_provable(computes, shape, site, budgets, self.costs, rules)
                     schedule = Schedule({component.rank: component.own_list(computes, shape)})
             except ScheduleError as error:
                 if not isinstance(self._generate, CustomGenerator):
@@ -274,17 +249,13 @@ class RoundPlanner:
         return self._known[key]
 
     def _ordered(self, shape: Round, site: Site) -> tuple[Schedule, Transport]:
-        """Return the generator's schedule or, if held sends could deadlock, a fallback; and the rules that remain to be checked.
-        """
+        """Return the generator's schedule, or a fallback if held sends could deadlock, and the rules that are left to check."""
         if isinstance(self._generate, CustomGenerator):
             return self._generate(shape, site, self.costs), self.transport
         generator, computes = self._passing(shape, site)
         if self._component is not None or generator is self._generate:
             return computes, self.transport if generator is one_by_one else self.transport.free
-        return self._by_component(shape, site), self.transport
-
-    def _by_component(self, shape: Round, site: Site) -> Schedule:
-        """Plan all ranks with the order that each component's ranks choose without knowing the other components."""
+        # Each component's ranks choose an order without knowing the other components.
         lists, left = dict[int, tuple[Action, ...]](), set(site.ranks)
         while left:
             component = component_of(site, min(left))
@@ -292,11 +263,10 @@ class RoundPlanner:
             whole = generator(shape, site, self.costs)
             lists |= {rank: whole.of(rank) for rank in component.ranks}
             left -= component.ranks
-        return Schedule(lists)
+        return Schedule(lists), self.transport
 
     def _passing(self, shape: Round, site: Site) -> tuple[Generator, Schedule]:
-        """Return the first generator whose sends cannot deadlock, and its schedule: the configured one, `intra`, or `one_by_one`.
-        """
+        """Return the first of the own generator, `intra` and `one_by_one` whose sends cannot deadlock, and its schedule."""
         for generator in (self._generate, intra):
             computes = generator(shape, site, self.costs)
             if not self.transport.holds or prove(computes, shape, site, self.transport):
@@ -309,30 +279,24 @@ class RoundPlanner:
         self._known[key] = schedule
 
     def _budgets(self, works: Mapping[str, Sequence[ReplicaWork]]) -> dict[str, dict[int, KVBudget]]:
-        """Return the cache capacity of our replicas, and the sequences in them that the round does not change."""
         books: dict[str, Book] = {"actor": self.actor, **self.scorers}
-
-        def budgets(name: str, replicas: Sequence[ReplicaWork]) -> dict[int, KVBudget]:
+        budgets: dict[str, dict[int, KVBudget]] = {}
+        for name, replicas in works.items():
             book, own = books[name], self._own(name)
-            return {
+            budgets[name] = {
                 d: KVBudget(book.slots, self.max_length, book.num_open(d) - replicas[d].num_staying)
                 for d in (range(len(replicas)) if own is None else own)
             }
-
-        return {name: budgets(name, replicas) for name, replicas in works.items()}
+        return budgets
 
 
 def _counts(part: Round) -> tuple[object, ...]:
-    """Number of micro-batches of every role and replica."""
     prefill = tuple((name, tuple(map(len, replicas))) for name, replicas in sorted(part.prefill.items()))
     return tuple(map(len, part.decode)), prefill
 
 
 def median(numbers: Ints) -> int:
-    """Median of non-negative integers, rounded down.
-
-    Counts instead of sorting: there are tens of thousands of values, all below a few thousand.
-    """
+    """Median of non-negative integers, rounded down; counted, not sorted, as there are tens of thousands below a few thousand."""
     smaller = np.cumsum(np.bincount(numbers))
     middle = np.array([(len(numbers) - 1) // 2, len(numbers) // 2])
     return int(np.searchsorted(smaller, middle, side="right").sum()) // 2

@@ -9,10 +9,7 @@ import numpy as np
 
 from oppo_megatron.columns import Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger, Memo
-
-Pairs = list[tuple[int, int]]
-"""A mapping in JSON: keys stay numbers, in order."""
+from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger, Memo, Pairs
 
 REPLICA = "replica"
 
@@ -23,8 +20,8 @@ BLOCK = 512
 class Replicas:
     """The replica of each sequence, fixed until the sequence leaves.  `slots`: slots of one replica's cache.
 
-    `group_size` sequences with neighbouring ids form a group and share a replica; at most `most` of a group are assigned (None:
-    all). `memo` may be shared with other roles. `ledger` has the replicas in column REPLICA, and the `columns` of the book.
+    `group_size` sequences with neighbouring ids share a replica; at most `most` of them are assigned (None: all). `ledger` has
+    the replicas in column REPLICA, and the `columns` of the book.
     """
 
     def __init__(
@@ -42,19 +39,14 @@ class Replicas:
         self.ledger = Ledger(REPLICA, {REPLICA: ABSENT} | dict(columns or {}))
 
     def of(self, seq_id: int) -> int:
-        """Return the replica that `place` assigned."""
         return int(self.ledger[REPLICA][self.ledger.row(seq_id)])
-
-    def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self.ledger
 
     def place(self, held: Sequence[Rollout] | Columns) -> Ints:
         """Assign a replica to each of `held` that has none; `held` are all present sequences.  Returns the replica of each.
 
         A sequence follows other members of its group. Remaining groups are assigned longest first (ties: the first of `held`),
-        each to the replica with the fewest tokens, prompts and responses so far (ties: the fewest sequences, then the first),
-        among those with enough slots in this round, while finished sequences keep theirs, and after it. If no replica has
-        enough, to one of the least crowded.
+        each to the replica with the fewest tokens (ties: the fewest sequences, then the first) among those with enough slots in
+        this round, while finished sequences keep theirs, and after it; if none has enough, to one of the least crowded.
         """
         columns = columns_of(held)
         rows = self.ledger.rows(columns.seq_ids)
@@ -74,9 +66,7 @@ class Replicas:
         return self.ledger[REPLICA][rows]
 
     def _arrivals(self, arrived: Columns) -> tuple[Ints | None, Ints]:
-        """Return the group of each arrival (None: one each), and the groups' tokens, sequences and unfinished sequences, [3,
-        groups].
-        """
+        """Return each arrival's group (None: one each), and the groups' tokens, sequences and unfinished ones, [3, groups]."""
         weights = arrived.num_tokens, np.ones_like(arrived.seq_ids), (~arrived.finished).astype(np.int64)
         if self._group_size == 1:
             return None, np.stack(weights)
@@ -87,7 +77,6 @@ class Replicas:
         return group, np.stack([np.bincount(group, each).astype(np.int64) for each in weights])
 
     def _follow(self, seq_ids: Ints, rows: Ints) -> None:
-        """Assign sequences without a replica to the replica of their group."""
         homes = self.ledger[REPLICA]
         placed = np.flatnonzero(homes != ABSENT)
         groups, first = np.unique(self.ledger.ids(placed) // self._group_size, return_index=True)
@@ -97,22 +86,14 @@ class Replicas:
         follows = (homes[rows] == ABSENT) & (groups[at] == own) if len(groups) else np.zeros(len(rows), dtype=np.bool_)
         homes[rows[follows]] = homes[placed[first[at[follows]]]]
 
-    def remove(self, *seq_ids: int) -> None:
-        """Remove sequences that have left."""
-        self.ledger[REPLICA][self.ledger.rows(np.array(seq_ids, dtype=np.int64))] = ABSENT
-
     def state_dict(self) -> Pairs:
-        """Return [sequence, replica] of each, in plain JSON types."""
-        seq_ids = self.ledger.where(self.ledger[REPLICA] != ABSENT)
-        return pairs_of(seq_ids, self.ledger[REPLICA][self.ledger.rows(seq_ids)])
+        return self.ledger.pairs(REPLICA, self.ledger[REPLICA] != ABSENT)
 
     def load_state_dict(self, state: Pairs) -> None:
         self.ledger.clear()
         self.ledger.enter(REPLICA, state)
 
     def _dealt(self, known: Columns, homes: Ints, arrivals: Ints) -> Ints:
-        """Return the replicas of arriving groups; `known` sequences are on `homes`."""
-
         def by_replica(weights: Ints | None = None) -> Ints:
             # As floats the sums of whole numbers are exact up to 2^53.
             return np.bincount(homes, weights, self._num_replicas).astype(np.int64)
@@ -125,8 +106,7 @@ def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
     """Return the replicas of arriving groups in order, each the one with the smallest `_rank_for`.
 
     `parts` [3, replicas] and `arrivals` [3, groups] are tokens, sequences and unfinished sequences; no group has more than
-    `most`. A replica with slots for a whole group is not crowded by it, and other replicas are, so replicas with slots come
-    first, by tokens and sequences. (A partial group counts as a whole one.)
+    `most`. Replicas with slots for a whole group come first, because the group does not crowd them.
     """
     if parts.shape[1] == 1:
         return np.zeros(arrivals.shape[1], dtype=np.int64)
@@ -154,8 +134,8 @@ def _rank_for(part: Sequence[int], replica: int, slots: int, arrival: Sequence[i
 def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
     """Return the replicas of the first arrivals, as long as one has slots for a whole group.
 
-    A heap holds one integer per replica, composed of tokens, sequences and replica in this order of weight, which is faster
-    than tuples. Slots are checked once per block of arrivals, which is assigned again one by one if they did not suffice.
+    A heap holds one integer per replica, of tokens, sequences and replica in this order of weight, which is faster than tuples.
+    Slots are checked once per block of arrivals, which is assigned again one by one if they did not suffice.
     """
     replicas, bits = parts.shape[1], parts.shape[1].bit_length()
     above, mask = int(parts[1].sum() + arrivals[1].sum()).bit_length() + bits, (1 << bits) - 1
@@ -197,7 +177,3 @@ def _one_by_one(heap: list[int], left: Ints, adds: Sequence[int], sequences: Seq
             heappop(heap)
     left[:] = free
     return np.array(found, dtype=np.int64)
-
-
-def pairs_of(keys: Ints, values: Ints) -> Pairs:
-    return list(zip(keys.tolist(), values.tolist(), strict=True))

@@ -19,7 +19,7 @@ from oppo_megatron.schedule.planning.book import (
     packed,
 )
 from oppo_megatron.schedule.planning.ledger import ABSENT, Memo
-from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, pairs_of
+from oppo_megatron.schedule.planning.replicas import REPLICA
 from oppo_megatron.schedule.rounds import Growths
 
 
@@ -35,19 +35,16 @@ class Unread(NamedTuple):
     targets: Ints
 
     def at(self, which: Ints) -> Unread:
-        """Return the sequences at `which`."""
         return Unread(self.columns.at(which), *(column[which] for column in self[1:]))
 
 
 class ScoringBook(Book):
-    """The book of a scoring role.
+    """The book of a scoring role; without `reads_greedy` it ignores greedy sequences.
 
     The reward model reads every token and gives one score at the last, or one at each response token (`every_token`). Reference
     and critic give an output for each response token t from position P + t - 1 (P prompt tokens), so they never read the last
     one. A sequence's slot is freed when its outputs are complete. If slots are short, a finished sequence takes the slot of the
     youngest unfinished one, which is prefilled again later; its outputs stay valid.
-
-    Without `reads_greedy` the role ignores greedy sequences.
     """
 
     def __init__(
@@ -67,12 +64,11 @@ class ScoringBook(Book):
         self.perishable = role == "critic"  # each update makes what it has computed stale
 
     def owes(self, rollouts: Sequence[Rollout] | Columns) -> bool:
-        """True if one of the rollouts has tokens that this role has not read."""
         columns = self._incomplete(rollouts)
         return bool(self._missing(columns, *self._state(columns)).any())
 
     def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
-        """Return the sequences with unread tokens.  Every sequence that has, or will have, a slot gets a replica."""
+        """Return the sequences with unread tokens; every sequence has a replica now."""
         columns = self._incomplete(rollouts)
         homes = self._replicas.place(columns)
         rows, cached, targets = self._state(columns)
@@ -80,12 +76,11 @@ class ScoringBook(Book):
         return found if missing.all() else found.at(np.flatnonzero(missing))
 
     def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
-        """Return replica and number of new tokens of each sequence with new tokens to read."""
+        """Return replica and number of new tokens of each sequence with tokens to read."""
         columns, rows, homes, cached, targets = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
         cached = np.maximum(cached, 0)
-        if self.forks:
-            depth = self._depth(columns)
-            cached = np.where(self._sources(rows, depth) != ABSENT, depth, cached)
+        depth = self._depth(columns)
+        cached = np.where(self._sources(rows, depth) != ABSENT, depth, cached)
         news = targets - cached
         grow = np.flatnonzero(news > 0)
         return homes[grow], news[grow]
@@ -93,14 +88,14 @@ class ScoringBook(Book):
     def plan(
         self, rollouts: Sequence[Rollout] | Columns | Unread, budget: int, own: Collection[int] | None = None
     ) -> list[ReplicaWork]:
-        """The next micro-batches (at most `budget` tokens each) of every replica; the book counts them as done."""
+        """Return the work of every replica, in micro-batches of at most `budget` tokens; the book counts it as done."""
         ours = self._ours(own)
         admitted = self._admit(rollouts if isinstance(rollouts, Unread) else self.unread(rollouts), ours)
-        late = self._fork(admitted, ours)
+        self._fork(admitted, ours)
         table, finished = self._grow(admitted), admitted.columns.finished
         grown, ended = np.flatnonzero(table.new > 0), np.flatnonzero(finished)
         homes = admitted.homes[grown]
-        self._tally(homes, table.new[grown], table.rows[grown], late[grown])
+        self.prefilled_tokens += int(table.new[grown].sum())
         for replica, work in ours.items():
             work.prefill = packed(table, grown[homes == replica], work.fork, budget, self._memo)
             work.done = table.seq_ids[ended[admitted.homes[ended] == replica]].tolist()
@@ -108,7 +103,7 @@ class ScoringBook(Book):
         return self._works(ours)
 
     def forget(self, *seq_ids: int, unread: bool = False) -> None:
-        """The sequences have been trained; `unread`: they leave untrained, whatever was read of them."""
+        """Remove trained sequences; `unread`: they leave untrained, whatever was read of them."""
         rows = self._ledger.rows(np.array(seq_ids, dtype=np.int64))
         held = rows[self._ledger[CACHED][rows] != ABSENT]
         assert unread or not len(held), f"{self.role}: sequence {self._ledger.ids(held).min()} was trained unscored"
@@ -117,27 +112,21 @@ class ScoringBook(Book):
         self._ledger[REPLICA][rows] = ABSENT
 
     def reset(self) -> None:
-        """Discard all cached tokens and outputs after a change of weights."""
         self._ledger[OUTPUTS][:] = 0
         self._ledger[CACHED][:] = ABSENT
         self._num_open[:] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"outputs": self._pairs_of_outputs(self._ledger[OUTPUTS] > 0)}
+        return super().state_dict() | {"outputs": self._ledger.pairs(OUTPUTS, self._ledger[OUTPUTS] > 0)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._ledger.enter(OUTPUTS, state["outputs"])
 
     def outputs(self, replica: int) -> Mapping[int, int]:
-        """Number of outputs of each sequence of the replica that has any."""
-        return dict(self._pairs_of_outputs((self._ledger[OUTPUTS] > 0) & (self._ledger[REPLICA] == replica)))
-
-    def _pairs_of_outputs(self, mask: Bools) -> Pairs:
-        return pairs_of(self._ledger.where(mask), self._ledger[OUTPUTS][mask])
+        return dict(self._ledger.pairs(OUTPUTS, (self._ledger[OUTPUTS] > 0) & (self._ledger[REPLICA] == replica)))
 
     def _incomplete(self, rollouts: Sequence[Rollout] | Columns) -> Columns:
-        """Return the rollouts that this role reads and that grow or lack outputs."""
         columns, size = columns_of(rollouts), self.groups.size
         if self._leaves_out:
             columns = columns.at(columns.seq_ids % size != size - 1)
@@ -150,18 +139,13 @@ class ScoringBook(Book):
         left[ended[complete]] = False
         return columns.at(left)
 
-    def _targets(self, columns: Columns) -> Ints:
-        """Tokens of each sequence to be read now."""
-        return columns.num_tokens - (self.role != "reward")
-
     def _depth(self, columns: Columns) -> Ints:
         """Prompt tokens that need no output of this role: the length at which its cache may fork."""
         return columns.prompt_tokens - (self.role != "reward")
 
     def _state(self, columns: Columns) -> tuple[Ints, Ints, Ints]:
-        """Rows, cached tokens and targets."""
         rows = self._ledger.rows(columns.seq_ids)
-        return rows, self._ledger[CACHED][rows], self._targets(columns)
+        return rows, self._ledger[CACHED][rows], columns.num_tokens - (self.role != "reward")
 
     def _missing(self, columns: Columns, rows: Ints, cached: Ints, targets: Ints) -> Bools:
         missing: Bools = (np.maximum(cached, 0) < targets) | columns.finished
@@ -187,7 +171,7 @@ class ScoringBook(Book):
         return now.at(np.flatnonzero(now.cached != ABSENT)) if len(short) else now
 
     def _make_way(self, replica: int, columns: Columns, work: ReplicaWork) -> None:
-        """Let finished sequences take the slots of unfinished ones, if slots are short."""
+        """Let finished sequences take the slots of unfinished ones."""
         wanted = list(zip(columns.seq_ids.tolist(), columns.finished.tolist(), strict=True))
         finished = {seq_id for seq_id, ended in wanted if ended}
         cached = set(self._open_ids(replica).tolist())
@@ -204,28 +188,21 @@ class ScoringBook(Book):
         self._close(self._ledger.rows(np.array(work.evict, dtype=np.int64)))
         self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
 
-    def _fork(self, admitted: Unread, ours: Mapping[int, ReplicaWork]) -> Bools:
-        """Fork prompts that other sequences compute; records them in `ours` and `cached`.  Returns a mask of forks made in this
-        round.
-        """
+    def _fork(self, admitted: Unread, ours: Mapping[int, ReplicaWork]) -> None:
+        """Fork prompts that other sequences compute; records them in `ours` and `cached`."""
         columns, rows, homes, cached, _ = admitted
-        if not self.forks:
-            return np.zeros(len(rows), dtype=np.bool_)
         depth = self._depth(columns)
         sources = self._sources(rows, depth)
         forked: Bools = sources != ABSENT
         if not forked.any():
-            return forked
-        late = self._late(depth, sources)
+            return
         for replica, work in ours.items():
             here = forked & (homes == replica)
             work.fork = self._forks(rows[here], depth[here], sources[here])
         cached[forked] = depth[forked]
         self.forked_tokens += int(depth[forked].sum())
-        return late
 
     def _grow(self, admitted: Unread) -> Growths:
-        """Read all tokens that are present."""
         columns, rows, _, past, target = admitted
         given = columns.finished.astype(np.int64)
         if self.every_token:

@@ -1,7 +1,7 @@
 """Add messages to a schedule of compute actions.
 
-A send follows directly after the action that produces its content and never blocks; a receive comes directly before the action
-that needs it.  So the messages of a link are received in the order sent, and the lists stay free of deadlock.
+A send directly follows the action that produces its content and never blocks; a receive comes directly before the action that
+needs it.  So the messages of a link are received in the order sent, and the lists stay free of deadlock.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
     """Return the schedule with its messages.
 
     Activations go from each stage to the next. Drawn tokens go from the last stage to all others of the replica, which receive
-    them before the next decode micro-step of the same sequences, or at the end of the list after the last step. Then the
-    actor's replicas gather their chunks, and each rank without the actor receives the whole chunk (`Site.feeds`).
+    them before the next decode micro-step of the same sequences, or at the end of the list after the last step. Then the actor's
+    replicas gather their chunks, and each rank without the actor receives the whole chunk (`Site.feeds`).
     """
     lists = {rank: messages_of(rank, schedule, round, site) for rank in site.ranks}
     return Schedule({rank: own for rank, own in lists.items() if own})
@@ -74,7 +74,7 @@ def _last_tokens(actions: tuple[Action, ...], actor: RolePlacement) -> Iterator[
 
 
 def _spread(rank: int, chunk: int, site: Site) -> Iterator[Action]:
-    """Yield the end of a rank's list in a round that decodes: the messages that spread the chunk to all ranks."""
+    """Yield the messages that spread the chunk to all ranks, at the end of a list."""
     actor = site.placements["actor"]
     decoding = actor.coords(rank) is not None
     if actor.dp > 1 and decoding:

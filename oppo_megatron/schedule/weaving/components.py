@@ -4,20 +4,15 @@ Ranks are *tied* if a replica of a role is on both. A rank's component is everyt
 generator gives the rank the same list from its component as from the whole site, because nothing outside uses time of the
 component's ranks. So a rank plans a component, whose size does not grow with the number of replicas.
 
-Ranks with the same replica and stage of every role are one *class*. A generator puts the same actions at the same times on all
-of them, as it places by stage. So a component is planned and checked with one rank per class (the *model*), and a rank executes
-the compute actions of its class, with messages between ranks of its own shard.
+Ranks with the same replica and stage of every role are one *class*, and have the same actions at the same times. So a component
+is planned and checked with one rank per class (the *model*), and a rank executes the compute actions of its class, with messages
+between ranks of its own shard.
 
-A proof of the model holds for the component, and proofs of all components for the whole:
-
-- The lists of a class differ only in the ranks' numbers. All stages divide shards into classes in the same way, and messages
-  stay within a shard, so a message of the model represents one of each shard of its class, with its other end in the same
-  order. Ranks of a class have one list, and so meet at every action.
-- Components share no rank, and only the messages that end a round's lists: the gather of the actor's replicas, then the chunk's
-  messages. Nothing waits for anything after them, so if each component completes up to there, all ranks of the actor reach the
-  gather, and senders of chunks their sends, which never wait. A listener waits for one rank: a rank of the actor, or a listener
-  before it in the order of `Site.feeds`. Every list of the model ends in the same way.
-- Caches belong to replicas, and a replica is in one component.
+A proof of the model holds for the component, because a message of the model represents one of each shard of its class, with its
+other end in the same order; ranks of a class have one list, and so meet at every action. Proofs of all components hold for the
+whole: components share no rank, caches belong to replicas, and the only common messages end a list: the gather of the actor's
+replicas, then the chunk's. Nothing waits for anything after them, so all ranks of the actor reach the gather, and a listener
+waits for one rank before it in the order of `Site.feeds`.
 """
 
 from __future__ import annotations
@@ -39,10 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Component:
-    """The component of `rank` in `site`: its replicas by role, ascending, and its model.
-
-    `member` is the rank of the model that represents `rank`.
-    """
+    """The component of `rank` in `site`: its replicas by role, ascending, and its model, where `member` represents `rank`."""
 
     site: Site
     rank: int
@@ -52,7 +44,6 @@ class Component:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """All ranks of the component, in the site."""
         held = ((self.site.placements[role], own) for role, own in self.replicas.items())
         return frozenset(rank for placement, own in held for d in own for rank in placement.replica_ranks(d))
 
@@ -61,8 +52,6 @@ class Component:
         return OwnUnits(self.site, self.rank)
 
     def part(self, round: Round) -> Round:
-        """Return the component's part of the round, on the model."""
-
         def keep(role: str, replicas: Sequence[T], none: T) -> tuple[T, ...]:
             return tuple(replicas[d] if d < len(replicas) else none for d in self.replicas[role])
 
@@ -72,7 +61,6 @@ class Component:
         return replace(round, decode=decode, prefill=prefill, forks=forks)
 
     def own_list(self, model: Schedule, shape: Round) -> tuple[Action, ...]:
-        """Return the list of `rank` with its messages, from the compute actions of `member` in `model`."""
         times = model.actions
         if isinstance(times, Timetable):
             return self._spelled(*times.order(self.member), shape)
@@ -97,7 +85,6 @@ class Component:
 
 
 def component_of(site: Site, rank: int) -> Component:
-    """Return the component of one of the site's ranks."""
     teams = _tied(site, rank)
     replicas = {role: tuple(sorted(d for name, d in teams if name == role)) for role in site.placements}
     replicas = {role: own for role, own in replicas.items() if own}
@@ -110,7 +97,6 @@ def component_of(site: Site, rank: int) -> Component:
 
 
 def _tied(site: Site, rank: int) -> set[Team]:
-    """Return the replicas tied to `rank`."""
     found: set[Team] = set()
     seen, left = {rank}, [rank]
     while left:

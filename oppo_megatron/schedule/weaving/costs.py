@@ -34,8 +34,8 @@ def at_stage(lines: Lines, stage: int) -> Linear:
 class Costs:
     """Seconds of one pipeline stage's actions.  `prefill` is by role; a missing role costs `default_prefill`.
 
-    `decode` and `sample` are per micro-step (n sequences), `score` per n output rows, `message_s` for any message. Stages
-    differ: the first embeds, the last has the output layer. Only the last stage has `sample` and `score`.
+    `decode` and `sample` are per micro-step (n sequences), `score` per n output rows, `message_s` for any message. Only the last
+    stage has `sample` and `score`.
     """
 
     decode: Lines = Linear(2e-3, 5e-5)
@@ -58,8 +58,7 @@ class Costs:
 def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int], tokens: tuple[int, int]) -> bool:
     """True if no action's seconds differ by more than `share` from its seconds by `others`.
 
-    Compares the least and the most `sequences` of a decode micro-batch and `tokens` of a prefill one; costs are linear in
-    between.
+    Compares the least and the most `sequences` of a decode micro-batch and `tokens` of a prefill one.
     """
     if costs.prefill.keys() != others.prefill.keys():
         return False
@@ -77,7 +76,7 @@ class CostMeter:
     """Fit `Costs` to measured times, by least squares over (tokens, seconds) of each kind of action.
 
     Decode and prefill are a kind for each role and stage; `sample` is one kind, and so is `score`. Only sums are kept, so ranks
-    can add their vectors and then call `CostMeter(stages, sums).costs(...)`.
+    can add their vectors.
     """
 
     MIN_SAMPLES = 4
@@ -110,26 +109,24 @@ class CostMeter:
             sums[:] = [keep * own + new for own, new in zip(sums, other, strict=True)]
 
     def take(self) -> list[float]:
-        """Return the sums as `to_vector` does, and reset the meter."""
+        """Return the sums, and reset the meter."""
         vector = self.to_vector()
         self.join([0.0] * len(vector), keep=0.0)
         return vector
 
     @property
     def empty(self) -> bool:
-        """True without samples."""
         return not any(self.to_vector())
 
     def to_vector(self) -> list[float]:
-        """Return the sums, in a fixed order and number for given roles and stages."""
         return [value for sums in self._sums.values() for value in sums]
 
     def costs(self, fallback: Costs) -> Costs:
         """Return the fitted costs.
 
-        A stage without samples gets the line of all stages of its role, and without those the line of `fallback`, as `sample`
-        and `score` do; messages always use `fallback`. With fewer than `MIN_SAMPLES`, or the same n in all, the line that the
-        kind would have without samples is scaled to pass through their mean.
+        A stage without samples gets the line of all stages of its role, and without those the line of `fallback`; messages always
+        use `fallback`. With fewer than `MIN_SAMPLES`, or the same n in all, the line that the kind would have without samples is
+        scaled to pass through their mean.
         """
         prefill = {role: self._by_stage(Op.PREFILL, role, fallback.prefill_of(role)) for role in self.stages}
         return Costs(

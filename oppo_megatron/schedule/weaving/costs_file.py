@@ -20,9 +20,8 @@ LINES = ("sample", "default_prefill", "score")
 def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
     """Read costs from `path`: pairs of seconds, fixed and per token; missing ones have their defaults.
 
-    Keys are `decode`, `sample`, `score`, `default_prefill`, `prefill` (by role) and `message_s`. `decode` and a role's
-    `prefill` are one pair for all pipeline stages, or a list with a pair per stage in `placements`. Raises ConfigError with
-    every problem.
+    `decode` and a role's `prefill` are one pair for all pipeline stages, or a list with a pair per stage in `placements`. Raises
+    ConfigError with every problem.
     """
     if not path.is_file():
         raise ConfigError(missing_path("the file of costs", path))
@@ -56,7 +55,6 @@ def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
 
 
 def costs_tree(costs: Costs) -> dict[str, Any]:
-    """Return the JSON tree that `read_costs` reads."""
     return {
         "decode": _pairs(costs.decode),
         "prefill": {role: _pairs(lines) for role, lines in costs.prefill.items()},
@@ -72,7 +70,6 @@ def _pairs(lines: Lines) -> list[Any]:
 
 
 def _lines(name: str, value: Any, stages: int | None, problems: list[str]) -> Lines:
-    """Read one pair for all stages, or one for each; `stages` is None for a role that the run does not have."""
     if isinstance(value, list) and value and all(isinstance(pair, list) for pair in value):
         if len(value) != (stages or len(value)):
             problems.append(

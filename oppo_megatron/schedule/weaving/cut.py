@@ -41,10 +41,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one actor replica and the scorers on its ranks in a round.
-
-    `num_sequences` are decoded for `steps`; `prefill_tokens` are the new tokens of one replica, by role.
-    """
+    """The work of one actor replica and the scorers on its ranks in a round; `prefill_tokens` of one replica, by role."""
 
     num_sequences: int
     steps: int
@@ -54,8 +51,6 @@ class Work:
 
 @dataclass(frozen=True, order=True)
 class Cut:
-    """Decode micro-batches of a replica, and the most tokens of a prefill micro-batch."""
-
     micro_batches: int
     prefill_tokens: int
 
@@ -95,10 +90,7 @@ def predict_s(work: Work, cut: Cut, costs: Costs) -> float:
 
 
 def even_ends(count: int, portions: int) -> list[int]:
-    """Return the ends of at most `portions` runs of `count` items, with 0 before the first.
-
-    Lengths differ by at most one; longer runs come first, and none is empty.
-    """
+    """Return the ends of at most `portions` runs of `count` items, with 0 before the first; longer runs come first."""
     assert portions >= 1, f"items are cut into at least 1 portion, not {portions}"
     short, longer = divmod(count, min(portions, count or 1))
     return [short * i + min(i, longer) for i in range(min(portions, count) + 1)]
@@ -214,7 +206,6 @@ def _prefill_s(work: Work, role: str, tokens: Ints | Floats, costs: Costs) -> Fl
 
 
 def _seconds(lines: Sequence[Linear], numbers: Ints | Floats) -> Floats:
-    """Seconds by each line for each number, [lines, numbers]."""
     fixed, each = np.array([(line.fixed_s, line.per_token_s) for line in lines]).T[:, :, None]
     found: Floats = fixed + numbers * each
     return found

@@ -21,7 +21,6 @@ def nanoseconds(seconds: float) -> int:
 
 
 def in_nanoseconds(seconds: npt.NDArray[np.float64]) -> Ints:
-    """Apply `nanoseconds` to an array."""
     return np.rint(seconds * 1e9).astype(np.int64)
 
 
@@ -47,8 +46,7 @@ class Gaps:
     def fill(self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int]) -> Ints:
         """`place` n actions in turn, each after the end of the previous one of its line; returns the starts, [n].
 
-        Actions at the end that come after all gaps and are ready in order follow each other without a search: the time left
-        free before one of them is too early for the next.
+        Actions at the end that come after all gaps and are ready in order follow each other without a search.
         """
         ends, last = [0] * (max(lines, default=0) + 1), self.last(ranks)
         behind = _behind(last, ready, durations)
@@ -65,13 +63,11 @@ class Gaps:
         return np.array(found, dtype=np.int64)
 
     def last(self, ranks: Sequence[int]) -> int:
-        """Return the end of the last finite gap."""
         return max((self._ends[rank][-2] for rank in ranks if len(self._ends[rank]) > 1), default=0)
 
     def _one_by_one(
         self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int], ends: list[int]
     ) -> list[int]:
-        """Return the starts of each; updates `ends` of the lines."""
         if len(ranks) == 1:
             return self._on_one_rank(ranks[0], ready.tolist(), durations.tolist(), lines, ends)
         found, place = list[int](), self.place
@@ -122,7 +118,6 @@ class Gaps:
             self._ends[rank][-1:] = [*starts[left].tolist(), FOREVER]
 
     def end(self, ranks: Sequence[int]) -> int:
-        """Return the time after which nothing is placed on any of `ranks`."""
         return max(self._starts[rank][-1] for rank in ranks)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Generators: turn the work of a round into an ordered list of compute actions for every rank.
 
-They lay out the actions on one virtual timeline, by the cost model; a rank's list is its part in order of start. Such lists
-cannot deadlock, even if the roles share ranks: sorted by start, every action comes after everything that it waits for.
+They lay out the actions on one virtual timeline; a rank's list is its part in order of start. Such lists cannot deadlock, even if
+the roles share ranks: sorted by start, every action comes after everything that it waits for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def intra(round: Round, site: Site, costs: Costs) -> Schedule:
-    """Place the scorers' part first on each rank, then the actor's; scorers on ranks of their own overlap with the actor."""
+    """Place the scorers' part first on each rank, then the actor's."""
     placer = Placer(round, site, costs)
     placer.place_scorers()
     placer.free.close()
@@ -43,10 +43,7 @@ def intra(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def woven(round: Round, site: Site, costs: Costs) -> Schedule:
-    """Place the actor's part as early as possible, and the scorers' in its gaps, or after it.
-
-    An actor of one stage leaves no gaps: then the same as `intra`.
-    """
+    """Place the actor's part as early as possible, and the scorers' in its gaps, or after it; with one stage, as `intra`."""
     if site.placements["actor"].pp == 1:
         return intra(round, site, costs)
     placer = Placer(round, site, costs)
@@ -58,8 +55,7 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
 def one_by_one(round: Round, site: Site, costs: Costs) -> Schedule:
     """List every micro-batch on all stages before the next one of its role; the actor's part last.
 
-    In that order a stage's messages are received before it sends more, so no transport can block a cycle of ranks. Stages still
-    overlap as far as their lists allow.
+    A stage's messages are then received before it sends more, so no transport can block a cycle of ranks.
     """
     times, begun = dict[Team, Times](), 0
     for role in [*(role for role in site.placements if role != "actor"), "actor"]:
@@ -106,7 +102,7 @@ def _of_replica(replicas: Sequence[Sequence[Batch]], replica: int) -> Sequence[B
 def _laps(durations: list[list[int]], free: list[int], message: int, steps: int) -> Ints:
     """Starts of all decode steps, [steps, micro-batches, stages]; `free` is when each stage may begin.
 
-    Only differences between times matter: once two steps begin in the same way, all that follow are as far apart.
+    Once two steps begin in the same way, all that follow are as far apart.
     """
     ready, laps, apart = [0] * len(durations), list[list[list[int]]](), 0
     through = message if len(free) > 1 else 0
@@ -130,7 +126,7 @@ def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], m
 
     `ready`: when each micro-batch may enter the first stage; `free`: when each stage finishes the previous step. Each starts as
     early as possible; then those that would only wait for the next one are moved close to it, so that a step leaves one gap per
-    stage, but not so late that they delay the last one in the next step. Otherwise micro-batches of unequal size drift apart.
+    stage, but not so late that they delay the last one in the next step.
     """
     starts = _earliest(durations, ready, free, message)
     ready = [row[-1] + own[-1] + message for row, own in zip(starts, durations, strict=True)]
@@ -170,8 +166,8 @@ def _close(
 def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int], until: int = FOREVER) -> list[tuple[int, int, int]]:
     """Place all prefills of `lines`: always the next one of the line whose first stage is free first.
 
-    `place(line, prefill, time)` returns when the first stage is free again. Stops once the earliest time reaches `until`;
-    returns the remaining (time, line, next prefill) in order.
+    `place(line, prefill, time)` returns when the first stage is free again. Stops once the earliest time reaches `until`; returns
+    the remaining (time, line, next prefill) in order.
     """
     turns = [(0, n, 0) for n, line in enumerate(lines) if len(line.times)]
     while turns and turns[0][0] < until:
@@ -185,9 +181,9 @@ def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int], until
 
 
 class Line:
-    """A replica of a role while it is placed: the ranks and prefill times of its stages, and the starts of its units.
+    """A replica of a role while it is placed: ranks and prefill times of its stages, starts of its units.
 
-    `times` are [prefills, stages]. `ends` is when each stage finishes the last prefill; `starts` and `placed` are by stage.
+    `times` are [prefills, stages]; `ends`, `starts` and `placed` are by stage.
     """
 
     def __init__(self, placement: RolePlacement, replica: int, times: Ints):
@@ -206,10 +202,7 @@ class Line:
 
 
 class Placer:
-    """The virtual timeline of a round while it is filled.
-
-    Each stage of a replica keeps its units in placement order; `free` has the free time.
-    """
+    """The virtual timeline of a round while it is filled; `free` has the free time."""
 
     def __init__(self, round: Round, site: Site, costs: Costs):
         self.round, self.site, self.costs = round, site, costs
@@ -226,7 +219,6 @@ class Placer:
         self._num_placed = 0
 
     def place_actor(self) -> None:
-        """Place prefill, then decoding, as early as possible."""
         for replica in range(self.site.placements["actor"].dp):
             line = self._lines["actor", replica]
             if len(line.times):
@@ -246,7 +238,6 @@ class Placer:
             self._place_by_stage(lines)
 
     def schedule(self) -> Schedule:
-        """Return the schedule of all placed units."""
         return Schedule(Timetable(self.round, self.site, {team: line.whole() for team, line in self._lines.items()}))
 
     def _place_by_stage(self, lines: Sequence[Line]) -> None:
@@ -282,7 +273,7 @@ class Placer:
         return of, (ends - durations).tolist()
 
     def _place_later(self, lines: Sequence[Line], of: Sequence[int], first: Ints) -> None:
-        """Place prefills on the following stages, after the first stage of `lines` on the same ranks.
+        """Place prefills on the following stages.
 
         `of` is the line of each prefill, `first` its start on the first stage.
         """
@@ -315,7 +306,7 @@ class Placer:
         line.decoded = Times(starts.reshape(-1, len(stages)).T, placed.T)
 
     def _place_prefill(self, line: Line, times: list[int]) -> int:
-        """Place the next micro-batch on all tensor ranks of each stage.  Returns when the first stage finishes it."""
+        """Place the next micro-batch on all stages.  Returns when the first stage finishes it."""
         place, ends, ready = self.free.place, line.ends, 0
         for stage, (ranks, duration) in enumerate(zip(line.ranks, times, strict=True)):
             before = ends[stage]
@@ -332,9 +323,7 @@ class Placer:
         return nanoseconds(seconds + (self.costs.sample(len(batch)) if sampled else 0.0))
 
     def _prefill_times(self, role: str, batches: Sequence[Batch]) -> tuple[int | None, Ints]:
-        """Return the shortest time of any micro-batch on any stage without its score (None: no batches), and all times, [n,
-        stages].
-        """
+        """Return the shortest time of any micro-batch on any stage without its score (None: no batches), and all, [n, stages]."""
         if not batches:
             return None, np.zeros((0, self.site.placements[role].pp), dtype=np.int64)
         tokens, rows = Batches.of(batches).sums

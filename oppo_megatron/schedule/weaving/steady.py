@@ -1,13 +1,12 @@
 """Plan and check rounds of many decode steps as rounds of three.
 
-If no other work comes between decode steps, each step but the first is like the previous one on every rank: the same
-micro-batches in the same order, each with the tokens of the previous step, its hidden state from the previous stage, and its
-sends. The lists of such a round follow from the lists of a round of `STEPS` steps by repeating the last step.
+If no other work comes between decode steps, each step but the first is like the previous one on every rank. So the lists of such
+a round follow from the lists of a round of `STEPS` steps by repeating the last step.
 
 They are sound if those are. Count a receive of tokens to the step that needs them. Then an action waits only for actions of its
-own step or the previous one, and a list has its steps in order. So ranks that wait in a cycle do so within one step, and
-messages received in another order than sent belong to one step. Step k > 2 is step 2 with other numbers, which has been checked
-after a step like step k - 1.
+own step or the previous one, and a list has its steps in order. So ranks that wait in a cycle do so within one step, and messages
+received in another order than sent belong to one step. Step k > 2 is step 2 with other numbers, which has been checked after a
+step like step k - 1.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ STEPS = 3
 def repeats(generator: str, shape: Round, site: Site) -> bool:
     """True if the round has more than `STEPS` decode steps, and no scorer works between two of them.
 
-    Every generator keeps decode steps together if no scorer works. `intra` puts scorers before them, and so does `woven` if the
-    actor has one stage.
+    Every generator keeps decode steps together if no scorer works; `intra` puts scorers before them.
     """
     if shape.steps <= STEPS:
         return False
@@ -39,8 +37,8 @@ def repeats(generator: str, shape: Round, site: Site) -> bool:
 def shortened(shape: Round) -> Round:
     """Return the round's last `STEPS` decode steps, after the same prefill.
 
-    Each sequence counts as having its other tokens before the round, so its cache ends as long as in the whole round, and the
-    actor's forks count as cached; `require_room` checks them.
+    Each sequence counts as having its other tokens before the round, so its cache ends as long, and the actor's forks count as
+    cached; `require_room` checks them.
     """
     decoded = [Growths.of(batch) for replica in shape.decode for batch in replica]
     seq_ids = np.concatenate([np.zeros(0, dtype=np.int64), *(batch.seq_ids for batch in decoded)])
@@ -66,7 +64,6 @@ def shortened(shape: Round) -> Round:
 
 
 def lengthened(own: Sequence[Action], steps: int) -> tuple[Action, ...]:
-    """Return a rank's list for `steps` decode steps, from its list for the shortened round."""
     of_step = [_step(action) for action in own]
     last = [position for position, step in enumerate(of_step) if step == STEPS - 1]
     if not last:

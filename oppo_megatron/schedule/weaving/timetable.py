@@ -1,8 +1,8 @@
 """Start times of all units in arrays, and the ranks' lists that follow from them.
 
-A *unit* is a decode with its sample, or a prefill with its score. A stage's units count from 0: the prefills by micro-batch,
-then the decode micro-steps by step and micro-batch. A round has tens of thousands of units, and a rank executes only its
-stages' units: so times are kept as arrays, and actions are made only for a rank's own list.
+A *unit* is a decode with its sample, or a prefill with its score. A stage's units count from 0: the prefills by micro-batch, then
+the decode micro-steps by step and micro-batch. A round has tens of thousands of units, so actions are made only for a rank's own
+list.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ Units = list[tuple[Action, ...]]
 
 
 class Times(NamedTuple):
-    """Starts in nanoseconds and placement order of the units of one replica, [stages, units]."""
-
     starts: Ints
     placed: Ints
 
@@ -48,7 +46,6 @@ class Count(NamedTuple):
 
 
 def count_of(team: Team, round: Round) -> Count:
-    """Count the units that the round requires of each stage of a replica."""
     role, replica = team
 
     def batches(replicas: Sequence[Sequence[object]]) -> int:
@@ -86,17 +83,13 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
         return sum(1 for _ in self)
 
     def count(self, team: Team) -> Count:
-        """Count the units of each of a replica's stages."""
         return count_of(team, self.round)
 
     def order(self, rank: int) -> tuple[list[int], list[tuple[str, RankCoordinates, Count]]]:
-        """Return the rank's units in order, as numbers that count through the units of its stages, and the stages."""
         return self.sequence(rank)[0].tolist(), self._stages(rank)
 
     def sequence(self, rank: int) -> tuple[Ints, list[tuple[Team, int]]]:
-        """Return the rank's units in order, as numbers that count through the units of its stages, and (team, stage) of each
-        stage.
-        """
+        """Return the rank's units in order, as numbers that count through the units of its stages, and (team, stage) of each."""
         own = [((role, coords.replica), coords.stage) for role, coords, _ in self._stages(rank)]
         if not own:
             return np.zeros(0, dtype=np.int64), []
@@ -126,7 +119,6 @@ class OwnUnits:
         self._decodes: dict[int, list[Units]] = {}  # by chunk and micro-batch, the units of each step
 
     def of(self, role: str, count: Count) -> Units:
-        """Return the units of the rank's stage of the role."""
         prefills = self._prefills.setdefault((role, count.chunk), [])
         prefills += [self._spelled(role, (j, count.chunk, None)) for j in range(len(prefills), count.prefills)]
         decodes = self._decodes.setdefault(count.chunk, [])
@@ -145,7 +137,6 @@ class OwnUnits:
 
 
 def _numbers(count: Count) -> Iterator[tuple[int, int, int | None]]:
-    """Yield micro-batch, chunk and decode step of each unit."""
     yield from ((j, count.chunk, None) for j in range(count.prefills))
     yield from ((m, count.chunk, step) for step in range(count.steps) for m in range(count.batches))
 
@@ -153,7 +144,6 @@ def _numbers(count: Count) -> Iterator[tuple[int, int, int | None]]:
 def _computes(
     rank: int, role: str, placement: RolePlacement, coords: RankCoordinates, what: tuple[int, int, int | None]
 ) -> tuple[Action, ...]:
-    """Return the compute actions of one unit on one rank."""
     micro_batch, chunk, step = what
     first = Action(rank, Op.PREFILL if step is None else Op.DECODE, role, micro_batch, chunk, step)
     if coords.stage < placement.pp - 1 or (step is None and role == "actor"):

@@ -66,7 +66,6 @@ class Cluster:
         return rank // self.gpus_per_node
 
     def sources(self) -> Iterator[tuple[str, Source]]:
-        """Yield the source of every constant, by name."""
         yield from ((f"gpu.{name}", source) for name, source in self.gpu.sources.items())
         yield "inside", self.inside.source
         if self.between is not None:
@@ -77,7 +76,7 @@ class Cluster:
 def threaded(cluster: Cluster, ranks: int, threads_per_rank: int) -> Cluster:
     """Return the cluster as this number of ranks sees it: each has its threads' cores, and its part of the node's memory.
 
-    `threads_per_rank` 0: the cores are divided among the ranks of a node (`runtime.threads_per_rank`).  GPUs stay as they are.
+    `threads_per_rank` 0: the cores are divided among the ranks of a node. GPUs stay as they are.
     """
     gpu, cores = cluster.gpu, cluster.gpus_per_node
     share = cores // min(ranks, cores)

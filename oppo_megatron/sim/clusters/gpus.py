@@ -24,10 +24,9 @@ Seconds = Annotated[float, Strict(), Field(ge=0, le=60)]
 
 @checked(frozen=True, config=STRICT)
 class Efficiencies:
-    """Constants of a layer's laws: pure numbers and seconds.
+    """Constants of a layer's laws: pure numbers (of a fit, not shares of a peak) and seconds.
 
-    They are constants of a fit, not shares of a peak: a `memory` of 1.0 does not mean that the peak is reached.  `elementwise`:
-    norms, rotations, activation and sums as fused kernels; `plain`: one large pass over tensors, as a sum of two.
+    `elementwise`: norms, rotations, activation and sums as fused kernels; `plain`: one large pass over tensors, as a sum of two.
     """
 
     compute: Share
@@ -44,8 +43,7 @@ class Efficiencies:
 class Gpu:
     """One processor: operations per second in bfloat16, bytes per second of its memory, bytes of memory.
 
-    `on_cpu`: a core of a CPU, which launches nothing.  `sources`: by the name of a field; the source of `efficiencies` is that of
-    all of them except `efficiencies.attention`, which is assumed.
+    `on_cpu`: a core of a CPU, which launches nothing. `sources`: by the name of a field.
     """
 
     name: str

@@ -32,7 +32,6 @@ class Line:
 
     @property
     def peak(self) -> float:
-        """Bytes per second of the largest payloads."""
         return self.bytes_per_s
 
 
@@ -50,7 +49,6 @@ class Curve:
 
     @property
     def peak(self) -> float:
-        """Bytes per second of the largest payloads."""
         return self.bytes_per_s[-1]
 
 
@@ -66,7 +64,7 @@ class Inside:
     source: Source = field(compare=False)
 
     def of_ranks(self, ranks: int) -> Law:
-        """Return the law of the smallest measured group of at least `ranks`, else of the largest."""
+        """Law of the smallest measured group of at least `ranks`, else of the largest."""
         return self.collective[min((n for n in self.collective if n >= ranks), default=max(self.collective))]
 
 

@@ -29,7 +29,7 @@ Micros = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class GpuSection(Section):
-    """A processor by numbers.  A layer reaches the same shares of its peaks as on the named one which it is `like`."""
+    """A processor by numbers; a layer reaches the same shares of its peaks as on the processor that it is `like`."""
 
     memory_gb: Annotated[Rate, Unit("10^9 bytes"), Field(description="memory, in 10^9 bytes")]
     tflops: Annotated[Rate, Unit("TFLOP/s"), Field(description="peak of dense bfloat16 products")]
@@ -73,7 +73,6 @@ class ClusterConfig(Section):
 
 
 def cluster_problems(config: ClusterConfig) -> Sequence[str]:
-    """Return the problems of a cluster: too many ranks, missing links."""
     problems = []
     if (ranks := config.nodes * config.gpus_per_node) > MOST_RANKS:
         problems.append(
@@ -96,8 +95,7 @@ def cluster_problems(config: ClusterConfig) -> Sequence[str]:
 class MeasuredConfig(Section):
     """Fitted constants; those that are null were not measured, and stay as published.
 
-    `efficiencies` are relative to the peaks of the processor that they were fitted with.  `threads`: by number of
-    cores, the speed of a rank with them over that of one core.
+    `threads`: by number of cores, the speed of a rank with them over that of one core.
     """
 
     source: Annotated[str, Field(min_length=1)]
@@ -111,7 +109,6 @@ class MeasuredConfig(Section):
 
 
 def read_measured(path: Path) -> MeasuredConfig:
-    """Read a file of constants.  Raises ConfigError with every problem."""
     if not path.is_file():
         raise ConfigError(missing_path("`measured` of cluster.yaml", path))
     try:
@@ -132,7 +129,6 @@ def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:
 
 
 def build_cluster(config: ClusterConfig, folder: Path = Path()) -> Cluster:
-    """Return the cluster of a configuration, with the source of each constant.  Raises ConfigError."""
     cluster = Cluster(config.nodes, config.gpus_per_node, _gpu(config), _inside(config), _between(config))
     return cluster if config.measured is None else _with_measured(cluster, read_measured(folder / config.measured))
 

@@ -33,7 +33,7 @@ PIECE_BYTES = 64 * MIB
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: `size` of them on `nodes` nodes, as many on each; `beside` such groups share each node's NICs."""
+    """`size` ranks that communicate, as many on each of `nodes` nodes; `beside` such groups share each node's NICs."""
 
     size: int
     nodes: int = 1
@@ -46,17 +46,17 @@ class Group:
 
 
 def all_reduce_s(cluster: Cluster, group: Group, payload: float) -> float:
-    """Return the seconds of an all-reduce of `payload` bytes per rank."""
+    """Seconds of an all-reduce of `payload` bytes per rank."""
     return _ring_s(cluster, group, payload, 2 * (group.size - 1) / group.size)
 
 
 def scatter_s(cluster: Cluster, group: Group, payload: float) -> float:
-    """Return the seconds of a reduce-scatter of `payload` bytes per rank, or of an all-gather into as many."""
+    """Seconds of a reduce-scatter of `payload` bytes per rank, or of an all-gather into as many."""
     return _ring_s(cluster, group, payload, (group.size - 1) / group.size)
 
 
 def send_s(cluster: Cluster, payload: float, *, between: bool, beside: int = 1) -> float:
-    """A message from one rank to another; between nodes it has its share of the NICs among `beside` that go at once."""
+    """Seconds of a message; between nodes it has its share of the NICs among `beside` concurrent ones."""
     if not between:
         return cluster.inside.send.seconds(payload, 1)
     network = network_of(cluster)
@@ -64,12 +64,12 @@ def send_s(cluster: Cluster, payload: float, *, between: bool, beside: int = 1) 
 
 
 def nic_rate(network: Between, beside: int) -> float:
-    """Bytes a second that each of `beside` flows out of a node has: at most a NIC, at least its share of all."""
+    """Bytes per second of each of `beside` flows out of a node: at most a NIC, at least its share of all."""
     return NIC_SHARE * network.bytes_per_s * min(1.0, network.nics / beside)
 
 
 def ring_efficiency(nodes: int, payload: float) -> float:
-    """Return the efficiency of a ring over `nodes` nodes, linear in both logarithms; below 16 MiB it takes as long as with 16."""
+    """Efficiency of a ring over nodes, linear in both logarithms; below 16 MiB it takes as long as with 16."""
     mib = payload / MIB
     by_nodes = [float(np.interp(np.log(max(mib, 1e-9)), np.log(RATIO_MIB), row)) for row in RATIOS]
     at_size = float(np.interp(np.log(nodes), np.log(RATIO_NODES), by_nodes))
@@ -77,7 +77,6 @@ def ring_efficiency(nodes: int, payload: float) -> float:
 
 
 def network_of(cluster: Cluster) -> Between:
-    """The network of a cluster of several nodes."""
     assert cluster.between is not None, "the schema asks for it where there are several nodes"
     return cluster.between
 
@@ -105,7 +104,7 @@ class Moves:
     _parts: list[tuple[Ints, Ints, float, int]] = field(default_factory=list)
 
     def add(self, source: int, target: int, num_bytes: float) -> None:
-        """A message; within a rank it costs nothing."""
+        """Add a message; within a rank it costs nothing."""
         self.add_all(np.array([source]), np.array([target]), num_bytes)
 
     def add_all(self, sources: Ints, targets: Ints, num_bytes: float, times: int = 1) -> None:
@@ -115,7 +114,7 @@ class Moves:
             self._parts.append((sources[apart], targets[apart], num_bytes, times))
 
     def seconds(self) -> float:
-        """Return the seconds of the fullest rank or node: bytes over bandwidth, and a latency per piece of 64 MiB."""
+        """Seconds of the fullest rank or node: bytes over bandwidth, and a latency per piece of 64 MiB."""
         if not self._parts:
             return 0.0
         cluster = self.cluster
@@ -136,5 +135,4 @@ class Moves:
 
 
 def _most(places: Ints, amounts: Floats | Ints) -> float:
-    """The largest sum of the amounts at one place."""
     return float(np.bincount(places, weights=amounts).max()) if len(places) else 0.0

@@ -31,9 +31,9 @@ WIDTH = 2
 class LayerSizes:
     """Numbers of values of one layer on one of `tp` tensor ranks.
 
-    `weights`: of its four products.  `moved`: what a token puts into them and takes out.  `hidden`: of a token between
-    products, on every tensor rank; `inner`: of a token in rotations and activation, over the tensor ranks.  `queries`,
-    `keys`: of a token's queries, and of its keys and values.
+    `weights`: of its four products. `moved`: a token's values that go into and out of them. `hidden`: of a token between
+    products, on every tensor rank; `inner`: of a token in rotations and activation. `queries`, `keys`: of a token's queries, and
+    its keys and values.
     """
 
     weights: float
@@ -80,8 +80,6 @@ def roofline_s(flops: Number, num_bytes: Number, gpu: Gpu, by: Efficiencies) -> 
 
 @dataclass(frozen=True)
 class LayerLaw:
-    """The laws on one processor."""
-
     gpu: Gpu
 
     def products_s(self, sizes: LayerSizes, tokens: Number) -> Number:
@@ -94,19 +92,19 @@ class LayerLaw:
         return by.elementwise_fixed_s + num_bytes / (by.elementwise * self.gpu.bytes_per_s)
 
     def attention_s(self, sizes: LayerSizes, pairs: float) -> float:
-        """Return the seconds of attention of new tokens over `pairs` (token, position) pairs (`causal_pairs`)."""
+        """Seconds of attention of new tokens over `pairs` (token, position) pairs (`causal_pairs`)."""
         return 4 * sizes.queries * pairs / (self.gpu.efficiencies.attention * self.gpu.flops)
 
     def cached_attention_s(self, sizes: LayerSizes, positions: float) -> float:
-        """Return the seconds of attention while decoding; reads the keys and values of the given positions of all sequences."""
+        """Seconds of attention while decoding, which reads keys and values of `positions` of all sequences."""
         return WIDTH * sizes.keys * positions / (self.gpu.efficiencies.memory * self.gpu.bytes_per_s)
 
     def head_s(self, shape: Shape, tp: int, rows: float) -> float:
-        """Logits of `rows` tokens."""
+        """Seconds of the logits of `rows` tokens."""
         by, size = self.gpu.efficiencies, head_linear(shape, scalar=False).size / tp
         compute = 2 * rows * size / (by.compute * self.gpu.flops)
         return max(compute, WIDTH * size / (by.memory * self.gpu.bytes_per_s))
 
     def plain_s(self, num_bytes: float) -> float:
-        """Return the seconds of memory-bound passes over large tensors."""
+        """Seconds of memory-bound passes over large tensors."""
         return num_bytes / (self.gpu.efficiencies.plain * self.gpu.bytes_per_s)

@@ -27,8 +27,6 @@ DRAWS = 2
 
 @dataclass(frozen=True)
 class Decoding:
-    """Responses of `lengths` tokens to prompts of `prompt_tokens`."""
-
     prompt_tokens: int
     lengths: Sequence[int]
     captured: bool = True
@@ -46,7 +44,7 @@ class Turns:
     micro_batches: int | None = None
 
     def starts(self, lengths: Ints) -> Ints:
-        """The decode step at which each sequence gets a slot: in order, in the next round after another has left."""
+        """Decode step at which each sequence gets a slot: in order, in the next round after another has left."""
         left = lengths[: self.slots].tolist()
         heapify(left)
         starts = np.zeros_like(lengths)
@@ -57,10 +55,10 @@ class Turns:
 
 
 def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
-    """Return the seconds until the last response of the slowest replica ends; sequences leave as they end.
+    """Seconds until the last response of the slowest replica ends; sequences leave as they end.
 
-    A step is a pass of all micro-batches of a replica (`schedule/weaving/cut.py`); prefilling prompts is not counted.  Responses
-    are dealt to the replicas, longest first, so the first replica has the most and the longest.
+    Prefilling prompts is not counted. Responses are dealt to the replicas, longest first, so the first replica has the most and
+    the longest.
     """
     lengths = np.array(sorted(decoding.lengths, reverse=True)[:: actor.placement.dp])
     lengths = np.random.default_rng(0).permutation(lengths)  # sequences that wait for a slot have any length
@@ -81,7 +79,7 @@ def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
 
 
 def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured: bool) -> Costs:
-    """Return lines through the smallest and the largest micro-batch of this number of sequences, at this position."""
+    """Lines through the smallest and the largest micro-batch of this number of sequences, at this position."""
     pp = actor.placement.pp
     few = max(1, sequences // (2 * pp))
 
@@ -95,9 +93,9 @@ def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured:
 
 
 def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequences: int, prefill_tokens: int) -> Costs:
-    """Return the cost lines of a configuration, as `oppo plan schedule --costs` reads them.
+    """Cost lines of a configuration, as `oppo plan schedule --costs` reads them.
 
-    Decoding has the batch size of a replica, halfway through; prefill has an eighth of a micro-batch to a whole one, after half a
+    Decoding has the batch size of a replica, halfway through; prefill an eighth of a micro-batch to a whole one, after half a
     sequence.
     """
     position = decoding.prompt_tokens + sum(decoding.lengths) / len(decoding.lengths) / 2

@@ -26,7 +26,6 @@ class Tokens:
 
     @classmethod
     def prompts(cls, tokens: float, length: float, *, outputs: bool) -> Tokens:
-        """Whole sequences of `length` tokens."""
         pairs = tokens / length * causal_pairs(0, round(length)) if length else 0.0
         return cls(tokens, pairs, 0.0, tokens if outputs else 0.0)
 
@@ -38,10 +37,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class LaidModel:
-    """A role's model in a layout.  `sequence_parallel`: norms and sums are divided over the tensor ranks.
-
-    Groups and forwards are computed once.
-    """
+    """A role's model in a layout; `sequence_parallel`: norms and sums are divided over the tensor ranks."""
 
     cluster: Cluster
     shape: Shape

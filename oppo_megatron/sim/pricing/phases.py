@@ -15,7 +15,7 @@ from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
 from oppo_megatron.layout.memory import stage_layers, stage_parameters
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.laws.communication import Group, Ints, Moves, all_reduce_s, scatter_s
+from oppo_megatron.sim.laws.communication import Ints, Moves, scatter_s
 from oppo_megatron.sim.laws.layer import WIDTH
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
@@ -42,7 +42,7 @@ class Batch:
 
 
 def inference_s(model: LaidModel, batch: Batch) -> float:
-    """Return the seconds of all micro-batches through all stages; messages are sent during the next one's computation."""
+    """Seconds of all micro-batches through all stages; messages are sent during the next one's computation."""
     tokens = batch.micro_batch(outputs=True)
     stages = [model.forward_s(stage, tokens) for stage in range(model.placement.pp)]
     hops = [model.hop_s(stage, tokens.new) for stage in range(model.placement.pp)]
@@ -51,15 +51,13 @@ def inference_s(model: LaidModel, batch: Batch) -> float:
 
 @dataclass(frozen=True)
 class Update:
-    """`optimizer_steps`, each over `batch` on every replica."""
-
     batch: Batch
     optimizer_steps: int
     train: TrainingLayoutConfig
 
 
 def update_s(model: LaidModel, update: Update) -> float:
-    """Return the seconds of forward and backward of all micro-batches, gradients over the replicas, and the optimizer."""
+    """Seconds of forward and backward of all micro-batches, gradients over the replicas, and the optimizer."""
     placement, batch = model.placement, update.batch
     tokens = batch.micro_batch(outputs=True)
     stages = [_training_s(model, stage, tokens, update.train) for stage in range(placement.pp)]
@@ -88,33 +86,23 @@ def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_
     """
     placement, gpu = model.placement, model.cluster.gpu
     held = stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar)
-    shards = placement.dp if train.distributed_optimizer else 1
-    optimizer = held * ADAM_BYTES / shards / (gpu.efficiencies.plain * gpu.bytes_per_s)
+    optimizer = held * ADAM_BYTES / placement.dp / (gpu.efficiencies.plain * gpu.bytes_per_s)
     if placement.dp == 1:
         return optimizer
     group = model.replica_group(stage)
-    reduced, gathered = _gradients_s(model.cluster, group, held, sharded=train.distributed_optimizer)
-    hidden = 2 / 3 * last_s if train.overlap_grad_reduce else 0.0
-    return optimizer + max(0.0, reduced - hidden) + gathered
-
-
-def _gradients_s(cluster: Cluster, group: Group, held: int, *, sharded: bool) -> tuple[float, float]:
-    """Seconds of summing gradients, and of gathering weights."""
-    if not sharded:
-        return all_reduce_s(cluster, group, GRADIENT_WIDTH * held), 0.0
-    return scatter_s(cluster, group, GRADIENT_WIDTH * held), scatter_s(cluster, group, WIDTH * held)
+    reduced = scatter_s(model.cluster, group, GRADIENT_WIDTH * held)
+    gathered = scatter_s(model.cluster, group, WIDTH * held)
+    return optimizer + max(0.0, reduced - 2 / 3 * last_s) + gathered
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's weights over some ranks, in a layout with `vpp` virtual stages."""
-
     placement: RolePlacement
     vpp: int = 1
 
 
 def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weights, *, scalar: bool) -> float:
-    """Return the seconds until every rank of `target` has the weights that it did not hold in `source`.
+    """Seconds until every rank of `target` has the weights that it did not hold in `source`.
 
     Weights come from a replica on the receiver's node if there is one, else from the replica of the same number.
     """
@@ -144,7 +132,6 @@ def _by_coordinates(placement: RolePlacement) -> Ints:
 
 
 def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:
-    """By stage, its layers and ends."""
     pp = weights.placement.pp
     return [
         {

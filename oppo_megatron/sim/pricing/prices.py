@@ -30,8 +30,6 @@ from oppo_megatron.sim.pricing.phases import Batch, Update, Weights, inference_s
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a role's phase in one step, and its layout."""
-
     role: str
     phase: str
     layout: str
@@ -40,8 +38,6 @@ class Price:
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of a step of a configuration, in any layouts."""
-
     config: TrainConfig
     decoding: Decoding
 
@@ -51,13 +47,13 @@ class StepWork:
         return self.decoding.prompt_tokens + fmean(self.decoding.lengths)
 
     def reading(self, model: LaidModel, *, prompts_only: bool = False) -> Batch:
-        """Return the sequences, or their prompts, that a replica of the model reads."""
+        """Sequences, or their prompts, that a replica of the model reads."""
         length = self.decoding.prompt_tokens if prompts_only else self.length
         share = -(-len(self.decoding.lengths) // model.placement.dp)
         return Batch(share * length, length, self.config.runtime.micro_batch_tokens)
 
     def turns(self, placement: RolePlacement) -> Turns:
-        """Return how a replica of the actor in this layout takes its sequences."""
+        """How a replica of the actor in this layout takes its sequences."""
         model, overlap = laid_out(self.config, "actor", placement, placement), self.config.overlap
         _, slots = sequences_and_slots(self.config, "actor", placement, model)
         asked, weaves = overlap.weave[0], overlap.intra and overlap.schedule in ("auto", "woven")
@@ -71,7 +67,6 @@ class StepWork:
 
 
 def trained_model(serving: LaidModel, placement: RolePlacement, train: TrainingLayoutConfig) -> LaidModel:
-    """Return the model of `serving` in its training layout."""
     return replace(serving, placement=placement, sequence_parallel=train.sequence_parallel and placement.tp > 1)
 
 
@@ -101,7 +96,6 @@ class Prices:
         return StepWork(self.config, self.decoding)
 
     def models(self) -> dict[str, LaidModel]:
-        """Return the roles in their decoding and scoring layouts."""
         placements = role_placements(self.config)
         return {
             name: LaidModel(self.cluster, read_hf_config(role), name in SCALAR_ROLES, placements[name])
@@ -109,7 +103,6 @@ class Prices:
         }
 
     def rows(self) -> Iterator[Price]:
-        """Yield the prices in the order of a step."""
         models, work = self.models(), self.work
         for name, model in models.items():
             if name == "actor":
@@ -120,7 +113,6 @@ class Prices:
         yield from self.updates()
 
     def costs(self) -> Costs:
-        """Return the cost lines of the roles, for schedules."""
         models = self.models()
         sequences = -(-len(self.decoding.lengths) // models["actor"].placement.dp)
         return predicted_costs(models, self.decoding, sequences, self.config.runtime.micro_batch_tokens)
@@ -132,7 +124,6 @@ class Prices:
         return max(memory.total for memory in held.values()) / 1e9
 
     def updates(self) -> Iterator[Price]:
-        """Yield the prices of updates and moves of weights."""
         models, placements, work = self.models(), training_placements(self.config), self.work
         for name, role in self.config.trained.items():
             serving, train = models[name], role.train
@@ -145,7 +136,6 @@ class Prices:
 
 
 def total_s(prices: Sequence[Price]) -> float:
-    """Return the seconds of a step without overlap."""
     return sum(price.seconds for price in prices)
 
 

@@ -1,15 +1,15 @@
 """A component's round in the generator's order, with the seconds of everything once lengths are known.
 
-A unit of work (`schedule/weaving/timetable.py`) begins when its ranks have ended the one before it and its input is there.  Input
-passes along a *thread*: a prefill micro-batch from stage to stage; a decode micro-batch from stage to stage, and with its tokens
-from the last stage to the first.  So a round is one pass over its units in their planned order, with a clock for each rank and
-each thread; no action or message is made.
+A unit of work (`schedule/weaving/timetable.py`) begins when its ranks have ended the unit before it and its input has arrived.
+Input passes along a *thread*: a prefill micro-batch from stage to stage; a decode micro-batch from stage to stage, and with its
+tokens from the last stage to the first. So a round is one pass over its units in the planned order, with a clock for each rank
+and each thread; no action or message is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +22,10 @@ from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import generator_of
 from oppo_megatron.schedule.weaving.timetable import Team, Timetable, count_of
-from oppo_megatron.sim.runs.units import Floats
 
-KEPT_UNITS = 1 << 19
+Floats = npt.NDArray[np.float64]
+
+KEPT_UNITS = 1 << 18
 """Units of all orders that a component keeps."""
 
 NOTHING, NOBODY = 0, 1
@@ -52,23 +53,11 @@ class Counts(NamedTuple):
         return found
 
 
-NONE_GROWS = Counts(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-
-
-@dataclass(frozen=True)
-class ComponentRound:
-    """End of a round and seconds of scoring, by rank of the component's model, for ranks with any work."""
-
-    ends: Mapping[int, float]
-    scored: Mapping[int, float]
-
-
-@dataclass(frozen=True)
-class _Order:
+class _Order(NamedTuple):
     """The units of all stages in the planned order.
 
-    `table` [4, n]: their places among the durations, their stage (a number of `Component._stages`), the threads that they wait
-    for and those that they pass on; `threads`: number of threads.
+    `table` [4, n]: their places among the durations, their stages (numbers of `Component._stages`), the threads that they wait
+    for and those that they pass on.
     """
 
     table: npt.NDArray[np.int32]
@@ -76,19 +65,13 @@ class _Order:
 
 
 class Component:
-    """The ranks that are tied to one rank, played round by round.
+    """The ranks that are tied to one rank, played round by round.  Orders are kept by the shape of the component's round."""
 
-    Orders are kept by the shape of the component's part of a round, as a planner of that rank keeps them; with `all_played`, as
-    a planner of all ranks does, by the shape of the whole round.
-    """
-
-    def __init__(self, site: Site, rank: int, generator: str, costs: Costs, *, all_played: bool = False):
+    def __init__(self, site: Site, rank: int, generator: str, costs: Costs):
         self._component = component_of(site, rank)
         self.site, self.generator, self.costs = self._component.model, generator, costs
-        self.replicas = self._component.replicas
         placements = self.site.placements
-        self._teams: list[Team] = [(role, d) for role in self.replicas for d in range(placements[role].dp)]
-        self._all_teams = [(r, d) for r, own in site.placements.items() for d in range(own.dp)] if all_played else []
+        self._teams: list[Team] = [(role, d) for role in self._component.replicas for d in range(placements[role].dp)]
         self._stages = [(team, stage) for team in self._teams for stage in range(placements[team[0]].pp)]
         numbers = {each: number for number, each in enumerate(self.site.ranks)}
         self._ranks = [
@@ -98,36 +81,34 @@ class Component:
         self._orders: dict[tuple[tuple[int, int, int], ...], _Order] = {}
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks of the model, one of each class."""
-        return self.site.ranks
+    def all_ranks(self) -> frozenset[int]:
+        """All ranks of the component, in the whole site."""
+        return self._component.ranks
 
-    def play(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> ComponentRound:
-        """Play the component's part of a round of the whole site; `begun`: seconds at which each of `ranks` begins."""
+    def play(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> Iterator[tuple[int, float, float]]:
+        """Play the component's part of a round of the whole site; `begun`: seconds at which each rank of the model begins.
+
+        Yields rank, end, and seconds of scoring of each rank of the model that has any work.
+        """
+        ranks = self.site.ranks
         shape = replace(self._component.part(round_), index=1)
-        table, free = list(self._durations(shape, counts)), [begun[rank] for rank in self.ranks]
+        table, free = list(self._durations(shape, counts)), [begun[rank] for rank in ranks]
         seconds = np.concatenate([own for own, _ in table])
         if len(self._own) == 1:  # one rank waits for nothing, in any order
             free[self._own[0]] += float(seconds[seconds > 0].sum())
         else:
-            self._pass_all(self._order(round_, shape), seconds, free, shape)
+            order = self._order(shape)
+            in_order, ready = seconds[order.table[0]], [-np.inf] * order.threads
+            live = in_order > VOID
+            units = (*order.table[1:, live].tolist(), in_order[live].tolist())
+            _pass(units, self._ranks, free, ready, self.costs.message_s)
+            self._receive(shape, free, ready)
         scored, worked = [0.0] * len(free), set[int]()
-        for ranks, (own, scores) in zip(self._ranks, table, strict=True):
-            worked |= set(ranks) if len(own) else set()
-            for rank in ranks if scores else ():
+        for own_ranks, (own, scores) in zip(self._ranks, table, strict=True):
+            worked |= set(own_ranks) if len(own) else set()
+            for rank in own_ranks if scores else ():
                 scored[rank] += float(own.sum())
-        named = {number: rank for number, rank in enumerate(self.ranks) if number in worked}
-        return ComponentRound(
-            {rank: free[n] for n, rank in named.items()}, {rank: scored[n] for n, rank in named.items()}
-        )
-
-    def _pass_all(self, order: _Order, seconds: Floats, free: list[float], shape: Round) -> None:
-        """Advance the ranks' clocks, `free`."""
-        in_order, ready = seconds[order.table[0]], [-np.inf] * order.threads
-        live = in_order > VOID
-        units = (*order.table[1:, live].tolist(), in_order[live].tolist())
-        _pass(units, self._ranks, free, ready, self.costs.message_s)
-        self._receive(shape, free, ready)
+        return ((ranks[number], free[number], scored[number]) for number in sorted(worked))
 
     def _receive(self, shape: Round, free: list[float], ready: Sequence[float]) -> None:
         """Receive the last step's tokens, after all other work."""
@@ -141,8 +122,8 @@ class Component:
                     for rank in ranks:
                         free[rank] = max(free[rank], arrived)
 
-    def _order(self, round_: Round, shape: Round) -> _Order:
-        counts = [count_of(team, shape) for team in self._teams] + [count_of(team, round_) for team in self._all_teams]
+    def _order(self, shape: Round) -> _Order:
+        counts = [count_of(team, shape) for team in self._teams]
         key = tuple((count.prefills, count.batches, count.steps) for count in counts)
         if key not in self._orders:
             if sum(each.table.shape[1] for each in self._orders.values()) > KEPT_UNITS:
@@ -161,10 +142,11 @@ class Component:
                 [np.arange(count.prefills), count.prefills + np.tile(np.arange(count.batches), count.steps)]
             ).astype(np.int64)
             prefills = np.arange(len(threads)) < count.prefills
+            none = np.zeros((pp, 0), dtype=np.int64)
+            times = timetable.times.get(team, (none, none))
             for stage in range(pp):
-                times = timetable.times.get(team)
-                starts.append(times.starts[stage] if times is not None else np.zeros(0, dtype=np.int64))
-                placed.append(times.placed[stage] if times is not None else np.zeros(0, dtype=np.int64))
+                starts.append(times[0][stage])
+                placed.append(times[1][stage])
                 alone = np.full(len(threads), pp == 1)
                 takes.append(np.where(alone | (prefills & (stage == 0)), NOTHING, threads))
                 gives.append(np.where(alone | (prefills & (stage == pp - 1)), NOBODY, threads))
@@ -178,21 +160,16 @@ class Component:
         """Yield for each stage, in the order of the teams, seconds of its units, [units], and whether they score."""
         for role, d in self._teams:
             pp, count = self.site.placements[role].pp, count_of((role, d), shape)
-            batches = shape.prefill[role][d] if count.prefills else ()
+            tokens, rows = Batches.of(shape.prefill[role][d] if count.prefills else ()).sums
             running = [counts.running(batch, count.steps) for batch in shape.decode[d]] if count.steps else []
             for stage in range(pp):
-                own = self._prefill_s(role, stage, batches)
+                line, score = self.costs.prefill_at(role, stage), self.costs.score
+                own = line.fixed_s + tokens * line.per_token_s
+                if role != "actor" and stage == pp - 1:
+                    own = own + score.fixed_s + rows * score.per_token_s
                 if running:
                     own = np.concatenate([own, self._decode_s(stage, pp, np.stack(running, axis=1)).ravel()])
                 yield own, role != "actor"
-
-    def _prefill_s(self, role: str, stage: int, batches: Sequence[Batch]) -> Floats:
-        tokens, rows = Batches.of(batches).sums
-        line, score = self.costs.prefill_at(role, stage), self.costs.score
-        seconds: Floats = line.fixed_s + tokens.astype(np.float64) * line.per_token_s
-        if role != "actor" and stage == self.site.placements[role].pp - 1:
-            seconds = seconds + score.fixed_s + rows * score.per_token_s
-        return seconds
 
     def _decode_s(self, stage: int, pp: int, running: Ints) -> Floats:
         """Seconds of each micro-step, [steps, micro-batches]."""
@@ -208,14 +185,12 @@ class Component:
 
 
 def _pass(
-    units: tuple[list[Any], ...],
-    ranks: Sequence[tuple[int, ...]],
-    free: list[float],
-    ready: list[float],
-    message_s: float,
+    units: tuple[list[Any], ...], ranks: Sequence[tuple[int, ...]], free: list[float], ready: list[float], message_s: float
 ) -> None:
-    """Play `units` (columns: stage, thread waited for, thread passed on, seconds) in turn, and advance the clocks of ranks,
-    `free`, and of threads, `ready`."""
+    """Play `units` (columns: stage, thread waited for, thread passed on, seconds) in turn.
+
+    Advances the clocks of ranks, `free`, and of threads, `ready`.
+    """
     single = [own[0] for own in ranks]
     shared = any(len(own) > 1 for own in ranks)
     for stage, takes, gives, seconds in zip(*units, strict=True):
@@ -240,7 +215,6 @@ def components_of(site: Site, generator: str, costs: Costs) -> Iterator[Componen
     seen: set[int] = set()
     for rank in site.ranks:
         if rank not in seen:
-            found = Component(site, rank, generator, costs, all_played=True)
-            for role, replicas in found.replicas.items():
-                seen |= {each for d in replicas for each in site.placements[role].replica_ranks(d)}
+            found = Component(site, rank, generator, costs)
+            seen |= found.all_ranks
             yield found

@@ -25,8 +25,8 @@ ROUNDED = 9
 def metrics_lines(config: TrainConfig, steps: Sequence[VirtualStep]) -> Iterator[dict[str, Any]]:
     """Yield a line for each step, by the names of docs/metrics.md.
 
-    A step's line has the delay that its critic's update causes in the next step.  So the last of `steps` has no line of its own,
-    unless it is the run's last.
+    A line has the delay that its critic's update causes in the next step, so the last of `steps` has none unless it is the run's
+    last.
     """
     size = members(config).trained
     for step, after in pairwise([*steps, None]):
@@ -37,7 +37,6 @@ def metrics_lines(config: TrainConfig, steps: Sequence[VirtualStep]) -> Iterator
 def write_run(
     config: TrainConfig, path: Path, lines: Sequence[dict[str, Any]], spans: Sequence[Span], about: Sequence[str]
 ) -> None:
-    """Write a run directory.  Raises ConfigError if it holds a finished run."""
     run = RunDirectory(path).prepare()
     run.config.write_text(config_yaml(config.model_copy(update={"run_dir": path})) + "\n", encoding="utf-8")
     with MetricsLog(run.metrics) as log:

@@ -1,17 +1,16 @@
 """The pure half of the training loop without models: scheduler, buffer, books, controllers.  Subclasses define a round.
 
-Chunks are made up: every sequence grows by what its round allows, up to a length that is a function of its id.  There are no
-rewards, so a `filter` is not played: every group is trained.
+Chunks are made up: every sequence grows by as much as its round allows, up to a length that is a function of its id.
+There are no rewards, so a `filter` is not played: every group is trained.
 """
 
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -31,23 +30,12 @@ from oppo_megatron.schedule.planning.planner import RoundPlanner
 
 LENGTH = "length"
 NO_FIELDS: dict[str, Any] = {}
-"""All prompts share it: thousands a step are made."""
-
-
-class HasSteps(Protocol):
-    """A round that is planned."""
-
-    @property
-    def steps(self) -> int:
-        """Decode steps."""
-
-
-Planned = TypeVar("Planned", bound=HasSteps)
+"""Shared by all prompts, of which a step makes thousands."""
 
 
 @dataclass(frozen=True)
 class Growing:
-    """The sequences that a round decodes: their columns, the tokens that each gets, and whether it ends with them."""
+    """The sequences that a round decodes, the tokens that each gets, and whether it ends with them."""
 
     columns: Columns
     counts: Ints
@@ -55,14 +43,14 @@ class Growing:
 
 
 @dataclass(frozen=True)
-class Recorded(Generic[Planned]):
-    """A recorded round of step `step`; `chunk`: its result, None if it only scored.
+class Recorded:
+    """A recorded round; `planned`: what `PureLoop._plan` returned; `begun`: the logical clock at which it began.
 
-    `begun`: the logical clock at which it began.  `grown` is what it would have decoded, had the batch not been complete sooner.
+    `grown` is what it would have decoded if the batch had not been complete sooner; `chunk` what it did. None if it only scored.
     """
 
     step: int
-    planned: Planned
+    planned: Any
     begun: int
     grown: Growing | None = None
     chunk: Chunk | None = None
@@ -70,10 +58,7 @@ class Recorded(Generic[Planned]):
 
 @dataclass(frozen=True)
 class StepEnd:
-    """A step's batch has been scored, and what it has shown is known to the controllers.
-
-    `batch` and `carried` hold what is trained of it and what stays, in columns; `deferrals` are the batch's.
-    """
+    """The end of a step, when its batch has been scored: `batch` is trained, `carried` stays; `deferrals` are the batch's."""
 
     step: int
     batch: Columns
@@ -87,10 +72,10 @@ class StepEnd:
     backfilled: int
 
 
-class PureLoop(ABC, Generic[Planned]):
+class PureLoop:
     """The work of one rank of a run, apart from its actions.
 
-    `responses(seq_id)`: the tokens with which a response ends.  The planner is the run's own, with empty books.
+    `responses(seq_id)`: length of a response.  The planner is the run's own, with empty books.
     """
 
     def __init__(
@@ -114,53 +99,53 @@ class PureLoop(ABC, Generic[Planned]):
         self.num_rounds = 0
         self._lengths = Ledger(LENGTH, {LENGTH: 0})
 
-    @abstractmethod
-    def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None) -> Planned:
+    def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None) -> Any:
         """Plan the next round, number `num_rounds`; the books advance."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _cost(self, end: StepEnd) -> StepCost:
         """Return the cost of a step up to its scores."""
+        raise NotImplementedError
 
     def _signals(self, step: int, signals: StepSignals) -> StepSignals:
-        """Return the input of delta's controller; without models, rewards and staleness are unknown."""
+        """Return the input of delta's controller; `signals` have constant rewards."""
         return signals
 
     def _part(self, name: str) -> AbstractContextManager[None]:
-        """Around each part of the work, by name."""
+        """Return the context in which a part of the work is done."""
         return nullcontext()
 
     def _body(self, counts: Ints) -> Ints:
-        """Tokens and log-probs of a round's rows: none, for want of a model."""
+        """Return tokens and log-probs of a round's rows; none without a model."""
         return np.zeros((3, 0), dtype=np.int64)
 
     def _open(self, admitted: Sequence[Rollout]) -> None:
-        """Rollouts have been admitted."""
+        """Called with admitted rollouts."""
         if admitted:
             seq_ids = [rollout.prompt.seq_id for rollout in admitted]
             rows = self._lengths.rows(np.array(seq_ids, dtype=np.int64))
             self._lengths[LENGTH][rows] = list(map(self.length, seq_ids))
 
     def _send(self, chunk: Chunk) -> None:
-        """A chunk is there, and will be recorded next."""
+        """Called with a chunk before it is recorded."""
 
-    def _recorded(self, done: Recorded[Planned]) -> None:
-        """A round has ended."""
+    def _recorded(self, done: Recorded) -> None:
+        """Called when a round has ended."""
 
     def _decided(self, end: StepEnd, delta: Decision, chunk: Decision | None) -> None:
-        """A step has ended; the controllers have decided for the next."""
+        """Called at the end of a step with the controllers' decisions for the next."""
 
     def _close(self, batch: Sequence[Rollout]) -> None:
-        """The batch has been scored, and leaves."""
+        """Called when the batch leaves."""
 
-    def _steps(self) -> Iterator[Iterator[Recorded[Planned]]]:
-        """For each step its rounds, to be taken one after the other; to the end of the prompts."""
+    def _steps(self) -> Iterator[Iterator[Recorded]]:
+        """Yield the rounds of each step, to the end of the prompts."""
         step = 0
         while not self.scheduler.done:
             step += 1
             yield self._step(step)
 
-    def _step(self, step: int) -> Iterator[Recorded[Planned]]:
+    def _step(self, step: int) -> Iterator[Recorded]:
         with self._part("scheduler and buffer"):
             admitted = self.scheduler.begin_step()
         self._open(admitted)
@@ -177,37 +162,43 @@ class PureLoop(ABC, Generic[Planned]):
             yield self._round(step, active, buffer.rollouts if self.stream else [], readable, occupancy)
         with self._part("scheduler and buffer"):
             batch = self.scheduler.take_batch()
-        yield from self._score(step, batch)
+        while True:  # rounds that only score
+            with self._part("planner and checker"):
+                if not self.planner.owes(batch):
+                    break
+            done = Recorded(step, self._numbered([], batch, self.chunk_tuner.value), buffer.clock)
+            self._recorded(done)
+            yield done
         trained, carried = map(members(self.config).to_train, (batch, buffer.rollouts))
-        with self._part("controllers"):
-            gap = length_gap(trained, carried)
         deferrals = np.array([rollout.deferrals for rollout in trained], dtype=np.int64)
-        columns = columns_of(trained), columns_of(carried)
-        self._end(StepEnd(step, *columns, deferrals, delta, chunk, buffer.clock, occupancy, gap, backfilled))
+        with self._part("controllers"):
+            gap, columns = length_gap(trained, carried), (columns_of(trained), columns_of(carried))
+            end = StepEnd(step, *columns, deferrals, delta, chunk, buffer.clock, occupancy, gap, backfilled)
+            if self.trains_actor(step):
+                signals = StepSignals(0.0, occupancy.tail_waste, 1.0, gap)
+                next_delta = self.scheduler.end_step(step, self._signals(step, signals))
+            else:
+                next_delta = Decision(delta, f"step {step}: delta stays, the critic warms up", False)
+            cost = self._cost(end)
+            next_chunk = self.chunk_tuner.observe(step, cost) if self.stream else None
+        self._decided(end, next_delta, next_chunk)
         self._retire(step, batch)
 
     def trains_actor(self, step: int) -> bool:
         """False while the critic warms up."""
         return step > self.config.ppo.critic_warmup_steps
 
-    def _end(self, end: StepEnd) -> None:
-        with self._part("controllers"):
-            seen = StepSignals(0.0, end.occupancy.tail_waste, 1.0, end.length_gap)
-            if self.trains_actor(end.step):
-                delta = self.scheduler.end_step(end.step, self._signals(end.step, seen))
-            else:
-                delta = Decision(end.delta, f"step {end.step}: delta stays, the critic warms up", False)
-            cost = self._cost(end)
-            chunk = self.chunk_tuner.observe(end.step, cost) if self.stream else None
-        self._decided(end, delta, chunk)
-
     def _round(
         self, step: int, active: Sequence[Rollout], score: Sequence[Rollout], readable: Ints, occupancy: Occupancy
-    ) -> Recorded[Planned]:
+    ) -> Recorded:
         buffer, begun = self.scheduler.buffer, self.scheduler.buffer.clock
         planned = self._numbered(active, score, self.scheduler.chunk(self.chunk_tuner.value), readable)
         growing = self._decoded(planned, active)
-        rows = self._made_up(growing)
+        grown, counts, ends = growing.columns, growing.counts, growing.ends
+        finish = np.where(ends, buffer.clock + counts, GOES_ON)
+        reasons = np.where(ends, REASONS.index("length"), 0)
+        table = np.stack([grown.seq_ids, grown.response_tokens, counts, np.zeros_like(counts), finish, reasons])
+        rows = ChunkRows.packed_as(table, self._body(counts))
         with self._part("scheduler and buffer"):
             chunk = merge_rows(self.num_rounds, buffer.clock, rows, buffer.readiness())
         self._send(chunk)
@@ -222,38 +213,20 @@ class PureLoop(ABC, Generic[Planned]):
 
     def _numbered(
         self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None = None
-    ) -> Planned:
+    ) -> Any:
         self.num_rounds += 1
         with self._part("planner and checker"):
             return self._plan(active, score, chunk, readable)
 
-    def _decoded(self, planned: Planned, active: Sequence[Rollout]) -> Growing:
-        """Return what the models would decode on all ranks; not timed."""
+    def _decoded(self, planned: Any, active: Sequence[Rollout]) -> Growing:
+        """Return what models would decode on all ranks; not timed."""
         grown = columns_of(active).at(self.planner.actor.runs(active))
-        rows = self._lengths.rows(grown.seq_ids)
-        left = self._lengths[LENGTH][rows] - grown.response_tokens
+        left = self._lengths[LENGTH][self._lengths.rows(grown.seq_ids)] - grown.response_tokens
         counts = np.minimum(planned.steps, left)
         return Growing(grown, counts, counts == left)
 
-    def _made_up(self, growing: Growing) -> ChunkRows:
-        grown, counts, ends = growing.columns, growing.counts, growing.ends
-        finish = np.where(ends, self.scheduler.buffer.clock + counts, GOES_ON)
-        reasons = np.where(ends, REASONS.index("length"), 0)
-        table = np.stack([grown.seq_ids, grown.response_tokens, counts, np.zeros_like(counts), finish, reasons])
-        return ChunkRows.packed_as(table, self._body(counts))
-
-    def _score(self, step: int, batch: Sequence[Rollout]) -> Iterator[Recorded[Planned]]:
-        """Score the rest."""
-        while True:
-            with self._part("planner and checker"):
-                if not self.planner.owes(batch):
-                    break
-            done = Recorded(step, self._numbered([], batch, self.chunk_tuner.value), self.scheduler.buffer.clock)
-            self._recorded(done)
-            yield done
-
     def _retire(self, step: int, batch: Sequence[Rollout]) -> None:
-        """The rollouts have been trained, and what was computed by other weights is stale."""
+        """Remove the trained rollouts from the books, and what is stale now."""
         with self._part("planner and checker"):
             columns = columns_of(batch)
             for book in self.planner.scorers.values():

@@ -1,20 +1,37 @@
-"""Seconds of the parts of a step: the actions of its rounds, its updates, moves of weights, and fixed costs."""
+"""Seconds of the parts of a step: from a cluster's laws, a file of measured actions, a finished run, or built-in lines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
 
-from oppo_megatron.schedule.weaving.costs import Costs, Linear
+from oppo_megatron.config.derived import minibatch_rows
+from oppo_megatron.config.load import load_config
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.placements import layout_tree, role_placements, training_placements
+from oppo_megatron.records import StepSignals
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.metrics_log import read_metrics
+from oppo_megatron.schedule.plan import round_generator
+from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.weaving.costs import Costs, Linear, at_stage
+from oppo_megatron.schedule.weaving.costs_file import read_costs
+from oppo_megatron.sim.clusters.cluster import Cluster
+from oppo_megatron.sim.pricing.decoding import Decoding, line_through
+from oppo_megatron.sim.pricing.prices import Prices
 
 
 @dataclass(frozen=True)
 class StepCosts:
     """Seconds of everything that a step does.
 
-    `actions`: of the rounds, by role and stage.  `updates`: of a trained role's update, by the response tokens of the batch that
-    is trained (prompts are in the fixed part), the move of its weights left out; `moves`: of that.  `round_s` and `step_s` come
-    on top of each round and of each step, on every rank.  `sources` say where the figures are from.
+    `updates`: a trained role's update, by the response tokens of the batch (prompts are in the fixed part), without `moves`, the
+    move of its weights. `round_s` and `step_s` come on top of each round and step, on every rank.
     """
 
     actions: Costs = Costs()
@@ -25,5 +42,167 @@ class StepCosts:
     sources: tuple[str, ...] = ()
 
     def update_s(self, role: str, tokens: int) -> float:
-        """Return the seconds of one role's update; 0 if it is not trained."""
         return self.updates[role](tokens) if role in self.updates else 0.0
+
+
+Lines = Sequence[Mapping[str, Any]]
+
+FORWARDS = 3
+"""Forward passes that training on a token takes: one forward, and a backward of two."""
+
+
+def built_in_costs(config: TrainConfig, prompt_tokens: int) -> StepCosts:
+    costs = StepCosts(Costs(), sources=("actions: built-in lines, of no machine",))
+    return _with_assumed_updates(costs, config, prompt_tokens)
+
+
+def file_costs(config: TrainConfig, path: Path, prompt_tokens: int) -> StepCosts:
+    placements = role_placements(config)
+    actions = read_costs(path, placements)
+    stray = sorted(set(actions.prefill) - set(placements))
+    lacks = actions.default_prefill == Costs().default_prefill
+    missing = sorted(set(placements) - set(actions.prefill)) if lacks else []
+    problems = [f"{path}: prefill of {role}, a role that the configuration does not have" for role in stray]
+    problems += [f"{path}: no prefill of {role}, a role of the configuration" for role in missing]
+    if problems:
+        raise ConfigError([f"{each}; give costs that were measured in this layout" for each in problems])
+    return _with_assumed_updates(StepCosts(actions, sources=(f"actions: {path}",)), config, prompt_tokens)
+
+
+def cluster_costs(
+    config: TrainConfig, cluster: Cluster, prompt_tokens: int, lengths: Sequence[int], *, captured: bool = True
+) -> StepCosts:
+    """Return seconds by the laws of a cluster; `lengths`: responses of a batch.  Raises ConfigError if it is too small.
+
+    `captured`: decode steps are CUDA graphs; else the host launches every layer.
+    """
+    halves = [max(1, length // 2) for length in lengths]
+    prices = [Prices(config, cluster, Decoding(prompt_tokens, own, captured)) for own in (halves, lengths)]
+    few, many = ({(row.role, row.phase): row.seconds for row in each.updates()} for each in prices)
+    updates = {
+        role: line_through(sum(halves), few[role, "update"], sum(lengths), many[role, "update"])
+        for role in config.trained
+    }
+    moves = {role: many[role, "weights"] for role in config.trained if (role, "weights") in many}
+    sources = [f"actions, updates and moves: the laws of {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"]
+    if assumed := [f"{name} ({source.where})" for name, source in cluster.sources() if source.kind == "assumed"]:
+        sources.append(f"assumed: {', '.join(assumed)}")
+    return StepCosts(prices[1].costs(), updates, moves, sources=tuple(sources))
+
+
+def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path | None = None) -> StepCosts:
+    """Return a run's measurements: its costs.json (or `actions`), and updates, moves and planning of its metrics.jsonl."""
+    run = RunDirectory(path)
+    lines = _steady(run)
+    theirs = load_config(TrainConfig, run.config) if run.config.exists() else None
+    if theirs is not None and layout_tree(theirs) != layout_tree(config):
+        raise ConfigError(
+            f"--calibrate {path}: the run has another layout ({layout_tree(theirs)}) than the configuration "
+            f"({layout_tree(config)}); calibrate with a run of this layout"
+        )
+    measured = actions or run.costs
+    if not measured.exists():
+        raise ConfigError(
+            f"--calibrate {path}: there is no {measured.name}, which a run writes at its end; let it end, or name a file of "
+            "costs by --costs"
+        )
+    costs = file_costs(config, measured, prompt_tokens)
+    updates = {role: _update_line(config, lines, role) for role in config.trained}
+    moves = {"actor": fmean(float(line.get("reallocate_s") or 0.0) for line in lines)}
+    named = f"actions: {measured}", f"updates, moves and planning: {len(lines)} steps of {path}"
+    return replace(costs, updates=updates, moves=moves, round_s=_planning_s(lines), sources=named)
+
+
+def run_prompt_tokens(path: Path) -> int | None:
+    """Mean length of the prompts that a run has trained on; None if its metrics.jsonl lacks it."""
+    metrics = RunDirectory(path).metrics
+    lines = read_metrics(metrics) if metrics.exists() else []
+    lengths = [float(line["prompt_len_mean"]) for line in lines if "prompt_len_mean" in line]
+    return round(fmean(lengths)) if lengths else None
+
+
+def run_signals(path: Path) -> Callable[[int, StepSignals], StepSignals]:
+    """Rewards and effective sample sizes of a run's steps, for delta's controller; beyond its last step they stay."""
+    lines = read_metrics(RunDirectory(path).metrics)
+
+    def signals(step: int, seen: StepSignals) -> StepSignals:
+        own, before = lines[min(step, len(lines)) - 1], lines[min(step - 1, len(lines)) - 1] if step > 1 else {}
+        return replace(seen, reward_mean=own.get("reward_mean") or 0.0, ess=before.get("ess") or 1.0)
+
+    return signals
+
+
+def describe(config: TrainConfig, costs: StepCosts) -> list[str]:
+    site = Site(role_placements(config))
+    own = set(site.placements["actor"].ranks)
+    shared = sorted(n for n, placement in site.placements.items() if n != "actor" and own & set(placement.ranks))
+    serial = "follow each other, but for what woven rounds hide in the gaps of the decode pipeline"
+    lines = [*costs.sources]
+    if shared:
+        lines.append(
+            f"{', '.join(shared)} share ranks with the actor: scoring and decoding there {serial} "
+            f"({round_generator(config.overlap, site)} rounds); contention is not measured"
+        )
+    return [*lines, *not_counted(config)]
+
+
+def not_counted(config: TrainConfig) -> Iterator[str]:
+    if config.filter is not None:
+        yield "the filter is not played: its verdicts need rewards; every group is trained"
+    if others := sorted({part.kind for part in config.rewards if part.kind in ("python", "http")}):
+        yield f"rewards of kind {', '.join(others)} take no time here, as the time of functions and services is unknown"
+
+
+def _with_assumed_updates(costs: StepCosts, config: TrainConfig, prompt_tokens: int) -> StepCosts:
+    updates = {role: _assumed_update(config, costs.actions, role, prompt_tokens) for role in config.trained}
+    source = f"updates: assumed, {FORWARDS} forward passes by the prefill lines"
+    return replace(costs, updates=updates, sources=(*costs.sources, source))
+
+
+def _assumed_update(config: TrainConfig, actions: Costs, role: str, prompt_tokens: int) -> Linear:
+    batch, ppo, placement = config.rollout.batch_size, config.ppo, training_placements(config)[role]
+    lines, pp = actions.prefill_of(role), role_placements(config)[role].pp
+
+    def seconds(tokens: int) -> float:
+        each = (batch * prompt_tokens + tokens) / batch * minibatch_rows(config) / placement.dp
+        count = max(1, ceil(each / config.runtime.micro_batch_tokens))
+        stages = [at_stage(lines, stage) for stage in range(pp)]
+        own = [count * line.fixed_s + each * line.per_token_s for line in stages]
+        return FORWARDS * ppo.epochs * ppo.minibatches * (max(own) + (sum(own) - max(own)) / count)
+
+    most = batch * config.rollout.max_response_tokens
+    return line_through(most // 2, seconds(most // 2), most, seconds(most))
+
+
+def _steady(run: RunDirectory) -> Lines:
+    """The run's lines without the first, which warms up, unless it is the only one."""
+    if not run.metrics.exists():
+        raise ConfigError(f"--calibrate {run.path}: there is no metrics.jsonl; give the run_dir of a run")
+    lines = [line for line in read_metrics(run.metrics) if line.get("skipped") is None and not line.get("incomplete")]
+    if not lines:
+        raise ConfigError(f"--calibrate {run.path}: no step of the run was trained; give a run with a few steps")
+    return lines[1:] or lines
+
+
+def _update_line(config: TrainConfig, lines: Lines, role: str) -> Linear:
+    """Line of least squares through the steps' updates; a constant, or through 0, if a coefficient would be negative."""
+    key = "train_s" if role == "actor" else "critic_update_s"
+    moved = [float(line.get("reallocate_s") or 0.0) if role == "actor" else 0.0 for line in lines]
+    tokens = [config.rollout.batch_size * float(line["trained_len_mean"]) for line in lines]
+    seconds = [float(line.get(key) or 0.0) - move for line, move in zip(lines, moved, strict=True)]
+    mean_n, mean_s = fmean(tokens), fmean(seconds)
+    spread = sum((n - mean_n) ** 2 for n in tokens)
+    slope = sum((n - mean_n) * (s - mean_s) for n, s in zip(tokens, seconds, strict=True)) / spread if spread else 0.0
+    if slope <= 0:
+        return Linear(mean_s, 0.0)
+    fixed = mean_s - slope * mean_n
+    return Linear(fixed, slope) if fixed >= 0 else Linear(0.0, mean_s / mean_n)
+
+
+def _planning_s(lines: Lines) -> float:
+    """Median seconds of planning per round: a step has a round per chunk, and one that scores."""
+    found = []
+    for line in lines:
+        steps = line["tokens"] / line["running_mean"] if line.get("running_mean") else 0
+        found.append(float(line.get("planning_s") or 0.0) / (ceil(steps / line["chunk_tokens"]) + 1))
+    return float(median(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,17 +20,14 @@ from oppo_megatron.rundir.trace import Span
 from oppo_megatron.schedule.plan import new_planner, plan_step, round_generator, scoring_delay
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Linear
+from oppo_megatron.sim.runs.components import Floats
 from oppo_megatron.sim.runs.loop import PureLoop, Recorded, StepEnd, made_up_prompts
-from oppo_megatron.sim.runs.player import Player, planned_rank
+from oppo_megatron.sim.runs.player import Player
 from oppo_megatron.sim.runs.step_costs import StepCosts
-from oppo_megatron.sim.runs.units import Floats, Played, Units
 
 
 class Parts(NamedTuple):
-    """Seconds of a step by part on the actor's output rank; they add up to the step.
-
-    `decode_s`: its rounds without its own scoring.
-    """
+    """Seconds of a step by part on the actor's output rank, which add up to the step; `decode_s` without its own scoring."""
 
     decode_s: float
     score_exposed_s: float
@@ -46,10 +43,10 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class VirtualStep:
-    """One step: `seq_ids`, `lengths` (response tokens) and `deferrals` are of what is trained, in the batch's order.
+    """One step: `seq_ids`, `lengths` (response tokens) and `deferrals` of the trained rows, in the batch's order.
 
-    `clock` is the logical clock after the step, `chunk_tokens` and `delta` those in force in it; `tokens` are decoded,
-    `idle_s` the seconds that each side waits.  `begun_s`: virtual seconds since the run began.
+    `begun_s`: virtual seconds since the run began. `clock` is the logical clock after the step, `chunk_tokens` and `delta` those
+    in force in it; `tokens` are decoded. `facts`: further fields of the step's line in metrics.jsonl.
     """
 
     step: int
@@ -65,20 +62,18 @@ class VirtualStep:
     deferrals: Ints
     tokens: int
     facts: Mapping[str, Any] = field(repr=False)
-    """Further fields of the step's line in metrics.jsonl, by name."""
 
 
 @dataclass
 class _Times:
     """Times of the current step: its start on the actor's output rank, and the time of its rounds there and at the scorers.
 
-    `arrivals` and `work` are arguments of `scoring_delay`, since all ranks met for the scores of the step before.
+    `arrivals` and `work` are arguments of `scoring_delay`, since all ranks met for the scores of the previous step.
     """
 
     begun: float
     met: float
     decode_s: float = 0.0
-    drain_s: float = 0.0
     own_score_s: float = 0.0
     own_drain_s: float = 0.0
     busy_s: float = 0.0
@@ -94,31 +89,15 @@ class _Times:
     law: DecodeLaw = field(default_factory=DecodeLaw)
 
 
-class Rounds(Protocol):
-    """Plays rounds."""
-
-    def plan(
-        self, index: int, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None
-    ) -> Any:
-        """Plan a round; the books advance."""
-
-    def play(self, done: Recorded[Any], begun: Floats) -> Played:
-        """How it went, each unit having begun it at `begun` [U]."""
-
-
-class VirtualRun(PureLoop[Any]):
+class VirtualRun(PureLoop):
     """`config` in virtual time, by `costs`; `lengths(seq_id)` are the tokens of each response, 1 to the limit.
 
-    `prompt_tokens`: of all prompts, or of each, over and over again.  `signals`: what delta's controller is shown in a step in
-    place of no reward and nothing stale.  The prompts end with the configuration's last step, `endless` ones never.
-
-    Of the first `traced_steps`, `spans` has what each rank did; the first rank of each unit stands for it.
-
-    `player` plays the rounds; with `single_ranks` each rank is a unit, and the planner plans all ranks.
+    `prompt_tokens`: of all prompts, or of each, in turn. `signals`: the input of delta's controller in a step, in place of
+    constant rewards. The prompts end with the configuration's last step, `endless` ones never. `spans` has what each rank did in
+    the first `traced_steps`; the first rank of each unit represents it. `player` plays the rounds.
     """
 
-    player: Callable[..., Rounds] = Player
-    single_ranks = False
+    player: type[Player] = Player
 
     def __init__(
         self,
@@ -134,13 +113,13 @@ class VirtualRun(PureLoop[Any]):
         self.costs, self.site, self.signals = costs, Site(role_placements(config)), signals
         if prompt_tokens is None:
             prompt_tokens = usual_prompt_tokens(config)
-        generator = round_generator(config.overlap, self.site)
-        self.units = Units.of(self.site, single=self.single_ranks)
-        rank = None if self.single_ranks else planned_rank(self.site)
-        planner = new_planner(config, self.site, generator, lengths, costs=costs.actions, rank=rank)
+        planner = new_planner(
+            config, self.site, round_generator(config.overlap, self.site), lengths, costs=costs.actions
+        )
         count = None if endless or config.steps is None else config.steps * batch_rows(config)
         super().__init__(config, made_up_prompts(prompt_tokens, count), lengths, planner)
-        self.rounds = self.player(planner, self.units, costs.actions, costs.round_s)
+        self.rounds = self.player(planner, costs.round_s)
+        self.units = self.rounds.units
         self.now: Floats = np.zeros(len(self.units))
         self.plan, self._last_update_s = plan_step(config), 0.0  # of the critic
         self._shares = bool((self.units.holds("actor") & self.units.holds("critic")).any())
@@ -150,11 +129,11 @@ class VirtualRun(PureLoop[Any]):
         self.traced_steps, self.spans = traced_steps, list[Span]()
 
     def steps(self, count: int) -> Iterator[VirtualStep]:
-        """The first `count` steps, or as many as the prompts last for.  Raises ConfigError below one."""
+        """Yield the first `count` steps, or as many as the prompts last for.  Raises ConfigError for less than one."""
         if count < 1:
             raise ConfigError(f"{count} steps are asked for; ask for 1 or more")
         for rounds in self._steps():
-            self._times = self._begin()
+            self._begin()
             with uncollected():  # the records of a step are many, and go with it
                 for _ in rounds:
                     pass
@@ -163,36 +142,29 @@ class VirtualRun(PureLoop[Any]):
             if not count:
                 return
 
-    def _begin(self) -> _Times:
-        times = _Times(float(self.now[self.units.source]), self._times.met)
+    def _begin(self) -> None:
+        times = self._times = _Times(float(self.now[self.units.source]), self._times.met)
         times.work.append(float(self.now[self.units.scorer]) - times.met)
         times.prefilled, times.forked = self.planner.prefilled_tokens, self.planner.forked_tokens
-        return times
 
     def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None) -> Any:
         return self.rounds.plan(self.num_rounds, active, score, chunk, readable)
 
-    def _recorded(self, done: Recorded[Any]) -> None:
-        played, times, source, scorer = (
-            self.rounds.play(done, self.now),
-            self._times,
-            self.units.source,
-            self.units.scorer,
-        )
-        seconds = float(played.ends[source] - self.now[source])
-        own_s = float(played.scored[source])
+    def _recorded(self, done: Recorded) -> None:
+        times, source, scorer = self._times, self.units.source, self.units.scorer
+        played = self.rounds.play(done, self.now)
+        seconds, own_s = float(played.ends[source] - self.now[source]), float(played.scored[source])
         times.busy_s += float(played.scored[scorer])
         times.scorer_idle_s += float(played.waited[scorer])
         times.work.append(float(played.ends[scorer] - self.now[scorer] - played.waited[scorer]))
         times.own_score_s += own_s
         if done.chunk is None:
-            times.drain_s += seconds
             times.own_drain_s += own_s
         else:
             tokens = done.chunk.rows.num_tokens
             times.decode_s += seconds
             times.tokens += tokens
-            if times.arrivals:  # the first round reads the step's prompts, too
+            if times.arrivals:  # the first round also reads the step's prompts
                 times.law.add(done.chunk.clock - done.begun, tokens, seconds)
             assert played.arrived is not None
             times.arrivals.append(played.arrived - times.met)
@@ -201,7 +173,7 @@ class VirtualRun(PureLoop[Any]):
             self.spans += played.spans()
 
     def _trace(self, step: int, role: str, name: str, starts: Floats, ends: Floats) -> None:
-        """A span on every unit for which it lasts."""
+        """Add a span for every unit with `ends` after `starts`."""
         if step <= self.traced_steps:
             found = zip(self.units.first.tolist(), starts.tolist(), ends.tolist(), strict=True)
             self.spans += [Span(rank, role, name, step, start, end) for rank, start, end in found if end > start]
@@ -210,29 +182,22 @@ class VirtualRun(PureLoop[Any]):
         return signals if self.signals is None else self.signals(step, signals)
 
     def _cost(self, end: StepEnd) -> StepCost:
-        """All ranks meet for the scores: until then the step has cost this, without what of the update was made ahead."""
-        times, ahead_s = self._times, self._ahead_s(end)
-        arrived = self.now + ahead_s * self.units.holds("actor")
+        """All ranks meet for the scores.  Return the cost up to then, without the part of the update that was made ahead."""
+        times, ahead_s, holds = self._times, self._ahead_s(end), self.units.holds("actor")
+        arrived = self.now + ahead_s * holds
         times.met = float(arrived.max())
         times.wait_s = times.met - float(arrived[self.units.source])
-        times.critic_delay_s = self._critic_delay(times)
-        holds, met = self.units.holds("actor"), np.full(len(self.units), times.met)
+        if self._last_update_s and not (self.plan.wait_for_critic or self._shares):
+            times.critic_delay_s = min(times.wait_s, scoring_delay(self._last_update_s, times.work, times.arrivals))
+        met = np.full(len(self.units), times.met)
         self._trace(end.step, "actor", "update", self.now, np.where(holds, arrived, self.now))
         self._trace(end.step, "actor", "wait_scores", arrived, np.where(holds, met, arrived))
         self._trace(end.step, "scorer", "send", arrived, np.where(holds, arrived, met))
-        spent_s = max(
-            0.0, times.met - times.begun - ahead_s
-        )  # of a step that decodes nothing, the last bits of the sums
+        spent_s = max(0.0, times.met - times.begun - ahead_s)  # a step without decoding may round below 0
         return StepCost(spent_s, end.occupancy.num_steps, times.tokens, times.law)
 
-    def _critic_delay(self, times: _Times) -> float:
-        """Return the part of the wait for scores that the previous step's critic update has caused."""
-        if self._last_update_s == 0 or self.plan.wait_for_critic or self._shares:
-            return 0.0
-        return min(times.wait_s, scoring_delay(self._last_update_s, times.work, times.arrivals))
-
     def _ahead_s(self, end: StepEnd) -> float:
-        """Return the seconds of the actor's update that need no scores: a forward pass of its first micro-batch."""
+        """Seconds of the actor's update that need no scores: a forward pass of its first micro-batch."""
         if not (self.plan.forward_ahead and self.trains_actor(end.step)):
             return 0.0
         lines = self.costs.actions.prefill_of("actor")
@@ -246,7 +211,7 @@ class VirtualRun(PureLoop[Any]):
         return self.costs.update_s("actor", tokens) if self.trains_actor(end.step) else 0.0
 
     def _decided(self, end: StepEnd, delta: Decision, chunk: Decision | None) -> None:
-        """The updates are made, and the step ends."""
+        """Make the updates, and end the step."""
         times, units, source = self._times, self.units, self.units.source
         tokens = int(end.batch.response_tokens.sum())
         actor_s, critic_s = self._actor_update_s(end), self.costs.update_s("critic", tokens)
@@ -265,23 +230,10 @@ class VirtualRun(PureLoop[Any]):
         scored_s = times.own_score_s + times.wait_s - times.critic_delay_s
         decode_s = times.decode_s - (times.own_score_s - times.own_drain_s)
         spent = decode_s, scored_s, actor_s, times.critic_delay_s + waited_s + own_critic_s, moved_s
-        parts = Parts(*spent, round(step_s - sum(spent), 12) + 0.0)  # no last bits of the sums
-        facts = {
-            "delta_reason": delta.reason,
-            "chunk_reason": chunk.reason if chunk else "",
-            "critic_update_s": own_critic,
-        }
-        self._ended.append(
-            VirtualStep(
-                end.step, times.begun, step_s, parts, end.occupancy.num_steps, end.clock, end.delta, end.chunk_tokens,
-                end.batch.seq_ids, end.batch.response_tokens, end.deferrals, times.tokens,
-                facts | self._facts(end, times) | {"wait_update_s": waited_s},
-            )
-        )  # fmt: skip
-
-    def _facts(self, end: StepEnd, times: _Times) -> dict[str, Any]:
+        parts = Parts(*spent, round(step_s - sum(spent), 12) + 0.0)  # without the rounding errors of the sums
         own_s = times.own_score_s if self.site.placements["actor"].pp == 1 else times.own_drain_s
-        return {
+        facts = {
+            "delta_reason": delta.reason, "chunk_reason": chunk.reason if chunk else "", "critic_update_s": own_critic,
             "decode_s": times.decode_s, "score_busy_s": times.busy_s, "scorer_idle_s": times.scorer_idle_s,
             "score_exposed_s": own_s + times.wait_s - times.critic_delay_s, "wait_scores_s": times.wait_s,
             "critic_delay_s": times.critic_delay_s, "lag_s": times.lag_s, "shares_ranks": self._shares,
@@ -290,5 +242,11 @@ class VirtualRun(PureLoop[Any]):
             "prompt_len_mean": float(end.batch.prompt_tokens.mean()),
             "tail_waste": end.occupancy.tail_waste, "length_gap": end.length_gap, "backfilled": end.backfilled,
             "carried": len(end.carried.seq_ids), "carried_finished": int(end.carried.finished.sum()),
-            "carried_tokens": int(end.carried.response_tokens.sum()),
+            "carried_tokens": int(end.carried.response_tokens.sum()), "wait_update_s": waited_s,
         }  # fmt: skip
+        self._ended.append(
+            VirtualStep(
+                end.step, times.begun, step_s, parts, end.occupancy.num_steps, end.clock, end.delta, end.chunk_tokens,
+                end.batch.seq_ids, end.batch.response_tokens, end.deferrals, times.tokens, facts,
+            )
+        )  # fmt: skip

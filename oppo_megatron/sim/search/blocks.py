@@ -47,8 +47,8 @@ Blocks = tuple[Block, ...]
 def block_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
     """Sizes of blocks in ranks, ascending.
 
-    Numbers of nodes are powers of two, three times these, and what such a number leaves of all.  With at most two nodes there
-    are also divisors of a node's ranks, and a node's ranks without one of these.
+    Numbers of nodes are powers of two, three times these, and what such a number leaves of all. With at most two nodes there are
+    also divisors of a node's ranks, and a node's ranks without one of these.
     """
     powers = [2**power for power in range(nodes.bit_length())]
     multiples = (1,) if nodes > MANY_NODES else (1, 3)

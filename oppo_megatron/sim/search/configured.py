@@ -30,7 +30,6 @@ class _Pools(NamedTuple):
 
 
 def planned_config(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return the configuration with the plan's ranks, layouts and micro-batches."""
     roles = named_roles(config)
     blocks, options = dict(zip(roles, plan.blocks, strict=True)), dict(zip(roles, plan.options, strict=True))
     pools = _pools({name: (blocks[name], options[name].serving) for name in roles})
@@ -39,7 +38,6 @@ def planned_config(config: TrainConfig, plan: Plan) -> TrainConfig:
         own = _own(pools, name, (blocks[name], option.serving))
         if name != "reference" or config.reference is not None or any(own.values()):
             tree[name] = roles[name].model_dump() | own | _training(option)
-    tree["actor"]["generate"] = None
     if plan.micro_batch_tokens:
         tree["runtime"]["micro_batch_tokens"] = plan.micro_batch_tokens
     if not any(blocks["actor"].overlaps(block) for name, block in blocks.items() if name != "actor"):
@@ -85,7 +83,6 @@ def _placement(pools: _Pools) -> dict[str, Any]:
 
 
 def _own(pools: _Pools, name: str, place: Place) -> dict[str, Any]:
-    """A role's own settings of ranks and layout."""
     if pools.mode == "single" or place == pools.of(name):
         return {"ranks": None, "parallel": None}
     ranks = None if place[0] == pools.of(name)[0] else format_ranks(place[0].ranks)

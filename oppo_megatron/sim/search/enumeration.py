@@ -1,7 +1,7 @@
 """Exact enumeration of plans: blocks of ranks for the roles and a layout for each, in the order of their price.
 
-Blocks are visited in the order of a lower bound, each phase as short as in any layout, until no other can be among the best.
-In given blocks, layouts are chosen role by role; what is already too slow or lacks memory is not followed further.
+Blocks are visited in the order of a lower bound, each phase as short as in any layout, until no others can be among the best. In
+given blocks, layouts are chosen role by role, within the bounds of time and memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Offers(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Blocks and layouts of all roles, with the price of a step and the bytes of the fullest rank."""
+    """Blocks and layouts of all roles (the actor first), with the price of a step and the bytes of the fullest rank."""
 
     blocks: Blocks
     options: tuple[Option, ...]
@@ -47,13 +47,13 @@ class Plan:
 
     @property
     def key(self) -> object:
-        """Key of plans of one kind (the actor's block and layouts); the fastest of each kind is kept."""
+        """The actor's block and layouts; of plans with the same key the fastest is kept."""
         actor = self.options[0]
         return self.blocks[0], actor.serving, actor.training and actor.training[:3]
 
 
 class Best:
-    """The `keep` plans of least price, one of each `Plan.key`."""
+    """The `keep` plans of least price, one for each `Plan.key`."""
 
     def __init__(self, keep: int):
         self.keep, self.plans = keep, list[Plan]()
@@ -73,7 +73,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Space:
-    """Plans in `places`, the blocks of the roles, within `budget` bytes of a rank, that `accepts` admits."""
+    """Plans in `places`, the blocks of the roles, within `budget` bytes per rank, that `accepts` admits."""
 
     offers: Offers
     places: Sequence[Blocks]
@@ -87,7 +87,6 @@ class Space:
         return StepRule(self.offers.roles, blocks, self.mode)
 
     def layouts(self, blocks: Blocks) -> list[_Layouts]:
-        """By role."""
         found = []
         for key in zip(self.offers.roles, (block.size for block in blocks), strict=True):
             if key not in self._layouts:
@@ -114,7 +113,7 @@ class _Layouts:
 def enumerate_plans(space: Space, best: Best, *, any_plan: bool = False) -> None:
     """Put the plans of `space` that are among the best into `best`.  `any_plan`: stop at the first plan."""
     bounds = lower_bounds(space)
-    near = np.flatnonzero(bounds < best.limit())
+    near = np.flatnonzero((bounds < best.limit()) & (_may_fit(space, bounds) if any_plan else True))
     for number in near[np.argsort(bounds[near], kind="stable")].tolist():
         if bounds[number] >= best.limit() or (any_plan and best.plans):
             return
@@ -124,10 +123,23 @@ def enumerate_plans(space: Space, best: Best, *, any_plan: bool = False) -> None
             _Chooser(space, blocks, layouts, best).choose()
 
 
+def _may_fit(space: Space, bounds: Bounds) -> npt.NDArray[np.bool_]:
+    """True for places whose ranks together can hold the least that all roles take, which is quick to see, [places]."""
+    found = bounds < np.inf
+    for number in np.flatnonzero(found).tolist():
+        blocks = space.places[number]
+        layouts = space.layouts(blocks)
+        found[number] = all(own.options for own in layouts)
+        if found[number]:
+            held = sum(int(own.lasting.sum()) * block.size // own.pieces for own, block in zip(layouts, blocks, strict=True))
+            found[number] = held <= space.budget * max(block.end for block in blocks)
+    return found
+
+
 def lower_bounds(space: Space) -> Bounds:
     """Return for each place a price that none of its plans undercuts; infinite if a role has no layout there.
 
-    Places with the same pattern of blocks that contain each other are computed together.
+    Places whose blocks contain each other in the same pattern are computed together.
     """
     found: Bounds = np.full(len(space.places), np.inf)
     if not space.places:

@@ -44,7 +44,7 @@ Kinds: what lasts; activations; kernels.  A rank holds the sum of what lasts, an
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One way to lay out a role over its ranks.  `number`: its position among all of the role on this many ranks."""
+    """One way to lay out a role over its ranks; `number`: its position among all of the role on this many ranks."""
 
     number: int
     serving: Sizes
@@ -67,7 +67,7 @@ class Option:
 def undominated(options: Iterable[Option], weigh: Callable[[Option], Option], most_bytes: int) -> list[Option]:
     """Return the options that fit a rank alone and that none beats or equals in serving, update with move, and all memory.
 
-    `weigh` adds the seconds of the move of weights, which take long to compute: only if the rest does not decide.  The first of
+    `weigh` adds the seconds of the move of weights, which take long to compute: only if the rest does not decide. The first of
     equal options stays.
     """
     fitting = [option for option in options if option.memory.sum(axis=0).max() <= most_bytes]
@@ -97,7 +97,7 @@ class PriceTable:
     """Layouts of a configuration's roles on a cluster, by role and number of ranks; each is priced once.
 
     `decoding`: the responses that a step trains; `steady`: what it decodes and reads; `budget`: bytes of a rank that a plan may
-    fill.  Prices depend on the number of a role's ranks alone, as blocks are parts of a node or whole nodes.
+    fill. Prices depend on the number of a role's ranks alone, as blocks are parts of a node or whole nodes.
     """
 
     config: TrainConfig
@@ -131,14 +131,12 @@ class PriceTable:
         return self.cluster.gpu.on_cpu
 
     def front(self, role: str, size: int) -> list[Option]:
-        """Return the options that can be part of a best plan, fastest first."""
         key = (role, size)
         if key not in self._fronts:
             self._fronts[key] = undominated(self.options(role, size), lambda each: self._weigh(role, each), self.budget)
         return self._fronts[key]
 
     def least(self, role: str, size: int) -> Times | None:
-        """Return times that no option over this many ranks undercuts; None if there is no option."""
         servings, trainings = self._priced(role, size)
         if not servings or (self._is_trained(role) and not trainings):
             return None
@@ -195,7 +193,6 @@ class PriceTable:
         return isinstance(self._settings[role], TrainedRoleConfig)
 
     def _weigh(self, role: str, option: Option) -> Option:
-        """Add the nanoseconds of the move of weights."""
         if option.train is None or option.training is None:
             return option
         serving, training = _over(option.serving), _over(option.training)
@@ -260,7 +257,6 @@ def _bytes(stages: Sequence[Memory]) -> Bytes:
 
 
 def _together(one: Bytes, other: Bytes) -> Bytes:
-    """Both on the same ranks."""
     pieces = lcm(one.shape[1], other.shape[1])
     mine, theirs = (np.repeat(each, pieces // each.shape[1], axis=1) for each in (one, other))
     return np.concatenate([mine[:1] + theirs[:1], np.maximum(mine[1:], theirs[1:])])

@@ -35,7 +35,6 @@ ANY_NETWORK = Between(19e-6, 50e9, 8, assumed("only memory is asked for"))
 
 
 def layout_problems(config: TrainConfig) -> list[str]:
-    """Return every problem of the configuration's ranks and layouts."""
     return check_layouts(config, {name: read_hf_config(role) for name, role in named_roles(config).items()})
 
 
@@ -44,8 +43,8 @@ class Task:
     """The configuration and workload to plan for.
 
     `lengths`: response tokens of a batch; `limits`: of each response by its number, for playing (None: `lengths` in turn);
-    `margin`: share of a rank's memory that stays free; `prompt`: tokens of every prompt (None: `usual_prompt_tokens`).
-    `check` returns the problems of a configuration; a plan with problems is left out.  `known_work`: `steady`, if known.
+    `margin`: share of a rank's memory that stays free; `prompt`: tokens of every prompt. `check` returns the problems of a
+    configuration. `known_work`: `steady`, if known.
     """
 
     config: TrainConfig
@@ -62,7 +61,6 @@ class Task:
         return self.prompt or usual_prompt_tokens(self.config)
 
     def limit_of(self, seq_id: int) -> int:
-        """Tokens of a response."""
         return self.limits(seq_id) if self.limits else self.lengths[seq_id * STRIDE % len(self.lengths)]
 
     @property
@@ -177,7 +175,6 @@ class Fullest:
         return cls(rank, memory[rank].total, role, kind, kinds[kind])
 
     def describe(self, budget: int) -> str:
-        """Say what is missing of the budget, and for what."""
         remedy = "; runtime.kv_cache_mb bounds it" if self.kind == KINDS["kv_cache"] else ""
         return (
             f"{self.held / 1e9:.1f} GB on rank {self.rank}, most of it for {self.role} ({self.kind} of all roles there: "
@@ -194,8 +191,7 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Shortage:
-    """Why nothing fits: the fullest rank of the plan that lacks least memory, what a rank may hold, and the least number of
-    nodes that would do (None: none up to `MOST_NODES`)."""
+    """Why nothing fits: the fullest rank of the plan that lacks least memory, a rank's budget, and the nodes that would do."""
 
     fullest: Fullest
     budget: int

@@ -15,8 +15,7 @@ from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.schedule.weaving.costs import Linear
 from oppo_megatron.sim.pricing.prices import Prices
-from oppo_megatron.sim.runs.sources import cluster_costs
-from oppo_megatron.sim.runs.step_costs import StepCosts
+from oppo_megatron.sim.runs.step_costs import StepCosts, cluster_costs
 from oppo_megatron.sim.runs.virtual import Parts, VirtualRun, VirtualStep
 from oppo_megatron.sim.search.configured import planned_config, with_chunk, with_delta
 from oppo_megatron.sim.search.enumeration import Plan
@@ -58,7 +57,7 @@ class Played:
 def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
     """Play the plans, cheapest first, until no other can be the fastest; return the fastest `top`, played longer.
 
-    No other can if its price, times the least ratio of played seconds to a price so far, exceeds the fastest.  The fastest are
+    No other can if its price, times the least ratio of played seconds to a price so far, exceeds the fastest. The fastest are
     then played with the chunk and the delta that suit the first of them.
     """
     few, many = (
@@ -86,13 +85,12 @@ def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
 
 
 def play_config(task: Task, config: TrainConfig) -> Parts:
-    """Mean seconds of the configuration's steps in its own layouts, played for as many steps as the fastest plans are."""
+    """Mean seconds of the configuration's steps in its own layouts, as long as the fastest plans are played."""
     steps = min(MOST_STEPS, max(MANY, RESPONSES[1] // config.rollout.batch_size))
     return _mean_parts(counted_steps(task, config, steps))
 
 
 def play_plan(task: Task, plan: Plan, config: TrainConfig, steps: int) -> Played:
-    """Play the plan as `config` for this many steps."""
     memory = rank_memory(train_holdings(config, on_cpu=task.on_cpu))
     parts = _mean_parts(counted_steps(task, config, steps))
     return Played(plan, config, parts, [memory[rank].total for rank in sorted(memory)])
@@ -123,7 +121,6 @@ def counted_steps(task: Task, config: TrainConfig, steps: int) -> list[VirtualSt
 
 
 def task_costs(task: Task, config: TrainConfig) -> StepCosts:
-    """Seconds of a configuration on the task's cluster."""
     return cluster_costs(config, task.cluster_of(world_size(config)), task.prompt_tokens, task.lengths)
 
 
@@ -142,7 +139,7 @@ def _tuned(task: Task, first: Played, steps: int) -> Played:
 def _chunks(task: Task, first: Played) -> list[int]:
     """Sizes around sqrt(f T / s), which balances the cost of rounds and the last chunk's scoring, which nothing hides.
 
-    f: seconds that a round costs, whatever its size; T: decode steps of a step; s: seconds of scoring what one of them decodes.
+    f: seconds of any round; T: decode steps of a step; s: seconds of scoring the tokens of one decode step.
     """
     longest = max(task.lengths)
     costs = Prices(first.config, task.cluster_of(world_size(first.config)), task.decoding).costs()

@@ -10,7 +10,7 @@ from oppo_megatron.layout.layouts import format_ranks
 from oppo_megatron.layout.placements import named_roles, role_placements, training_placements, world_size
 from oppo_megatron.layout.role_memory import laid_out, sequences_and_slots
 from oppo_megatron.sim.laws.communication import RATIO_NODES, RINGS
-from oppo_megatron.sim.runs.sources import not_counted
+from oppo_megatron.sim.runs.step_costs import not_counted
 from oppo_megatron.sim.search.planning import Task
 from oppo_megatron.sim.search.playing import Played
 
@@ -78,7 +78,6 @@ def _plan(task: Task, each: Played) -> Record:
 
 
 def _reason(plans: Sequence[Played]) -> str:
-    """Say how much longer the next plan takes, and which part differs most."""
     best = plans[0]
     if len(plans) < 2:
         return f"a step takes {best.step_s:.3g} s"
@@ -92,7 +91,7 @@ def _reason(plans: Sequence[Played]) -> str:
 
 
 def beyond_fits(task: Task, config: TrainConfig) -> Iterator[str]:
-    """Say where the plan lies outside of what the laws were fitted to, and whether sequences wait for cache slots."""
+    """Yield where the plan lies outside of what the laws were fitted to, and whether sequences wait for cache slots."""
     places = {**role_placements(config), **{f"{name}, trained": p for name, p in training_placements(config).items()}}
     if wide := [name for name, place in places.items() if place.tp > MOST_TP]:
         yield f"beyond the fits: tp of {', '.join(wide)} is above {MOST_TP}, the most that layers were measured with"

@@ -80,7 +80,7 @@ class _Observed(VirtualRun):
         self.positions = 0.0
         self.before = dict.fromkeys(self.books, 0)
 
-    def _recorded(self, done: Recorded[Any]) -> None:
+    def _recorded(self, done: Recorded) -> None:
         super()._recorded(done)
         if done.grown is None or done.chunk is None:
             return

@@ -27,10 +27,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 class Times(NamedTuple):
-    """Nanoseconds of a role's phases: prompts and decoding or scoring, the update, the move of weights.
-
-    Each is a whole number, or an array of them for many layouts at once.
-    """
+    """Nanoseconds of a role's phases, whole numbers or arrays of them: serving, the update, the move of weights."""
 
     serving: Any
     update: Any = 0
@@ -46,7 +43,7 @@ class Mode:
     """How phases follow each other.
 
     `streams`: scoring runs during decoding; `hides_critic`: its update runs during the next step's decoding; `last_share`: share
-    of the scoring that is left after decoding, the last chunk's share of all decode steps.
+    of the scoring that is left after decoding.
     """
 
     streams: bool
@@ -111,7 +108,6 @@ def _largest(*values: Any) -> Any:
 
 
 def _part(nanosecs: Any, share: float) -> Any:
-    """A share, rounded up."""
     if share == 1.0:
         return nanosecs
     return np.ceil(nanosecs * share).astype(np.int64) if isinstance(nanosecs, np.ndarray) else ceil(nanosecs * share)

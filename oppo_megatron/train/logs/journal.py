@@ -12,7 +12,8 @@ import torch
 from oppo_megatron.algorithms.experience import PAIRED, Experience
 from oppo_megatron.config.derived import best_standard, members
 from oppo_megatron.config.evaluation import ACCURACY
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.control.occupancy import group_length_gap
 from oppo_megatron.data.rows import Quarantine

@@ -11,10 +11,11 @@ from typing import Any
 import torch.distributed as dist
 
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.data.supervised_rows import Passed
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.mcore.weights.checkpoint_index import INDEX
+from oppo_megatron.mcore.weights.dist_source import INDEX
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.overcommit.ahead import Ahead
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position

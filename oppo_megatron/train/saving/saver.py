@@ -27,7 +27,8 @@ from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.load import plain_settings
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.mcore.training import TrainedModel

@@ -17,7 +17,8 @@ from typing import Any
 
 from oppo_megatron.config.changes import changed_settings
 from oppo_megatron.config.derived import adapters, batch_rows, members
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import CheckpointError

@@ -1,10 +1,9 @@
-"""Log-probs and entropy from vocabulary-parallel logits, in float32.
+"""The vocabulary over tensor ranks, and log-probs and entropy from sharded logits in float32.
 
-megatron's unfused cross entropy reads the global tensor-parallel group, and its fused one rounds gradients to bfloat16.
-Both hold several float32 numbers for each logit.  Here only some rows at a time do, and the backward pass keeps only the
-logits.
+megatron's unfused cross entropy reads the global tensor-parallel group, and its fused one rounds gradients to bfloat16.  Both
+hold several float32 numbers for each logit; here only some rows at a time do, and the backward pass keeps only the logits.
 
-Legend: R rows, V vocabulary shard of this rank, q the distribution softmax(logits / temperature) over the whole vocabulary.
+Legend: R rows, V vocabulary shard of this rank, S shards, q = softmax(logits / temperature) over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -14,10 +13,46 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
-from oppo_megatron.mcore.vocab_shards import VocabShards
+
+
+class VocabShards:
+    """This rank's shard, of `rows` rows like the others; the last one's may be padding. Without a group it is all."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
+        self.group, self.rows, self.vocab_size = group, rows, vocab_size
+        self.size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
+        self.num_tokens = rows if vocab_size is None else min(rows, vocab_size - self.first)
+        assert self.num_tokens > 0 or group is None, f"no token of {vocab_size} on rank {self.rank} of {self.size}"
+
+    @property
+    def first(self) -> int:
+        return self.rank * self.rows
+
+    def of_tokens(self, rows_RV: Tensor) -> Tensor:
+        return rows_RV if self.num_tokens == self.rows else rows_RV[..., : self.num_tokens]
+
+    def filled_up(self, logits_RV: Tensor) -> Tensor:
+        """Pad to the other ranks' width, with logits that are never drawn."""
+        missing = self.rows - self.num_tokens
+        return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing and self.size > 1 else logits_RV
+
+    def globally(self, tokens: Tensor) -> Tensor:
+        return tokens + self.first
+
+    def gather(self, mine: Tensor) -> Tensor:
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine.contiguous(), group=self.group)
+        return torch.stack(found)
+
+    def add(self, mine: Tensor) -> Tensor:
+        """The sum over the ranks. `mine` is overwritten."""
+        dist.all_reduce(mine, group=self.group)
+        return mine
 
 
 class _LogProbEntropy(torch.autograd.Function):
@@ -66,7 +101,6 @@ class _LogProbEntropy(torch.autograd.Function):
 
 
 def _blocks(logits_RV: Tensor) -> Iterator[slice]:
-    """Rows that are computed together."""
     size = _block_rows(logits_RV)
     return (slice(first, first + size) for first in range(0, len(logits_RV), size))
 
@@ -76,7 +110,6 @@ def _block_rows(logits_RV: Tensor) -> int:
 
 
 def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
-    """A float32 copy, divided by the temperature."""
     copied_BV = logits_BV.to(torch.float32, copy=True)
     return copied_BV if temperature == 1.0 else copied_BV.div_(temperature)
 
@@ -84,15 +117,12 @@ def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
 def token_logprobs(
     logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(log q(target), entropy of q), each [R], equal on every rank of the shards.  V are this rank's tokens.
-
-    A temperature of 0 (greedy decoding) means temperature 1.
-    """
+    """(log q(target), entropy of q), each [R], equal on every rank. Temperature 0 (greedy decoding) means 1."""
     return _LogProbEntropy.apply(logits_RV, targets_R, shards, temperature or 1.0)
 
 
 def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
-    """The largest absolute logit of the whole vocabulary, [R], equal on every rank of the shards; without gradient."""
+    """The largest absolute logit of the whole vocabulary, [R], equal on every rank; without gradient."""
     logits_RV = logits_RV.detach()
     largest_R = torch.maximum(logits_RV.amax(-1), -logits_RV.amin(-1)).float()
     if shards.size > 1:
@@ -101,10 +131,9 @@ def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
 
 
 def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
-    """1 / n if the target is one of the n likeliest tokens of the vocabulary, else 0 [R]; equal on every rank of the shards.
+    """1 / n if the target is one of the n likeliest tokens of the vocabulary, else 0 [R]; equal on every rank.
 
-    Logits within rounding of the largest count as equal, because their order would depend on the processor and the layout:
-    four roundings of the largest in float32, and one in bfloat16, whose products are rounded once.
+    Logits within rounding of the largest count as equal, because their order would depend on the processor and the layout.
     """
     local_R = targets_R - shards.first
     here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])

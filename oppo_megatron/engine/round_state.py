@@ -1,28 +1,58 @@
-"""The state of a decoding round on one rank."""
+"""The state of a round on one rank: its plan applied to a role's cache, and the sequences that are decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows, StopSignal, merge_rows
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.engine.taking_up import TakenUp
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.schedule.planning.book import ReplicaWork
-from oppo_megatron.schedule.rounds import Batch
+from oppo_megatron.schedule.rounds import Batch, Forks
+
+
+class TakenUp:
+    """Closes and opens slots, and forks prompts that are cached already; `prefilled` forks the others."""
+
+    def __init__(self, cache: SequenceCache, work: ReplicaWork):
+        self._cache, self._forks = cache, Forks(work.fork)
+        for seq_id in work.evict:
+            cache.close(seq_id)
+        for seq_id in work.open:
+            cache.open(seq_id)
+        for fork in work.fork:  # a plan for another state would fork other tokens
+            held = cache.length(fork.source)
+            assert held == fork.held, f"sequence {fork.source} has {held} tokens cached, but {fork.held} are planned"
+        for source in self._forks.sources:
+            self._make(source)
+
+    def check(self, batch: Batch) -> None:
+        """The cache must have what the plan says: otherwise other tokens would be computed."""
+        for growth in batch:
+            held = self._cache.length(growth.seq_id)
+            assert held == growth.past, (
+                f"sequence {growth.seq_id} has {held} tokens cached, but {growth.past} are planned"
+            )
+
+    def prefilled(self, batch: Batch) -> None:
+        for growth in batch if self._forks.sources else ():
+            self._make(growth.seq_id)
+
+    def _make(self, source: int) -> None:
+        forks = self._forks.due(source, self._cache.length(source))
+        for tokens in sorted({fork.tokens for fork in forks}):
+            self._cache.fork(source, [fork.target for fork in forks if fork.tokens == tokens], tokens)
+
 
 Drawn = list[list[float]]
-"""[DRAWN][R]: token, log-prob and sampling log-prob of each row.  Steps on the device have a fourth row: a number that is finite
-if the token came from a valid distribution."""
+"""[DRAWN][R]: token, log-prob, sampling log-prob; from the device also a mass, finite for a valid distribution."""
 
 
 class Growing:
-    """A running sequence within a round."""
-
     def __init__(self, rollout: Rollout, limit: int, version: int):
         self.seq_id, self.limit, self.num_prompt_tokens = rollout.seq_id, limit, len(rollout.prompt.tokens)
         self.tokens = [*rollout.prompt.tokens, *rollout.tokens]
@@ -31,11 +61,10 @@ class Growing:
 
     @property
     def position(self) -> int:
-        """Response position of the next token."""
         return self.row.offset + len(self.row.tokens)
 
     def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:
-        """Append a drawn token.  Returns True if it is the last.  The round started at clock `start`."""
+        """Append a drawn token, in a round that started at clock `start`. Returns True if it is the last."""
         self.tokens.append(token)
         self.response.append(token)
         self.row.tokens.append(token)
@@ -51,9 +80,9 @@ class Growing:
 class DecodeRound:
     """A round of one replica's `work`, which started at clock `start` with the sequences `growing`.
 
-    `local`: this rank's knowledge of the batch's completion within the round; `stop`: the signal that the merge uses.
-    By micro-batch: `lanes` are the running sequences, `steps` the decode steps, `ended` the first void step, `hidden` the
-    stage's last output, `drawn` the tokens of the last step.
+    `local`: this rank's knowledge of the batch's completion; `stop`: the signal that the merge uses.  By micro-batch: `lanes`
+    are the running sequences, `steps` the decode steps, `ended` the first void step, `hidden` the stage's last output, `drawn`
+    the tokens of the last step.
     """
 
     work: ReplicaWork
@@ -78,23 +107,15 @@ class DecodeRound:
         self.steps = [max(g.new for g in batch) for batch in self.work.decode]
         self.rows = [g.row for g in self.growing.values()]
 
-    @property
-    def prefill(self) -> Sequence[Batch]:
-        """Prompts, or stale sequences, by micro-batch."""
-        return self.work.prefill
-
     def live(self, action: Action) -> bool:
-        """True if the micro-step is not void."""
         return action.step is None or action.step < self.ended.get(action.micro_batch, action.step + 1)
 
     def num_tokens(self, action: Action) -> int:
-        """Tokens that the action moves through the stage."""
         if action.step is not None:
             return len(self.lanes[action.micro_batch])
-        return sum(g.new for g in self.prefill[action.micro_batch])
+        return sum(g.new for g in self.work.prefill[action.micro_batch])
 
     def hear(self, seq_id: int, where: tuple[int, int]) -> None:
-        """Note that a sequence has finished at `where`, (step, micro-batch)."""
         self.local.finish(seq_id)
         if self.local.ready and self.ready is None:
             self.ready = where

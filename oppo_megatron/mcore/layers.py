@@ -1,10 +1,12 @@
 """Modules of our layer spec that replace megatron-core's, and attributes of parameters that megatron reads.
 
-Legend: T packed tokens, H hidden, N query heads, G key/value heads of this tensor rank, R = N / G, D head dimension.
+Legend: T packed tokens, H hidden, R rows of [..., H], N query heads, G key/value heads of this tensor rank, D head dimension.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -24,19 +26,70 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from oppo_megatron.layout.kernels import LayerKind
-from oppo_megatron.mcore.layers.rms_norm import rms_norm
+
+Norm = Callable[[Tensor], Tensor]
+
+
+def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, in float32 inside; differentiable.
+
+    On a CPU torch makes twenty-five passes over float32 tensors for norm and gradient, and keeps several of them.  This version
+    makes twelve and keeps the input, as x / hypot(|x|, sqrt(H eps)) * sqrt(H) w.
+    """
+    if x.device.type != "cpu":
+        return F.rms_norm(x, (x.shape[-1],), weight_H, eps)
+    return _OnCpu.apply(x, weight_H, eps)
+
+
+def fixed_norm(weight_H: Tensor, eps: float) -> Norm:
+    """The norm with a constant weight (on a CPU a copy), without gradient, bit-equal to `rms_norm`: for cached calls."""
+    if weight_H.device.type != "cpu":
+        return lambda x: F.rms_norm(x, (weight_H.shape[-1],), weight_H, eps)
+    floor, scaled_H = _constants(weight_H, eps)
+    return lambda x: _normalised(x.float(), floor, scaled_H)[0].to(x.dtype)
+
+
+def _constants(weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    size, wide_H = weight_H.shape[-1], weight_H.detach().float()
+    return wide_H.new_full((), math.sqrt(size * eps)), wide_H * math.sqrt(size)
+
+
+def _normalised(wide: Tensor, floor: Tensor, scaled_H: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm, and the divisor of each row, [..., 1]."""
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(floor)
+    return (wide / length).mul_(scaled_H), length
+
+
+class _OnCpu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        floor, scaled_H = _constants(weight_H, eps)
+        out, length = _normalised(x.float(), floor, scaled_H)
+        ctx.save_for_backward(x, length, scaled_H)
+        ctx.weight_dtype = weight_H.dtype
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, length, scaled_H = ctx.saved_tensors
+        unit, wide = x.float() / length, grad.float()
+        product_RH = (unit * wide).flatten(0, -2)
+        weight_grad_H = None
+        if ctx.needs_input_grad[1]:
+            roots_R = product_RH.new_full((len(product_RH),), math.sqrt(len(scaled_H)))
+            weight_grad_H = (product_RH.t() @ roots_R).to(ctx.weight_dtype)
+        # a row's output is scaled * unit, and d unit / d x = (1 - unit unit^T) / length
+        along = (product_RH @ scaled_H).neg_().view_as(length)
+        return (wide * scaled_H).addcmul_(unit, along).div_(length).to(x.dtype), weight_grad_H, None
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """SwiGLU (Shazeer 2020), silu(gate) * up, of gate and up side by side: [T, ..., 2 F] -> [T, ..., F]; differentiable once."""
+    """SwiGLU (Shazeer 2020), silu(gate) * up, of gate and up side by side: [T, ..., 2 F] -> [T, ..., F]."""
     return _SwiGLU.apply(gate_up)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps only gate and up, and computes the silu again in the backward pass.
-
-    megatron-core composes it of several operations and keeps their results, two more tensors of the feed-forward size.
-    """
+    """Computes the silu again in the backward pass: megatron-core's composition keeps two more tensors."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -58,17 +111,10 @@ class _SwiGLU(torch.autograd.Function):
 def tag_parameter(
     parameter: torch.Tensor, name: Literal["sequence_parallel", "partition_stride"], value: bool | int
 ) -> None:
-    """Set an attribute that megatron looks for and torch's types do not declare.
-
-    `sequence_parallel`: the gradient is summed over tensor ranks, because each has seen a part of the tokens.
-    `partition_stride`: the number of separate pieces in a tensor-parallel shard.
-    """
     setattr(parameter, name, value)
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm with the constructor that megatron's specs call."""
-
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
         self.eps = eps
@@ -117,26 +163,16 @@ class ScalarHead(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
-    """Spec of one pipeline stage of `num_layers` layers, final norm included; attention's middle part is the plan's.
+    """Spec of one pipeline stage of `num_layers` layers, final norm included; `kind`: the library of linear layers and norms.
 
-    `kind`: the library of linear layers and norms.  Of transformer-engine's, those that do not fuse a norm into the next
-    product are used, so that parameters keep their names, which loading, saving and cached calls use.
+    transformer-engine's layers that fuse a norm into the next product are not used, so that parameters keep their names.
     """
-    linears = (BiasedLinear, ColumnParallelLinear, RowParallelLinear)
-    norm: Any = RMSNorm
+    modules: tuple[Any, ...] = (BiasedLinear, ColumnParallelLinear, RowParallelLinear, RMSNorm)
     if kind == "transformer_engine":
         from megatron.core.extensions import transformer_engine as te
 
-        linears = (te.TEColumnParallelLinear, te.TEColumnParallelLinear, te.TERowParallelLinear)
-        norm = te.TENorm
-    return _block(config, num_layers, linears, norm)
-
-
-def _block(
-    config: TransformerConfig, num_layers: int, linears: tuple[Any, Any, Any], norm: Any
-) -> TransformerBlockSubmodules:
-    """`linears`: for queries, keys and values; for gate and up; row-parallel."""
-    qkv, column, row = linears
+        modules = (te.TEColumnParallelLinear, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm)
+    qkv, column, row, norm = modules
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = layer.submodules
     parts.input_layernorm = norm
@@ -155,7 +191,7 @@ def _block(
 
 
 class BiasedLinear(ColumnParallelLinear):
-    """The projection with a bias (queries, keys and values of Qwen2), rounded once; without a bias it is megatron's own.
+    """The projection with a bias (queries, keys and values of Qwen2), rounded once.
 
     megatron-core adds the bias to a rounded product.  In bfloat16 this second rounding, which neither Hugging Face's forward
     nor cached decoding has, would make log-probs of decoding and training differ.

@@ -1,0 +1,173 @@
+"""Configurations of `oppo sft`, `oppo rm`, `oppo prm`, `oppo dpo` and `oppo kto`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.data import STEP_SEPARATOR, DataConfig
+from oppo_megatron.config.evaluation import ACCURACY, LOSS, MARGIN, HeldoutConfig
+from oppo_megatron.config.model import LearningModelConfig, ModelConfig, OptimizerConfig, ParallelConfig, UsualRate
+from oppo_megatron.config.ppo import PairLossConfig
+from oppo_megatron.config.run import RunConfig, with_common_dtype
+
+
+def _with_long_rows(settings: Any) -> Any:
+    """`long_rows: quarantine` as the default of all rows of a supervised run."""
+    data = settings.get("data") if isinstance(settings, dict) else None
+    if not isinstance(data, dict):
+        return settings
+    usual = {"long_rows": data.get("long_rows", "quarantine")}
+    settings = settings | {"data": data | usual}
+    evaluation = settings.get("evaluation")
+    heldout = evaluation.get("data") if isinstance(evaluation, dict) else None
+    if isinstance(heldout, dict):
+        settings["evaluation"] = evaluation | {"data": usual | heldout}
+    return settings
+
+
+class SupervisedConfig(RunConfig):
+    """Settings that `oppo sft`, `oppo rm`, `oppo prm`, `oppo dpo` and `oppo kto` share."""
+
+    epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
+    batch_size: Annotated[int, Unit("rows")] = Field(32, ge=1, description="rows or pairs per optimizer step")
+    max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    model: LearningModelConfig
+    evaluation: HeldoutConfig | None = None
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _common_dtype(cls, data: Any) -> Any:
+        return _with_long_rows(with_common_dtype(data, cls.MODELS))
+
+    MODELS: ClassVar[tuple[str, ...]] = ("model",)
+    USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-5, 1e-4)
+    SCALAR: ClassVar[bool] = False
+    """True if the model has a scalar head instead of the language model's."""
+
+    @model_validator(mode="after")
+    def _learning_rate(self) -> Self:
+        if self.optimizer.lr is None:
+            self.optimizer = self.optimizer.settled(self.USUAL_RATE, self.model.lora)
+        return self
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The models that are read, by the key of their section."""
+        found = {name: getattr(self, name) for name in self.MODELS}
+        return {name: model for name, model in found.items() if model is not None}
+
+    @property
+    def measured(self) -> list[str]:
+        """The held-out metrics that are measured during the run."""
+        return list(self.METRICS) if self.evaluation is not None and self.evaluation.every_steps else []
+
+
+class SFTConfig(SupervisedConfig):
+    """`oppo sft`: next-token loss on completions."""
+
+    METRICS = (LOSS, ACCURACY)
+
+
+class RewardModelConfig(SupervisedConfig):
+    """`oppo rm`: Bradley-Terry loss on chosen / rejected pairs."""
+
+    METRICS = (LOSS, ACCURACY, MARGIN)
+    SCALAR = True
+
+
+class ProcessRewardModelConfig(SupervisedConfig):
+    """`oppo prm`: binary cross-entropy on the labels of steps."""
+
+    separator: str = Field(
+        STEP_SEPARATOR, min_length=1, description="text between two steps (`oppo prm`); a step ends with the token "
+        "that completes it"
+    )
+
+    METRICS = (LOSS, ACCURACY)
+    SCALAR = True
+
+
+class DPOLossConfig(PairLossConfig):
+    """The loss of a chosen and a rejected answer (docs/preferences.md has the formulas)."""
+
+    loss: Literal["sigmoid", "robust", "hinge", "ipo"] = Field(  # type: ignore[assignment]
+        "sigmoid", description="loss of a pair's margin: DPO, robust DPO, SLiC's hinge, IPO"
+    )
+    label_smoothing: Annotated[float, Unit("share of the pairs")] = Field(
+        0.0, ge=0, lt=0.5, description="assumed share of pairs with the wrong order: conservative DPO with sigmoid, "
+        "unbiased with robust"
+    )
+    average: bool = Field(
+        False, description="compare mean log-probs per token in place of sums, so that long answers weigh no more "
+        "than short"
+    )
+    nll: Annotated[float, Unit("factor")] = Field(
+        0.0, ge=0, description="factor of the chosen answer's mean NLL per token"
+    )
+
+    def rules(self) -> Iterator[str]:
+        if self.loss == "robust" and not self.label_smoothing:
+            yield (
+                "dpo.loss is robust, but dpo.label_smoothing is 0, with which it is sigmoid; set label_smoothing to the share of "
+                "pairs that are the wrong way round, or choose sigmoid"
+            )
+        if self.loss in ("hinge", "ipo") and self.label_smoothing:
+            yield (
+                f"dpo.label_smoothing is {self.label_smoothing:g}, but dpo.loss {self.loss} has none; remove it, or choose "
+                "sigmoid or robust"
+            )
+
+
+class KTOLossConfig(Section):
+    """The loss of a row that is wanted or unwanted (docs/preferences.md has the formulas)."""
+
+    loss: Literal["kto", "apo_zero_unpaired"] = Field(
+        "kto", description="kto: against the mean log-ratio of mismatched prompts and completions, read before each "
+        "step; apo_zero_unpaired: against 0"
+    )
+    beta: Annotated[float, Unit("")] = Field(0.1, gt=0, description="larger: nearer to the reference")
+    wanted: Annotated[float, Unit("factor")] = Field(1.0, gt=0, description="weight of wanted completions")
+    unwanted: Annotated[float, Unit("factor")] = Field(1.0, gt=0, description="weight of unwanted completions")
+
+
+class PreferenceConfig(SupervisedConfig):
+    """Settings that `oppo dpo` and `oppo kto` share."""
+
+    reference: ModelConfig | None = Field(
+        None, description="the model that log-probs are compared with; null: the starting weights, `lora.adapter` "
+        "included"
+    )
+    reference_logprobs: Path | None = Field(
+        None, description="file of the reference's log-probs, made if it is missing, for all runs with the same "
+        "reference; null: `reference.safetensors` in the run directory"
+    )
+
+    METRICS = (LOSS, ACCURACY, MARGIN)
+    MODELS: ClassVar[tuple[str, ...]] = ("model", "reference")
+    USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-6, 1e-5)
+
+    @property
+    def referred(self) -> ModelConfig:
+        """The model that the reference is made from."""
+        return self.model if self.reference is None else self.reference
+
+
+class DPOConfig(PreferenceConfig):
+    """`oppo dpo`: chosen / rejected pairs, without a reward model."""
+
+    dpo: DPOLossConfig = DPOLossConfig()
+
+
+class KTOConfig(PreferenceConfig):
+    """`oppo kto`: completions that are wanted or unwanted."""
+
+    kto: KTOLossConfig = KTOLossConfig()

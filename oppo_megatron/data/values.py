@@ -1,0 +1,222 @@
+"""The value of a row's column as text or messages, and its parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from oppo_megatron.data.columns import Message, role_of
+from oppo_megatron.data.rows import Row
+from oppo_megatron.errors import DataError
+from oppo_megatron.records import field_at, field_names
+
+Value = str | list[Message]
+"""Text, or messages of `role` and `content`."""
+
+ASSISTANT_MARK, HUMAN_MARK = "\n\nAssistant:", "\n\nHuman:"
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""True if a completion is wanted, by the lower-case text of its label."""
+INSTEAD_OF_TEXT = ("tool_calls", "function_call")
+"""Keys of a message that make its text optional."""
+UNLEARNED = ("weight", "loss_weight", "loss", "train", "training")
+"""Keys of a message that mark it as not to be learned, by 0 or false (OpenAI's, ShareGPT's, Axolotl's)."""
+KNOWN_ROLES = ("user", "assistant", "system", "tool")
+
+
+def read_value(row: Row, column: str) -> Value:
+    """The text or messages in `column`.  Raises DataError if missing, empty or of a wrong type."""
+    value = row.require(column)
+    if isinstance(value, str):
+        return _checked_text(value, f"column {column!r}")
+    if isinstance(value, dict) and ("role" in value or "from" in value):
+        value = [value]
+    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+        start = 1 + _is_silent_system(value[0])
+        return [
+            _checked_message(message, f"message {i} of column {column!r}")
+            for i, message in enumerate(value[start - 1 :], start)
+        ]
+    if value == [] or value is None:
+        raise DataError(f"column {column!r} is empty ({value!r})")
+    if isinstance(value, dict):
+        texts = [name for name in field_names({column: value}) if isinstance(field_at(row.values, name), str)]
+        if texts:
+            raise DataError(f"column {column!r} is an object: name the key that holds the text, such as {texts[0]}")
+    raise DataError(f"column {column!r} is neither text nor a list of messages, but {type(value).__name__}; write it as text")
+
+
+def read_label(row: Row, column: str) -> bool:
+    """True if the row's completion is wanted."""
+    value = row.require(column)
+    wanted = LABELS.get(str(value).strip().lower())
+    if wanted is None:
+        raise DataError(
+            f"column {column!r} is {value!r:.40}, which says neither that the completion is wanted (true, 1) nor that it is not "
+            "(false, 0)"
+        )
+    return wanted
+
+
+def read_texts(row: Row, column: str) -> list[str]:
+    steps = _listed(row, column)
+    for i, step in enumerate(steps, start=1):
+        if not isinstance(step, str):
+            raise DataError(f"step {i} of column {column!r} is not text, but {type(step).__name__}")
+        _checked_text(step, f"step {i} of column {column!r}")
+    return steps
+
+
+def read_labels(row: Row, column: str) -> list[float | None]:
+    """From 0 (wrong) to 1 (right); None of a step without a label."""
+    labels = _listed(row, column)
+    for i, label in enumerate(labels, start=1):
+        if label is not None and not (isinstance(label, bool | int | float) and 0 <= label <= 1):
+            raise DataError(
+                f"label {i} of column {column!r} is {label!r:.60}, but must be true or false, or a number from 0 (wrong) to 1 "
+                "(right), or null"
+            )
+    if all(label is None for label in labels):
+        raise DataError(f"column {column!r} has no label that is not null")
+    return [None if label is None else float(label) for label in labels]
+
+
+def _listed(row: Row, column: str) -> list[Any]:
+    value = row.require(column)
+    if not isinstance(value, list) or not value:
+        raise DataError(f"column {column!r} is not a list with an item per step, but {value!r:.60}")
+    return value
+
+
+def _checked_text(text: str, what: str) -> str:
+    if not text.strip():
+        raise DataError(f"{what} is empty")
+    if "\0" in text:
+        raise DataError(f"{what} has a NUL at character {text.index(chr(0))}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{what} is not text: half of a surrogate pair at character {error.start}") from error
+    return text
+
+
+def _content_of(message: Message) -> Any:
+    return message.get("value") if message.get("content") is None else message["content"]
+
+
+def _is_silent_system(message: Message) -> bool:
+    """True for ShareGPT's empty system message."""
+    content = _content_of(message)
+    return role_of(message) == "system" and isinstance(content, str) and not content.strip()
+
+
+def _checked_message(message: Message, what: str) -> Message:
+    """The message with `role` and `content`, and `weight` 0 if it is not to be learned."""
+    role, content = role_of(message), _content_of(message)
+    if not isinstance(role, str) or not role:
+        raise DataError(f"{what} has no role (it has: {', '.join(message) or 'nothing'}); give it role and content")
+    if "role" not in message and role not in KNOWN_ROLES:
+        raise DataError(f"{what} is from {role!r:.60}; known are human, gpt and system, {', '.join(KNOWN_ROLES)}")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise DataError(f"{what} has content that is not text")
+        content = "".join(part["text"] for part in content)
+    others = {name: value for name, value in message.items() if name not in ("from", "value", *UNLEARNED)}
+    if role == "assistant" and any(message.get(name) in (0, False) for name in UNLEARNED):
+        others["weight"] = 0
+    if not content and any(others.get(name) for name in INSTEAD_OF_TEXT):
+        return {**others, "role": role, "content": ""}
+    if not isinstance(content, str):
+        raise DataError(f"{what} has no text content")
+    return {**others, "role": role, "content": _checked_text(content, what)}
+
+
+def is_learned(message: Message) -> bool:
+    return message.get("weight") != 0
+
+
+def split_last_turn(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """(messages before the last assistant turn, that turn); the turn is empty if another role is last."""
+    if messages[-1]["role"] != "assistant":
+        return messages, []
+    if len(messages) == 1:
+        raise DataError("the messages hold an assistant's turn and nothing before it")
+    return messages[:-1], messages[-1:]
+
+
+def split_turns(messages: list[Message]) -> list[tuple[list[Message], list[Message]]]:
+    """(messages before, the turn) for each assistant turn that is to be learned and is not the first message."""
+    turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant" and is_learned(message)]
+    return [(messages[:i], messages[i : i + 1]) for i in turns]
+
+
+def is_dialogue(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip().startswith("Human:") and ASSISTANT_MARK in value
+
+
+def split_dialogue(text: str, what: str) -> list[tuple[str, str]]:
+    r"""`split_turns` for text in which "\n\nHuman:" and "\n\nAssistant:" alternate."""
+    found, end = [], 0
+    while (place := text.find(ASSISTANT_MARK, end)) >= 0:
+        start = place + len(ASSISTANT_MARK)
+        next_turn = text.find(HUMAN_MARK, start)
+        end = next_turn if next_turn >= 0 else len(text)
+        found.append((text[:start], _checked_text(text[start:end], f"{what}: an assistant's turn")))
+    if not found:
+        raise DataError(f"{what} is not a dialogue with a turn after {ASSISTANT_MARK!r}, and there is no prompt column")
+    return found
+
+
+def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:
+    r"""(prompt, chosen, rejected) of two whole dialogues: the messages that both begin with, or the common text up to its last
+    "\n\nAssistant:".
+    """
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        common = os.path.commonprefix([chosen, rejected])
+        end = common.rfind(ASSISTANT_MARK) + len(ASSISTANT_MARK)
+        if end < len(ASSISTANT_MARK):
+            raise DataError(f"no prompt column, and chosen and rejected share no dialogue up to {ASSISTANT_MARK!r}")
+        return common[:end], chosen[end:], rejected[end:]
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise DataError("no prompt column, and of chosen and rejected one is text and the other a list of messages")
+    shorter = min(chosen, rejected, key=len)
+    differing = (i for i, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
+    # A dialogue that the other one wholly begins with still ends in an answer: its last message.
+    num_common = next(differing, len(shorter) - (shorter[-1]["role"] == "assistant"))
+    if num_common == 0:
+        raise DataError("no prompt column, and the messages of chosen and rejected have no beginning in common")
+    for answer in (chosen[num_common:], rejected[num_common:]):
+        if answer and answer[0]["role"] in ("user", "system"):
+            raise DataError(f"no prompt column, and chosen and rejected part at the {answer[0]['role']}'s turn {num_common + 1}")
+    return chosen[:num_common], chosen[num_common:], rejected[num_common:]
+
+
+def align(prompt: Value, answers: Sequence[Value]) -> tuple[Value, list[Value]]:
+    """The same example in one form: all text, or all messages, with answers that do not repeat the prompt."""
+    if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
+        if ASSISTANT_MARK in prompt and all(
+            isinstance(answer, str) and len(answer) > len(prompt) and answer.startswith(prompt) for answer in answers
+        ):
+            return prompt, [answer[len(prompt) :] for answer in answers]
+        return prompt, list(answers)
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return turns, [_continuing(turns, answer) for answer in answers]
+
+
+def _continuing(turns: list[Message], answer: Value) -> list[Message]:
+    """The answer's messages after the prompt's messages; a system message is the prompt's own."""
+    messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    for start in (turns, [turn for turn in turns if turn["role"] != "system"]):
+        if len(messages) > len(start) and _said(messages[: len(start)]) == _said(start):
+            messages = messages[len(start) :]
+            break
+    if messages[0]["role"] in ("user", "system"):
+        raise DataError(
+            f"an answer's messages begin with the {messages[0]['role']}'s turn {messages[0]['content']!r:.60}, and neither "
+            "repeat the prompt's nor continue them"
+        )
+    return messages
+
+
+def _said(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"].strip()) for message in messages]

@@ -1,0 +1,157 @@
+"""Kernels that only a CPU runs: attention in bfloat16, which sequences of a call attend together, and packed products.
+
+Legend: T rows, I inputs, O outputs of this tensor rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oppo_megatron.config.model import Dtype, RuntimeConfig
+from oppo_megatron.cores import processor
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.cpu_kernels import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
+
+
+class HalfOnCpu(torch.autograd.Function):
+    """torch's attention in bfloat16 on a CPU, causal without a mask, with its backward pass in float32.
+
+    In bfloat16 this takes up to three times as long, and keeps hundreds of megabytes of kernels, one for every length.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+        out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.scale, ctx.mask = scale, mask
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        tensors = [x.float() for x in (grad, q, k, v, out)]
+        mask = None if ctx.mask is None else ctx.mask.float()
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *tensors, log_sums, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+        )
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+CALL_NUMBERS = 2**16
+"""Cached numbers that can be read in the overhead of one attention call."""
+
+
+def stretches(lengths: Sequence[int], call: float) -> list[slice]:
+    """Cut rows wherever that saves more than `call` positions, the cost of one attention call, greedily by the best cut.
+
+    Sequences that attend together all read the positions of the longest.
+    """
+    return blocks([(length,) for length in lengths], call)
+
+
+def blocks(sizes: Sequence[tuple[int, ...]], call: float) -> list[slice]:
+    """As `stretches`, for rows with several sizes: each row costs the product of the largest sizes in its block."""
+    return [slice(first, end) for first, end in _cut(sizes, 0, len(sizes), call)]
+
+
+def _cut(sizes: Sequence[tuple[int, ...]], first: int, end: int, call: float) -> list[tuple[int, int]]:
+    rows = sizes[first:end]
+    left, right = _costs(rows), _costs(rows[::-1])[::-1]
+    costs = [n * left[n - 1] + (len(rows) - n) * right[n] for n in range(1, len(rows))]
+    if not costs or min(costs) + call >= len(rows) * left[-1]:
+        return [(first, end)]
+    middle = first + 1 + costs.index(min(costs))
+    return [*_cut(sizes, first, middle, call), *_cut(sizes, middle, end, call)]
+
+
+def _costs(rows: Sequence[tuple[int, ...]]) -> list[int]:
+    largest = [accumulate(column, max) for column in zip(*rows, strict=True)]
+    return [prod(each) for each in zip(*largest, strict=True)]
+
+
+TYPICAL_ROWS = 16  # a hint for the layout, which serves 1 to `MOST_ROWS` rows
+IN_PLACE_ROWS = 3
+"""Up to this number of rows torch's float32 product reads the weights in their own layout: on an Intel processor that takes
+three quarters of the packed product's time.  On others (AMD EPYC), and in bfloat16, the packed one is faster from the first row.
+"""
+
+
+@cache
+def by_intel() -> bool:
+    return processor()[0] == "GenuineIntel"
+
+
+def can_prepack(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:
+    """x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a copy of the weight that oneDNN packs now.
+
+    torch's float32 product packs it in every call, which in a decode step costs more than the product itself; its bfloat16
+    product looks up the layout in every call.
+    """
+    if not packed:
+        return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
+    laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), TYPICAL_ROWS)
+    bias = None if bias_O is None else bias_O.detach()
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    in_place = IN_PLACE_ROWS if weight_OI.dtype == torch.float32 and by_intel() else 0
+
+    def by_rows(x_TI: Tensor) -> Tensor:
+        if not in_place < x_TI.shape[0] <= MOST_ROWS:  # beyond, torch's own product has little left to lose
+            return F.linear(x_TI, weight_OI, bias_O)
+        if x_TI.shape[0] <= FEW_ROWS:  # decoding
+            return multiply(x_TI, laid_out, bias, "none", [], "")
+        return multiply(_filled_up(x_TI), laid_out, bias, "none", [], "")[: x_TI.shape[0]]
+
+    return by_rows
+
+
+def _filled_up(x_TI: Tensor) -> Tensor:
+    """Pad with arbitrary rows: oneDNN builds a kernel for each size, which takes as long as a small product."""
+    num_rows = x_TI.shape[0]
+    filled_TI = x_TI.new_empty(-(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE, x_TI.shape[1])
+    filled_TI[:num_rows] = x_TI
+    return filled_TI
+
+
+PACKING = ("mkldnn._reorder_linear_weight", "mkldnn._linear_pointwise", "mkldnn._is_mkldnn_bf16_supported")
+HALF_ATTENTION = (
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+)
+
+
+def require_private_ops(runtime: RuntimeConfig, dtypes: set[Dtype]) -> None:
+    """Raises ConfigError, naming each undocumented operation of torch that this run calls and torch lacks."""
+    needed: list[tuple[str, str, tuple[str, ...]]] = []
+    if runtime.decode_path == "packed" and torch.backends.mkldnn.is_available():
+        needed.append(("runtime.decode_path packed", "set it to fused", PACKING))
+    if "bfloat16" in dtypes:
+        needed.append(("bfloat16 on a CPU", "set runtime.dtype to float32", HALF_ATTENTION))
+    problems = []
+    for setting, instead, names in needed:
+        for name in names:
+            namespace, _, operation = name.partition(".")
+            if not hasattr(getattr(torch.ops, namespace), operation):
+                problems.append(
+                    f"{setting} calls torch.ops.{name}, which torch {torch.__version__} does not have; {instead}, or install "
+                    "another torch, 2.6 or newer"
+                )
+    if problems:
+        raise ConfigError(problems)

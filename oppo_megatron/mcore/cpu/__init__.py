@@ -1,1 +1,0 @@
-"""Kernels that only a CPU runs."""

@@ -1,0 +1,148 @@
+"""The device: copies that do not block the host, errors of full memory, and captured decode steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.errors import CapacityError, OppoError
+
+
+def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Copy a tensor, or numbers as a tensor of `dtype`, to the device, without blocking the host.
+
+    From ordinary memory CUDA copies after all earlier work of the stream, and the host waits; from pinned memory the copy is
+    queued.
+    """
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
+NO_KERNEL = "could not create a primitive"
+"""oneDNN's whole message if it has no memory for a kernel's code; for an unsupported kernel it is longer."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an allocator failed: torch's, numpy's or Python's."""
+    if isinstance(error, OppoError):
+        return False
+    text = str(error)
+    on_host = isinstance(error, RuntimeError) and (text == NO_KERNEL or any(words in text for words in CPU_WORDS))
+    return on_host or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+@contextmanager
+def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
+    """Raise CapacityError if memory runs out in the block; `describe` returns the work and the remedy as phrases."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        work, remedy = describe()
+        raise CapacityError(f"memory ran out in {work} ({_first_sentence(error)}); {remedy}") from error
+
+
+def too_many_tokens(work: str, lengths: Sequence[int], answers: int = 1) -> tuple[str, str]:
+    """Work and remedy for a micro-batch; `answers` of its sequences (2: a pair) stay together."""
+    tokens = sum(lengths)
+    if len(lengths) <= answers:
+        remedy = "lower the maximum lengths of prompts and responses"
+    else:
+        fewer = max(tokens // 2, answers * max(lengths))
+        remedy = f"set runtime.micro_batch_tokens to {fewer} or less"
+    return f"{work} of {tokens} tokens", f"{remedy}, or use more ranks"
+
+
+def too_many_sequences(work: str, sequences: int, cache_bytes: int) -> tuple[str, str]:
+    megabytes = max(1, cache_bytes // 2**21)
+    return (
+        f"{work} of {sequences} sequences",
+        f"set runtime.kv_cache_mb to {megabytes} or less (this cache takes {-(-cache_bytes // 2**20)} MiB) to decode fewer "
+        "sequences at once, or use more ranks",
+    )
+
+
+def _first_sentence(error: BaseException) -> str:
+    text = str(error).partition("\n")[0]
+    return text[max(0, text.find("DefaultCPUAllocator")) :].split(". ")[0] or type(error).__name__
+
+
+StepRunner = Callable[[Hashable, Callable[[], None]], None]
+"""Does a step, which computes the same whenever it has the same key."""
+
+WARM_UPS = 2
+"""Runs of a step before it is captured: in them libraries choose kernels and make workspaces."""
+
+
+def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
+    step()
+
+
+class CapturedSteps:
+    """Runs the first steps of a key eagerly, then captures one as a CUDA graph and replays it.
+
+    A graph holds the addresses of its inputs: if weights have moved (compared at each `renew`), all graphs are dropped.  Graphs
+    share their memory, because they never run at the same time.  If CUDA refuses a capture (a library's kernel that waits for
+    the device), a warning goes to stderr, and steps of new keys run eagerly: slower, with the same tokens.
+    """
+
+    def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]]):
+        self._device, self._weights = device, weights
+        self._runs: dict[Hashable, int] = {}
+        self._graphs: dict[Hashable, Any] = {}
+        self._pool: Any = None
+        self._addresses: list[int] = []
+        self._refused = False
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def renew(self) -> None:
+        addresses = [weight.data_ptr() for weight in self._weights()]
+        if addresses != self._addresses:
+            self._graphs.clear()
+            self._runs.clear()
+            self._pool, self._addresses = None, addresses
+
+    def __call__(self, key: Hashable, step: Callable[[], None]) -> None:
+        graph = self._graphs.get(key)
+        if graph is None and not self._refused and self._runs.get(key, 0) >= WARM_UPS:
+            graph = self._try_capture(key, step)
+        if graph is not None:
+            graph.replay()
+            return
+        self._runs[key] = self._runs.get(key, 0) + 1
+        step()
+
+    def _try_capture(self, key: Hashable, step: Callable[[], None]) -> Any | None:
+        try:
+            graph = self._graphs[key] = self._capture(step)
+        except RuntimeError as error:
+            # The end of the capture then raises, too; the error before it names the operation at fault.
+            if is_out_of_memory(error) or "captur" not in str(error):
+                raise
+            self._refused = True
+            first = str(error.__context__ or error).partition("\n")[0]
+            print(f"decode steps are run without CUDA graphs from here on: {first}", file=sys.stderr, flush=True)
+            return None
+        return graph
+
+    def _capture(self, step: Callable[[], None]) -> Any:
+        """`thread_local`: NCCL's watchdog may query its events meanwhile."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                step()
+        return graph

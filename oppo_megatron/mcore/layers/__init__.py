@@ -1,1 +1,0 @@
-"""Building blocks of a transformer's layers."""
