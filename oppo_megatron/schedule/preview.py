@@ -52,10 +52,7 @@ def preview(
     costs: Costs | None = None,
     transport: Transport = GLOO,
 ) -> Preview:
-    """Round `number` (from 1) of the first step.  Raises ConfigError if there is none, ScheduleError if a run would refuse it.
-
-    `prompt_tokens` defaults to half of `data.max_prompt_tokens`, `generator` to the configured one.
-    """
+    """Round `number` (from 1) of the first step.  Raises ConfigError if there is none, ScheduleError if a run would refuse it."""
     length = prompt_tokens if prompt_tokens is not None else max(1, config.data.max_prompt_tokens // 2)
     if not 1 <= length <= config.data.max_prompt_tokens:
         raise ConfigError(

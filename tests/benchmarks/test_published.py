@@ -26,7 +26,7 @@ from benchmarks.published.prediction import (
     unfitted_steps,
 )
 from benchmarks.published.tables import PLANS, SHAPES, cut_stages, least_largest, plan_named
-from oppo_megatron.sim.clusters.gpus import GPUS
+from oppo_megatron.sim.clusters.cluster import GPUS
 
 TABLES = {"70b-searched": 2, "70b-heuristic": 3, "7b-searched": 4, "7b-heuristic": 5}
 

@@ -15,8 +15,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.schedule.rounds import FAN_OUT
-from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.schedule.weaving.costs_file import read_costs
+from oppo_megatron.schedule.weaving.costs import Costs, read_costs
 from tests.support.layouts import assert_same, deep
 from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks

@@ -24,7 +24,6 @@ from oppo_megatron.modeldir.headers import check_adapter
 from tests.gloo.test_training import (
     DATA,
     FULL,
-    OVERLAP,
     PLAIN,
     PROBES,
     SELECTIVE,
@@ -50,7 +49,7 @@ CASES = [
     Case(1, 1, 1),
     Case(2, 1, 1),
     Case(1, 2, 1),
-    Case(2, 1, 2, SEQUENCE | SELECTIVE | SHARDED | OVERLAP),
+    Case(2, 1, 2, SEQUENCE | SELECTIVE | SHARDED),
     Case(1, 2, 1, {"vpp": 2}),
 ]
 WIDE = [Case(2, 2, 1, SEQUENCE | FULL)]

@@ -1,18 +1,14 @@
 """The part of a site that one rank's schedule depends on, with its tensor ranks taken as one.
 
-Ranks are *tied* if a replica of a role is on both. A rank's component is everything tied to it, directly or through others. A
-generator gives the rank the same list from its component as from the whole site, because nothing outside uses time of the
-component's ranks. So a rank plans a component, whose size does not grow with the number of replicas.
+Ranks are *tied* if a replica of a role is on both; a rank's component is everything tied to it, directly or through others. A
+generator gives the rank the same list from its component as from the whole site, because nothing outside uses its ranks. Ranks
+with the same replica and stage of every role are one *class*. A component is planned and checked with one rank per class (the
+*model*); a rank executes the compute actions of its class, with messages between ranks of its own shard.
 
-Ranks with the same replica and stage of every role are one *class*, and have the same actions at the same times. So a component
-is planned and checked with one rank per class (the *model*), and a rank executes the compute actions of its class, with messages
-between ranks of its own shard.
-
-A proof of the model holds for the component, because a message of the model represents one of each shard of its class, with its
-other end in the same order; ranks of a class have one list, and so meet at every action. Proofs of all components hold for the
-whole: components share no rank, caches belong to replicas, and the only common messages end a list: the gather of the actor's
-replicas, then the chunk's. Nothing waits for anything after them, so all ranks of the actor reach the gather, and a listener
-waits for one rank before it in the order of `Site.feeds`.
+A proof of the model holds for the component, because a message of the model represents one of each shard, with its other end in
+the same order. Proofs of all components hold for the whole: they share no rank and no cache, and the only common messages end a
+list: the gather of the actor's replicas, then the chunk's, which a listener receives from a rank before it in the order of
+`Site.feeds`.
 """
 
 from __future__ import annotations
@@ -70,10 +66,7 @@ class Component:
     def _spelled(
         self, order: Sequence[int], stages: Sequence[tuple[str, RankCoordinates, Count]], shape: Round
     ) -> tuple[Action, ...]:
-        """Return the rank's list, with its stages' units in this order.
-
-        The tokens of the last step and the spread of the chunk, which end it, follow from its decoding in that step.
-        """
+        """Return the rank's list, with its stages' units in this order; its end follows from its decoding in the last step."""
         units, last = list[tuple[Action, ...]](), list[tuple[Action, ...]]()
         for role, _, count in stages:
             own = self._units.of(role, count)
@@ -112,10 +105,7 @@ def _tied(site: Site, rank: int) -> set[Team]:
 
 
 def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, int]:
-    """Map each rank of the component to the lowest rank of its class.
-
-    If classes divide the tensor ranks of a role's stages in different ways, every rank is its own class.
-    """
+    """Map each rank of the component to the lowest rank of its class, or to itself if classes divide stages unequally."""
     ranks = sorted({rank for role, own in replicas.items() for d in own for rank in site.placements[role].replica_ranks(d)})
     first: dict[tuple[tuple[int, int] | None, ...], int] = {}
     classes = {}

@@ -1,8 +1,7 @@
 """Start times of all units in arrays, and the ranks' lists that follow from them.
 
 A *unit* is a decode with its sample, or a prefill with its score. A stage's units count from 0: the prefills by micro-batch, then
-the decode micro-steps by step and micro-batch. A round has tens of thousands of units, so actions are made only for a rank's own
-list.
+the decode micro-steps by step and micro-batch. A round has tens of thousands, so actions are made only for a rank's own list.
 """
 
 from __future__ import annotations

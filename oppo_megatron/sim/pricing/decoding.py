@@ -11,8 +11,7 @@ import numpy as np
 from oppo_megatron.columns import Ints
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.cut import Work, choose_cut, predict_s
-from oppo_megatron.sim.laws.communication import all_reduce_s, send_s
-from oppo_megatron.sim.laws.layer import WIDTH
+from oppo_megatron.sim.laws import WIDTH, all_reduce_s, send_s
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
 BLOCKS = 32

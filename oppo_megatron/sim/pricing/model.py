@@ -11,8 +11,7 @@ import numpy.typing as npt
 from oppo_megatron.layout.flops import Shape, causal_pairs
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.laws.communication import Group, all_reduce_s, send_s
-from oppo_megatron.sim.laws.layer import WIDTH, LayerLaw, LayerSizes
+from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduce_s, send_s
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
 from oppo_megatron.layout.memory import stage_layers, stage_parameters
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.laws.communication import Ints, Moves, scatter_s
-from oppo_megatron.sim.laws.layer import WIDTH
+from oppo_megatron.sim.laws import WIDTH, Ints, Moves, scatter_s
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
 GRADIENT_WIDTH = 4
