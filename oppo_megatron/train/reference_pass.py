@@ -29,7 +29,7 @@ from torch import Tensor
 
 from oppo_megatron.algorithms.preference_losses import sequence_sums
 from oppo_megatron.clock import ByTime
-from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import LearningModelConfig, ModelConfig
 from oppo_megatron.config.supervised import PreferenceConfig
