@@ -24,7 +24,7 @@ from oppo_megatron.schedule.preview import Preview, least_s, preview
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Costs, read_costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS
-from oppo_megatron.train.verdicts import verdict_clock
+from oppo_megatron.train.inputs import verdict_clock
 
 HELP = "draw and check what every rank does in a round"
 EXIT_FAULT = 2
