@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import World
-from oppo_megatron.data.beside_weights import special_ids, write_beside
-from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.data.tokenizer import Tokenizer, special_ids, write_beside
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.mcore.training import Chunks, as_chunks
 from oppo_megatron.mcore.weights.hf_weights import export_weights
