@@ -180,19 +180,13 @@ class AlgorithmConfig(Section):
             if preset == "online_dpo" and found != value:
                 return f"algorithm.{name} is {found}, but algorithm.preset online_dpo is made of {value}; remove it"
             if preset != "online_dpo" and found == value:
-                return (
-                    f"algorithm.{name} is {found}, but algorithm.preset {preset} has no pairs; remove it, or choose preset "
-                    "online_dpo"
-                )
+                return f"algorithm.{name} is {found}, but algorithm.preset {preset} has no pairs; remove it, or use online_dpo"
         if self.critic and not critic:
-            return (
-                f"algorithm.baseline is critic, but algorithm.preset {preset} has none; remove it, or choose preset ppo with the "
-                "other choices set"
-            )
+            return f"algorithm.baseline is critic, but algorithm.preset {preset} has none; remove it, or choose preset ppo"
         if critic and not self.critic:
             return (
                 f"algorithm.baseline is {self.baseline}, but algorithm.preset {preset} is what trains a critic; remove it, or "
-                "choose a preset without one (reinforce_pp has no baseline, grpo a group's, remax a greedy response)"
+                "choose reinforce_pp (no baseline), grpo (a group's) or remax (a greedy response)"
             )
         return None
 
@@ -256,11 +250,8 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def with_preset_file(settings: Any) -> Any:
-    """Return the settings over those of the file that `algorithm.preset` names, if it names one.
-
-    The file names in `algorithm.preset` the built-in preset that it starts from.  Raises ValueError if it cannot be read, or
-    has other sections.
-    """
+    """Return the settings over those of the file that `algorithm.preset` names, if any; its own `algorithm.preset` is the
+    built-in one to start from.  Raises ValueError if it cannot be read, or has other sections."""
     algorithm = settings.get("algorithm") if isinstance(settings, dict) else None
     name = algorithm.get("preset") if isinstance(algorithm, dict) else None
     if not isinstance(name, str | Path) or Path(name).suffix not in SUFFIXES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from oppo_megatron.config.algorithm import PRESETS
@@ -14,16 +13,6 @@ from oppo_megatron.config.run import TrainConfig
 AND_NOTHING = "so that nothing is learned"
 
 
-@dataclass(frozen=True)
-class Read:
-    """Settings that are read only if `chosen` holds; `why` nothing reads them otherwise."""
-
-    settings: tuple[str, ...]
-    chosen: Callable[[TrainConfig], bool]
-    why: str
-    remedy: str = "remove it"
-
-
 def _has_kl(config: TrainConfig) -> bool:
     return config.ppo.kl.mode not in ("none", "margin")
 
@@ -32,67 +21,64 @@ def _bounded(*objectives: str) -> Callable[[TrainConfig], bool]:
     return lambda config: config.algorithm.pairs or config.algorithm.objective in objectives
 
 
-READS = (
-    Read(
-        ("ppo.gae_lambda", "ppo.value_clip", "ppo.critic_warmup_steps"),
-        lambda config: config.algorithm.critic,
-        "algorithm.preset {preset} has no critic",
+def _no_pairs(config: TrainConfig) -> bool:
+    return not config.algorithm.pairs
+
+
+KL = ("ppo.kl.coefficient", "ppo.kl.target", "ppo.kl.estimator", "ppo.kl.gradient")
+CLIPS = ("ppo.clip", "ppo.clip_high", "ppo.dual_clip")
+REMOVE, WITH_KL = "remove it", "remove it, or set ppo.kl.mode to penalty, score or loss"
+Read = tuple[tuple[str, ...], Callable[[TrainConfig], bool], str, str]
+"""Settings that are read only if a condition holds, why nothing reads them otherwise, and the remedy."""
+
+READS: tuple[Read, ...] = (
+    (
+        ("ppo.gae_lambda", "ppo.value_clip", "ppo.critic_warmup_steps"), lambda config: config.algorithm.critic,
+        "algorithm.preset {preset} has no critic", REMOVE,
     ),
-    Read(
-        ("ppo.clip", "ppo.clip_high", "ppo.dual_clip", "ppo.entropy_coefficient", "ppo.staleness"),
-        lambda config: not config.algorithm.pairs,
-        "a pair is compared by the policy and the reference alone, whoever drew it",
+    (
+        (*CLIPS, "ppo.entropy_coefficient", "ppo.staleness"), _no_pairs,
+        "a pair is compared by the policy and the reference alone, whoever drew it", REMOVE,
     ),
-    Read(
-        ("ppo.clip", "ppo.clip_high", "ppo.dual_clip"),
-        lambda config: config.algorithm.loss is None or config.algorithm.pairs,
-        "algorithm.loss is your own function",
+    (
+        CLIPS, lambda config: config.algorithm.loss is None or config.algorithm.pairs,
+        "algorithm.loss is your own function", REMOVE,
     ),
-    Read(("ppo.clip", "ppo.dual_clip"), _bounded("clip"), "algorithm.objective is {objective}, which does not clip by it"),
-    Read(("ppo.clip_high",), _bounded("clip", "cispo"), "algorithm.objective is {objective}, which has no ratio"),
-    Read(("algorithm.ratio",), _bounded("clip", "cispo"), "algorithm.objective {objective} has no ratio"),
-    Read(("algorithm.ratio",), lambda config: not config.algorithm.pairs, "algorithm.objective dpo has no ratio"),
-    Read(
-        ("ppo.gamma", "ppo.reward_normalization"),
-        lambda config: not config.algorithm.pairs,
-        "of a pair only which response is the better one counts",
+    (
+        ("ppo.clip", "ppo.dual_clip"), _bounded("clip"),
+        "algorithm.objective is {objective}, which does not clip by it", REMOVE,
     ),
-    Read(
-        ("ppo.reward_normalization",),
-        lambda config: not _scales_again(config),
-        "algorithm.scale {scale} divides by the deviation of the scores again, whatever it is",
+    (("ppo.clip_high",), _bounded("clip", "cispo"), "algorithm.objective is {objective}, which has no ratio", REMOVE),
+    (("algorithm.ratio",), _bounded("clip", "cispo"), "algorithm.objective {objective} has no ratio", REMOVE),
+    (("algorithm.ratio",), _no_pairs, "algorithm.objective dpo has no ratio", REMOVE),
+    (
+        ("ppo.gamma", "ppo.reward_normalization"), _no_pairs, "of a pair only which response is the better one counts",
+        REMOVE,
     ),
-    Read(
-        ("ppo.kl.coefficient", "ppo.kl.target", "ppo.kl.estimator", "ppo.kl.gradient"),
-        lambda config: config.ppo.kl.mode != "none" or config.algorithm.pairs,
-        "ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set)",
-        "remove it, or set ppo.kl.mode to penalty, score or loss",
+    (
+        ("ppo.reward_normalization",), lambda config: not _scales_again(config),
+        "algorithm.scale {scale} divides by the deviation of the scores again, whatever it is", REMOVE,
     ),
-    Read(
-        ("ppo.kl.coefficient", "ppo.kl.target", "ppo.kl.estimator", "ppo.kl.gradient"),
-        lambda config: config.ppo.kl.mode != "margin" or not config.algorithm.pairs,
+    (
+        KL, lambda config: config.ppo.kl.mode != "none" or config.algorithm.pairs,
+        "ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set)", WITH_KL,
+    ),
+    (
+        KL, lambda config: config.ppo.kl.mode != "margin" or not config.algorithm.pairs,
         "with pairs the reference is in their margins alone",
         "remove it, or set dpo.beta, which holds the policy to the reference",
     ),
-    Read(
-        ("ppo.kl.gradient",),
-        lambda config: config.ppo.kl.mode == "loss" or not _has_kl(config),
-        "ppo.kl.mode {kl} has no gradient",
-        "remove it, or set ppo.kl.mode to loss",
+    (
+        ("ppo.kl.gradient",), lambda config: config.ppo.kl.mode == "loss" or not _has_kl(config),
+        "ppo.kl.mode {kl} has no gradient", "remove it, or set ppo.kl.mode to loss",
     ),
-    Read(
-        ("guards.ratio_max",),
-        lambda config: not config.algorithm.pairs,
-        "algorithm.preset {preset} has no ratio",
-    ),
-    Read(
+    (("guards.ratio_max",), _no_pairs, "algorithm.preset {preset} has no ratio", REMOVE),
+    (
         ("guards.kl_mean",),
-        lambda config: config.ppo.kl.mode != "none" and (config.ppo.kl.mode != "margin" or config.rollout.temperature == 1),
-        "there is no KL to a reference (ppo.kl.mode; with pairs, rollout.temperature 1)",
-        "remove it, or set ppo.kl.mode to penalty, score or loss",
+        lambda config: _has_kl(config) or (config.ppo.kl.mode == "margin" and config.rollout.temperature == 1),
+        "there is no KL to a reference (ppo.kl.mode; with pairs, rollout.temperature 1)", WITH_KL,
     ),
-)
-"""Settings that not every algorithm reads."""
+)  # fmt: skip
 
 
 def unread_settings(config: TrainConfig) -> Iterator[str]:
@@ -101,15 +87,15 @@ def unread_settings(config: TrainConfig) -> Iterator[str]:
     words = {
         "preset": algorithm.preset, "objective": algorithm.objective, "scale": algorithm.scale, "kl": config.ppo.kl.mode,
     }  # fmt: skip
-    for each in READS:
-        if each.chosen(config):
+    for settings, is_read, why, remedy in READS:
+        if is_read(config):
             continue
-        for key in each.settings:
+        for key in settings:
             value = _value(config, key)
             if key not in reported and value not in (_default(config, key), _of_preset(config, key)):
                 reported.add(key)
                 shown = f"{value:g}" if isinstance(value, float) else str(value).lower() if value is True else value
-                yield f"{key} is {shown}, but {each.why.format(**words)}, and nothing reads it; {each.remedy}"
+                yield f"{key} is {shown}, but {why.format(**words)}, and nothing reads it; {remedy}"
 
 
 def _value(config: Any, key: str) -> Any:
@@ -217,51 +203,37 @@ def _objective(config: TrainConfig) -> Iterator[str]:
         yield "ppo.clip_high is null, but algorithm.objective cispo weights log-probs by ratios up to 1 + it; set it (4 is usual)"
     if algorithm.objective == "plain" and (ppo.epochs > 1 or ppo.minibatches > 1):
         yield (
-            f"algorithm.objective is plain, whose gradient is that of the policy that sampled, but ppo.epochs {ppo.epochs} and "
-            f"ppo.minibatches {ppo.minibatches} make further updates of the same batch; set both to 1, or choose clip"
+            f"algorithm.objective is plain, for one optimizer step per batch, but ppo.epochs {ppo.epochs} and ppo.minibatches "
+            f"{ppo.minibatches} make more; lower both to 1, or choose clip"
         )
 
 
 def _kl(ppo: PPOConfig) -> Iterator[str]:
     """The gradient of k1 is the score function, whose expectation is 0."""
     if ppo.kl.mode == "loss" and ppo.kl.estimator == "k1" and ppo.kl.gradient == "estimator":
-        yield (
-            "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation, so that nothing would hold the "
-            "policy to the reference; set ppo.kl.estimator to k2, which has the KL's gradient, or to k3"
-        )
+        yield "ppo.kl.mode is loss: the gradient of ppo.kl.estimator k1 is 0 in expectation; set ppo.kl.estimator to k2, or k3"
     if ppo.kl.target is not None and ppo.kl.coefficient == 0 and ppo.kl.mode not in ("none", "margin"):
-        yield (
-            f"ppo.kl.target is {ppo.kl.target:g}, but ppo.kl.coefficient is 0, and a coefficient that is multiplied to follow "
-            "the target stays 0; raise the coefficient, or remove the target"
-        )
+        yield f"ppo.kl.target is {ppo.kl.target:g}, but a ppo.kl.coefficient of 0 stays 0; raise it, or remove the target"
 
 
 def _pairs(config: TrainConfig) -> Iterator[str]:
     mode, tokens = config.ppo.kl.mode, config.runtime.micro_batch_tokens
     if not config.algorithm.pairs:
         if mode == "margin":
-            yield (
-                f"ppo.kl.mode is margin, but algorithm.preset {config.algorithm.preset} has no pairs; choose penalty, score, "
-                "loss or none, or preset online_dpo"
-            )
+            preset = config.algorithm.preset
+            yield f"ppo.kl.mode is margin, but algorithm.preset {preset} has no pairs; choose another, or preset online_dpo"
         return
     if mode != "margin":
-        why = "without which no margin is known" if mode == "none" else "and has no term of the KL"
-        yield (
-            f"ppo.kl.mode is {mode}, but algorithm.preset online_dpo measures its pairs against the reference, {why}; remove it"
-        )
+        yield f"ppo.kl.mode is {mode}, but algorithm.preset online_dpo measures its pairs against the reference; remove it"
     if config.algorithm.scale != "none":
         yield f"algorithm.scale is {config.algorithm.scale}, but a pair has no advantage to be scaled; remove it"
     if config.ppo.mask_truncated:
-        yield (
-            "ppo.mask_truncated is true, but a pair needs both of its responses; remove it, or make cut responses the worse ones "
-            "with ppo.truncated_score"
-        )
+        yield "ppo.mask_truncated is true, but a pair needs both of its responses; remove it, or use ppo.truncated_score"
     longest = least_micro_batch(config)
     if longest // 2 <= tokens < longest:
         yield (
             f"runtime.micro_batch_tokens is {tokens}, but a pair may have {longest} tokens (twice data.max_prompt_tokens + "
-            f"rollout.max_response_tokens) and must fit, for it cannot be divided; raise it to {longest}, or lower the limits"
+            f"rollout.max_response_tokens) and must fit; raise it to {longest}, or lower the limits"
         )
 
 

@@ -9,8 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from oppo_megatron.layout.groups import ALONE, GroupName, group_name, model_groups
-from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.layout.placements import ALONE, GroupName, RolePlacement, group_name, model_groups
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Site
 

@@ -122,7 +122,7 @@ def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -
 def _grow(rollouts: Sequence[Rollout], round_: Round, clock: int, most: int) -> None:
     for growth in (growth for replica in round_.decode for batch in replica for growth in batch):
         rollout = rollouts[growth.seq_id]
-        rollout.tokens += [0] * growth.new
+        rollout.tokens.extend([0] * growth.new)
         if len(rollout.tokens) == most:
             rollout.finish_clock, rollout.finish_reason = clock, "length"
 

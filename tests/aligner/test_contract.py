@@ -181,7 +181,7 @@ def test_deferred_rows_survive_a_resume(
     for text in refused(replace(resume, resume=4), 3 - world):
         assert (
             text.startswith("CheckpointError")
-            and f"rows of {world} data-parallel replicas, there are {3 - world}" in text
+            and f"rows of {world} data-parallel replicas, but there are {3 - world}" in text
         )
 
 
@@ -234,7 +234,7 @@ def test_rows_of_a_checkpoint_are_not_taken_for_those_of_a_later_one_of_its_step
     assert later
     (said,) = refused(replace(job, resume=4), 1)
     assert (
-        said.startswith("CheckpointError") and f"has not the rows of {one.name}, but of a checkpoint of step 4" in said
+        said.startswith("CheckpointError") and f"the rows of another checkpoint of step 4, saved later than {one.name};" in said
     )
     one.rename(tmp_path / "the-earlier-one")
     later[0].rename(checkpoints / later[0].name)

@@ -154,8 +154,7 @@ FEATURES: dict[str, Feature] = {
         overcommitted(4) | {"overlap.actor_kv": "keep", "ppo.staleness": "decoupled"},
         carries,
         also=stale_weights,
-        soon=("DP2 | DP2", "PP2 | TP2"),
-        stops="PP2 | TP2",
+        soon=("DP2 | DP2",),
         rounds=1,
     ),
     "backfill": Feature(

@@ -79,10 +79,10 @@ def apply(chunk: Chunk, rollouts: dict[int, Rollout]) -> None:
         rollout = rollouts[row.seq_id]
         assert row.offset == len(rollout.tokens) and not rollout.finished
         assert len(row.tokens) == len(row.logprobs) == len(row.sampling_logprobs) > 0
-        rollout.tokens += row.tokens
-        rollout.logprobs += row.logprobs
-        rollout.sampling_logprobs += row.sampling_logprobs
-        rollout.versions += [row.version] * len(row.tokens)
+        rollout.tokens.extend(row.tokens)
+        rollout.logprobs.extend(row.logprobs)
+        rollout.sampling_logprobs.extend(row.sampling_logprobs)
+        rollout.versions.extend([row.version] * len(row.tokens))
         rollout.finish_clock, rollout.finish_reason = row.finish_clock, row.finish_reason
 
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.cluster.rank_processes import hear_signals
+from oppo_megatron.cluster.rank_processes import FOR_RANKS
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
 PRELOADED = ["oppo_megatron.train.setup", "oppo_megatron.train.entry", "tests.e2e.jobs"]
@@ -33,7 +33,7 @@ LAST = (" in <module>\n", "...\n")
 
 
 def _serve(pipe: Connection, stacks: str) -> None:
-    hear_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)
     faulthandler.register(TELL, open(stacks, "w"))
     os.environ.update(ENVIRONMENT)
     import torch

@@ -15,15 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
 from typing import TypeVar
 
-from oppo_megatron.layout.placements import RankCoordinates, RolePlacement
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import messages_of
-from oppo_megatron.schedule.weaving.timetable import Count, OwnUnits, Team, Timetable
+from oppo_megatron.schedule.weaving.timetable import Team
 
 T = TypeVar("T")
 
@@ -43,10 +41,6 @@ class Component:
         held = ((self.site.placements[role], own) for role, own in self.replicas.items())
         return frozenset(rank for placement, own in held for d in own for rank in placement.replica_ranks(d))
 
-    @cached_property
-    def _units(self) -> OwnUnits:
-        return OwnUnits(self.site, self.rank)
-
     def part(self, round: Round) -> Round:
         def keep(role: str, replicas: Sequence[T], none: T) -> tuple[T, ...]:
             return tuple(replicas[d] if d < len(replicas) else none for d in self.replicas[role])
@@ -57,24 +51,9 @@ class Component:
         return replace(round, decode=decode, prefill=prefill, forks=forks)
 
     def own_list(self, model: Schedule, shape: Round) -> tuple[Action, ...]:
-        times = model.actions
-        if isinstance(times, Timetable):
-            return self._spelled(*times.order(self.member), shape)
+        """Return the list of `rank` with its messages, from the compute actions of `member` in `model`."""
         own = (Action(self.rank, a.op, a.role, a.micro_batch, a.chunk, a.step) for a in model.of(self.member))
         return messages_of(self.rank, Schedule({self.rank: tuple(own)}), shape, self.site)
-
-    def _spelled(
-        self, order: Sequence[int], stages: Sequence[tuple[str, RankCoordinates, Count]], shape: Round
-    ) -> tuple[Action, ...]:
-        """Return the rank's list, with its stages' units in this order; its end follows from its decoding in the last step."""
-        units, last = list[tuple[Action, ...]](), list[tuple[Action, ...]]()
-        for role, _, count in stages:
-            own = self._units.of(role, count)
-            units += own
-            last += own[len(own) - count.batches :]
-        computes = tuple(action for unit in last for action in unit if action.peer is None)
-        ends = messages_of(self.rank, Schedule({self.rank: computes}), shape, self.site)[sum(map(len, last)) :]
-        return (*chain.from_iterable(map(units.__getitem__, order)), *ends)
 
 
 def component_of(site: Site, rank: int) -> Component:

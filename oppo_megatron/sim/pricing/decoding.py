@@ -87,7 +87,7 @@ def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured:
 
     decode = tuple(line_through(few, step(stage, few), sequences, step(stage, sequences)) for stage in range(pp))
     draw = PASSES * SAMPLED_WIDTH * actor.shape["vocab_size"] / actor.placement.tp / actor.cluster.gpu.bytes_per_s
-    messages = DRAWS * all_reduce_s(actor.cluster, actor.tensor_group(pp - 1), SAMPLED_WIDTH)
+    messages = DRAWS * all_reduce_s(actor.cluster, actor.tensor_groups[pp - 1], SAMPLED_WIDTH)
     return Costs(decode, Linear(messages, draw), message_s=_message_s(actor, sequences / pp))
 
 

@@ -88,7 +88,7 @@ def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_
     optimizer = held * ADAM_BYTES / placement.dp / (gpu.efficiencies.plain * gpu.bytes_per_s)
     if placement.dp == 1:
         return optimizer
-    group = model.replica_group(stage)
+    group = model.replica_groups[stage]
     reduced = scatter_s(model.cluster, group, GRADIENT_WIDTH * held)
     gathered = scatter_s(model.cluster, group, WIDTH * held)
     return optimizer + max(0.0, reduced - 2 / 3 * last_s) + gathered
