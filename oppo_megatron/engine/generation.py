@@ -2,7 +2,7 @@
 
 The last pipeline stage draws the tokens, identically on its tensor ranks, and the other stages receive them.  A decode
 micro-step is one token for each running sequence of a micro-batch.  On one stage several may run on the device before their
-tokens are read (`device_decode.py`); the round's result is the same.
+tokens are read.
 
 A micro-step is *void*, and every rank of the replica skips it, once its micro-batch has no running sequence or the batch was
 complete by the micro-batch's previous step (ordered by step, then micro-batch: a rank must not use information about later
