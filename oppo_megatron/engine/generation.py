@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows, StopSignal
-from oppo_megatron.engine.device_decode import DeviceLane, Row
+from oppo_megatron.engine.device_decode import DeviceLane
 from oppo_megatron.engine.round_state import DecodeRound, Drawn, Growing, TakenUp
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
 from oppo_megatron.engine.stopping import Stopping
@@ -202,8 +202,7 @@ class DecodeWorker:
                 eos_ids=self.stopping.eos_ids, sync_steps=self._sync_steps, name=action.micro_batch,
             )  # fmt: skip
         if not resident.loaded:
-            rows = [Row(g.seq_id, g.tokens[-1], g.position, g.limit) for g in lane]
-            resident.load(rows, self._round.steps[action.micro_batch] - action.step)
+            resident.load(lane, self._round.steps[action.micro_batch] - action.step)
         resident.step()
         return len(lane)
 
