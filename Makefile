@@ -12,7 +12,7 @@
 #   make test-nvrx     restarts by nvidia-resiliency-ext's real ft_launcher, installed into .nvrx
 #   make test-gpulibs  calls of transformer-engine, flash-attn and apex against their Python, put into .gpulibs; no GPU needed
 #   make test-aligner    creates .venv-aligner, tests the NeMo-Aligner plugin against the real package
-#   make test-oracles    creates .venv-oracles with TRL, verl and OpenRLHF, compares losses, advantages and whole steps with theirs
+#   make test-oracles    creates .venv-oracles with TRL and verl, compares losses, advantages and whole steps with theirs
 #   make bench-trl ARGS='--steps 8 --repeats 3'    creates .venv-trl with TRL, compares its trainers with ours (--algorithm grpo)
 # A command that finds .venv up to date with pyproject.toml and constraints.txt installs nothing.
 
@@ -158,7 +158,7 @@ $(ORACLES_INSTALLED): $(ORACLES_REQUIREMENTS) $(INSTALLED_TEST)
 		> "$$($(ORACLES_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-project.pth"
 	{ $(ORACLES_PIP) --no-deps -r tests/oracles/requirements-nodeps.txt && \
 		$(ORACLES_PIP) -c constraints.txt -r tests/oracles/requirements.txt; } || { \
-		echo "TRL, verl or OpenRLHF could not be installed: that needs access to a package index once, and Python 3.11 or 3.12 on x86-64."; exit 1; }
+		echo "TRL or verl could not be installed: that needs access to a package index once, and Python 3.11 or 3.12 on x86-64."; exit 1; }
 	touch $@
 
 $(BIN)/python:

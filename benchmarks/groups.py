@@ -31,8 +31,7 @@ from benchmarks.dry_run import Cluster
 from oppo_megatron.cluster.process_groups import connect_pairs, new_group, the_world
 from oppo_megatron.cluster.world import CONNECT_LATE
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.groups import GroupName
-from oppo_megatron.layout.placements import role_placements, training_placements, world_size
+from oppo_megatron.layout.placements import GroupName, role_placements, training_placements, world_size
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.schedule.links import lanes_of, run_groups
 from oppo_megatron.schedule.rounds import Site

@@ -64,10 +64,9 @@ from oppo_megatron.processes import end_with_parent
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rundir.directory import RunDirectory, write_json, write_text
 from oppo_megatron.rundir.metrics_log import read_metrics
-from oppo_megatron.sim.clusters.gpus import GPUS, Gpu
-from oppo_megatron.sim.clusters.links import INSIDE
+from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Gpu
+from oppo_megatron.sim.clusters.cluster import measured as measured_by
 from oppo_megatron.sim.clusters.reading import read_cluster
-from oppo_megatron.sim.clusters.sources import measured as measured_by
 from oppo_megatron.sim.pricing.decoding import Decoding
 
 NAME = "cpu"

@@ -177,7 +177,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     instead.add_argument("--count", action="store_true", help="count groups and messages instead")
     instead.add_argument("--simulate", action="store_true", help="play a round of all ranks instead")
     parser.add_argument("--round", type=count, default=2, metavar="N", help="with --simulate: which; default 2")
-    parser.add_argument("--odd", type=int, metavar="RANK", help="with --simulate: a rank with shorter prompts, a fault")
 
 
 def measure_planning(args: argparse.Namespace) -> int:
@@ -200,7 +199,7 @@ def _simulate(cluster: Cluster, args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    simulated = list(simulate_all(cluster, args.mode, args.ranks, args.sequences[0], args.round, say, args.odd))
+    simulated = list(simulate_all(cluster, args.mode, args.ranks, args.sequences[0], args.round, say))
     print(format_table(SIMULATED_COLUMNS, [row for row, _ in simulated]))
     faults = [fault for _, found in simulated for fault in found]
     if not faults:

@@ -26,7 +26,7 @@ from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.cli.run import load_train
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rundir.directory import write_json
-from oppo_megatron.schedule.weaving.costs_file import costs_tree
+from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.pricing.prices import Prices, seen_by, total_s

@@ -113,21 +113,17 @@ def simulate_all(
     sequences: int,
     number: int,
     say: Callable[[str], None],
-    odd: int | None = None,
 ) -> Iterator[tuple[dict[str, Any], Sequence[Fault]]]:
     """Yield a row and the faults of round `number` of the first step, for each number of ranks; `say` gets the progress.
 
-    `odd`: a rank whose prompts are a token shorter, as by another tokenizer, which is a fault.  Raises ConfigError before the
-    first if a number does not fit.
+    Raises ConfigError before the first if a number does not fit.
     """
     cases = [(mode, size, cluster.config(mode, size, sequences)) for mode in modes for size in ranks]
-    if odd is not None and odd >= min(ranks):
-        raise ConfigError(f"--odd {odd}: {min(ranks)} ranks are 0 to {min(ranks) - 1}; name one of these")
     for mode, size, config in cases:
         started, first_step = time.process_time(), config.model_copy(update={"steps": 1})
 
         def make_run(rank: int, config: TrainConfig = first_step) -> RankRun:
-            return RankRun(config, cluster.prompt_tokens - (rank == odd), rank)
+            return RankRun(config, cluster.prompt_tokens, rank)
 
         def progress(done: int, mode: str = mode, size: int = size, started: float = started) -> None:
             if done % -(-size // 8) == 0 or done == size:

@@ -46,9 +46,9 @@ class Result:
 
 
 def load_config(source: Source, overrides: Sequence[str] = (), *, kind: str = "train") -> TrainSettings | SupervisedConfig:
-    """Read and check a configuration as `oppo KIND` does (train, sft, rm, prm, dpo, kto).
+    """Read and check a configuration as `oppo KIND` does; `overrides` are `section.setting=value`.
 
-    `overrides` are `section.setting=value`.  Raises ConfigError with every problem found.
+    Raises ConfigError with every problem found.
     """
     from oppo_megatron.cli.run import load_settings
 
@@ -127,6 +127,5 @@ def _run(command: str, arguments: Sequence[str | Path], options: Mapping[str, An
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """JSON lines; a text in one may hold characters that `str.splitlines` takes for line ends."""
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8") as file:  # not `splitlines`: a text may hold characters that it takes for line ends
         return [json.loads(line) for line in file]

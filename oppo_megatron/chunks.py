@@ -1,7 +1,6 @@
 """The output of a decoding round: rows of new tokens, one per sequence, stored in columns.
 
-Every rank records every row of a run, and reads the tokens of few.  So a chunk is a table of numbers with a row for each
-sequence, and its tokens lie in one array, as they came.
+Every rank records every row of a run, but reads the tokens of few.
 
 Legend: n rows, T tokens of all rows; *clock* is the logical clock (`records.py`).
 """
@@ -51,21 +50,18 @@ class ChunkRow:
 
 
 class ChunkRows:
-    """Rows in columns; iterated, or asked for one, they are `ChunkRow`s.
+    """Rows in columns, each [n]; iterating or indexing gives `ChunkRow`s.
 
     `table` [FIELDS, n]; `body` [3, T] has tokens, log-probs and sampling log-probs (their float64 bits), and each row begins
-    at `starts` [n].  Both are immutable.
+    at `starts` [n].  All are immutable.
     """
 
     seq_ids: Ints
     offsets: Ints
-    counts: Ints
-    """Tokens of each."""
+    counts: Ints  # tokens
     versions: Ints
-    finish_clocks: Ints
-    """GOES_ON for a response that has not ended."""
-    reasons: Ints
-    """Numbers in REASONS."""
+    finish_clocks: Ints  # GOES_ON for a response that has not ended
+    reasons: Ints  # places in REASONS
 
     def __init__(self, table: Ints, starts: Ints, body: Ints):
         self.table, self.starts, self.body = table, starts, body
@@ -73,8 +69,7 @@ class ChunkRows:
 
     @classmethod
     def of(cls, rows: ChunkRows | Iterable[ChunkRow]) -> ChunkRows:
-        """Rows in columns are themselves.  Raises StreamError for a row whose tokens do not come with a log-prob of each
-        kind."""
+        """Return rows in columns.  Raises StreamError if a row's tokens do not have a log-prob of each kind."""
         if isinstance(rows, ChunkRows):
             return rows
         rows = list(rows)
@@ -91,7 +86,7 @@ class ChunkRows:
 
     @classmethod
     def packed_as(cls, table: Ints, body: Ints) -> ChunkRows:
-        """Rows whose tokens follow each other in `body` [3, T]."""
+        """Return rows whose tokens follow each other in `body`."""
         counts = table[2]
         return cls(table, np.cumsum(counts) - counts, body)
 
@@ -128,7 +123,6 @@ class ChunkRows:
         )  # fmt: skip
 
     def __eq__(self, other: object) -> bool:
-        """To rows in columns, or one after the other."""
         return isinstance(other, ChunkRows | Sequence) and list(self) == list(other)
 
     def __repr__(self) -> str:
@@ -140,13 +134,13 @@ class ChunkRows:
         return ChunkRows(self.table[:, positions], self.starts[positions], self.body)
 
     def cut(self, keep: int) -> ChunkRows:
-        """At most the first `keep` tokens of each; a response that is cut has not ended."""
+        """Return at most the first `keep` tokens of each; a response that is cut has not ended."""
         table, longer = self.table.copy(), self.counts > keep
         table[2, longer], table[4, longer], table[5, longer] = keep, GOES_ON, 0
         return ChunkRows(table, self.starts, self.body)
 
     def packed(self) -> ChunkRows:
-        """The same rows, with only their tokens in the body, in order."""
+        """Return the same rows, with only their tokens in the body, in order."""
         ends = np.cumsum(self.counts)
         starts = ends - self.counts
         if (starts == self.starts).all() and self.num_tokens == self.body.shape[1]:
@@ -155,7 +149,7 @@ class ChunkRows:
         return ChunkRows(self.table, starts, self.body[:, places])
 
     def place(self, seq_id: int) -> int | None:
-        """Index of a sequence's row, or None."""
+        """Return the index of a sequence's row, or None."""
         if not len(self):
             return None
         at = min(int(np.searchsorted(self.seq_ids, seq_id, sorter=self._by_id)), len(self) - 1)
@@ -163,7 +157,6 @@ class ChunkRows:
         return found if self.seq_ids[found] == seq_id else None
 
     def of_sequences(self, seq_ids: Ints) -> ChunkRows:
-        """The rows of these."""
         return self.at(np.flatnonzero(np.isin(self.seq_ids, seq_ids)))
 
     @cached_property

@@ -7,14 +7,11 @@ import time
 from collections.abc import Callable
 
 TELL_S = 5.0
-"""Between two lines about a long phase."""
+"""Seconds between two lines about a long phase."""
 
 
 class SteadyClock:
-    """Seconds since the epoch: the machine's clock at construction, plus the monotonic time passed since.
-
-    Ranks on several machines can be shown side by side, and no span is negative if the machine's clock is set meanwhile.
-    """
+    """Seconds since the epoch: the machine's clock at construction plus monotonic time, so that no span is negative."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - time.monotonic()
@@ -34,7 +31,7 @@ def format_duration(seconds: float) -> str:
 
 
 class ByTime:
-    """Tells how far a long phase has come: of the lines that it is given, one each `every_s` seconds."""
+    """Reports a long phase: passes on one of its lines every `every_s` seconds, with the seconds since the start."""
 
     def __init__(
         self, tell: Callable[[str], None], every_s: float = TELL_S, clock: Callable[[], float] = time.monotonic
@@ -43,7 +40,6 @@ class ByTime:
         self._started = self._told = clock()
 
     def __call__(self, line: str) -> None:
-        """Tell the line, with the seconds since the start, if the last one is long enough ago."""
         now = self._clock()
         if now - self._told >= self._every_s:
             self._told = now
@@ -51,5 +47,5 @@ class ByTime:
 
 
 def by_time(*, is_owner: bool = True) -> Callable[[str], None]:
-    """Tell of a long phase on the standard error; on a rank that is not the `owner`, of nothing."""
+    """Report a long phase on stderr, unless this rank is not the owner."""
     return ByTime(lambda line: print(line, file=sys.stderr, flush=True)) if is_owner else lambda line: None

@@ -1,4 +1,4 @@
-"""Rollouts in columns: what planning asks of each of thousands of sequences every round, as arrays.
+"""Rollouts in columns: the numbers that planning reads from thousands of sequences every round.
 
 Legend: n rollouts; all arrays are [n], in the order of the rollouts.
 """
@@ -16,7 +16,7 @@ from oppo_megatron.records import Rollout
 
 
 class Columns(NamedTuple):
-    """Numbers of rollouts as they are now; later changes of the rollouts do not show."""
+    """Numbers of rollouts as they are now; later changes do not show."""
 
     seq_ids: Ints
     prompt_tokens: Ints
@@ -25,20 +25,13 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> Columns:
-        """One rollout after the other: for those that no table holds."""
+        """Read them from rollouts that no table holds."""
         return cls(
             np.array([r.prompt.seq_id for r in rollouts], dtype=np.int64),
             np.array([len(r.prompt.tokens) for r in rollouts], dtype=np.int64),
             np.array([r.num_response_tokens for r in rollouts], dtype=np.int64),
             np.array([r.finish_clock is not None for r in rollouts], dtype=np.bool_),
         )
-
-    @classmethod
-    def begun(cls, rollouts: Sequence[Rollout]) -> Columns:
-        """The same for rollouts without any response yet."""
-        seq_ids = np.array([r.prompt.seq_id for r in rollouts], dtype=np.int64)
-        prompt_tokens = np.array([len(r.prompt.tokens) for r in rollouts], dtype=np.int64)
-        return cls(seq_ids, prompt_tokens, np.zeros_like(seq_ids), np.zeros(len(seq_ids), dtype=np.bool_))
 
     @property
     def num_tokens(self) -> Ints:
@@ -53,10 +46,7 @@ class Columns(NamedTuple):
 
 
 class Held(list[Rollout]):
-    """Rollouts as a list, and at little cost in columns, which `view` gives as the rollouts are when it is called.
-
-    `by_id` has them and possibly others.
-    """
+    """Rollouts as a list, with their current columns from `view`.  `by_id` has them and possibly others."""
 
     def __init__(self, rollouts: Iterable[Rollout], by_id: Mapping[int, Rollout], view: Callable[[], Columns | None]):
         super().__init__(rollouts)
@@ -64,13 +54,12 @@ class Held(list[Rollout]):
         self._view = view
 
     def columns(self) -> Columns:
-        """The rollouts' current columns, including tokens added after the list was made."""
+        """Return the current columns, including tokens added after the list was made."""
         found = self._view()
         return Columns.of(self) if found is None else found
 
 
 def columns_of(rollouts: Sequence[Rollout] | Columns) -> Columns:
-    """`Columns` are themselves: who asks several times of the same rollouts has them made once."""
     if isinstance(rollouts, Columns):
         return rollouts
     return rollouts.columns() if isinstance(rollouts, Held) else Columns.of(rollouts)
@@ -79,12 +68,12 @@ def columns_of(rollouts: Sequence[Rollout] | Columns) -> Columns:
 class Table:
     """Columns of rollouts that are held for a while: rows are added at the end, changed in place, and dropped together.
 
-    `num_dropped` counts the times that rows were dropped: rows noted before are void then.
+    `num_dropped` counts the times that rows were dropped, which makes indices of rows invalid.
     """
 
     def __init__(self) -> None:
         self.num_dropped = self._first = 0
-        self._by_id: Ints | None = None  # rows by sequence id, from the first id on; -1 of one that is not there
+        self._by_id: Ints | None = None  # rows by sequence id, from the first id on; -1 for one that is absent
         self._size = 0
         self._room = _empty(64)
         self._finish = np.zeros(64, dtype=np.int64)
@@ -112,7 +101,7 @@ class Table:
         return columns
 
     def rows(self, seq_ids: Ints) -> Ints:
-        """Where the sequences stand; -1 of one that is not there."""
+        """Return the sequences' rows; -1 for one that is absent."""
         if not self._size:
             return np.full(len(seq_ids), -1, dtype=np.int64)
         known = self.columns.seq_ids
@@ -122,15 +111,9 @@ class Table:
             self._by_id[known - self._first] = np.arange(self._size)
         return self._by_id[np.clip(seq_ids - self._first, -1, len(self._by_id) - 1)]
 
-    def begin(self, rollouts: Sequence[Rollout]) -> None:
-        """New rows, of rollouts without any response yet."""
-        self._add(Columns.begun(rollouts), np.zeros(len(rollouts), dtype=np.int64))
-
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """New rows."""
-        self._add(Columns.of(rollouts), np.array([r.finish_clock or 0 for r in rollouts], dtype=np.int64))
-
-    def _add(self, columns: Columns, finish_clocks: Ints) -> None:
+        columns = Columns.of(rollouts)
+        finish_clocks = np.array([r.finish_clock or 0 for r in rollouts], dtype=np.int64)
         self._by_id = None
         end = self._size + len(finish_clocks)
         if end > len(self._finish):

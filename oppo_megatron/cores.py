@@ -13,32 +13,29 @@ from pathlib import Path
 import psutil
 
 CONNECTIONS, MOST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 32
-"""The variable for a CUDA device's hardware queues, and the most that it may say; CUDA itself takes 8.  torch has as many
-streams of a device, which it gives out in turn."""
+"""The variable for a CUDA device's hardware queues, and its largest value (CUDA's default is 8); torch has as many streams."""
 GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, which a container or a job may have fewer of than the machine."""
+    """Return the cores that this process may run on, which a container or a job limits."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *map(int, cpu_quotas(MEMBERSHIP, GROUPS))]))
 
 
 def threads_of_rank(configured: int, local_ranks: int) -> int:
-    """CPU threads of each rank of a host: as configured, else as the environment says, else an equal share of the cores."""
+    """Return the CPU threads of each rank of a host: as configured, else by the environment, else an equal share of the cores."""
     return configured or asked_threads() or max(1, usable_cores() // local_ranks)
 
 
 def asked_threads(environment: Mapping[str, str] = os.environ) -> int:
-    """By OMP_NUM_THREADS, whose further numbers are for nested loops, else by MKL_NUM_THREADS; 0: by neither."""
+    """Return OMP_NUM_THREADS (its first number), else MKL_NUM_THREADS, else 0."""
     asked = (environment.get(name, "").partition(",")[0].strip() for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
     return next((int(number) for number in asked if number.isdecimal() and int(number)), 0)
 
 
 def has_cuda(devices: Path = Path("/dev")) -> bool:
-    """True if torch would find a CUDA device.  Does not load torch: checks its build, the driver's files and the visible
-    devices.
-    """
+    """True if torch would find a CUDA device, by its build, the driver's files and the visible devices; does not load torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
@@ -48,7 +45,7 @@ def has_cuda(devices: Path = Path("/dev")) -> bool:
 
 
 def processor() -> tuple[str, str]:
-    """Vendor and model name as the kernel reports them; empty if unknown."""
+    """Return vendor and model name; empty if unknown."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
@@ -56,12 +53,12 @@ def processor() -> tuple[str, str]:
 
 
 def host_bytes() -> int:
-    """The most that all processes here can hold together: the host's memory, or what a job or a container may have of it."""
+    """Return the host's memory, or the limit of the job or container."""
     return min([int(psutil.virtual_memory().total), *group_limits(MEMBERSHIP, GROUPS)])
 
 
 def group_limits(membership: Path, groups: Path) -> Iterator[int]:
-    """The most memory of the control groups that this process is in, of either version, and of those around them."""
+    """Yield the memory limits of this process's control groups, of either version, and of their parents."""
     for group, first in _control_groups("memory", membership, groups):
         file = group / ("memory.limit_in_bytes" if first else "memory.max")
         if file.is_file() and (limit := file.read_text().strip()).isdigit():
@@ -69,7 +66,7 @@ def group_limits(membership: Path, groups: Path) -> Iterator[int]:
 
 
 def cpu_quotas(membership: Path, groups: Path) -> Iterator[float]:
-    """Cores' worth of time that the control groups of this process may use."""
+    """Yield the cores' worth of time that this process's control groups may use."""
     for group, first in _control_groups("cpu", membership, groups):
         files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if first else ["cpu.max"]
         if all((group / file).is_file() for file in files):
@@ -79,7 +76,7 @@ def cpu_quotas(membership: Path, groups: Path) -> Iterator[float]:
 
 
 def _control_groups(controller: str, membership: Path, groups: Path) -> Iterator[tuple[Path, bool]]:
-    """Folders of the control groups that this process is in and of those around them; whether of the first version."""
+    """Yield the folders of this process's control groups and their parents, and whether they are of the first version."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for controllers, path in (line.split(":", 2)[1:] for line in lines):
         if controllers and controller not in controllers.split(","):
@@ -94,8 +91,7 @@ def _control_groups(controller: str, membership: Path, groups: Path) -> Iterator
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collection.  A plan of thousands of sequences is tens of thousands of small records, none of them
-    garbage, for which the collector would look through all that a run holds, several times."""
+    """Disable garbage collection: planning makes tens of thousands of small objects, for which it would scan the whole heap."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
 """The project's exceptions.
 
-Each class is also a standard-library error, so that a caller may catch either.  A message states the value met, the rule it
-breaks and the remedy.  `assert` is for our own bugs; these are for faults that a user or a peer rank can cause.
+Each class is also a standard-library error.  A message states the value, the rule it breaks and the remedy.  `assert` is for
+our own bugs; these are for faults that a user or a peer rank can cause.
 """
 
 from __future__ import annotations
@@ -11,19 +11,12 @@ from collections.abc import Sequence
 
 EXIT_REQUEUE = 75
 """Exit code of a run that was asked to stop and should be started again (EX_TEMPFAIL of sysexits.h)."""
-
 EXIT_INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended before there was anything to save, or a second time."""
-
-INTERRUPTED = (
-    "interrupted: the run saves what it has trained, and ends soon; Ctrl-C once more ends it at once, unsaved"
-)
+INTERRUPTED = "interrupted: the run saves what it has trained, and ends soon; Ctrl-C once more ends it at once, unsaved"
 """The message at the first Ctrl-C."""
-
 EXIT_AGAIN = 76
-"""Exit code of ranks that a guard wants restarted from the last checkpoint: our own launcher does so, others see
-EXIT_REQUEUE."""
-
+"""Exit code of ranks that a guard wants restarted from the last checkpoint; other launchers than ours see EXIT_REQUEUE."""
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a write that finds no place."""
 
@@ -33,10 +26,7 @@ class OppoError(Exception):
 
 
 class ConfigError(OppoError, ValueError):
-    """The user's input is wrong: settings, arguments, or files or packages that they name.
-
-    `problems` holds each as one sentence; the message shows all of them.
-    """
+    """The user's input is wrong: settings, arguments, or files or packages that they name.  `problems`: one sentence each."""
 
     def __init__(self, problems: Sequence[str] | str):
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
@@ -85,7 +75,7 @@ class SamplingError(OppoError, RuntimeError):
 
 
 class PlacementError(OppoError, RuntimeError):
-    """A placement that was to be measured could not run, or none could."""
+    """A placement that was to be measured could not run."""
 
 
 class NumericsError(OppoError, ArithmeticError):

@@ -1,7 +1,6 @@
-"""JSON, YAML and Jinja templates are parsed only after their nesting has been counted, without recursion.
+"""Counts the nesting of JSON, YAML and Jinja templates without recursion, before their recursive parsers read them.
 
-Their parsers call themselves once per level, or more often.  How deep they get depends on the caller and on the version of
-Python, and a stack overflow may fail anywhere.  JSON and YAML are refused by a DataError, which is a ValueError, too.
+A stack overflow may fail anywhere, at a depth that depends on the caller and on the version of Python.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from oppo_megatron.errors import DataError
 
 DEEPEST = 100
-"""Lists and objects within each other in JSON, low enough that whoever reads them again is within its own limit."""
+"""Lists and objects within each other in JSON, low enough for other programs that read them again."""
 DEEPEST_YAML = 20
 """Sections within each other in YAML: omegaconf needs about ten calls per level."""
 MOST_NODES = 100_000
@@ -86,7 +85,7 @@ def check_value(value: Any) -> None:
 
 
 def read_yaml(text: str | bytes) -> Any:
-    """`yaml.safe_load` of a text that `check_yaml` takes.  Raises YAMLError or ValueError."""
+    """`yaml.safe_load` of a text that passes `check_yaml`.  Raises YAMLError or ValueError."""
     import yaml
 
     check_yaml(text)
@@ -94,8 +93,11 @@ def read_yaml(text: str | bytes) -> Any:
 
 
 def check_yaml(text: str | bytes) -> set[str]:
-    """Return the values that hold a reference `${`.  Raises DataError for a text that is nested deeper, or with its aliases
-    expanded is larger, than a configuration needs; YAMLError for one that is not YAML."""
+    """Return the values that hold a reference `${`.
+
+    Raises DataError for a text that is nested deeper, or with its aliases expanded is larger, than a configuration needs;
+    YAMLError for one that is not YAML.
+    """
     import yaml
 
     known: dict[str, tuple[int, int]] = {}  # by anchor: levels and nodes below it
@@ -143,10 +145,7 @@ def _close(
 
 
 def check_template(template: str) -> None:
-    """Raise jinja2's TemplateSyntaxError for a template whose tags or expressions are nested too deeply.
-
-    Another fault of syntax ends the count: whoever compiles the template reports it.
-    """
+    """Raise jinja2's TemplateSyntaxError for a template whose tags or expressions are nested too deeply; ignore other faults."""
     from jinja2 import Environment, TemplateSyntaxError
 
     tags, words, levels = 0, [""], [0]

@@ -26,8 +26,6 @@ SHOWN_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class Signature:
-    """How a function is called, and the result that it must return."""
-
     arguments: tuple[str, ...]
     result: str
 
@@ -46,7 +44,7 @@ def load_entry_point(
 ) -> Any:
     """Return the function at `entry_point`, which takes the arguments of `signature` and `options` as keywords.
 
-    `setting` names the function's setting in messages.  Raises ConfigError if it cannot be imported or called that way.
+    Raises ConfigError, with the name of the `setting`, if it cannot be imported or called that way.
     """
     given = f"{setting}={entry_point!r}"
     name, colon, attribute = entry_point.rpartition(":")
@@ -65,10 +63,7 @@ def load_entry_point(
 
 @dataclass(frozen=True)
 class Plugin:
-    """A user's function with its keyword arguments; `label` names it in messages.
-
-    A call raises PluginError, with the user's line, for an exception of the function.
-    """
+    """A user's function; a call raises PluginError, with the user's line, for an exception of the function."""
 
     function: Callable[..., Any]
     label: str
@@ -102,7 +97,7 @@ def said_of(error: BaseException) -> str:
 
 
 def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost line outside this package and outside libraries; else a library's, but not the import system's."""
+    """Return the innermost frame outside this package and outside libraries; else a library's, but not the import system's."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -19,12 +19,12 @@ from typing import Any, cast
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONCE = (signal.SIGUSR1, signal.SIGHUP)
-"""Signals to stop that ask for no more if they come again: shell and kernel each send SIGHUP when a terminal is closed."""
+"""Signals to stop that count once: shell and kernel each send SIGHUP when a terminal is closed."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Let the kernel kill this process when the thread that started it ends; at once if `parent` is no longer its parent."""
+    """Let the kernel kill this process when the thread that started it ends; end at once if `parent` is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent not in (None, os.getppid()):
@@ -66,14 +66,14 @@ def terminate(process: subprocess.Popen[bytes]) -> None:
 
 
 def limit_resource(what: int, most: int) -> None:
-    """Set the soft and the hard limit of this process, but never above a hard limit that is there."""
+    """Set the soft and the hard limit of this process, never above the present hard limit."""
     _, hard = resource.getrlimit(what)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(what, (most, most))
 
 
 def allow_processor_time(seconds: int) -> None:
-    """Let this process use so much more than it has.  The soft limit only: it moves with each call, and its signal kills."""
+    """Let this process use `seconds` more than it has, by the soft limit, which moves with each call and whose signal kills."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
@@ -88,10 +88,9 @@ def started(
     environment: Mapping[str, str] | None = None,
     own_session: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with its output in `log`, which `end` ends with the block.
+    """Run a process with its output in `log`; `end` ends it with the block.
 
-    A signal that would leave the block by an exception waits until the process can be ended: between its start and its handle
-    nothing else would.
+    A signal that comes before there is a handle of the process waits for it.
     """
     held = _Held()
     process = None
@@ -114,11 +113,7 @@ def started(
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Delay exceptions of signal handlers to the end of the block.
-
-    For imports of libraries with halves in C++: some swallow an exception that comes with their import, and some
-    end the process.
-    """
+    """Delay signal handlers to the end of the block: some C++ libraries swallow an exception during their import, or abort."""
     held = _Held()
     try:
         yield
@@ -127,8 +122,7 @@ def signals_held() -> Iterator[None]:
 
 
 class _Held:
-    """Signals that have come since, for the handlers that there were; those that are ignored, or end a process without a
-    handler, are left alone.  Handlers run in the main thread alone: nowhere else is there anything to hold."""
+    """Holds signals that have a Python handler, which run in the main thread alone."""
 
     def __init__(self) -> None:
         self._came: list[int] = []

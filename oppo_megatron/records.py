@@ -1,7 +1,7 @@
-"""Plain records that the pure half and the torch half share: prompts and rollouts; `chunks.py` has the chunks between them.
+"""Plain records without torch: prompts and rollouts.
 
-Legend: a *sequence* is prompt + response; *offset* counts response tokens; *clock* is the logical clock, the number of
-decode steps that the actor has made since the run began (one decode step gives every running sequence one token).
+Legend: a *sequence* is prompt + response; *offset* counts response tokens; *clock* is the logical clock: decode steps since the
+run began (one decode step gives every running sequence one token).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from oppo_megatron.chunks import ChunkRow, ChunkRows, FinishReason
 
 TIE = 2.0**-20
-"""Scores of a group that differ by no more than this share of the largest are equal: eight roundings of float32.  A reward
-model that reads the same response in another micro-batch, or on another processor, gives scores that far apart."""
+"""Scores of a group that differ by no more than this share of the largest are equal: eight roundings of float32, as when a
+reward model reads the same response in another micro-batch or on another processor."""
 
 
 def field_at(fields: Mapping[str, Any], name: str) -> Any:
@@ -48,25 +48,22 @@ def nearest_field(wanted: Iterable[str], names: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One tokenized prompt in the order in which the data iterator gives it.
+    """One tokenized prompt in the order in which the data iterator gives it."""
 
-    `seq_id` is unique over the run (the position in the stream of prompts, epochs counted on); `row` is the index of
-    the row in the data set; `fields` keeps the row's other columns for verifiers (the expected answer, say); `place` is
-    the row's file:line, for messages.
-    """
-
-    seq_id: int
-    row: int
+    seq_id: int  # unique over the run: the position in the stream of prompts, over all epochs
+    row: int  # of the data set
     text: str
     tokens: tuple[int, ...]
-    fields: dict[str, Any] = field(default_factory=dict)
-    place: str = field(default="", compare=False)
+    fields: dict[str, Any] = field(default_factory=dict)  # the row's other columns, for verifiers
+    place: str = field(default="", compare=False)  # file:line, for messages
 
 
 @dataclass(frozen=True)
 class Members:
-    """The responses to one prompt, whose sequence ids are neighbours: `trained` ones, then, if `greedy`, one that is decoded
-    greedily.  The greedy one is scored by the reward alone, is the baseline of the others, and is never trained."""
+    """The responses to one prompt, whose sequence ids are neighbours: `trained` ones, then, if `greedy`, a greedy one.
+
+    The greedy one is scored by the reward alone, is the baseline of the others, and is never trained.
+    """
 
     trained: int = 1
     greedy: bool = False
@@ -80,7 +77,7 @@ class Members:
         return self.greedy and seq_id % self.size == self.trained
 
     def of_groups(self, seq_ids: Iterable[int]) -> list[int]:
-        """All sequences of the groups that these belong to."""
+        """Return all sequences of the groups that these belong to."""
         groups = dict.fromkeys(seq_id // self.size for seq_id in seq_ids)
         return [group * self.size + place for group in groups for place in range(self.size)]
 
@@ -92,20 +89,21 @@ class Members:
 ALONE = Members()
 
 
-class Rollout:
-    """A prompt's response while it grows, with what each token was sampled under.
+Lists = tuple[list[int], list[float], list[float], list[int]]
 
-    `logprobs` are of the full distribution at the configured temperature (what PPO uses), `sampling_logprobs` of the
-    distribution the token was drawn from (after top-k / top-p); `versions` is the policy version of each token: of the
-    oldest weights in the cache that it was drawn over.
+
+class Rollout:
+    """A prompt's response while it grows.
+
+    `logprobs` are of the full distribution at the configured temperature (for PPO), `sampling_logprobs` of the distribution the
+    token was drawn from (after top-k / top-p); `versions` is the policy version of the oldest weights in each token's cache.
 
     Every rank records every chunk, but reads the tokens of few rollouts.  So a rollout follows a list of chunks that it
-    shares with others, and looks for its rows there when one of its own lists is asked for.
+    shares with others, and looks for its rows there when one of its own lists is needed.
     """
 
     __slots__ = (
-        "_logprobs", "_position", "_recorded", "_sampling_logprobs", "_tokens", "_versions",
-        "admission", "deferrals", "finish_clock", "finish_reason", "prompt",
+        "_lists", "_position", "_recorded", "admission", "deferrals", "finish_clock", "finish_reason", "prompt",
     )  # fmt: skip
 
     def __init__(
@@ -124,9 +122,10 @@ class Rollout:
         """`recorded` is followed from its end on (`follow`)."""
         self.prompt, self.admission, self.deferrals = prompt, admission, deferrals
         self.finish_clock, self.finish_reason = finish_clock, finish_reason
-        self._tokens, self._logprobs = tokens, logprobs
-        self._sampling_logprobs, self._versions = sampling_logprobs, versions
-        self._recorded, self._position = recorded, len(recorded)  # from there on they are not in the lists yet
+        self._lists: Lists | None = None  # tokens, log-probs, sampling log-probs, versions; None until one is needed
+        if any(each is not None for each in (tokens, logprobs, sampling_logprobs, versions)):
+            self._lists = (tokens or [], logprobs or [], sampling_logprobs or [], versions or [])
+        self._recorded, self._position = recorded, len(recorded)  # rows from there on are not in the lists yet
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rollout) and (self.prompt, self._facts()) == (other.prompt, other._facts())
@@ -138,37 +137,17 @@ class Rollout:
     def tokens(self) -> list[int]:
         return self._joined()[0]
 
-    @tokens.setter
-    def tokens(self, tokens: list[int]) -> None:
-        self._joined()
-        self._tokens = tokens
-
     @property
     def logprobs(self) -> list[float]:
         return self._joined()[1]
-
-    @logprobs.setter
-    def logprobs(self, logprobs: list[float]) -> None:
-        self._joined()
-        self._logprobs = logprobs
 
     @property
     def sampling_logprobs(self) -> list[float]:
         return self._joined()[2]
 
-    @sampling_logprobs.setter
-    def sampling_logprobs(self, sampling_logprobs: list[float]) -> None:
-        self._joined()
-        self._sampling_logprobs = sampling_logprobs
-
     @property
     def versions(self) -> list[int]:
         return self._joined()[3]
-
-    @versions.setter
-    def versions(self, versions: list[int]) -> None:
-        self._joined()
-        self._versions = versions
 
     @property
     def seq_id(self) -> int:
@@ -181,7 +160,7 @@ class Rollout:
     @property
     def num_response_tokens(self) -> int:
         """`len(tokens)`, without joining them."""
-        joined = len(self._tokens or ())
+        joined = 0 if self._lists is None else len(self._lists[0])
         if self._position == len(self._recorded):
             return joined
         return joined + sum(int(rows.counts[place]) for rows, place in self._pending())
@@ -194,57 +173,47 @@ class Rollout:
     @property
     def newest_version(self) -> int:
         """The largest of `versions`, which must not be empty."""
-        versions = list(self._versions or ())
+        versions = [] if self._lists is None else self._lists[3]
         return max(versions + [int(rows.versions[place]) for rows, place in self._pending() if rows.counts[place]])
 
     def extend(self, row: ChunkRow) -> None:
-        """Append what follows, and whether the response has ended with it."""
-        self._joined()
-        self._append(row)
+        self._append(self._joined(), row)
         self.finish_clock, self.finish_reason = row.finish_clock, row.finish_reason
 
     def follow(self, recorded: Sequence[ChunkRows]) -> None:
-        """Count rows of this sequence that are added to `recorded` from now on as appended.
-
-        The caller sets whether the response has ended with them.
-        """
+        """Count rows of this sequence that are added to `recorded` from now on as appended; the caller sets `finish_clock`."""
         if self._position < len(self._recorded):
             self._joined()
         self._recorded, self._position = recorded, len(recorded)
 
     def defer(self, recorded: Sequence[ChunkRows], dropped: int) -> None:
-        """A batch was taken without it.  `recorded` is what it has followed, but for `dropped` chunks at the front, which have
-        nothing of it."""
+        """A batch was taken without it.  `recorded` is what it has followed, without `dropped` chunks at the front."""
         self.deferrals += 1
         self._recorded, self._position = recorded, max(0, self._position - dropped)
 
     def _pending(self) -> list[tuple[ChunkRows, int]]:
-        """Recorded rows that are not in the lists yet, each with its own index among them."""
+        """Return recorded rows that are not in the lists yet, each with the row's index."""
         if self._position == len(self._recorded):
             return []
         found = [(rows, rows.place(self.seq_id)) for rows in self._recorded[self._position :]]
         return [(rows, place) for rows, place in found if place is not None]
 
-    def _joined(self) -> tuple[list[int], list[float], list[float], list[int]]:
-        """The four lists, with all that is recorded.  Most rollouts of other ranks never have any."""
+    def _joined(self) -> Lists:
+        """Return the four lists, with all that is recorded.  Most rollouts of other ranks never need them."""
         pending, self._position = self._pending(), len(self._recorded)
+        if self._lists is None:
+            self._lists = [], [], [], []
         for rows, place in pending:
-            self._append(rows[place])
-        return self._lists()
+            self._append(self._lists, rows[place])
+        return self._lists
 
-    def _append(self, row: ChunkRow) -> None:
-        tokens, logprobs, sampling_logprobs, versions = self._lists()
+    @staticmethod
+    def _append(lists: Lists, row: ChunkRow) -> None:
+        tokens, logprobs, sampling_logprobs, versions = lists
         tokens += row.tokens
         logprobs += row.logprobs
         sampling_logprobs += row.sampling_logprobs
         versions += [row.version] * len(row.tokens)
-
-    def _lists(self) -> tuple[list[int], list[float], list[float], list[int]]:
-        self._tokens = [] if self._tokens is None else self._tokens
-        self._logprobs = [] if self._logprobs is None else self._logprobs
-        self._sampling_logprobs = [] if self._sampling_logprobs is None else self._sampling_logprobs
-        self._versions = [] if self._versions is None else self._versions
-        return self._tokens, self._logprobs, self._sampling_logprobs, self._versions
 
     def _facts(self) -> tuple[object, ...]:
         return self.admission, *self._joined(), self.deferrals, self.finish_clock, self.finish_reason
@@ -252,18 +221,12 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class StepSignals:
-    """Signals of a step that control delta, the same on every rank.
+    """Signals of a step that control delta, the same on every rank."""
 
-    `reward_mean` is of the batch's scores, as they are trained on.  `tail_waste` is the share of the decode batch that ran
-    empty: 1 - tokens / (decode steps x the most sequences that ran at once).  `ess` is the effective sample size that the
-    actor last measured, as a share of its tokens (from the previous step; 1 in the first step, when nothing is stale).
-    `length_gap` is the share by which the batch's responses are shorter than all that were submitted (below 0: longer).
-    """
-
-    reward_mean: float
-    tail_waste: float
-    ess: float
-    length_gap: float
+    reward_mean: float  # of the batch's scores, as they are trained on
+    tail_waste: float  # share of the decode batch that ran empty: 1 - tokens / (decode steps x most sequences at once)
+    ess: float  # effective sample size that the actor last measured, as a share of its tokens; 1 in the first step
+    length_gap: float  # share by which the batch's responses are shorter than all that were submitted; below 0: longer
 
 
 @dataclass(frozen=True, slots=True)

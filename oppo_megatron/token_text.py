@@ -1,4 +1,4 @@
-"""Texts that tokens complete, wherever the tokens' borders lie: the tokens at which one may end, and the ends of steps."""
+"""Find texts in tokens, wherever the tokens' borders lie: the tokens at which a text may end, and the ends of steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INCOMPLETE = "\ufffd"  # what bytes of a character stand for until the last has 
 
 
 class Completing:
-    """Tells of a token whether one of `strings` may end with it, by the token alone; remembers what it was asked."""
+    """The tokens with which one of `strings` may end, by the token alone."""
 
     def __init__(self, strings: Collection[str], decode: Decode):
         self._last, self._decode = frozenset(string[-1] for string in strings), decode
@@ -30,13 +30,9 @@ class Completing:
 class StepEnds:
     """Finds the steps of a response: a step ends with the token whose text completes the `separator`.
 
-    The separator may lie within a token, end in the midst of one, or span several.  One with nothing but white space since
-    the step before ends none, so that a blank line is the same as one token and as two.  A token ends one step at most.  What
-    is left at the end of the response is a step too, and ends with the last token: EOS, or the last one before the cut.  A
-    response has one step at least.
-
-    This is a function of the response's token ids.  A process reward model's labels are put at these tokens when it is
-    trained, and its scores are read there when it serves.
+    The separator may lie within a token or span several.  A step of white space alone does not count, so that a blank line is
+    the same as one token and as two.  A token ends at most one step.  The rest of the response is a step too, and ends with the
+    last token; a response has at least one step.
     """
 
     def __init__(self, separator: str, decode: Decode):
@@ -45,7 +41,7 @@ class StepEnds:
         self._completing = Completing([separator], decode)
 
     def of(self, response: Sequence[int]) -> list[int]:
-        """The last token of each step, by its place in the response, ascending."""
+        """Return the place of each step's last token in the response, ascending."""
         assert len(response), "a response has one token at least"
         ends: list[int] = []
         rest = ""  # the text after the separator in the token of the last end
@@ -64,7 +60,6 @@ class StepEnds:
         return ends
 
     def _text(self, response: Sequence[int], ends: Sequence[int], rest: str, stop: int) -> str:
-        """The text between the last end and `stop`, `rest` before it."""
         if not ends:
             return self._decode(response[:stop])
         # Decoded after the token of the last end: alone, its first token may lack its leading space.

@@ -1,4 +1,4 @@
-"""Random numbers from (seed, sequence id, position) alone, on the host.  Pure; `sampler` has them on devices."""
+"""Random numbers from (seed, sequence id, position) alone, on the host; `sampler` has them on devices."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ WORD = 2**64 - 1
 
 
 def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> list[float]:
-    """One number in [0, 1) per (seed, sequence id, position): 53 bits of a splitmix64 chain (Steele et al. 2014).
-
-    In Python's integers: numpy takes some forty calls, which for the rows of a step are dearer.
-    """
+    """Return one number in [0, 1) per (seed, sequence id, position): 53 bits of a splitmix64 chain (Steele et al. 2014)."""
     rows = zip(seq_ids, positions, strict=True)
     return [(_mix(row_state(seed, seq_id) ^ position) >> 11) * 2.0**-53 for seq_id, position in rows]
 
 
 def uniforms_at(seed: int, seq_ids: Ints, position: int) -> list[float]:
-    """The same of many sequences at one position, at once."""
+    """Return the same for many sequences at one position, in numpy."""
     states = _mixed(np.uint64(_mix(seed)) ^ seq_ids.astype(np.uint64))
     found: list[float] = ((_mixed(states ^ np.uint64(position)) >> np.uint64(11)) * 2.0**-53).tolist()
     return found
@@ -31,7 +28,7 @@ def uniforms_at(seed: int, seq_ids: Ints, position: int) -> list[float]:
 
 @lru_cache(maxsize=2**16)
 def row_state(seed: int, seq_id: int) -> int:
-    """The chain up to the sequence id, in 64 bits; all draws of a sequence have it in common."""
+    """Return the chain up to the sequence id, which all draws of a sequence share."""
     return _mix(_mix(seed) ^ seq_id)
 
 

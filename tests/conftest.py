@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from oppo_megatron.cores import CONNECTIONS, has_cuda
+
+if TYPE_CHECKING:
+    from tests.e2e.matrix import Matrix
+    from tests.support.ppo import Workspace
 
 with suppress(ImportError):  # a GPU node, where tests/gpu runs alone, may have none
     from hypothesis import settings
@@ -55,6 +61,31 @@ def _few_threads() -> Iterator[None]:
         from tests.support.ranks import let_go_of_groups
 
         let_go_of_groups()
+
+
+@pytest.fixture(scope="session")
+def _data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts and a tokenizer; each file of tests copies them."""
+    from tests.support.ppo import Workspace
+
+    return Workspace.create(tmp_path_factory.mktemp("data")).root
+
+
+@pytest.fixture(scope="module")
+def workspace(_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A folder of this file of tests, with prompts and a tokenizer."""
+    from tests.support.ppo import Workspace
+
+    return Workspace(Path(shutil.copytree(_data, tmp_path_factory.mktemp("workspace"), dirs_exist_ok=True)))
+
+
+@pytest.fixture(scope="session")
+def matrix(_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    """Runs of features on layouts, and their references, for all files."""
+    from tests.e2e.matrix import Matrix
+    from tests.support.ppo import Workspace
+
+    return Matrix(Workspace(Path(shutil.copytree(_data, tmp_path_factory.mktemp("matrix"), dirs_exist_ok=True))))
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,8 @@ import numpy as np
 
 from benchmarks.fitting.laws import Fit, elementwise_of, fit_line, mean_error, products_of
 from benchmarks.fitting.points import CollectivePoint, LayerPoint
-from oppo_megatron.sim.clusters.gpus import Gpu
-from oppo_megatron.sim.clusters.links import Inside, Line
-from oppo_megatron.sim.laws.layer import LayerLaw
+from oppo_megatron.sim.clusters.cluster import Gpu, Inside, Line
+from oppo_megatron.sim.laws import LayerLaw
 
 COLUMNS = {
     "what": "what", "points": "points", "law, error %": "law_error_percent", "fitted, error %": "fitted_error_percent",

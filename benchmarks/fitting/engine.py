@@ -19,8 +19,7 @@ import numpy as np
 from benchmarks.fitting.nonnegative import Floats, relative_fit
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import DataError
-from oppo_megatron.sim.clusters.cluster import Cluster, Engine
-from oppo_megatron.sim.clusters.sources import Source
+from oppo_megatron.sim.clusters.cluster import Cluster, Engine, Source
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.pricing.prices import Prices, seen_by
 

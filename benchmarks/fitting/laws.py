@@ -11,9 +11,8 @@ import numpy as np
 from benchmarks.fitting.nonnegative import relative_fit
 from benchmarks.fitting.points import CollectivePoint, LayerPoint
 from oppo_megatron.errors import DataError
-from oppo_megatron.sim.clusters.gpus import MOST_POWER, Efficiencies, Gpu
-from oppo_megatron.sim.clusters.links import Line
-from oppo_megatron.sim.laws.layer import Floats, LayerLaw, LayerSizes
+from oppo_megatron.sim.clusters.cluster import MOST_POWER, Efficiencies, Gpu, Line
+from oppo_megatron.sim.laws import Floats, LayerLaw, LayerSizes
 
 LARGE_TOKENS = 4096
 """From here on a sum of two tensors takes no longer than its bytes do."""

@@ -36,9 +36,7 @@ from benchmarks.published.prediction import (
 )
 from benchmarks.published.tables import PLANS, PublishedPlan
 from oppo_megatron.report.comparison import format_table
-from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.gpus import GPUS
-from oppo_megatron.sim.clusters.links import INSIDE
+from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Cluster
 
 PLAYED_COLUMNS = {
     "plan": "plan", "sum of calls": "sum_s", "played": "played_s", "further steps": "further_s",

@@ -32,11 +32,8 @@ from benchmarks.published.tables import (
     cut_stages,
 )
 from oppo_megatron.layout.flops import causal_pairs, head_linear, layer_linears
-from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.gpus import GPUS
-from oppo_megatron.sim.clusters.links import GB, INSIDE
-from oppo_megatron.sim.laws.communication import Group, all_reduce_s, scatter_s
-from oppo_megatron.sim.laws.layer import WIDTH, LayerLaw, LayerSizes
+from oppo_megatron.sim.clusters.cluster import GB, GPUS, INSIDE, Cluster
+from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduce_s, scatter_s
 
 NODE = Cluster(1, GPUS_A_NODE, GPUS["h100"], INSIDE["h100"])
 """The paper does not name the GPU; its figures exceed an A100's peak and fit an H100."""

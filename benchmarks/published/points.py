@@ -15,11 +15,8 @@ from typing import Any
 
 from benchmarks.published.tables import llama_shape
 from oppo_megatron.layout.flops import Shape, causal_pairs
-from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.gpus import GPUS
-from oppo_megatron.sim.clusters.links import INSIDE
-from oppo_megatron.sim.laws.communication import Group, all_reduce_s
-from oppo_megatron.sim.laws.layer import WIDTH, LayerLaw, LayerSizes
+from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Cluster
+from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduce_s
 
 SUMS = 1
 

@@ -23,8 +23,8 @@ from benchmarks.published.tables import (
     PublishedPlan,
     plan_named,
 )
-from oppo_megatron.sim.clusters.links import GB
-from oppo_megatron.sim.laws.layer import WIDTH
+from oppo_megatron.sim.clusters.cluster import GB
+from oppo_megatron.sim.laws import WIDTH
 
 USES = (("ActorTrain", GENERATION), ("CriticTrain", "CriticInf"))
 """Calls that use trained weights next."""

@@ -154,7 +154,7 @@ class Engine:
         first = rounds.run(rollouts, [], 1, Decoding(0, 0, _Unending))
         assert first is not None
         for row in first.rows:
-            rollouts[row.seq_id].tokens += row.tokens
+            rollouts[row.seq_id].tokens.extend(row.tokens)
         rounds.recorded(rollouts)
         started = time.perf_counter()
         chunk = rounds.run(rollouts, [], max(lengths_B), Decoding(1, 0, _Unending))

@@ -168,7 +168,7 @@ def decode_round(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, s
     assert chunk is not None
     held = {r.seq_id: r for r in rollouts}
     for row in chunk.rows:
-        held[row.seq_id].tokens += row.tokens
+        held[row.seq_id].tokens.extend(row.tokens)
         held[row.seq_id].finish_reason = row.finish_reason
         held[row.seq_id].finish_clock = row.finish_clock
     rounds.recorded(rollouts)

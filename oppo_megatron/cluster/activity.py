@@ -1,8 +1,7 @@
 """A rank's current activity, and whether it waits for others: written by its main thread, read by its watchdog.
 
-If the host blocks in every wait for a peer (gloo), the thread's stack shows whether the rank waits: it is then within a call
-of torch.distributed, also one made by megatron-core or `torch.distributed.checkpoint`.  So a rank that hangs in a section
-marked as a wait is not mistaken for one that waits.  NCCL's calls return at once, except barriers, so marks count, too.
+gloo blocks the host in every wait for a peer, so the thread's stack shows whether the rank waits.  NCCL's calls return at once,
+except barriers, so sections are marked as waits, too.
 """
 
 from __future__ import annotations
@@ -13,27 +12,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 
 import torch.distributed.distributed_c10d as c10d
 
 
 @dataclass(frozen=True)
 class Doing:
-    """`waits`: the rank only waits for another.  `beats` grows with every action; `still_s`: seconds since it last grew."""
-
     what: str
-    waits: bool
-    beats: int
-    still_s: float
+    waits: bool  # the rank only waits for another
+    beats: int  # grows with every action
+    still_s: float  # seconds since it last grew
 
 
 class Activity:
-    """Nested sections of work, and a count of beats.
-
-    A beat costs an addition and a read of the clock; the description is made only on request.  `by_stack`: the stack alone
-    shows whether the rank waits, because the host blocks in all messages (gloo).
-    """
+    """Nested sections of work, and a count of beats.  `by_stack`: the stack alone shows whether the rank waits (gloo)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, by_stack: bool = False) -> None:
         self._clock, self._beats, self._last, self.by_stack = clock, 0, clock(), by_stack
@@ -41,13 +33,12 @@ class Activity:
         self._stack: list[tuple[object, bool]] = []
 
     def beat(self) -> None:
-        """Count an action."""
         self._beats += 1
         self._last = self._clock()
 
     @contextmanager
     def doing(self, what: object, *, waits: bool = False) -> Iterator[None]:
-        """A section of work, named `str(what)`.  If `what` is an `Activity`, this thread waits for that thread's work."""
+        """A section of work named `str(what)`.  If `what` is an `Activity`, this thread waits for that thread's work."""
         self._thread = threading.get_ident()
         self._stack.append((what, waits))
         self.beat()
@@ -63,7 +54,7 @@ class Activity:
         self.beat()
 
     def look(self) -> Doing:
-        """The rank's activity, from the outermost section to the innermost.  For any thread."""
+        """Return the activity, from the outermost section to the innermost; any thread may ask."""
         stack, beats, last = list(self._stack), self._beats, self._last
         words, marked = [str(each) for each, _ in stack], bool(stack) and stack[-1][1]
         if stack and isinstance(other := stack[-1][0], Activity):
@@ -82,25 +73,15 @@ SENDERS = "/torch/", "/megatron/core/", "/oppo_megatron/cluster/", "/oppo_megatr
 
 
 def waits_in(thread: int) -> str | None:
-    """The call in which a thread (`threading.get_ident`) waits for other ranks; None if it does something else.
-
-    "": it waits for a call that was started earlier.
-    """
-    frames = list(_frames(sys._current_frames().get(thread)))
-    calls = [frame.f_code.co_name for frame in frames if frame.f_code.co_filename == CALLS]
-    if calls:
-        return calls[-1]  # the one that was called: all_gather_object, say, not the all_gather within
-    return "" if frames and _awaits_message(frames[0]) else None
-
-
-def _awaits_message(innermost: FrameType) -> bool:
-    """`Work.wait` is not a Python function: the innermost frame is its caller's, which is code that sends messages."""
-    code = innermost.f_code
-    return "wait" in code.co_names and any(folder in code.co_filename for folder in SENDERS)
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Frames, innermost first."""
+    """Return the call in which a thread waits for other ranks ("": a call started earlier), or None if it does not wait."""
+    innermost = frame = sys._current_frames().get(thread)
+    call = None
     while frame is not None:
-        yield frame
+        if frame.f_code.co_filename == CALLS:
+            call = frame.f_code.co_name  # at last the outermost: all_gather_object, say, not the all_gather within
         frame = frame.f_back
+    if call is not None or innermost is None:
+        return call
+    # `Work.wait` is not a Python function: the innermost frame is its caller's, which is code that sends messages.
+    code = innermost.f_code
+    return "" if "wait" in code.co_names and any(folder in code.co_filename for folder in SENDERS) else None

@@ -1,8 +1,4 @@
-"""Memory of this process: on its CUDA device if it computes on one, else on the host.
-
-On a CUDA device this is the memory reserved by torch's allocator, without the CUDA context and the libraries' buffers.  On the
-host it is the resident set, interpreter and libraries included.
-"""
+"""Memory of this process: reserved by torch's allocator on a CUDA device, else the resident set on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ STATUS = Path("/proc/self/status")
 
 
 def held_bytes(device: torch.device) -> int:
-    """Current bytes."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     return int(psutil.Process().memory_info().rss)
@@ -38,9 +33,9 @@ def device_bytes(device: torch.device) -> int:
 
 
 def peak_resident_bytes(status: Path) -> int:
-    """The kernel's high-water mark of this process's memory, or `getrusage`'s if there is none.
+    """Return the kernel's high-water mark of this process's memory, or `getrusage`'s if there is none.
 
-    The latter counts from before `exec`, so a spawned rank would start with the size of its parent.
+    The latter counts from before `exec`: a spawned rank would start with the size of its parent.
     """
     if status.exists():
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():

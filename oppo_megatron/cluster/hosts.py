@@ -11,24 +11,18 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class RankHost:
-    """The host of one rank.  `node`: the launcher's number of the machine, if any.
-
-    `device` is numbered among the visible devices; `gpu` is the device's UUID (empty: none).
-    """
-
     rank: int
     host: str
-    node: str | None
-    device: str
+    node: str | None  # the launcher's number of the machine
+    device: str  # numbered among the visible devices
     threads: int
     pid: int
-    gpu: str = ""
+    gpu: str = ""  # the device's UUID
 
     def __str__(self) -> str:
         return f"rank {self.rank} on host {self.host}"
 
     def encode(self) -> str:
-        """One line of JSON, for `decode`."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -37,7 +31,7 @@ class RankHost:
 
 
 def shared_gpus(hosts: Sequence[RankHost]) -> list[str]:
-    """Ranks that share a GPU: `ranks 0,4 of host a`."""
+    """Return texts of the ranks that share a GPU: `ranks 0,4 of host a`."""
     by_gpu: dict[tuple[str, str], list[int]] = {}
     for rank in hosts:
         if rank.gpu:
@@ -46,7 +40,7 @@ def shared_gpus(hosts: Sequence[RankHost]) -> list[str]:
 
 
 def describe_hosts(hosts: Sequence[RankHost]) -> list[str]:
-    """A line per host: `rank 0-3: host a (node 0, cpu, 4 threads each)`.  Ranks that differ have separate lines."""
+    """Return a line per host, `rank 0-3: host a (node 0, cpu, 4 threads each)`; ranks that differ have separate lines."""
 
     def kind(rank: RankHost) -> tuple[str, str, str, int]:
         device = rank.device.partition(":")[0]
@@ -62,12 +56,11 @@ def describe_hosts(hosts: Sequence[RankHost]) -> list[str]:
 
 
 def show_hosts(hosts: Sequence[RankHost]) -> None:
-    """Print `describe_hosts` to stderr."""
     print("\n".join(describe_hosts(hosts)), file=sys.stderr, flush=True)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks as text: `0-3,6`."""
+    """Return ranks as text: `0-3,6`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

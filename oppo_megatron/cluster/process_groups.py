@@ -1,24 +1,27 @@
-"""Process groups with the run's deadline."""
+"""Process groups with the run's deadline, and waits for peers that end with it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.errors import StallError
+
 
 def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> dist.ProcessGroup:
-    """`dist.new_group` with the default group's timeout (`runtime.timeout_s`), and its back ends if no other is given.
+    """`dist.new_group` with the default group's timeout (`runtime.timeout_s`) and back ends.
 
-    torch gives a new group 30 minutes (10 on NCCL).  All ranks of the world make the call; it makes and sends nothing outside
-    the group.  A group of one rank is made by that rank alone.
-
-    Members alone cannot make a group of several: with `use_local_synchronization` torch (at least up to 2.13) puts the rank's
-    number of groups into the group's name, so members with different numbers wait for each other forever.
+    All ranks of the world make the call, which makes and sends nothing outside the group; a group of one rank is made by that
+    rank alone.  Members alone cannot make a group of several: with `use_local_synchronization` torch (at least up to 2.13) puts
+    the rank's number of groups into the group's name, so members with different numbers wait for each other forever.
     """
     return dist.new_group(
         list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc, use_local_synchronization=len(ranks) == 1
@@ -28,8 +31,8 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
 class SharedGroups:
     """Groups by label and ranks, each made once.
 
-    Every rank of the world makes these objects and gets the same groups in the same order.  It starts with a group of its own,
-    so that all ranks have made the same number of calls at each group of several: torch names groups by their number.
+    Every rank of the world makes this object and gets the same groups in the same order.  It starts with a group of its own,
+    because torch names groups by their number: all ranks have made the same number of calls at each group of several.
     """
 
     def __init__(self) -> None:
@@ -49,9 +52,8 @@ class SharedGroups:
 def connect_pairs(group: dist.ProcessGroup) -> None:
     """Connect, on gloo, the pairs that sums, broadcasts and gathers use; all members make the call.
 
-    gloo connects two ranks in their first message (`cluster/world.py`).  It reads the other's address from the store, which
-    may be gone when a run ends, and blocks both ends until the other has come.  Its barrier, like its broadcast from any rank,
-    is between ranks whose numbers in the group differ by a power of 2; a ring is between neighbours.
+    gloo connects two ranks in their first message (`cluster/world.py`), with the other's address from the store, which may be
+    gone when a run ends.  Its barrier uses the same pairs as its broadcast: numbers in the group that differ by a power of 2.
     """
     options = dist.BarrierOptions()
     options.device = torch.device("cpu")
@@ -59,10 +61,10 @@ def connect_pairs(group: dist.ProcessGroup) -> None:
 
 
 def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-    """One collective over each group (None: the world's) of several ranks.
+    """Run one collective over each group (None: the world's) of several ranks.
 
-    NCCL makes a group's communicator in its first collective and blocks the host until all members have come; gloo does so
-    with pairs.  So each rank gives its groups in the order in which all ranks made them: then some rank can always continue.
+    A group's first collective blocks the host until all members have come, so each rank gives its groups in the order in which
+    all ranks made them: then some rank can always continue.
     """
     for group in groups:
         if dist.get_world_size(group) == 1:
@@ -74,11 +76,10 @@ def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -
 
 
 def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Send one number between all neighbours in the ring of a group of several ranks.
+    """Send one number between all neighbours in the ring of a group: makes the communicators of an interleaved pipeline.
 
-    This makes the communicators of megatron-core's interleaved pipeline: of each two neighbours and, if the ring has two
-    ranks, of these in the world's group, too, which megatron-core uses in one direction.  Both ends of a first message wait,
-    so all ranks use the same order of pairs.
+    If the ring has two ranks, also in the world's group, which megatron-core then uses in one direction.  Both ends of a first
+    message wait, so all ranks use the same order of pairs.
     """
     rank = dist.get_rank()
     for first, second in ring_pairs(dist.get_process_group_ranks(group)):
@@ -91,7 +92,7 @@ def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours in the ring of `ranks`, each pair once: every second pair first, because those share no rank."""
+    """Return neighbours in the ring of `ranks`, each pair once: every second pair first, because those share no rank."""
     if len(ranks) == 2:
         return [(ranks[0], ranks[1])]
     pairs = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
@@ -99,7 +100,6 @@ def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def the_world() -> dist.ProcessGroup:
-    """The default group, of all ranks."""
     world = dist.group.WORLD
     assert world is not None, "the world is open before its groups are made"
     return world
@@ -112,7 +112,7 @@ def world_timeout() -> timedelta:
 
 
 def gather_ragged(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Vectors of all ranks of the group, in the order of ranks, without pickling.  Two collectives: lengths, then padded vectors.
+    """Return the vectors of all ranks of the group, without pickling: two collectives, lengths and padded vectors.
 
     `mine`: [any length], of one dtype on all ranks, on the CPU.
     """
@@ -130,6 +130,41 @@ def gather_ragged(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def gather_figures(mine: Mapping[str, float], group: dist.ProcessGroup) -> list[dict[str, float]]:
-    """Named numbers of all ranks of the group, to the bit, sent as JSON; ranks may have different names."""
+    """Return named numbers of all ranks of the group, to the bit, sent as JSON; ranks may have different names."""
     text = torch.frombuffer(bytearray(json.dumps(dict(mine)).encode()), dtype=torch.uint8)
     return [json.loads(bytes(each.tolist())) for each in gather_ragged(text, group)]
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """True if a communication back end raised the error; gloo's errors have no class."""
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("/gloo/", "NCCL"))
+
+
+def first_clause(error: Exception) -> str:
+    """Return the first clause of a back end's message, without the source file that raised it."""
+    clause = re.split(r"\. |\n", str(error))[0]
+    return re.sub(r"^\[\S+\]\s*", "", clause).rstrip(".") or "no answer"
+
+
+def stalled(rank: int, what: str, error: RuntimeError, timeout_s: float, waited_s: float | None = None) -> StallError:
+    waited = "" if waited_s is None else f" for {waited_s:.1f} s"
+    return StallError(
+        f"rank {rank} waited{waited} in vain for `{what}` ({first_clause(error)}). The peer has died or hangs: see its own "
+        f"message; runtime.timeout_s is {timeout_s:g}."
+    )
+
+
+@contextlib.contextmanager
+def waiting_for(what: str, activity: Activity | None = None, *, waits: bool = True) -> Iterator[None]:
+    """A section in which ranks wait for each other (`waits`: this one does nothing else).
+
+    Raises StallError with its name if a peer does not come.
+    """
+    noted = contextlib.nullcontext() if activity is None else activity.doing(what, waits=waits)
+    try:
+        with noted:
+            yield
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        raise stalled(dist.get_rank(), what, error, world_timeout().total_seconds()) from error

@@ -1,9 +1,7 @@
 """Starts and finds the processes of the ranks of one host.
 
-    CPU     forked from a server that has imported what ranks need: each import and its memory once
-    CUDA    spawned: an import (transformer-engine's) may make a CUDA context, which does not survive a fork
-
-If the path of the folder for temporary files (TMPDIR) is too long for a socket in it, they are spawned, too.
+On CPUs they are forked from a server that has imported what ranks need, on CUDA spawned: an import (transformer-engine's) may
+make a CUDA context, which does not survive a fork.  They are spawned, too, if TMPDIR is too long for a socket in it.
 """
 
 from __future__ import annotations
@@ -29,18 +27,15 @@ from oppo_megatron.processes import end_with_parent
 StartMethod = Literal["forkserver", "spawn"]
 PRELOADED = ["oppo_megatron.cluster.fork_server", "oppo_megatron.train.entry"]
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/dxg"), Path("/dev/kfd"))
-"""Paths that exist if there may be a GPU: of NVIDIA's driver, of WSL's, of AMD's."""
+"""Paths that exist if there may be a GPU: NVIDIA's, WSL's, AMD's."""
 LONGEST_FOLDER = 108 - len("/pymp-12345678/listener-12345678") - 1
-"""Bytes of the name of a folder in which `multiprocessing` can make a socket's name of at most 108 bytes, the last one 0."""
+"""Bytes of a folder's name in which `multiprocessing` can make a socket; its name has at most 108 bytes, the last one 0."""
 FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-"""A signal to the whole process group is for the ranks and for who started them, not for the process between."""
+"""A signal to the whole process group is for the ranks and the process that started them, not for the fork server."""
 
 
 def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> StartMethod:
-    """Start method for a configuration's ranks, from its `runtime.device` (default: CPU).
-
-    Does not import torch, so that the fork server can start before.
-    """
+    """Return the start method for a configuration's ranks.  Does not import torch, so that the fork server can start before."""
     device = config.runtime.device if hasattr(config, "runtime") else "cpu"
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     on_gpu = device == "cuda" or (device == "auto" and not hidden and any(path.exists() for path in DRIVERS))
@@ -49,10 +44,7 @@ def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> St
 
 
 def begin_fork_server() -> None:
-    """Start the fork server unless it runs, and do not wait for it.
-
-    It ignores SIGINT and the ranks' signals; `hear_signals` restores the latter in the ranks.
-    """
+    """Start the fork server unless it runs, without waiting for it.  It ignores SIGINT and the ranks' signals."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()  # it would unblock signals if it were started later
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {*FOR_RANKS, signal.SIGINT})
@@ -71,7 +63,7 @@ def await_fork_server() -> None:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Environment, stdout and stderr of the process that starts a rank, for the rank, whatever it is forked from."""
+    """Environment, stdout and stderr of the process that starts a rank; pickled for the rank with its open files."""
 
     environment: Mapping[str, str]
 
@@ -80,12 +72,11 @@ class Surroundings:
         return cls(dict(os.environ))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle for a new process, with open files."""
         return _taken_over, (self.environment, {number: DupFd(number) for number in (1, 2) if _is_open(number)})
 
 
 def _taken_over(environment: Mapping[str, str], files: Mapping[int, Any]) -> Surroundings:
-    """Take over the surroundings in the rank, before torch's agent adds RANK and the rest, and enable the ranks' signals."""
+    """Take over the surroundings in the rank, before torch's agent adds RANK and the rest."""
     for number, file in files.items():
         given = file.detach()
         if given != number:  # a spawned process has it already
@@ -93,7 +84,7 @@ def _taken_over(environment: Mapping[str, str], files: Mapping[int, Any]) -> Sur
             os.close(given)
     os.environ.clear()
     os.environ.update(environment)
-    hear_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)  # which the fork server ignores
     return Surroundings(environment)
 
 
@@ -105,26 +96,22 @@ def _is_open(number: int) -> bool:
     return True
 
 
-def hear_signals() -> None:
-    """Enable the signals that the fork server ignores."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)
-
-
 def end_with_launcher() -> None:
     """End this rank with its fork server and with the launcher; called first in a rank."""
     end_with_parent()
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "another launcher's ranks end as that one has them end"
-    threading.Thread(target=_end_after, args=(launcher.sentinel,), name="launcher", daemon=True).start()
+    sentinel = launcher.sentinel
 
+    def end_after() -> None:
+        connection.wait([sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _end_after(sentinel: int) -> None:
-    connection.wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=end_after, name="launcher", daemon=True).start()
 
 
 def rank_processes(launcher: psutil.Process) -> Iterator[psutil.Process]:
-    """The ranks that a process has started, directly or through other processes."""
+    """Yield the ranks that a process has started, directly or through other processes."""
     with suppress(psutil.NoSuchProcess):
         for child in launcher.children():
             with suppress(psutil.NoSuchProcess):

@@ -12,6 +12,7 @@ reach the deadline, writes the outcome ("" or a fault), which ends the wait of a
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import threading
 import time
@@ -22,44 +23,42 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from oppo_megatron.cluster.hosts import RankHost, format_ranks
-from oppo_megatron.cluster.loopback import BACKEND, LOOPBACK, LoopbackRendezvous, is_loopback, loopback_store
 from oppo_megatron.errors import WorldError
 
 POLL_S = 0.1
 POLLS_PER_S = 10_000  # of all ranks together: the store has their registrations to serve, too
 OWN_KNOCK_S = 2.0  # how long the owner of the store tries its own address, which only helps to choose a network
 LINGER_S = 5.0  # how long the owner of the store stays for those that have not yet read the outcome
+LOOPBACK = "127.0.0.1"
+BACKEND = "oppo-loopback"  # the name of the rendezvous
+BACKLOG = 1024  # ranks that knock at once
 ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """All ranks have come.  `local_address`: this rank's address on the network of the meeting point.
-
-    `hosts`: each rank's host, on rank 0 alone, which broadcasts them (n ranks that read n entries would overload one store).
-    """
-
     store: dist.Store
-    hosts: tuple[RankHost, ...]
-    local_address: str | None
+    hosts: tuple[RankHost, ...]  # on rank 0 alone, which broadcasts them: n ranks reading n entries would overload the store
+    local_address: str | None  # this rank's, on the network of the meeting point
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where `size` ranks meet.  `opens`: this rank opens it (else rank 0 does, or a torchrun agent)."""
+    """Where `size` ranks meet."""
 
     address: str
     port: int
     size: int
     name: str
-    opens: bool
+    opens: bool  # this rank opens it; else `opener` does
     opener: str
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], rank: int, size: int) -> MeetingPoint:
-        """From MASTER_ADDR and MASTER_PORT.  torchrun's agent has a store there; srun's ranks make one.
+        """From MASTER_ADDR and MASTER_PORT, where torchrun's agent has a store and srun's ranks make one.
 
         The launcher's name of the run separates runs that use one address by mistake.
         """
@@ -87,7 +86,7 @@ def meet(me: RankHost, point: MeetingPoint, timeout_s: float) -> Meeting:
 def within(seconds: float, work: Callable[[], ResultT]) -> ResultT:
     """Return or raise the outcome of `work()`; TimeoutError if it takes longer.
 
-    torch's connecting calls may exceed their timeout and cannot be interrupted.  A thread that still waits ends with the process.
+    torch's connecting calls may exceed their timeout and cannot be interrupted, so a thread makes them and may outlive this call.
     """
     done: list[ResultT] = []
     failed: list[BaseException] = []
@@ -129,8 +128,7 @@ class _Arrival:
                 self._linger(store)
         except dist.DistError as error:
             raise WorldError(
-                f"{self.me} lost the meeting point {self.point}: {self.point.opener}, which opened it, has ended; "
-                "its own error says why"
+                f"{self.me} lost the meeting point {self.point}: {self.point.opener}, which opened it, has ended; see its error"
             ) from error
         if fault:
             raise WorldError(fault)
@@ -142,7 +140,6 @@ class _Arrival:
         return self.deadline - time.monotonic()
 
     def _open(self) -> dist.TCPStore:
-        """Open the store: on the loopback if the ranks meet there, else on all of this host's addresses."""
         point = self.point
         timeout = timedelta(seconds=self.timeout_s)
         try:
@@ -157,7 +154,7 @@ class _Arrival:
             ) from error
 
     def _knock(self, seconds: float) -> str | None:
-        """This end's address of a connection to the meeting point; None, with a `refusal`, if nothing answers."""
+        """Return this end's address of a connection to the meeting point; None, with a `refusal`, if nothing answers."""
         try:
             with socket.create_connection((self.point.address, self.point.port), timeout=seconds) as connection:
                 self.refusal = ""
@@ -175,18 +172,16 @@ class _Arrival:
             time.sleep(min(POLL_S, left_s))
         raise WorldError(
             f"{self.me} found no meeting point of the {self.point.size} ranks at {self.point} within "
-            f"{self.timeout_s:g} s ({self.refusal}); {self.point.opener} opens it. See that it has been started, that "
-            "MASTER_ADDR and MASTER_PORT are the same for all ranks and name its host, and that no firewall is between"
+            f"{self.timeout_s:g} s ({self.refusal}); {self.point.opener} opens it. Check that it was started, that MASTER_ADDR "
+            "and MASTER_PORT are the same for all ranks and name its host, and that no firewall is between"
         )
 
     def _connect(self) -> dist.TCPStore:
         timeout = timedelta(seconds=max(POLL_S, self._left_s()))
+        address, port = self.point.address, self.point.port
         try:
             return within(
-                self._left_s(),
-                lambda: dist.TCPStore(
-                    self.point.address, self.point.port, None, False, timeout, wait_for_workers=False
-                ),
+                self._left_s(), lambda: dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
             )
         except (dist.DistError, TimeoutError) as error:
             raise WorldError(
@@ -220,7 +215,7 @@ class _Arrival:
             store.set("outcome", outcome)
 
     def _decides(self, store: dist.Store) -> bool:
-        """True for the first caller, which alone looks for missing ranks (one store operation each)."""
+        """True for the first caller, which alone looks for missing ranks: one store operation each."""
         return store.add("settled", 1) == 1
 
     def _outcome(self, store: dist.Store) -> str:
@@ -238,8 +233,8 @@ class _Arrival:
         return (
             f"{self.me} waited {self.timeout_s:g} s at {self.point}, and {came} of {self.point.size} ranks came: "
             f"rank{plural} {format_ranks(missing)} missing.{astray} Check that every machine was started with the same "
-            "MASTER_ADDR and MASTER_PORT, and read the missing ranks' logs. If they are only slow (reading data, say), raise "
-            "runtime.timeout_s: ranks have one sixth of it, at least 60 s, to meet"
+            "MASTER_ADDR and MASTER_PORT, and read the missing ranks' logs. If they are only slow, raise runtime.timeout_s: "
+            "ranks have one sixth of it, at least 60 s, to meet"
         )
 
     def _linger(self, store: dist.Store) -> None:
@@ -251,13 +246,54 @@ class _Arrival:
 
 
 def _reason(error: Exception) -> str:
-    """The last clause of the store's message, or the system's message."""
+    """Return the last clause of the store's message, or the system's message."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     return str(error).rpartition("message: ")[2].strip() or type(error).__name__
 
 
+def is_loopback(address: str) -> bool:
+    """True if other hosts cannot reach the address."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def loopback_store(port: int, timeout: timedelta) -> dist.TCPStore:
+    """Open a store that listens on the loopback only (torch's own listen on every address of the host); port 0: any free port.
+
+    Raises OSError if the port is taken.
+    """
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, port))
+        listener.listen(BACKLOG)
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()  # the store closes it
+    except OSError:
+        listener.close()
+        raise
+    return dist.TCPStore(
+        LOOPBACK, port, None, True, timeout, wait_for_workers=False, multi_tenant=False, master_listen_fd=descriptor
+    )
+
+
 AGENT_TIMEOUT = timedelta(minutes=10)  # of the agent's messages; the ranks have their own deadlines
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """The rendezvous of torch's agent, in a store of this process, for the ranks of one host."""
+
+    def __init__(self, run_id: str, store: dist.TCPStore, timeout: timedelta):
+        super().__init__(LOOPBACK, store.port, 0, 1, run_id, int(timeout.total_seconds()))
+        self._store = store
+
+    def get_backend(self) -> str:
+        return BACKEND
 
 
 @dataclass(frozen=True)
@@ -272,19 +308,15 @@ class LocalMeeting:
         return cls(run_id, loopback_store(0, AGENT_TIMEOUT))
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of torch's LaunchConfig that keep its agent from opening a port to other hosts."""
-        rendezvous_handler_registry.register(BACKEND, _handler)
+        """Return arguments of torch's LaunchConfig that keep its agent from opening a port to other hosts."""
+        rendezvous_handler_registry.register(BACKEND, _handler)  # torch refuses another function at the second time
         return {"run_id": self.run_id, "rdzv_backend": BACKEND, "rdzv_configs": {"store": self.store}}
 
     def point(self, num_ranks: int) -> MeetingPoint:
-        """The ranks' view of it, in the agent's only attempt."""
-        name = f"oppo/{self.run_id}/0"
-        return MeetingPoint(
-            LOOPBACK, self.store.port, num_ranks, name, opens=False, opener="the process that started the ranks"
-        )
+        """Return the ranks' view of it, in the agent's only attempt."""
+        opener, name = "the process that started the ranks", f"oppo/{self.run_id}/0"
+        return MeetingPoint(LOOPBACK, self.store.port, num_ranks, name, opens=False, opener=opener)
 
 
 def _handler(parameters: RendezvousParameters) -> LoopbackRendezvous:
-    store = parameters.config["store"]
-    assert isinstance(store, dist.TCPStore)
-    return LoopbackRendezvous(parameters.run_id, store, AGENT_TIMEOUT)
+    return LoopbackRendezvous(parameters.run_id, parameters.config["store"], AGENT_TIMEOUT)

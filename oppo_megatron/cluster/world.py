@@ -18,10 +18,8 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.hosts import RankHost, shared_gpus
-from oppo_megatron.cluster.loopback import LOOPBACK
-from oppo_megatron.cluster.peers import first_clause, is_lost_peer
-from oppo_megatron.cluster.process_groups import connect_pairs, the_world
-from oppo_megatron.cluster.rendezvous import MeetingPoint, meet, within
+from oppo_megatron.cluster.process_groups import connect_pairs, first_clause, is_lost_peer, the_world
+from oppo_megatron.cluster.rendezvous import LOOPBACK, MeetingPoint, meet, within
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS, has_cuda, threads_of_rank
 from oppo_megatron.errors import ConfigError, WorldError
@@ -32,7 +30,7 @@ CONNECT_LATE = "TORCH_GLOO_LAZY_INIT"  # read by torch whenever it makes a group
 
 @dataclass(frozen=True)
 class World:
-    """This rank, the number of ranks, this rank's device, and the hosts of all ranks.  `activity` is for the rank's watchdog."""
+    """This rank and the hosts of all ranks.  `activity` is for the rank's watchdog."""
 
     rank: int
     size: int
@@ -45,7 +43,7 @@ def choose_device(config: RuntimeConfig) -> None:
     """Set CUDA's environment variables; called first in a rank's process.
 
     With `runtime.device: cpu` GPUs are hidden, because megatron-core uses the current CUDA device whatever the tensors are on.
-    On a GPU, streams that share a hardware queue wait for each other, so CUDA gets the maximum unless the user sets their number.
+    CUDA gets the most hardware queues unless the user sets their number: streams that share a queue wait for each other.
     """
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -57,9 +55,8 @@ def choose_device(config: RuntimeConfig) -> None:
 def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
     """Join the ranks given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them be a world of one.
 
-    gloo on CPU, NCCL on GPU (with gloo for CPU tensors); the device becomes the current one first, because NCCL uses that.
-    Raises ConfigError if ranks would share a GPU, which NCCL does not allow; WorldError if not all ranks come within a sixth of
-    `runtime.timeout_s` (at least 60 s), or if a message or collective fails or exceeds `runtime.timeout_s`.
+    gloo on CPU, NCCL on GPU (with gloo for CPU tensors).  Raises ConfigError if ranks would share a GPU, which NCCL does not
+    allow; WorldError if not all ranks come within a sixth of `runtime.timeout_s` (at least 60 s), or if a message fails.
     """
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
@@ -86,8 +83,7 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
             f"error), or a message exceeded runtime.timeout_s, which is {config.timeout_s:g}"
         ) from error
     finally:
-        # A rank that failed must report it before its peers notice, and leaving the group could wait for messages that nobody
-        # receives: with peers, the end of the process leaves the group.
+        # A failed rank with peers leaves the group by ending: leaving could wait for messages that nobody receives.
         if size == 1 or not failed:
             dist.destroy_process_group()
         undo()  # a world of one may be a call within another program
@@ -96,11 +92,8 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
 
 
 def _set_torch(threads: int) -> Callable[[], None]:
-    """Set torch's process-wide settings.  Returns a function that restores them.
-
-    gloo connects two ranks in their first message.  By default it connects all pairs of a new group: n files and 2 n store
-    operations on each of n ranks.
-    """
+    """Set torch's process-wide settings.  Returns a function that restores them."""
+    # gloo connects two ranks in their first message; by default all pairs of a new group, with 2 n store operations per rank.
     late_before = os.environ.get(CONNECT_LATE)
     os.environ.setdefault(CONNECT_LATE, "1")
     threads_before, plans_before = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
@@ -118,8 +111,8 @@ def _set_torch(threads: int) -> Callable[[], None]:
 
 
 def _alone(backend: str, config: RuntimeConfig) -> bool:
-    """Make a group of this process alone.  Returns True if an interface was set for it: gloo listens even without peers."""
-    preferred = _prefer_interface_of(LOOPBACK)
+    """Make a group of this process alone.  Returns True if an interface was set for it."""
+    preferred = _prefer_interface_of(LOOPBACK)  # gloo listens even without peers
     timeout = timedelta(seconds=config.timeout_s)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return preferred
@@ -134,20 +127,13 @@ def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
 
 
 def _this_host(rank: int, device: torch.device, environment: Mapping[str, str]) -> RankHost:
-    """This rank's host; `node` is torchrun's (GROUP_RANK) or srun's (SLURM_NODEID) number."""
-    node = environment.get("GROUP_RANK") or environment.get("SLURM_NODEID")
-    return RankHost(rank, socket.gethostname(), node, str(device), torch.get_num_threads(), os.getpid(), _gpu(device))
-
-
-def _gpu(device: torch.device) -> str:
-    """The GPU's UUID, which does not depend on the visible devices."""
-    if device.type != "cuda":
-        return ""
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    node = environment.get("GROUP_RANK") or environment.get("SLURM_NODEID")  # torchrun's or srun's number
+    uuid = "" if device.type != "cuda" else str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    return RankHost(rank, socket.gethostname(), node, str(device), torch.get_num_threads(), os.getpid(), uuid)
 
 
 def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig) -> tuple[RankHost, ...]:
-    """Meet all ranks and connect to them, within one deadline (the last to come may have a few seconds more)."""
+    """Meet all ranks and connect to them, within one deadline (the last to come have a few seconds more)."""
     deadline = time.monotonic() + config.meeting_s
     meeting = meet(me, point, config.meeting_s)
     if meeting.local_address is not None:
@@ -173,8 +159,8 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
     if shared := shared_gpus(hosts):
         raise ConfigError(
             f"{', '.join(shared)} would share a CUDA device, but NCCL wants one for each rank: start no more ranks on a host "
-            "than it has devices (placement.mode=single for one, a smaller placement, or more hosts), and show each rank all "
-            "of them or one of its own (CUDA_VISIBLE_DEVICES); runtime.device=cpu computes without them"
+            "than it has devices (placement.mode=single for one), and show each rank all of them or one of its own "
+            "(CUDA_VISIBLE_DEVICES); runtime.device=cpu computes without them"
         )
     return hosts
 
@@ -188,24 +174,17 @@ def tell_hosts(hosts: tuple[RankHost, ...]) -> tuple[RankHost, ...]:
 
 
 def _prefer_interface_of(address: str) -> bool:
-    """Let gloo use the network of an address, unless the user set one.  Returns True if it was set here."""
-    interface = _interface_of(address)
-    if interface is None or "GLOO_SOCKET_IFNAME" in os.environ:
+    """Let gloo use the network interface of an address, unless the user set one.  Returns True if it was set here."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return False
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
-    return True
-
-
-def _interface_of(address: str) -> str | None:
-    """The network interface of an address."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
-    return None
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            return True
+    return False
 
 
 def _waiting_in(error: Exception) -> str:
-    """The function of this package that was waiting, for a message."""
     package = str(Path(__file__).parents[1])
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
     if len(frames) < 2:  # only this module's own frame

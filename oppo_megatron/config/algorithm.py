@@ -256,11 +256,8 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def with_preset_file(settings: Any) -> Any:
-    """Return the settings over those of the file that `algorithm.preset` names, if it names one.
-
-    The file names in `algorithm.preset` the built-in preset that it starts from.  Raises ValueError if it cannot be read, or
-    has other sections.
-    """
+    """Return the settings over those of the file that `algorithm.preset` names, if any; its own `algorithm.preset` is the
+    built-in one to start from.  Raises ValueError if it cannot be read, or has other sections."""
     algorithm = settings.get("algorithm") if isinstance(settings, dict) else None
     name = algorithm.get("preset") if isinstance(algorithm, dict) else None
     if not isinstance(name, str | Path) or Path(name).suffix not in SUFFIXES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from oppo_megatron.config.algorithm import PRESETS
@@ -14,16 +13,6 @@ from oppo_megatron.config.run import TrainConfig
 AND_NOTHING = "so that nothing is learned"
 
 
-@dataclass(frozen=True)
-class Read:
-    """Settings that are read only if `chosen` holds; `why` nothing reads them otherwise."""
-
-    settings: tuple[str, ...]
-    chosen: Callable[[TrainConfig], bool]
-    why: str
-    remedy: str = "remove it"
-
-
 def _has_kl(config: TrainConfig) -> bool:
     return config.ppo.kl.mode not in ("none", "margin")
 
@@ -32,67 +21,64 @@ def _bounded(*objectives: str) -> Callable[[TrainConfig], bool]:
     return lambda config: config.algorithm.pairs or config.algorithm.objective in objectives
 
 
-READS = (
-    Read(
-        ("ppo.gae_lambda", "ppo.value_clip", "ppo.critic_warmup_steps"),
-        lambda config: config.algorithm.critic,
-        "algorithm.preset {preset} has no critic",
+def _no_pairs(config: TrainConfig) -> bool:
+    return not config.algorithm.pairs
+
+
+KL = ("ppo.kl.coefficient", "ppo.kl.target", "ppo.kl.estimator", "ppo.kl.gradient")
+CLIPS = ("ppo.clip", "ppo.clip_high", "ppo.dual_clip")
+REMOVE, WITH_KL = "remove it", "remove it, or set ppo.kl.mode to penalty, score or loss"
+Read = tuple[tuple[str, ...], Callable[[TrainConfig], bool], str, str]
+"""Settings that are read only if a condition holds, why nothing reads them otherwise, and the remedy."""
+
+READS: tuple[Read, ...] = (
+    (
+        ("ppo.gae_lambda", "ppo.value_clip", "ppo.critic_warmup_steps"), lambda config: config.algorithm.critic,
+        "algorithm.preset {preset} has no critic", REMOVE,
     ),
-    Read(
-        ("ppo.clip", "ppo.clip_high", "ppo.dual_clip", "ppo.entropy_coefficient", "ppo.staleness"),
-        lambda config: not config.algorithm.pairs,
-        "a pair is compared by the policy and the reference alone, whoever drew it",
+    (
+        (*CLIPS, "ppo.entropy_coefficient", "ppo.staleness"), _no_pairs,
+        "a pair is compared by the policy and the reference alone, whoever drew it", REMOVE,
     ),
-    Read(
-        ("ppo.clip", "ppo.clip_high", "ppo.dual_clip"),
-        lambda config: config.algorithm.loss is None or config.algorithm.pairs,
-        "algorithm.loss is your own function",
+    (
+        CLIPS, lambda config: config.algorithm.loss is None or config.algorithm.pairs,
+        "algorithm.loss is your own function", REMOVE,
     ),
-    Read(("ppo.clip", "ppo.dual_clip"), _bounded("clip"), "algorithm.objective is {objective}, which does not clip by it"),
-    Read(("ppo.clip_high",), _bounded("clip", "cispo"), "algorithm.objective is {objective}, which has no ratio"),
-    Read(("algorithm.ratio",), _bounded("clip", "cispo"), "algorithm.objective {objective} has no ratio"),
-    Read(("algorithm.ratio",), lambda config: not config.algorithm.pairs, "algorithm.objective dpo has no ratio"),
-    Read(
-        ("ppo.gamma", "ppo.reward_normalization"),
-        lambda config: not config.algorithm.pairs,
-        "of a pair only which response is the better one counts",
+    (
+        ("ppo.clip", "ppo.dual_clip"), _bounded("clip"),
+        "algorithm.objective is {objective}, which does not clip by it", REMOVE,
     ),
-    Read(
-        ("ppo.reward_normalization",),
-        lambda config: not _scales_again(config),
-        "algorithm.scale {scale} divides by the deviation of the scores again, whatever it is",
+    (("ppo.clip_high",), _bounded("clip", "cispo"), "algorithm.objective is {objective}, which has no ratio", REMOVE),
+    (("algorithm.ratio",), _bounded("clip", "cispo"), "algorithm.objective {objective} has no ratio", REMOVE),
+    (("algorithm.ratio",), _no_pairs, "algorithm.objective dpo has no ratio", REMOVE),
+    (
+        ("ppo.gamma", "ppo.reward_normalization"), _no_pairs, "of a pair only which response is the better one counts",
+        REMOVE,
     ),
-    Read(
-        ("ppo.kl.coefficient", "ppo.kl.target", "ppo.kl.estimator", "ppo.kl.gradient"),
-        lambda config: config.ppo.kl.mode != "none" or config.algorithm.pairs,
-        "ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set)",
-        "remove it, or set ppo.kl.mode to penalty, score or loss",
+    (
+        ("ppo.reward_normalization",), lambda config: not _scales_again(config),
+        "algorithm.scale {scale} divides by the deviation of the scores again, whatever it is", REMOVE,
     ),
-    Read(
-        ("ppo.kl.coefficient", "ppo.kl.target", "ppo.kl.estimator", "ppo.kl.gradient"),
-        lambda config: config.ppo.kl.mode != "margin" or not config.algorithm.pairs,
+    (
+        KL, lambda config: config.ppo.kl.mode != "none" or config.algorithm.pairs,
+        "ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set)", WITH_KL,
+    ),
+    (
+        KL, lambda config: config.ppo.kl.mode != "margin" or not config.algorithm.pairs,
         "with pairs the reference is in their margins alone",
         "remove it, or set dpo.beta, which holds the policy to the reference",
     ),
-    Read(
-        ("ppo.kl.gradient",),
-        lambda config: config.ppo.kl.mode == "loss" or not _has_kl(config),
-        "ppo.kl.mode {kl} has no gradient",
-        "remove it, or set ppo.kl.mode to loss",
+    (
+        ("ppo.kl.gradient",), lambda config: config.ppo.kl.mode == "loss" or not _has_kl(config),
+        "ppo.kl.mode {kl} has no gradient", "remove it, or set ppo.kl.mode to loss",
     ),
-    Read(
-        ("guards.ratio_max",),
-        lambda config: not config.algorithm.pairs,
-        "algorithm.preset {preset} has no ratio",
-    ),
-    Read(
+    (("guards.ratio_max",), _no_pairs, "algorithm.preset {preset} has no ratio", REMOVE),
+    (
         ("guards.kl_mean",),
-        lambda config: config.ppo.kl.mode != "none" and (config.ppo.kl.mode != "margin" or config.rollout.temperature == 1),
-        "there is no KL to a reference (ppo.kl.mode; with pairs, rollout.temperature 1)",
-        "remove it, or set ppo.kl.mode to penalty, score or loss",
+        lambda config: _has_kl(config) or (config.ppo.kl.mode == "margin" and config.rollout.temperature == 1),
+        "there is no KL to a reference (ppo.kl.mode; with pairs, rollout.temperature 1)", WITH_KL,
     ),
-)
-"""Settings that not every algorithm reads."""
+)  # fmt: skip
 
 
 def unread_settings(config: TrainConfig) -> Iterator[str]:
@@ -101,15 +87,15 @@ def unread_settings(config: TrainConfig) -> Iterator[str]:
     words = {
         "preset": algorithm.preset, "objective": algorithm.objective, "scale": algorithm.scale, "kl": config.ppo.kl.mode,
     }  # fmt: skip
-    for each in READS:
-        if each.chosen(config):
+    for settings, is_read, why, remedy in READS:
+        if is_read(config):
             continue
-        for key in each.settings:
+        for key in settings:
             value = _value(config, key)
             if key not in reported and value not in (_default(config, key), _of_preset(config, key)):
                 reported.add(key)
                 shown = f"{value:g}" if isinstance(value, float) else str(value).lower() if value is True else value
-                yield f"{key} is {shown}, but {each.why.format(**words)}, and nothing reads it; {each.remedy}"
+                yield f"{key} is {shown}, but {why.format(**words)}, and nothing reads it; {remedy}"
 
 
 def _value(config: Any, key: str) -> Any:

@@ -45,10 +45,9 @@ def log_normal(forced: ForcedLengths) -> Quantile:
 class DebugConfig(Section):
     """For benchmarks and development, not for training.
 
-    Forced lengths do not depend on the policy's responses, so that runs do the same work. They are drawn by (seed, sequence
-    id), at least 1 and at most `rollout.max_response_tokens`; EOS is ignored. A trace is a CSV file with one row a request
-    and a column of tokens, or a histogram with the columns `kind`, `tokens`, `requests`; its lengths are scaled so that
-    their 99th percentile is `rollout.max_response_tokens`.
+    Forced lengths are drawn by (seed, sequence id), so that runs do the same work; at least 1 and at most
+    `rollout.max_response_tokens`. A trace is a CSV file with one row a request and a column of tokens, or a histogram with the
+    columns `kind`, `tokens`, `requests`; its lengths are scaled so that their 99th percentile is `rollout.max_response_tokens`.
     """
 
     forced_lengths: Annotated[list[float] | Path | tuple[Path, str] | None, Unit("tokens, nats")] = Field(

@@ -119,7 +119,7 @@ def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
 
 
 def best_standard(config: TrainSettings | SupervisedConfig) -> Standard | None:
-    """The standard of the best step: `checkpoint.keep_best`, else `early_stop`, else the first held-out metric, else the mean
+    """The metric of the best step: `checkpoint.keep_best`, else `early_stop`'s, else the first held-out one, else the mean
     reward of a step's batch; None for supervised runs that measure nothing."""
     rules, names = config.checkpoint, config.measured
     if isinstance(rules.keep_best, str):

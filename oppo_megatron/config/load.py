@@ -1,6 +1,5 @@
 """YAML plus dotted overrides into a typed configuration, and back.
 
-omegaconf reads the file, overrides `a.b=c` are laid over it, `${...}` is resolved, pydantic builds the sections.
 Whatever is wrong is collected and raised as one `ConfigError`.  Relative paths stay relative to the current directory.
 """
 
@@ -59,11 +58,10 @@ def load_config(
     overrides: Sequence[str] = (),
     check: Callable[[SectionT], Sequence[str]] | None = None,
 ) -> SectionT:
-    """Read `path`, lay `overrides` (`a.b=c`, `c` in YAML; null takes out a key that cannot be null) over it and build a `kind`.
+    """Read `path`, apply `overrides` (`a.b=c`, `c` in YAML; null removes a key that cannot be null) and build a `kind`.
 
-    Raises `ConfigError` with every problem found: syntax (file, line, column), unknown keys with the nearest known one, missing
-    keys, wrong types, values out of range, secrets of the environment, and the results of `check` (cross-checks). If single
-    keys are wrong, `check` still sees the rest, with defaults in their place.
+    Raises `ConfigError` with every problem: syntax, unknown keys with the nearest known one, missing keys, wrong types, values
+    out of range, secrets of the environment, and the results of `check`. If single keys are wrong, `check` still sees the rest.
     """
     tree, overrides = _without_removed(kind, _read_yaml(Path(path)), overrides)
     problems = _apply_overrides(tree, overrides)
@@ -92,9 +90,9 @@ def load_config(
 
 
 def dump_config(config: Section, path: str | Path) -> None:
-    """Write `config` with every default filled in; `load_config` of the file gives an equal configuration.
+    """Write `config` with every default filled in, so that `load_config` gives an equal one.
 
-    The file appears whole or not at all, so that several ranks may write the same one.
+    The file appears whole or not at all, because several ranks may write the same one.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

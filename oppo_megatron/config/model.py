@@ -82,10 +82,10 @@ class ParallelConfig(SizesConfig):
 
 
 class TrainingLayoutConfig(SizesConfig):
-    """The layout of a trained role during its update, and the schedule of the update.
+    """The layout of a trained role during its update.
 
-    A null size is taken from the role's `parallel` layout.  If the layouts differ, the weights move to the layout that decodes
-    (or scores) after each update; if they are equal, both share the weights.
+    A null size is taken from the role's `parallel` layout.  If the layouts differ, the weights move after each update; if they
+    are equal, both share the weights.
     """
 
     vpp: Annotated[int, Unit("stages a rank")] = Field(1, ge=1, description="virtual stages; above 1: interleaved 1F1B")
@@ -96,10 +96,7 @@ class TrainingLayoutConfig(SizesConfig):
 
 
 class ModelConfig(Section):
-    """The source of a model's shape and weights: a Hugging Face or Megatron directory, or a shape to initialise at random.
-
-    Exactly one of `checkpoint` and `init` is given.
-    """
+    """A Hugging Face or Megatron directory, or a shape to initialise at random: exactly one of `checkpoint` and `init`."""
 
     checkpoint: Path | None = Field(
         None, description="Hugging Face directory (config.json + safetensors), or a Megatron torch_dist one with a "

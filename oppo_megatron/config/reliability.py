@@ -57,8 +57,7 @@ APART = {"float32": 1e-4, "bfloat16": 0.25}
 
 
 class GuardsConfig(Section):
-    """The reaction to a step with unsound numbers: a score, log-prob, value, loss or gradient that is NaN or infinite, or a
-    figure beyond its limit.
+    """The reaction to numbers that are NaN or infinite, or beyond a limit.
 
     `stop` ends the run; `skip` leaves weights and optimizers of actor and critic as they were, on all ranks; `rollback` returns
     to the last checkpoint and continues without the prompts admitted since. See docs/guards.md.

@@ -45,10 +45,10 @@ RULE_WALL_S = {"math": 5.0, "code": 10.0}
 class RewardPart(Section):
     """One summand of the reward: `weight` times the number that `kind` gives for a finished response.
 
-    kind: `model` the reward model's scalar; `process` the scores that a process reward model gives to the steps of the
-    response, each the probability that the step is right (docs/process_rewards.md); `verifier` a rule by `name`, most of
-    which compare the response with column `answer`; `python` a user's function `entry_point` = `package.module:function` or
-    `file.py:function`, called with (prompt, response, fields); `http` a reward service at `url` (docs/rewards.md).
+    kind: `model` the reward model's scalar; `process` a process reward model's scores of the steps (docs/process_rewards.md);
+    `verifier` a rule by `name`, most of which compare with column `answer`; `python` a function `entry_point` =
+    `package.module:function` or `file.py:function`, called with (prompt, response, fields); `http` a reward service at `url`
+    (docs/rewards.md).
     """
 
     kind: Literal["model", "process", "verifier", "python", "http"] = Field(

@@ -17,9 +17,8 @@ from oppo_megatron.config.rewards import RewardPart
 class ServeConfig(Section):
     """`oppo serve`: rewards over HTTP.
 
-    With `rewards` the service answers whole responses with their weighted sum, for parts of kind http (docs/rewards.md).
-    Without, it serves the model `reward` to runs that stream growing sequences, and keeps their KV caches
-    (docs/nemo_aligner.md).
+    With `rewards` it answers whole responses with their weighted sum, for parts of kind http (docs/rewards.md). Without, it
+    serves the model `reward` to runs that stream growing sequences (docs/nemo_aligner.md).
     """
 
     host: str = Field("127.0.0.1", description="address to listen on; if others can reach it, with `token_env`")

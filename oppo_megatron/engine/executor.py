@@ -20,8 +20,7 @@ from torch import Tensor
 
 from oppo_megatron.clock import SteadyClock
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.cluster.peers import is_lost_peer, stalled
-from oppo_megatron.cluster.process_groups import new_group
+from oppo_megatron.cluster.process_groups import is_lost_peer, new_group, stalled
 from oppo_megatron.errors import StallError
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.schedule.links import Link, in_waves, lanes_of, link_of

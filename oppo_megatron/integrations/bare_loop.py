@@ -1,7 +1,6 @@
-"""The lower bound of decoding in torch: a loop over the weights of an exported model, and nothing around it.
+"""A lower bound of decoding in torch: a loop over the weights of an exported model, to compare the engine with.
 
-A yardstick for the engine.  All sequences have one length and none ends; no mask, no sampling, no log-probs, no bookkeeping.
-Keys and values lie in one tensor a layer that is as long as the whole answer.
+All sequences have one length and none ends; no mask, sampling or log-probs.  One tensor of keys and values per layer.
 
 Legend: B sequences, P prompt tokens, N new tokens, H hidden, G key/value heads, R query heads a key/value head, D head
 dimension, L cached positions.
@@ -71,7 +70,7 @@ class BareLoop:
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
     def _step(self, tokens_BT: Tensor, start: int, cache: Sequence[Tensor], rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Advance all sequences by T tokens; the next token of each."""
+        """Advance all sequences by T tokens; return the next token of each."""
         batch, count = tokens_BT.shape
         cos, sin = (table[start : start + count].repeat(batch, 1)[:, None] for table in rope)
         x = F.embedding(tokens_BT.flatten(), self.embed_VH)

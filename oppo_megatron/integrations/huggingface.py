@@ -35,18 +35,13 @@ COMPARED_TOKENS = 32
 
 @dataclass(frozen=True)
 class Conversion:
-    """The conversion of a directory.  `dtype`: null for the narrowest that keeps every bit; `max_shard_bytes`: of hf.
-
-    `shape_file`: the `config.json` of a Megatron checkpoint that has none; `adapter`: a peft directory to merge into it.
-    """
-
     head: Head
     to: Target = "hf"
-    dtype: str | None = None
+    dtype: str | None = None  # None: the narrowest that keeps every bit
     fresh_head_seed: int | None = None
-    max_shard_bytes: int = MAX_SHARD_BYTES
-    shape_file: Path | None = None
-    adapter: Path | None = None
+    max_shard_bytes: int = MAX_SHARD_BYTES  # of hf
+    shape_file: Path | None = None  # the `config.json` of a Megatron checkpoint that has none
+    adapter: Path | None = None  # a peft directory to merge
 
 
 Beside = Callable[[str, Sequence[Path]], tuple[Sequence[Path], Mapping[str, Any]]]
@@ -57,10 +52,8 @@ their `config.json`."""
 def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None) -> int:
     """Convert `src`, of Hugging Face or Megatron, to `dst`; returns the number of tensors.
 
-    `beside`: what goes with the weights; None: the tokenizer and generation settings next to `src`.
-
-    Raises CheckpointError if `src` cannot be read as what `dst` is to be, or `dst` is not empty; ConfigError for what cannot
-    be asked for together.
+    `beside`: what goes with the weights; None: the tokenizer and generation settings next to `src`.  Raises CheckpointError if
+    `src` cannot be read as asked or `dst` is not empty; ConfigError for options that contradict each other.
     """
     dst = dst.resolve()  # `.` has no name, and a link must not be replaced itself
     require_empty(dst)
@@ -110,9 +103,9 @@ def _convert_to_megatron(
 
 
 def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[str, float]:
-    """Return what was compared, and its largest absolute difference on random tokens (transformers, float32).
+    """Return the quantity compared and its largest absolute difference on random tokens (transformers, float32).
 
-    Compares logits (or scores), or the last hidden states if SRC has no head to compare with.
+    Compares logits (or scores), or the last hidden states if SRC has no head.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -133,10 +126,7 @@ def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[
 
 
 def compare_weights(src: Path, dst: Path, what: Conversion) -> tuple[int, float]:
-    """Return the number of tensors read back from `dst`, and their largest absolute difference from `src`.
-
-    Accepts any format.  Merges the adapters of `what` into `src`; a fresh head is the same on both sides.
-    """
+    """Return the number of tensors read back from `dst`, and their largest absolute difference from `src`."""
     shape, source = _open_source(src, what)
     _, written = open_weights(ModelConfig(checkpoint=dst), what.head)
     tensors = hf_tensors(shape, what.head)
@@ -151,7 +141,7 @@ def compare_weights(src: Path, dst: Path, what: Conversion) -> tuple[int, float]
 def write_random_checkpoint(
     hf_config: Mapping[str, Any], directory: Path, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """A causal LM of a `config.json` with random weights, which are drawn on the device: on a GPU in seconds."""
+    """Write a causal LM of a `config.json` with random weights, which are drawn on the device: on a GPU in seconds."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**hf_config)

@@ -1,8 +1,7 @@
-"""Activation memory of a rank: what the modules of `mcore` allocate on a GPU, in elements per token.  Pure.
+"""Activation memory of a rank: what the modules of `mcore` allocate on a GPU.  Pure.
 
-Held to what the modules take on fake CUDA tensors (`tests/rehearsal/test_memory_plan.py`); a CPU takes other amounts of the
-same order.  `shard`: the hidden size, or with sequence parallelism a tensor rank's part of it; `query`, `key`, `ffn`: sizes on
-one tensor rank.
+Held to what they take on fake CUDA tensors (`tests/rehearsal/test_memory_plan.py`).  Sizes are in elements per token; `shard`:
+the hidden size, or with sequence parallelism a tensor rank's part of it; `query`, `key`, `ffn`: of one tensor rank.
 """
 
 from __future__ import annotations

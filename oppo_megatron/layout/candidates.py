@@ -6,8 +6,8 @@ With W ranks, as many as the machine has CUDA devices or cores:
     disaggregated    actor | scorers: W-1 | 1, three quarters | one, half | half; on CPU also 1 | 1 with W/2 threads each
     colocated        all roles on W ranks
 
-Each in the layout of least and of largest tensor parallelism that the models admit, without pipelines; a disaggregated one
-of least tensor parallelism also with the reference on the actor's ranks, for the two sides are seldom equally busy.
+Each in the layouts of least and of largest tensor parallelism, without pipelines; the former also with the reference on the
+actor's ranks, because the two sides are seldom equally busy.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil
@@ -103,10 +103,7 @@ def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
 
 
 def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
-    """Every share of every rank of a PPO run whose configuration has passed its checks.
-
-    `on_cpu`: decoding has weights of its own (`runtime.decode_path`).
-    """
+    """`on_cpu`: decoding has weights of its own (`runtime.decode_path`)."""
     training, holdings = training_placements(config), list[Holding]()
     for name, placement in role_placements(config).items():
         holdings += role_holdings(config, name, placement, training.get(name, placement), on_cpu=on_cpu)
@@ -116,16 +113,42 @@ def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
 def role_holdings(
     config: TrainConfig, name: str, serving: RolePlacement, training: RolePlacement, *, on_cpu: bool
 ) -> list[Holding]:
-    role = named_roles(config)[name]
-    model = laid_out(config, name, serving, training)
-    served = list(_serving(config, name, serving, model, on_cpu=on_cpu))
+    role, model = named_roles(config)[name], laid_out(config, name, serving, training)
+    sequences, slots = sequences_and_slots(config, name, serving, model)
+    batches = _serving_batches(config, name, sequences, slots)
+    stages = [served_memory(config, name, serving, model, stage, on_cpu=on_cpu) for stage in range(serving.pp)]
+    served = []
+    for at, rank in _coords_of(serving):
+        (memory, phases), layers = stages[at.stage], stage_layers(model.shape, serving.pp, at.stage)
+        served.append(Holding(rank, name, at, Sizes.of(serving), layers, memory, batches, phases))
     if not isinstance(role, TrainedRoleConfig):
         return served
-    trained = list(_training(config, name, training, model, role.train, on_cpu=on_cpu))
-    if has_own_training_weights(serving, training, role.train.vpp):
+    train, sizes = role.train, Sizes.of(training, role.train.vpp)
+    update = _words(
+        {
+            "rollout batch B": config.rollout.batch_size, "minibatch rows": minibatch_rows(config),
+            "rows a replica": training_rows(config, training), "micro-batch tokens": config.runtime.micro_batch_tokens,
+        }
+    )  # fmt: skip
+    updates = [trained_memory(config, training, model, train, stage, on_cpu=on_cpu) for stage in range(training.pp)]
+    trained = []
+    for at, rank in _coords_of(training):
+        memory, layers = updates[at.stage], stage_layers(model.shape, training.pp, at.stage, train.vpp)
+        trained.append(Holding(rank, f"{name}.train", at, sizes, layers, memory, update, {"update": memory.activations}))
+    if has_own_training_weights(serving, training, train.vpp):
         return [*served, *trained]
-    one_model = is_one_model(role.train)
-    return [_both(*pair, one_model=one_model) for pair in zip(served, trained, strict=True)]
+    one_model = is_one_model(train)
+    return [
+        replace(
+            each, memory=both_memory(each.memory, other.memory, one_model=one_model), batches=batches | update,
+            phases=other.phases | each.phases,
+        )
+        for each, other in zip(served, trained, strict=True)
+    ]  # fmt: skip
+
+
+def _words(sizes: Mapping[str, int]) -> dict[str, str]:
+    return {heading: str(size) for heading, size in sizes.items()}
 
 
 def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
@@ -135,81 +158,32 @@ def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holdi
     sequences = 2 if isinstance(config, RewardModelConfig | DPOConfig) else 1  # a chosen and a rejected completion
     rows, tokens = ceil(config.batch_size / placement.dp), config.runtime.micro_batch_tokens
     batch = TrainingBatch(tokens, rows * sequences * config.max_tokens)
-    shown = {"rows a batch": config.batch_size, "rows a replica": rows, "micro-batch tokens": tokens}
-    batches = {heading: str(size) for heading, size in shown.items()}
+    batches = _words({"rows a batch": config.batch_size, "rows a replica": rows, "micro-batch tokens": tokens})
     held = []
     for coords, rank in _coords_of(placement):
         memory = model.trained(placement, coords.stage, TrainingLayoutConfig(), batch, on_cpu=on_cpu)
         tables = table_bytes(model.shape, config.max_tokens)
         memory = replace(memory, weights=model.weights(placement, coords.stage), buffers=tables)
-        layers, phases = _layers(model, placement, coords), {"update": memory.activations}
+        layers, phases = stage_layers(model.shape, placement.pp, coords.stage), {"update": memory.activations}
         held.append(Holding(rank, "model", coords, Sizes.of(placement), layers, memory, batches, phases))
     return sorted(held, key=lambda holding: holding.rank)
 
 
-def _serving(
-    config: TrainConfig, name: str, placement: RolePlacement, model: RoleModel, *, on_cpu: bool
-) -> Iterator[Holding]:
-    sequences, slots = sequences_and_slots(config, name, placement, model)
-    batches = _serving_batches(config, name, sequences, slots)
-    stages = [served_memory(config, name, placement, model, stage, on_cpu=on_cpu) for stage in range(placement.pp)]
-    for coords, rank in _coords_of(placement):
-        memory, phases = stages[coords.stage]
-        yield Holding(
-            rank, name, coords, Sizes.of(placement), _layers(model, placement, coords), memory, batches, phases
-        )
-
-
-def _training(
-    config: TrainConfig,
-    name: str,
-    placement: RolePlacement,
-    model: RoleModel,
-    train: TrainingLayoutConfig,
-    *,
-    on_cpu: bool,
-) -> Iterator[Holding]:
-    batches = _training_batches(config, training_rows(config, placement))
-    stages = [trained_memory(config, placement, model, train, stage, on_cpu=on_cpu) for stage in range(placement.pp)]
-    for coords, rank in _coords_of(placement):
-        memory = stages[coords.stage]
-        layers = stage_layers(model.shape, placement.pp, coords.stage, train.vpp)
-        phases, sizes = {"update": memory.activations}, Sizes.of(placement, train.vpp)
-        yield Holding(rank, f"{name}.train", coords, sizes, layers, memory, batches, phases)
-
-
-def _both(served: Holding, trained: Holding, *, one_model: bool) -> Holding:
-    """`one_model`: by the same modules."""
-    memory = both_memory(served.memory, trained.memory, one_model=one_model)
-    batches, phases = served.batches | trained.batches, trained.phases | served.phases
-    return replace(served, memory=memory, batches=batches, phases=phases)
-
-
 def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int) -> dict[str, str]:
-    batch, tokens = config.rollout.batch_size, config.runtime.micro_batch_tokens
+    batch, overlap = config.rollout.batch_size, config.overlap
     decode, prefill = _cut(config, slots)
+    deltas = [overlap.delta.initial] if overlap.delta.rule == "fixed" else [0, overlap.delta.max]
+    chunks = [overlap.chunk.tokens, *(overlap.chunk.candidates if overlap.chunk.adaptive else [])]
     return {
         "rollout batch B": str(batch),
-        "B + delta": _span([batch + delta for delta in _deltas(config)]),
+        "B + delta": _span([batch + delta for delta in (deltas if overlap.inter else [0])]),
         "sequences a replica": str(sequences),
         "KV slots": str(slots),
         "decode m-batches": decode if name == "actor" else "-",
-        "micro-batch tokens": str(tokens),
-        "chunk C": _span(_chunks(config)),
+        "micro-batch tokens": str(config.runtime.micro_batch_tokens),
+        "chunk C": _span([min(size, longest_chunk(config)) for size in chunks]),
         "prefill tokens": "-" if name == "actor" else prefill,
     }
-
-
-def _deltas(config: TrainConfig) -> list[int]:
-    delta = config.overlap.delta
-    if not config.overlap.inter:
-        return [0]
-    return [delta.initial] if delta.rule == "fixed" else [0, delta.max]
-
-
-def _chunks(config: TrainConfig) -> list[int]:
-    chunk, longest = config.overlap.chunk, longest_chunk(config)
-    return [min(size, longest) for size in (chunk.tokens, *(chunk.candidates if chunk.adaptive else []))]
 
 
 def _cut(config: TrainConfig, slots: int) -> tuple[str, str]:
@@ -232,21 +206,8 @@ def _span(sizes: Sequence[int]) -> str:
     return str(least) if least == most else f"{least}-{most}"
 
 
-def _training_batches(config: TrainConfig, rows: int) -> dict[str, str]:
-    return {
-        "rollout batch B": str(config.rollout.batch_size),
-        "minibatch rows": str(minibatch_rows(config)),
-        "rows a replica": str(rows),
-        "micro-batch tokens": str(config.runtime.micro_batch_tokens),
-    }
-
-
 def _coords_of(placement: RolePlacement) -> Iterator[tuple[RankCoordinates, int]]:
     for rank in placement.ranks:
         coords = placement.coords(rank)
         assert coords is not None, "a placement has coordinates for each of its ranks"
         yield coords, rank
-
-
-def _layers(model: RoleModel, placement: RolePlacement, coords: RankCoordinates) -> list[range]:
-    return stage_layers(model.shape, placement.pp, coords.stage)

@@ -1,8 +1,7 @@
 """A model's share of a rank's memory, from its `config.json` and layout.  Pure.
 
-Parameters, gradients, optimizer state, KV cache and buffers are exact; activations are those of the largest micro-batches, and
-a CPU's kernels an estimate.  Not counted: interpreter and libraries, a device's context, NCCL's buffers, the host copy that a
-guard restores, the allocator's own loss.
+All is exact but activations, which are those of the largest micro-batches, and a CPU's kernels.  Not counted: interpreter and
+libraries, a device's context, NCCL's buffers, the host copy that a guard restores, the allocator's own loss.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ BLOCK_TOKENS = 256
 class Memory:
     """Bytes on one rank by kind.
 
-    `copy`: weights of a training layout of its own.  `packed`: weights in the order in which a CPU's products read them.
-    `kernels`: of the CPU library.  `buffers`: rotary tables, and the gather buffer of sequence parallelism.  `activations`: the
-    peak of a forward and backward pass, or of a cached call.
+    `copy`: weights of a training layout of its own.  `packed`: weights in the order in which a CPU's products read them, and
+    their `kernels`.  `buffers`: rotary tables, and the gather buffer of sequence parallelism.
     """
 
     weights: float = 0
@@ -152,3 +150,28 @@ def shortage(lasting: Sequence[float], available: int, who: str, where: str) -> 
         f"{available / 2**30:,.1f} GiB of memory: `--dry-run` shows what takes it; use smaller models or more machines, or "
         "lower rollout.batch_size, overlap.delta.max or runtime.kv_cache_mb"
     )
+
+
+FEW_ROWS, ROW_MULTIPLE, MOST_ROWS = 128, 32, 4096
+"""Packed products take up to `FEW_ROWS` rows unpadded, more in multiples, and none above `MOST_ROWS`."""
+WHOLE_MULTIPLE = 64
+"""Calls over whole sequences in bfloat16 on a CPU are padded to multiples of this number of rows."""
+KERNEL_BYTES, MOST_KERNELS = 2**19, 1024
+"""Bytes that oneDNN keeps per product of given sizes (measured), and its largest number of products."""
+WHOLE_KERNEL_BYTES = 2**20
+"""The same for a product over whole sequences in bfloat16."""
+
+
+def prefill_sizes(tokens: int) -> int:
+    """Row counts that packed products may meet in calls of up to `tokens` tokens, except rare ones of few rows."""
+    return max(0, -(-min(tokens, MOST_ROWS) // ROW_MULTIPLE) - FEW_ROWS // ROW_MULTIPLE)
+
+
+def kernel_bytes(layer_sizes: int, head_sizes: int) -> int:
+    return min(4 * layer_sizes + head_sizes, MOST_KERNELS) * KERNEL_BYTES
+
+
+def training_kernel_bytes(tokens: int) -> int:
+    """A layer's four products and the output layer's, each with its two gradients, for every number of rows."""
+    sizes = -(-tokens // WHOLE_MULTIPLE)
+    return min(3 * 5 * sizes, MOST_KERNELS) * WHOLE_KERNEL_BYTES

@@ -6,44 +6,43 @@ from dataclasses import dataclass, replace
 from math import ceil, lcm
 
 from oppo_megatron.config.derived import max_context, minibatch_rows, share_of_sequences
-from oppo_megatron.config.model import LearningModelConfig, LoraConfig, ModelConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout import activations
 from oppo_megatron.layout.activations import Call, TrainingBatch
-from oppo_megatron.layout.cpu_kernels import FEW_ROWS, kernel_bytes, prefill_sizes, training_kernel_bytes
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import (
+    FEW_ROWS,
     Memory,
-    Shape,
     adapter_parameters,
     gather_bytes,
+    kernel_bytes,
     kv_cache_bytes,
     kv_slots,
     packed_parameters,
+    prefill_sizes,
     slot_tokens,
     stage_parameters,
     table_bytes,
+    training_kernel_bytes,
     training_state,
 )
 from oppo_megatron.layout.placements import RolePlacement, has_own_training_weights, named_roles, shares_weights
-from oppo_megatron.layout.shape import DTYPE_BYTES
 from oppo_megatron.modeldir.headers import read_hf_config
 
 SCALAR_ROLES = ("critic", "reward")
 
 
 @dataclass(frozen=True)
-class RoleModel:
-    shape: Shape
-    dtype: str
-    scalar: bool
-    lora: LoraConfig | None = None
+class RoleModel(activations.Model):
+    """A role's model; `tp` and `on_cpu` are set by `computed`."""
+
     shared: bool = False  # the reference, computed over the actor's base weights
 
     @classmethod
     def of(cls, model: ModelConfig, *, scalar: bool, shared: bool = False) -> RoleModel:
         lora = model.lora if isinstance(model, LearningModelConfig) else None
-        return cls(read_hf_config(model), model.dtype, scalar, lora, shared)
+        return cls(read_hf_config(model), 1, model.dtype, scalar, lora, shared=shared)
 
     def laid_out(self, *placements: RolePlacement) -> RoleModel:
         """With a vocabulary that the tensor ranks of every layout divide, as weights that move between layouts have it."""
@@ -52,15 +51,11 @@ class RoleModel:
 
     def weights(self, placement: RolePlacement, stage: int) -> int:
         own = 0 if self.shared else self.parameters(placement, stage)
-        return (own + self._adapters(placement)) * DTYPE_BYTES[self.dtype]
+        return (own + self._adapters(placement)) * self.width
 
     def packed(self, placement: RolePlacement, stage: int) -> int:
-        if self.shared:
-            return 0
-        return (
-            packed_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
-            * DTYPE_BYTES[self.dtype]
-        )
+        own = packed_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
+        return 0 if self.shared else own * self.width
 
     def makes_logits(self, placement: RolePlacement, stage: int) -> bool:
         return not self.scalar and stage == placement.pp - 1
@@ -68,17 +63,11 @@ class RoleModel:
     def parameters(self, placement: RolePlacement, stage: int) -> int:
         return stage_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
 
-    def computed(self, placement: RolePlacement, *, on_cpu: bool) -> activations.Model:
-        return activations.Model(self.shape, placement.tp, self.dtype, self.scalar, self.lora, on_cpu)
+    def computed(self, placement: RolePlacement, *, on_cpu: bool) -> RoleModel:
+        return replace(self, tp=placement.tp, on_cpu=on_cpu)
 
     def trained(
-        self,
-        placement: RolePlacement,
-        stage: int,
-        train: TrainingLayoutConfig,
-        batch: TrainingBatch,
-        *,
-        on_cpu: bool,
+        self, placement: RolePlacement, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch, *, on_cpu: bool
     ) -> Memory:
         state = training_state(self._trainable(placement, stage), self.dtype, placement.dp)
         model, sizes = self.computed(placement, on_cpu=on_cpu), Sizes.of(placement, train.vpp)
@@ -92,9 +81,8 @@ class RoleModel:
     def _trainable(self, placement: RolePlacement, stage: int) -> int:
         if self.lora is None:
             return self.parameters(placement, stage)
-        return self._adapters(placement) + (
-            self.shape["hidden_size"] if self.scalar and stage == placement.pp - 1 else 0
-        )
+        head = self.hidden if self.scalar and stage == placement.pp - 1 else 0
+        return self._adapters(placement) + head
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from oppo_megatron.config.model import LoraConfig
-from oppo_megatron.layout.hf_layout import EMBEDDING, LM_HEAD, SCALAR_HEAD, Head, hf_tensors
-from oppo_megatron.layout.lora_layout import PEFT, adapter_parts
+from oppo_megatron.layout.hf_layout import EMBEDDING, LM_HEAD, PEFT, SCALAR_HEAD, Head, adapter_parts, hf_tensors
 from oppo_megatron.layout.model_shape import ModelShape
 
 FLOATS = ("F64", "F32", "F16", "BF16")

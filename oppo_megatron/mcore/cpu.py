@@ -18,7 +18,7 @@ from torch import Tensor
 from oppo_megatron.config.model import Dtype, RuntimeConfig
 from oppo_megatron.cores import processor
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.cpu_kernels import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
+from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 
 
 class HalfOnCpu(torch.autograd.Function):

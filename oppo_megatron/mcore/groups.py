@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from oppo_megatron.cluster.process_groups import SharedGroups
-from oppo_megatron.layout.groups import model_groups
+from oppo_megatron.layout.placements import model_groups
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from oppo_megatron.config.model import LoraConfig
-from oppo_megatron.layout.lora_layout import PRODUCTS, pair_sizes
+from oppo_megatron.layout.hf_layout import PRODUCTS, pair_sizes
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.layers import tag_parameter
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from oppo_megatron.config.model import DecodePath, KVLayout, LoraConfig, TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
-from oppo_megatron.layout.cpu_kernels import WHOLE_MULTIPLE
 from oppo_megatron.layout.kernels import LayerKind
+from oppo_megatron.layout.memory import WHOLE_MULTIPLE
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.attention import AttentionPlan, PackedPlan, binding, rope_tables

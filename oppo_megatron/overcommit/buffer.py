@@ -169,7 +169,7 @@ class RolloutBuffer:
         self._rollouts |= new
         self._unfinished |= new
         self._num_admitted += len(new)
-        self._table.begin(admitted)
+        self._table.add(admitted)
         self._ages = np.concatenate([self._ages, np.zeros(len(admitted) // self.group_size, dtype=np.int64)])
         return admitted
 

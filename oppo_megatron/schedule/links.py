@@ -1,7 +1,6 @@
 """The links of a schedule, the process groups of a run, and the waves of first use.
 
-A link is directed: (source, destination, role, payload). Messages of decoding and prefill between the same ranks must not wait
-for each other, so no two links of the same ranks share a group.
+Messages of decoding and prefill between the same ranks must not wait for each other, so no two directed links share a group.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from oppo_megatron.layout.groups import ALONE, GroupName, group_name, model_groups
-from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.layout.placements import ALONE, GroupName, RolePlacement, group_name, model_groups
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Site
 
@@ -58,10 +56,9 @@ def links_of(site: Site) -> Iterator[Link]:
 
 
 def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
-    """Divide the links into waves with at most one link per rank.
+    """Divide the links into waves with at most one link per rank, so that no ranks wait in a cycle in their first use.
 
-    If ranks use their links wave by wave and wait at each for the other end, no ranks wait in a cycle: both ends of the earliest
-    waiting link are present. n links per rank give at most 2 n - 1 waves, for any number of ranks.
+    n links per rank give at most 2 n - 1 waves, for any number of ranks.
     """
     engaged: dict[int, int] = defaultdict(int)  # by rank: its waves, as bits
     waves: list[list[Link]] = []

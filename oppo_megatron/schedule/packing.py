@@ -13,11 +13,7 @@ from oppo_megatron.columns import Ints
 
 
 def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Bins of indices into `lengths` whose tokens sum to at most `budget`, by first-fit decreasing.
-
-    Longest first, ties by index; a sequence longer than the budget has a bin of its own.  At most 11/9 of the fewest possible
-    bins, plus one.
-    """
+    """Bins of indices into `lengths` with at most `budget` tokens each, by first-fit decreasing; a longer one has its own."""
     order, bins = _first_fit(np.asarray(lengths, dtype=np.int64), budget)
     members = order[np.argsort(bins, kind="stable")].tolist()
     return [members[start:end] for start, end in pairwise(_ends(bins))]
@@ -76,8 +72,7 @@ def _ends(bins: Ints) -> list[int]:
 def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
     """Return `num_parts` parts of indices into `lengths` with about equal token sums, by longest processing time first.
 
-    Ties by the number of items (so no part is empty if there are enough), then by index. Indices ascend within a part. The
-    largest sum is at most 4/3 of the best possible (Graham 1969).
+    Indices ascend within a part; none is empty if there are enough. The largest sum is at most 4/3 of the best (Graham 1969).
     """
     assert num_parts >= 1, f"a batch is divided into at least 1 part, not {num_parts}"
     parts: list[list[int]] = [[] for _ in range(num_parts)]

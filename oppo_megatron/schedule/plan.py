@@ -1,7 +1,4 @@
-"""How a configuration is scheduled: the step plan of each kind of overlap, the generator and the planner.
-
-One loop runs plain PPO, intra-step overlap, inter-step overlap and both; they differ only in the data made here.
-"""
+"""How a configuration is scheduled: the step plan of each kind of overlap, the generator and the planner."""
 
 from __future__ import annotations
 
@@ -28,10 +25,8 @@ from oppo_megatron.schedule.weaving.costs import Costs
 class StepPlan:
     """How rollout, scoring and updates of a step overlap.
 
-    `stream`: scorers prefill in every round, while the actor decodes; else they score the finished batch.
-    `wait_for_critic`: the next step starts after the critic's update; else the update overlaps its decoding, which needs the
-    critic only for its first scored chunk.
-    `forward_ahead`: the actor starts its update before the last scores arrive, with the parts that need none.
+    `stream`: scorers prefill in every round, while the actor decodes. `wait_for_critic`: the next step starts after the critic's
+    update. `forward_ahead`: the actor starts its update before the last scores arrive, with the parts that need none.
     """
 
     stream: bool
@@ -75,10 +70,9 @@ def late_scorers(site: Site) -> frozenset[str]:
 
 
 def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[float]) -> float:
-    """Seconds that an update at the start of scoring adds to its end.
+    """Seconds that an update at the start of scoring adds to its end; the scorers are a queue with one server.
 
-    The scorers are a queue with one server: `work` are their seconds per round, `arrivals` the actor's chunk times, for which
-    they wait after each of the first rounds.
+    `work` are their seconds per round, `arrivals` the actor's chunk times, for which they wait after each of the first rounds.
     """
 
     def end(spared_s: float) -> float:

@@ -52,10 +52,7 @@ def preview(
     costs: Costs | None = None,
     transport: Transport = GLOO,
 ) -> Preview:
-    """Round `number` (from 1) of the first step.  Raises ConfigError if there is none, ScheduleError if a run would refuse it.
-
-    `prompt_tokens` defaults to half of `data.max_prompt_tokens`, `generator` to the configured one.
-    """
+    """Round `number` (from 1) of the first step.  Raises ConfigError if there is none, ScheduleError if a run would refuse it."""
     length = prompt_tokens if prompt_tokens is not None else max(1, config.data.max_prompt_tokens // 2)
     if not 1 <= length <= config.data.max_prompt_tokens:
         raise ConfigError(
@@ -125,7 +122,7 @@ def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -
 def _grow(rollouts: Sequence[Rollout], round_: Round, clock: int, most: int) -> None:
     for growth in (growth for replica in round_.decode for batch in replica for growth in batch):
         rollout = rollouts[growth.seq_id]
-        rollout.tokens += [0] * growth.new
+        rollout.tokens.extend([0] * growth.new)
         if len(rollout.tokens) == most:
             rollout.finish_clock, rollout.finish_reason = clock, "length"
 

@@ -15,9 +15,9 @@ from oppo_megatron.layout.placements import RolePlacement
 
 
 class Growth(NamedTuple):
-    """Growth of one sequence in a micro-batch: `new` tokens after the `past` tokens in its KV cache.
+    """Growth of one sequence in a micro-batch: `new` tokens (to decode: at most) after the `past` tokens in its cache.
 
-    `rows` of the last new tokens give an output. In a decode micro-batch `new` is the most tokens that the sequence may get.
+    `rows` of the last new tokens give an output.
     """
 
     seq_id: int
@@ -77,10 +77,7 @@ class Growths(Sequence[Growth]):
 
 
 class Batches(Sequence[Batch]):
-    """Micro-batches concatenated in one `table` [4, n]; `ends` are the ends of each, with 0 before the first.
-
-    A plan has thousands and mostly needs sums and lengths, so a micro-batch is made on access.
-    """
+    """Micro-batches concatenated in one `table` [4, n], made on access; `ends` of each, with 0 before the first."""
 
     __slots__ = ("ends", "table")
 
@@ -130,10 +127,7 @@ class Batches(Sequence[Batch]):
 
 
 class Fork(NamedTuple):
-    """Copy the first `tokens` cached tokens of `source` to `target`, which has none cached: both begin with them.
-
-    `held`: tokens that the source has cached before the round.
-    """
+    """Copy the first `tokens` cached tokens of `source` (which has `held` before the round) to `target`, which has none."""
 
     source: int
     target: int
@@ -163,11 +157,10 @@ class Forks:
 
 @dataclass(frozen=True)
 class Round:
-    """The work of a round.
+    """The work of a round: `steps` decode steps and, by role, replica and number, micro-batches in the required order.
 
-    `steps`: decode steps, 0 without decoding. `decode[replica][m]`: the actor's decode micro-batches.
-    `prefill[role][replica][j]`: prefill micro-batches in the required order; those for the actor come before its decoding.
-    `forks[role][replica]`: prompts that are cached, or will be by a prefill of the round, and are not computed again.
+    Those of `prefill` for the actor come before its decoding. `forks`: prompts that are cached, or will be by a prefill of the
+    round, and are not computed again.
     """
 
     index: int
@@ -221,10 +214,9 @@ class Site:
     def feeds(self) -> Mapping[int, tuple[int, ...]]:
         """For each rank that sends chunks, the listeners that receive them: at most FAN_OUT.
 
-        Every rank of the actor knows the whole chunk after the gather. So `source` sends, and other ranks of the actor if
-        necessary, spaced evenly over its hosts. If the actor has too few ranks, listeners pass chunks on, those with the critic
-        last, because its update delays them. A listener receives only from listeners before it in this order, so no ranks wait in
-        a cycle.
+        `source` sends, and other ranks of the actor if necessary, spaced evenly over its hosts. If the actor has too few ranks,
+        listeners pass chunks on, those with the critic last, because its update delays them. A listener receives only from
+        listeners before it in this order, so no ranks wait in a cycle.
         """
         actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
         first = actor.index(self.source)

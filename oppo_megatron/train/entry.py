@@ -23,7 +23,7 @@ from oppo_megatron.overcommit.ahead import NEW_RUN
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.disk import clear_when_full
 from oppo_megatron.rundir.trace import merge_traces
-from oppo_megatron.schedule.weaving.costs_file import costs_tree
+from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
 from oppo_megatron.train.loop import TrainingLoop

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.evaluation import EarlyStopConfig, HeldoutConfig, Standard
 from oppo_megatron.control.early_stop import EarlyStop

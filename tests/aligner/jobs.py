@@ -23,8 +23,8 @@ from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
 from pydantic import SecretStr
 
 from oppo_megatron.errors import OppoError
+from oppo_megatron.integrations.nemo_aligner.decoding import PooledActor
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, Row
-from oppo_megatron.integrations.nemo_aligner.pooled_actor import PooledActor
 from oppo_megatron.rewards.streaming import checksum
 from oppo_megatron.serving.stream_app import Known, Piece, build_stream_app
 from tests.aligner.actor import start_megatron, weights

@@ -123,13 +123,6 @@ def test_a_wave_ends_when_all_of_its_rows_have_begun() -> None:
     assert len(late) > 8
 
 
-def test_with_wider_waves_in_the_order_of_the_data_every_prompt_is_trained_once() -> None:
-    once(
-        run(Job(oppo=DELTA | {"delta": {"rule": "fixed", "initial": 8, "max": 8}}, micro=4, random_sampler=False)),
-        [8, 8, 8, 0],
-    )
-
-
 def test_each_epoch_has_every_prompt_once() -> None:
     results = run(Job(oppo=DELTA, epochs=2))
     assert trained(results, slice(0, 4)) == EVERY and trained(results, slice(4, 8)) == EVERY
@@ -188,7 +181,7 @@ def test_deferred_rows_survive_a_resume(
     for text in refused(replace(resume, resume=4), 3 - world):
         assert (
             text.startswith("CheckpointError")
-            and f"rows of {world} data-parallel replicas, there are {3 - world}" in text
+            and f"rows of {world} data-parallel replicas, but there are {3 - world}" in text
         )
 
 
@@ -241,7 +234,7 @@ def test_rows_of_a_checkpoint_are_not_taken_for_those_of_a_later_one_of_its_step
     assert later
     (said,) = refused(replace(job, resume=4), 1)
     assert (
-        said.startswith("CheckpointError") and f"has not the rows of {one.name}, but of a checkpoint of step 4" in said
+        said.startswith("CheckpointError") and f"the rows of another checkpoint of step 4, saved later than {one.name};" in said
     )
     one.rename(tmp_path / "the-earlier-one")
     later[0].rename(checkpoints / later[0].name)
@@ -301,11 +294,10 @@ def test_the_first_tensor_rank_of_the_last_stage_streams() -> None:
     check_streamed([ours[2]], 8)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_a_scorer_that_fails_one_replica_ends_all_of_them(pp: int) -> None:
+def test_a_scorer_that_fails_one_replica_ends_all_of_them() -> None:
     """The last stage of the second one feeds it."""
-    job, bad = Job(oppo=DELTA, pp=pp), 2 * pp - 1
-    *others, mine = run_ranks(2 * pp, "tests.aligner.jobs:run_refused", timeout_s=400.0, job=job, rank=bad)
+    job, bad = Job(oppo=DELTA, pp=2), 3
+    *others, mine = run_ranks(4, "tests.aligner.jobs:run_refused", timeout_s=400.0, job=job, rank=bad)
     assert mine.startswith("RewardError: the scorer at") and "answered 401" in mine
     assert all(other.startswith(f"RewardError: rank {bad}: the scorer at") for other in others)
     assert all("answered 401" in other for other in others)

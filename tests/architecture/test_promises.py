@@ -146,7 +146,7 @@ def test_the_page_names_tests_that_exist_with_their_tiers_and_counts_them() -> N
 
 HERE = "tests/architecture/test_promises.py::test_each_fault_of_a_page_is_found"
 PLAIN = "tests/e2e/test_resume.py::test_resume_in_another_layout"
-SOME_LONG = "tests/e2e/test_layouts.py::test_layout_trains_as_one_process"
+SOME_LONG = "tests/gloo/test_training.py::test_steps_equal_plain_torch"
 LONG = "tests/e2e/test_tutorial.py::test_followed_to_the_letter"
 MODULE_SLOW = "tests/e2e/test_demo.py::test_figures"
 GPU = "tests/gpu/test_cuda.py::test_draws_never_leave_the_support"
@@ -163,7 +163,7 @@ SLURM = "tests/slurm/test_preemption.py::test_a_job_is_told_to_stop_requeued_and
         ([HERE, LONG, GPU, SLURM, NVRX, GPULIBS], ["check", "long", "gpu", "slurm", "nvrx", "gpulibs"], (1, 1, 0), None),
         ([], [], (1, 0, 1), None),
         ([HERE + "_not"], ["check"], (1, 1, 0), "there is no test"),
-        (["tests/e2e/test_resume.py::CASES"], ["test"], (1, 1, 0), "there is no test"),
+        (["tests/e2e/test_resume.py::checkpoints"], ["test"], (1, 1, 0), "there is no test"),
         (["tests/e2e/test_absent.py::test_it"], ["test"], (1, 1, 0), "there is no test"),
         (["test_it"], ["test"], (1, 1, 0), "there is no test"),
         ([LONG], ["test"], (1, 1, 0), "the marks say 'long'"),

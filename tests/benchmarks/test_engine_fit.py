@@ -12,9 +12,8 @@ from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import DataError
 from oppo_megatron.rundir.directory import write_json
-from oppo_megatron.sim.clusters.cluster import OF_CPU, Cluster, Engine
+from oppo_megatron.sim.clusters.cluster import OF_CPU, Cluster, Engine, measured
 from oppo_megatron.sim.clusters.reading import read_cluster
-from oppo_megatron.sim.clusters.sources import measured
 from oppo_megatron.sim.pricing.decoding import Decoding
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -42,11 +42,6 @@ CARRIED = {
 """Rollouts are carried from a step to the next; then only forced lengths tell how long all of them would have been."""
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("order"))
-
-
 def read_schedules(run: Path) -> list[Schedule]:
     """One a round, in their order."""
     parts = re.split(r"^# round \d+, step \d+\n", (run / "schedules.txt").read_text(), flags=re.MULTILINE)

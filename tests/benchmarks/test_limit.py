@@ -43,11 +43,3 @@ def test_peaks_are_measured_on_this_machine() -> None:
     assert 1e8 < peaks.flops[1] < 1e15 and 1e8 < peaks.read_bytes[1] < 1e15
     assert set(peaks.decode_flops[1]) == {1, 4}
     assert peaks.lines()[0].startswith("1 thread(s), float32: GEMM ")
-
-
-def test_peaks_between_and_beyond_what_was_measured() -> None:
-    peaks = Peaks("float32", {1: 5.0, 2: 4.0}, {1: 1.0, 2: 3.0}, {1: {1: 10.0, 4: 30.0}, 2: {1: 8.0, 4: 50.0}})
-    assert peaks.decode_at(1, 2) == pytest.approx(20.0)
-    assert peaks.decode_at(1, 1) == 10.0 and peaks.decode_at(1, 9) == 30.0
-    assert peaks.decode_at(2, 2) == pytest.approx(30.0), "between the better of both at each size"
-    assert peaks.flops_at(1) == peaks.flops_at(2) == 5.0 and peaks.read_at(2) == 3.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from benchmarks.paper import figures as studies
 from benchmarks.paper.__main__ import main
 from benchmarks.paper.assumptions import SETTINGS, Lengths
 from benchmarks.paper.figures import INTER_DELTAS, Paper, implied_delta, least_chunk
-from benchmarks.paper.runs import Case, fixed, rewards
-from oppo_megatron.records import StepSignals
+from benchmarks.paper.runs import Case
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun
@@ -90,36 +88,6 @@ def test_the_chunk_curve_is_a_u_with_its_least_where_the_law_says() -> None:
     assert 0 < np.argmin(seconds) < len(chunks) - 1
     assert np.all(np.diff(np.sign(np.diff(seconds))) >= 0)
     assert 0.5 <= least / least_chunk(round_s, length, 8 * token_s) <= 2
-
-
-def test_rewards_pass_the_printed_points() -> None:
-    shown: Callable[[int, StepSignals], StepSignals] = rewards(((150, 2.0), (600, 4.1)), 400, 800, 10**12, 0)
-    nothing = StepSignals(0.0, 0.5, 1.0, 0.1)
-    means = [shown(step, nothing).reward_mean for step in (75, 300, 400)]
-    assert means == pytest.approx([2.0, 4.1, 4.1], abs=1e-4)
-    assert shown(1, nothing).tail_waste == 0.5
-
-
-def test_runs_of_equal_seeds_have_the_same_lengths(paper: Paper) -> None:
-    """Common random numbers: a run made anew is equal to the bit; another delta or seed changes its steps, not the lengths."""
-    seconds = {
-        name: [step.step_s for step in run.steps]
-        for name, run in {
-            "kept": paper.mode("se7b", "full"),
-            "again": Case(SETTINGS["se7b"], 0).run("full", STEPS, delta=fixed(8)),
-            "delta 4": Case(SETTINGS["se7b"], 0).run("full", STEPS, delta=fixed(4)),
-            "seed 1": Case(SETTINGS["se7b"], 1).run("full", STEPS, delta=fixed(8)),
-        }.items()
-    }
-    assert seconds["again"] == seconds["kept"]
-    assert all(a != b for name in ("delta 4", "seed 1") for a, b in zip(seconds[name], seconds["kept"], strict=True))
-
-
-def test_the_command_refuses_what_it_cannot_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--steps", "4", "--out", str(tmp_path)]) == 2
-    assert "--steps is 4; give 5 or more" in capsys.readouterr().err
-    assert main(["--seed", "-1", "--out", str(tmp_path)]) == 2
-    assert "--seed is -1; give 0 or more" in capsys.readouterr().err
 
 
 def test_the_command_prints_each_figure_beside_the_papers(

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.paper import printed as oppo
 from benchmarks.paper.assumptions import SETTINGS
-from benchmarks.paper.printed import Check, checks, mean_delta, most_intra_gain
+from benchmarks.paper.printed import Check, checks
 
 
 @pytest.fixture
@@ -97,8 +97,3 @@ def test_what_the_printed_figures_say_of_each_other(
         pytest.approx(computed, rel=1e-3),
     )
     assert check.verdict == verdict and check.arithmetic
-
-
-def test_bounds() -> None:
-    assert mean_delta(1.0) == oppo.BATCH
-    assert most_intra_gain(0.0) == 1 and most_intra_gain(1 / 6) == pytest.approx(1.2)

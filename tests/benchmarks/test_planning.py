@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from benchmarks.dry_run import Cluster, DryRun
 from benchmarks.planning import bench_planning, least_step_s, main
 from oppo_megatron.config.derived import switched
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.schedule.checking.transport import NCCL, ONE_QUEUE
 from tests.unit.test_bench_overlap import without_critic as config
 from tests.unit.test_bench_suite import config as with_critic
 
@@ -43,17 +40,6 @@ def test_ranks_that_no_layout_fills_are_refused_before_anything_is_measured() ->
         next(bench_planning(SMALL, ["disaggregated"], [8, 12], [16]))
 
 
-def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--tp", "2", "--pp", "1", "--steps", "2", "--chunk", "512"]
-    assert main(["--ranks", "4", "8", "--sequences", "8", *sizes]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["mode", "ranks", "B"] and lines[0].endswith("share %")
-    assert [line.split()[:4] for line in lines[1:5]] == [
-        ["disaggregated", number, "8", rank] for number, rank in (("4", "0"), ("4", "3"), ("8", "0"), ("8", "7"))
-    ]
-    assert "tp 2, pp 1" in lines[5]
-
-
 def test_the_command_counts_what_a_rank_has(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: a rank of an actor of two stages and shards sends a token to the other stage in each step of each micro-batch."""
     sizes = ["--tp", "2", "--pp", "2", "--sequences", "8", "--chunk", "16"]
@@ -64,21 +50,6 @@ def test_the_command_counts_what_a_rank_has(capsys: pytest.CaptureFixture[str]) 
     assert groups == (15, 16) and calls[0] == 37, "there is a dp group where there are replicas"
     assert chunks == (8, 16) and peers == (5, 9), "a header and a payload to eight listeners, and tokens to one stage"
     assert all((each - chunk) % 16 in (0, 2) for each, chunk in zip(messages, chunks, strict=True)), "two gathers of dp"
-
-
-def test_rounds_are_planned_by_the_rules_of_a_transport(capsys: pytest.CaptureFixture[str]) -> None:
-    config = SMALL.config("colocated", 8, 16)
-    assert (
-        DryRun(config, 8).planner.transport is NCCL
-        and DryRun(config, 8, transport=ONE_QUEUE).planner.transport is ONE_QUEUE
-    )
-    free, held = (
-        list(bench_planning(replace(SMALL, transport=t), ["colocated"], [8], [16])) for t in (NCCL, ONE_QUEUE)
-    )
-    assert [row["rounds"] for row in free] == [row["rounds"] for row in held]
-    sizes = ["--tp", "2", "--pp", "2", "--steps", "2", "--chunk", "64", "--transport", "nccl-one-queue"]
-    assert main(["--ranks", "4", "--sequences", "8", "--mode", "colocated", *sizes]) == 0
-    assert "rules of nccl-one-queue" in capsys.readouterr().out
 
 
 def test_a_dry_run_trains_every_prompt_and_forgets_it() -> None:

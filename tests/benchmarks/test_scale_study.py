@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scale_study import MARGIN, MODELS, STRONG, WEAK, Layout, Point, cluster_of, kept, least_layout, main
+from benchmarks.scale_study import MARGIN, STRONG, WEAK, Layout, Point, cluster_of, least_layout, main
 from oppo_megatron.layout.placements import role_placements, world_size
 
 
@@ -28,25 +28,6 @@ def test_no_layout_where_nothing_fits() -> None:
     assert least_layout("405B", 64, 256) is None
     assert least_layout("8B", 16384, STRONG) is None
     assert least_layout("8B", 8192, STRONG) is not None
-
-
-def test_shapes_are_llamas() -> None:
-    """By their parameters, in billions."""
-    for name, billions in {"8B": 8.03, "70B": 70.6, "405B": 405.9}.items():
-        shape = MODELS[name]
-        h, f, keys = shape["hidden_size"], shape["intermediate_size"], shape["num_key_value_heads"]
-        head = h // shape["num_attention_heads"]
-        layer = 2 * h * h + 2 * h * keys * head + 3 * h * f + 2 * h
-        count = shape["num_hidden_layers"] * layer + 2 * h * shape["vocab_size"] + h
-        assert count / 1e9 == pytest.approx(billions, rel=2e-3)
-
-
-def test_what_a_part_keeps() -> None:
-    first = {"decode_s": 10.0, "ranks": 8, "batch": 32}
-    assert kept("decode_s", first, {"decode_s": 10.0, "ranks": 16, "batch": 64}) == 1  # grows with the ranks
-    assert kept("decode_s", first, {"decode_s": 5.0, "ranks": 16, "batch": 32}) == 1  # halved by twice the ranks
-    assert kept("decode_s", first, {"decode_s": 10.0, "ranks": 16, "batch": 32}) == 0.5
-    assert kept("decode_s", first, {"decode_s": 0.0, "ranks": 16, "batch": 32}) == 1
 
 
 def test_a_free_network_saves_and_a_free_host_decodes_faster() -> None:

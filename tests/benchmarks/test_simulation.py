@@ -5,18 +5,16 @@ That messages and bytes are those of real runs shows `tests/e2e/test_executed_or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.dry_run import Cluster
 from benchmarks.planning import main
-from benchmarks.rank_run import RankRound, RankRun
-from benchmarks.simulation import Simulated, simulate_all, simulate_rounds
+from benchmarks.rank_run import RankRun
+from benchmarks.simulation import Simulated, simulate_rounds
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.errors import ConfigError
-from oppo_megatron.schedule.actions import Payload
 from oppo_megatron.schedule.checking.checker import FaultKind
 
 CLUSTER = Cluster(tp=2, pp=2, response_tokens=64, chunk=16, lengths=(20.0, 0.5), steps=1)
@@ -82,16 +80,6 @@ def test_a_rank_with_another_configuration_is_named_and_its_peers_wait(mode: str
         assert any(fault.rank != rank for fault in simulated.faults) == decodes
 
 
-def test_a_rank_that_packs_otherwise_is_named() -> None:
-    """A scorer with a smaller budget of tokens has more micro-batches than its tensor rank and the other stage."""
-    config = CLUSTER.config("disaggregated", 8, 8)
-    other = config.model_copy(update={"runtime": config.runtime.model_copy(update={"micro_batch_tokens": 100})})
-    simulated = played(config, lambda rank: RankRun(other, PROMPT, rank), 6)
-    assert [(f.kind, f.rank) for f in simulated.faults if f.kind == FaultKind.PLAN][:1] == [(FaultKind.PLAN, 6)]
-    assert "other micro-batches of reference replica 0 than its peers" in simulated.faults[0].message
-    assert {FaultKind.FOREIGN, FaultKind.DEADLOCK} <= {fault.kind for fault in simulated.faults}
-
-
 def test_ends_that_expect_other_sizes_are_found() -> None:
     """A rank that takes a response to end within the round: its plan is that of its peers, its messages are shorter."""
     config = CLUSTER.config("disaggregated", 8, 8)
@@ -106,31 +94,6 @@ def test_ends_that_expect_other_sizes_are_found() -> None:
     assert faults and all("rank 1 sends" in f.message or f.rank == 1 for f in faults)
 
 
-class Swapped(RankRun):
-    """Takes the tokens of the first two steps in the other order."""
-
-    def rank_rounds(self) -> Iterator[RankRound]:
-        for made in super().rank_rounds():
-            own = list(made.plan.actions)
-            first, second, *_ = [at for at, action in enumerate(own) if action.payload is Payload.TOKENS]
-            own[first], own[second] = own[second], own[first]
-            yield replace(made, plan=replace(made.plan, actions=tuple(own)))
-
-
-def test_lists_are_played_as_they_are() -> None:
-    """One that differs from its plan: the checker says what it leads to."""
-    config = CLUSTER.config("disaggregated", 8, 8)
-    simulated = played(config, lambda rank: Swapped(config, PROMPT, rank), 0)
-    assert simulated.faults and simulated.faults[0].kind != FaultKind.PLAN
-    assert {0, 2} & {fault.rank for fault in simulated.faults}, "rank 2 sends it the tokens"
-
-
-def test_a_round_that_the_step_does_not_have() -> None:
-    config = CLUSTER.config("disaggregated", 8, 8)
-    with pytest.raises(ConfigError, match="round 99: rank 0 has [0-9]+; ask for one of these"):
-        played(config, number=99)
-
-
 def test_the_command_prints_a_row_for_each_size(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: each shard sends a hidden state and a token in each of 16 decode steps, and a hidden state of a micro-batch of
     three scorers; the four ranks that listen get a header and a payload each."""
@@ -143,16 +106,3 @@ def test_the_command_prints_a_row_for_each_size(capsys: pytest.CaptureFixture[st
     assert [[row[1], row[2], row[5]] for row in rows] == expected
     assert out.splitlines()[-1] == "OK: all ranks have planned the same round, and the checker finds no fault in it"
     assert err.splitlines()[-1].startswith("disaggregated: 16 of 16 ranks have planned, ")
-
-
-def test_the_command_finds_a_fault_that_it_plants(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--tp", "2", "--pp", "2", "--sequences", "8", "--chunk", "16"]
-    assert main(["--simulate", "--ranks", "8", "--odd", "3", *sizes]) == 2
-    told = capsys.readouterr().out.partition("the simulation finds 1 fault:\n")[2].splitlines()
-    assert told[0].startswith("  - rank 3, action ") and ", plan: it has other records of 8 sequences " in told[0]
-    assert not any(", plan: it has other records" in line for line in told[1:])
-
-
-def test_a_rank_that_is_not_there_cannot_be_odd() -> None:
-    with pytest.raises(ConfigError, match="--odd 8: 8 ranks are 0 to 7; name one of these"):
-        next(simulate_all(CLUSTER, ["disaggregated"], [16, 8], 8, 1, print, odd=8))

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from benchmarks import scaling, sweeps
-from benchmarks.common import numbers, whole_numbers
 from oppo_megatron.bench.suite import Run, Suite, bare
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.config.derived import max_context
@@ -22,9 +21,8 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.rundir.trace import Span
 from tests.support.ppo import Workspace
-from tests.unit.test_bench_overlap import faults, made
+from tests.unit.test_bench_overlap import faults
 from tests.unit.test_bench_overlap import without_critic as config
 from tests.unit.test_bench_suite import SHAPE, line, runs_of
 from tests.unit.test_bench_suite import config as with_critic
@@ -118,19 +116,6 @@ def test_deltas_fixed_and_by_rule(configs_of: Make) -> None:
     assert set(rules) == set(sweeps.MOVING_RULES) - {"eq4_literal"}
 
 
-def test_the_cost_of_a_delta() -> None:
-    runs = [[line(1, 9.0, delta=8, carried=9), line(2, 2.0, delta=4), line(3, 3.0, delta=2, submitted_len_mean=19.0)]]
-    row = sweeps.delta_row("eq4", runs)
-    assert row["step_s"] == 2.5 and row["delta_mean"] == 3.0 and row["delta_last"] == [2]
-    assert row["length_gap"] == 2.5 and row["stale_percent"] == 25.0 and row["carried"] == 3.0 and row["ess"] == 0.9
-    assert row["waste_percent"] == 50.0 and row["gap_percent"] is None, "no step has it"
-    few, enough = runs_of([1.0] * 10), runs_of([1.0] * 11)
-    configs = {"eq4": with_critic()}
-    assert "2 x overlap.delta.window = 10" in sweeps.delta_result(configs, {"eq4": few})[1][0]
-    assert sweeps.delta_result(configs, {"eq4": enough})[1] == []
-    assert sweeps.delta_result(configs, {"measured": few})[1] == [], "it does not look at rewards"
-
-
 def test_ranks_divide_the_work() -> None:
     pair = with_critic()
     assert [world_size(scaling.with_ranks(pair, n)) for n in (1, 2, 4)] == [1, 2, 4]
@@ -166,16 +151,6 @@ def test_limits_and_batches_take_what_depends_on_them_along() -> None:
     assert smaller.rollout.batch_size == 4
     assert (smaller.overlap.delta.initial, smaller.overlap.delta.max) == (1, 2)
     assert not list(smaller.overlap.rules(4))
-
-
-def test_growth_is_the_power_of_what_grows() -> None:
-    rows: list[dict[str, Any]] = [
-        {"axis": "batch", "value": 8, "million_parameters": 1.0, "sequential_step_s": 1.0, "full_step_s": 1.0},
-        {"axis": "batch", "value": 16, "million_parameters": 1.0, "sequential_step_s": 2.0, "full_step_s": 4.0},
-    ]
-    scaling.add_growth(rows)
-    assert rows[1]["sequential_growth"] == pytest.approx(1.0) and rows[1]["full_growth"] == pytest.approx(2.0)
-    assert "full_growth" not in rows[0]
 
 
 @pytest.mark.parametrize("preset", ["dapo", "grpo"])
@@ -220,22 +195,6 @@ def test_forks_and_woven_rounds_need_groups_and_scorers(configs_of: Make) -> Non
         configs_of("rewards", config("grpo"), "--rewards", "model,judge")
 
 
-def test_woven_rounds_of_a_run_of_one_step_are_that_step(tmp_path: Path) -> None:
-    spans = [
-        Span(0, "actor", "decode actor m0 c1 s0", 1, 1.0, 2.0),
-        Span(1, "actor", "decode actor m0 c1 s0", 1, 2.0, 4.0),
-    ]
-    run = made(tmp_path, "run", [], spans)
-    assert sweeps.weave_figures([run.path])["bubble_by_rank"] == pytest.approx([200 / 3, 100 / 3])
-
-
-def test_lists_of_arguments() -> None:
-    assert whole_numbers("0,4") == [0, 4] and numbers("0.5,2") == [0.5, 2.0]
-    for parse, text in ((whole_numbers, "-1"), (numbers, "1,x"), (numbers, "0"), (numbers, "inf")):
-        with pytest.raises(argparse.ArgumentTypeError):
-            parse(text)
-
-
 LENGTHS = {"debug.forced_lengths": [12, 0.7], "rollout.max_response_tokens": 24}
 OVERLAPS = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}}
 GROUPS: dict[str, Any] = {
@@ -243,11 +202,6 @@ GROUPS: dict[str, Any] = {
     "rewards": [{"kind": "verifier", "name": "arithmetic"}], "rollout.batch_size": 8, "rollout.group_size": 4,
     "overlap.delta": {"rule": "fixed", "initial": 1, "max": 1}, "algorithm": {"preset": "grpo"},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("sweeps"))
 
 
 Sweep = Callable[..., dict[str, Any]]

@@ -107,7 +107,6 @@ def train_counted(config: dict[str, Any], fan_out: int) -> Counted:
 
 
 def train_with_environment(config: dict[str, Any], environment: dict[str, str]) -> None:
-    """`train`, where the ranks have been started with these variables."""
     with mock.patch.dict(os.environ, environment):
         train(config)
 
@@ -179,7 +178,6 @@ def train_with_a_death_in_an_update(config: dict[str, Any], rank: int, nth: int)
 
 
 def _error_of(config: dict[str, Any]) -> tuple[str, str, float]:
-    """How a run fails, and after how many seconds."""
     started = time.monotonic()
     try:
         train(config)
@@ -200,7 +198,6 @@ def train_beside_a_slow_rank(config: dict[str, Any], rank: int, seconds: float) 
 
 
 def train_with_a_slow_critic(config: dict[str, Any], seconds: float) -> None:
-    """`train`, where the critic's update takes so much longer."""
     update = Critic.update
 
     def slow(critic: Critic, *args: Any) -> Any:
@@ -300,7 +297,6 @@ def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> boo
 
 
 def train_error(config: dict[str, Any]) -> str:
-    """Why `train` refuses."""
     return _error_of(config)[1]
 
 

@@ -54,7 +54,6 @@ def resume_to_the_end(config: dict[str, Any]) -> str:
 
 
 def weights_digest(run: Path) -> str:
-    """Of the bytes of all final weights."""
     digest = hashlib.sha256()
     for path in sorted((run / "weights").rglob("*.safetensors")):
         digest.update(path.read_bytes())
@@ -265,7 +264,6 @@ class Subject:
                 return {"foreign": f"{type(error).__name__}: {error}"[:500], "said": said.getvalue()}
 
     def _forget(self) -> None:
-        """Books and caches are those of a fresh process."""
         self.loop.state.phase = None
         for name, book in self._books.items():
             book.load_state_dict(self._empty[name])

@@ -60,7 +60,6 @@ def answers(
 
 
 def write_drawn(run: Path, directory: Path) -> None:
-    """The weights that a run's actor was drawn with, as a directory."""
     settings = read_run(run)
     assert isinstance(settings, TrainSettings)
     shape, source = open_weights(settings.actor, "lm")

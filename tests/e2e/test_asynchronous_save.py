@@ -21,11 +21,6 @@ JOB = "tests.e2e.jobs_checkpoint:run_with_a_slow_disk"
 FIVE_STEPS = CARRIED | {"steps": 5, "checkpoint.every_steps": 2, "checkpoint.keep": 9, "checkpoint.final": False}
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("asynchronous"))
-
-
 @pytest.mark.parametrize(
     "layout", [TWO_RANKS, pytest.param(REPLICAS, marks=pytest.mark.long)], ids=["actor | scorers", "replicas"]
 )

@@ -20,15 +20,8 @@ from tests.support.ppo import Workspace
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("auto"))
-
-
 @pytest.fixture(autouse=True)
-def _two_cores_without_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
+def _two_cores() -> Iterator[None]:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[:2])
     yield

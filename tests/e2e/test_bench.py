@@ -23,11 +23,6 @@ OVERLAPS = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rul
 ONE_THREAD = {"runtime.threads_per_rank": 1}
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("bench"))
-
-
 def config(workspace: Workspace, **changes: Any) -> TrainConfig:
     """Tiny models in one process."""
     return bare(

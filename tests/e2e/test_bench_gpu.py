@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from benchmarks.peers.comparison import PEER_PYTHON
-from oppo_megatron.bench.decode import FirstToken
-from oppo_megatron.bench.gpu import SHARES, SIZES, GpuBench, GpuWork, agenda, run_within, set_side_by_side, trl_rows
+from oppo_megatron.bench.gpu import SHARES, SIZES, GpuBench, GpuWork, agenda, run_within, set_side_by_side
 from oppo_megatron.cli.main import main
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.errors import ConfigError
@@ -89,15 +88,6 @@ def test_of_the_first_size_all_is_measured_before_any_other(tmp_path: Path) -> N
     assert len(told) >= 2 * len(SHARES)
 
 
-def test_an_error_of_the_benchmark_itself_costs_one_part(tmp_path: Path) -> None:
-    """Rows for TRL are counted by the shape, and this one has no width."""
-    sizes = {"broken": {**TINY, "hidden_size": "wide"}, "sound": TINY}
-    told = GpuBench(tmp_path, WORK, 1.0, 2**40, trl=TRL, say=quiet).run(sizes)["results"]
-    assert len(told) == 2 * len(SHARES) and json.loads((tmp_path / "gpu.json").read_text())["results"] == told
-    (failed,) = [row for row in told if "s left, fewer than" not in row["why_not"]]
-    assert (failed["size"], failed["part"]) == ("broken", "trl") and failed["why_not"].startswith("TypeError: ")
-
-
 def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
     """In a session of its own, as torch's elastic launcher starts ranks: it would go on holding the device's memory."""
     child = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
@@ -112,14 +102,6 @@ def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
     assert not runs(pid)
 
 
-def test_rows_that_trl_has_memory_for() -> None:
-    """Two copies of all scores, 2.5 GB a row each, beside ten times the weights in float32."""
-    h200 = 150e9
-    assert [trl_rows(shape, GpuWork(), h200) for shape in SIZES.values()] == [36, 20, 0]
-    assert trl_rows(SIZES["0.5B"], GpuWork(batch=8), h200) == 8
-    assert trl_rows(SIZES["0.5B"], GpuWork(), None) == 112
-
-
 def test_ppo_runs_are_set_beside_ours_in_sequence_and_trl() -> None:
     rates = {"sequential": 100.0, "full": 150.0, "TRL": 25.0}
     rows = [{"size": "a", "part": "ppo", "variant": v, "tokens_per_s": r, "steps": []} for v, r in rates.items()]
@@ -129,14 +111,6 @@ def test_ppo_runs_are_set_beside_ours_in_sequence_and_trl() -> None:
     assert [(row.get("times_sequential"), row.get("times_trl")) for row in rows] == [
         (1.0, 4.0), (1.5, 6.0), (0.25, 1.0), (None, None), (None, None),
     ]  # fmt: skip
-
-
-def test_the_clock_of_generate_answers_on_the_device_of_its_tokens() -> None:
-    clock, tokens_BT = FirstToken(), torch.zeros(3, 5, device="meta")
-    first, at = clock(tokens_BT, tokens_BT), clock.at
-    assert first.device.type == "meta" and first.shape == (3,)
-    clock(tokens_BT, tokens_BT)
-    assert clock.at == at is not None
 
 
 def test_shapes_are_ones_that_the_runtime_computes() -> None:

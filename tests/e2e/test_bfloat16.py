@@ -21,11 +21,6 @@ SHAPE = DEEP | {"hidden_size": 64, "intermediate_size": 128, "initializer_range"
 BATCH = 24
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("bfloat16"))
-
-
 def train(workspace: Workspace, name: str, **changes: Any) -> Outcome:
     """Two steps with few candidates a draw and short responses, so that many are drawn alike in both types."""
     roles = {"actor.init": SHAPE, "critic.init": SHAPE, "reward.init": SHAPE}
@@ -87,32 +82,19 @@ def test_the_weights_are_left_in_bfloat16(half: Outcome, full: Outcome) -> None:
 
 
 LAYOUTS: dict[str, tuple[str, Layout, Layout, dict[str, Any]]] = {
-    "pair": ("disaggregated", (1, 1, 1), (1, 1, 1), {"overlap.intra": True}),
     "pair, both overlaps": (
-        "disaggregated",
-        (1, 1, 1),
-        (1, 1, 1),
+        "disaggregated", (1, 1, 1), (1, 1, 1),
         {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 4, "max": 4}},
     ),
-    "stages": ("colocated", (1, 2, 1), (1, 2, 1), {"overlap.intra": True}),
     "replicas, sharded optimizer": ("colocated", (1, 1, 2), (1, 1, 2), {}),
-    "tensor ranks": ("colocated", (2, 1, 1), (2, 1, 1), {"overlap.intra": True}),
     "trained in another layout": (
-        "colocated",
-        (2, 1, 1),
-        (2, 1, 1),
+        "colocated", (2, 1, 1), (2, 1, 1),
         {"actor.train": {"tp": 1, "pp": 2}, "critic.train": {"tp": 1, "dp": 2, "recompute": "full"}},
     ),
-}
+}  # fmt: skip
 
 
-COVERED = ("pair", "stages", "replicas, whole optimizers", "tensor ranks")
-"""The other layouts have what these have, but for options that the tests in float32 vary."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in COVERED else []) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains(workspace: Workspace, half: Outcome, name: str) -> None:
     """As one process does up to rounding, which tensor ranks' partial sums change, and with them draws."""
     mode, actor, scorer, changes = LAYOUTS[name]

@@ -18,11 +18,6 @@ SLOW_S = 0.6
 PAIR = {"placement.mode": "disaggregated", "overlap.intra": True}
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("critical-path"))
-
-
 def run(workspace: Workspace, name: str, ranks: int, **changes: Any) -> tuple[list[dict[str, Any]], list[Counter[str]]]:
     """The lines of a run whose critic is slow, and the seconds of the actor's spans by name in each step."""
     config = deep(workspace, name, steps=3, **changes)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.seeds import main as seeds
 from oppo_megatron.cli.main import main
 
 STAGES = ["data", "tokenizer", "sft", "rm", "sequential", "oppo"]
@@ -119,21 +118,6 @@ def test_an_algorithm_without_a_critic_takes_the_same_start(
         assert report[name]["accuracy_before"] == before and report[name]["scoring_hidden"] is None
         assert sum(report[name]["deferred"].values()) == 3 * 16
     assert set(report["sequential"]["deferred"]) == {"0"} and any(line["carried"] for line in lines(tmp_path / "oppo"))
-
-
-@pytest.mark.long
-def test_seeds_of_an_algorithm_without_a_critic(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Reward, held-out accuracy and reward per second, each with its spread; with a reference, which scores."""
-    asked = ["--algorithm", "rloo", "--seeds", "1,2", "--quick", "--out", str(tmp_path)]
-    assert seeds(asked) == 0
-    output = capfd.readouterr().out
-    assert "RLOO on arithmetic" in output and "reward per second: sequential " in output
-    found = json.loads((tmp_path / "seeds.json").read_text())
-    assert found["algorithm"] == "rloo" and [row["seed"] for row in found["results"]] == [1, 2]
-    for name in ("reward, second half of the steps", "held-out accuracy", "reward per second"):
-        assert {"base_mean", "base_sd", "other_mean", "other_sd", "p"} <= found["tests"][name].keys()
-    for row in found["results"]:
-        assert row["oppo.reward_rate"] == pytest.approx(row["oppo.reward_half"] / row["oppo.step_s"])
 
 
 @pytest.mark.long

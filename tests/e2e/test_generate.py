@@ -40,12 +40,6 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def ask(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     capsys.readouterr()
     assert main(["generate", *map(str, words)]) == 0, capsys.readouterr().err

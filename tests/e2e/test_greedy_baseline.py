@@ -1,5 +1,4 @@
-"""Greedy responses as a baseline on the loop: they are the likeliest of their weights, belong to their group, and are never
-trained; overlap, layouts and stops change nothing of them."""
+"""Greedy responses as a baseline: they are the likeliest of their weights, belong to their group, and are never trained."""
 
 from __future__ import annotations
 
@@ -12,26 +11,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from oppo_megatron.cli.main import main
-from tests.e2e.test_groups import CARRIED, LAYOUTS, grouped
+from tests.e2e.test_groups import grouped
 from tests.support.hf import save_tiny
-from tests.support.layouts import DEEP, STEADY_ADAM, TOLERANCE, assert_same
-from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
-from tests.support.ranks import run_ranks
-from tests.support.virtual import assert_unfolds_alike
+from tests.support.layouts import DEEP, STEADY_ADAM
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 
-FULL = CARRIED | {"overlap.delta": {"rule": "fixed", "initial": 0, "max": 0}}
-SCHEDULES = {"intra": {"overlap.intra": True}, "full": FULL}
-IN_MAKE_TEST = ("full", "PP2 | TP2")
 LONGEST = 40
 """`rollout.max_response_tokens`"""
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    made = Workspace.create(tmp_path_factory.mktemp("greedy"))
+def workspace(workspace: Workspace) -> Workspace:
     shape = {name: DEEP[name] for name in DEEP if name not in ("model_type", "initializer_range")}
-    save_tiny(made.root / "actor", "qwen2", **shape)
-    return made
+    save_tiny(workspace.root / "actor", "qwen2", **shape)
+    return workspace
 
 
 def remax(workspace: Workspace, name: str, size: int = 2, **changes: Any) -> dict[str, Any]:
@@ -84,60 +77,6 @@ def test_each_score_is_of_its_own_response(workspace: Workspace) -> None:
     assert len(run.greedy) == 8 and {len(row["tokens"]) for row in run.greedy} != {len(row["tokens"]) for row in run.rollouts}
     for row in [*run.rollouts, *run.greedy]:
         assert row["reward"] == pytest.approx(-len(row["tokens"]) / LONGEST)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "placement"),
-    [
-        pytest.param(schedule, placement, marks=() if (schedule, placement) == IN_MAKE_TEST else pytest.mark.long)
-        for schedule in SCHEDULES
-        for placement in LAYOUTS
-    ],
-)
-def test_without_carried_groups_every_schedule_and_layout_is_the_sequential_run(
-    workspace: Workspace, plain: Outcome, schedule: str, placement: str
-) -> None:
-    name = "".join(c for c in f"{schedule}-{placement}" if c.isalnum())
-    config = remax(workspace, name, placement=LAYOUTS[placement], **SCHEDULES[schedule])
-    assert_same(run_ppo_ranks(config), plain)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("size", [1, 4])
-def test_greedy_responses_are_carried_with_their_group_in_any_layout(workspace: Workspace, size: int) -> None:
-    """Also where tokens stay on the device for a while, and caches hold only what the role reads.
-
-    Losses are not compared: with this reduction they are sums over a response, and their roundings as much larger.
-    """
-    delta = {"rule": "fixed", "initial": 16 // size, "max": 16 // size}
-    carried = CARRIED | {"overlap.delta": delta, "steps": 3}
-    config = remax(workspace, f"carried-{size}", size, **carried)
-    one = run_ppo_ranks(config)
-    assert_unfolds_alike(config, one)
-    assert any(row["deferrals"] for row in one.greedy), "some should be carried with their group"
-    for placement in ("TP2, colocated", "DP2 | DP2"):
-        name = "".join(c for c in f"carried-{size}-{placement}" if c.isalnum())
-        config = remax(workspace, name, size, **carried, placement=LAYOUTS[placement])
-        config["runtime"] = {"decode_sync_steps": 5}
-        spread = run_ppo_ranks(config)
-        assert spread.tokens() == one.tokens() and spread.batches() == one.batches()
-        assert weight_distance(spread.actor, one.actor) < TOLERANCE
-
-
-def test_a_run_stopped_within_a_group_goes_on_to_the_bit(workspace: Workspace) -> None:
-    whole = run_ppo_ranks(remax(workspace, "whole", 1, **CARRIED, steps=3))
-    config = remax(workspace, "stopped", 1, **CARRIED, steps=3)
-    ended = run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=3, rank=0)
-    assert ended == [False], "the run was over before it was to stop"
-    held = [json.loads(line) for line in next(Path(config["run_dir"]).glob("checkpoints/*/rollouts.jsonl")).open()]
-    goes_on = {row["seq_id"]: row["finish_clock"] is None for row in held}
-    assert any(goes_on[i] != goes_on[i + 1] for i in range(min(goes_on), max(goes_on), 2)), (
-        "of a response and its greedy one, one should have ended"
-    )
-    again = run_ppo_ranks(config | {"checkpoint": {"resume": True}})
-    assert again.tokens() == whole.tokens() and again.batches() == whole.batches()
-    assert again.greedy == whole.greedy
-    assert weight_distance(again.actor, whole.actor) == 0
 
 
 def test_a_run_does_not_go_on_without_them(

@@ -24,11 +24,6 @@ REPLICAS = {"mode": "colocated", "actor": {"dp": 2}}
 RATIO = {"ratio_max": 1.0001, "action": "skip"}
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("guards"))
-
-
 def breaking(name: str, good: int, **guards: Any) -> dict[str, Any]:
     options = {"name": name, "good": good}
     part = {"kind": "python", "entry_point": "tests.e2e.rewards:breaks", "options": options}

@@ -27,11 +27,6 @@ LEFT_S = 20
 """A busy machine is slow to end what was killed."""
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("kills"))
-
-
 @pytest.fixture
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """In the environment of all processes that the test starts, and of what they start."""

@@ -1,7 +1,4 @@
-"""What may be combined with a layout: overcommitment, decode micro-batches, other layouts and options of the update.
-
-As in `test_layouts`, every run is compared with one process.
-"""
+"""What a layout may have beyond the matrix's: ranks and layouts of single roles, fan-out, small caches; against one process."""
 
 from __future__ import annotations
 
@@ -9,98 +6,93 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.placements import role_placements, world_size
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.schedule.rounds import FAN_OUT
+from oppo_megatron.schedule.weaving.costs import Costs, read_costs
+from tests.e2e.matrix import Matrix, run_dir
 from tests.support.layouts import assert_same, deep
-from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks
+from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 
-OVERCOMMITTED = {
-    "overlap.intra": True,
-    "overlap.inter": True,
-    "overlap.delta": {"rule": "fixed", "initial": 4, "max": 4},
-}
+DISAGGREGATED = {"mode": "disaggregated"}
+STREAMED = {"overlap.intra": True}
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("features"))
+@pytest.fixture
+def plain(matrix: Matrix) -> Outcome:
+    return matrix.reference("plain")
 
 
-@pytest.fixture(scope="module")
-def plain(workspace: Workspace) -> Outcome:
-    return run_ppo_ranks(deep(workspace, "plain"))
-
-
-@pytest.fixture(scope="module")
-def overcommitted(workspace: Workspace) -> Outcome:
-    outcome = run_ppo_ranks(deep(workspace, "overcommitted", **OVERCOMMITTED))
-    assert any(row["deferrals"] for row in outcome.rollouts), "nothing was deferred: the comparison would say nothing"
-    return outcome
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        pytest.param(
-            "pp2-m3",
-            {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": [3, "auto"]},
-            marks=pytest.mark.long,
-        ),
-        pytest.param("dp2", {"placement": {"mode": "colocated", "actor": {"dp": 2}}}, marks=pytest.mark.long),
-        ("dp2-streamed", {"placement": {"mode": "disaggregated", "actor": {"dp": 2}}, "overlap.chunk.tokens": 16}),
-        pytest.param(
-            "pp2-dp2-m2",
-            {
-                "placement": {"mode": "colocated", "actor": {"pp": 2, "dp": 2}},
-                "overlap.weave": [2, 64],
-            },
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_overcommitment_cuts_every_layout_at_the_same_decode_step(
-    workspace: Workspace, overcommitted: Outcome, name: str, changes: dict[str, Any]
-) -> None:
-    assert_same(run_ppo_ranks(deep(workspace, name, **OVERCOMMITTED, **changes)), overcommitted)
-
-
-@pytest.mark.parametrize(
-    ("name", "placement", "micro_batches"),
-    [
-        ("kept-dp2", {"mode": "colocated", "actor": {"dp": 2}}, 1),
-        pytest.param(
-            "kept-pp2-dp2-m3", {"mode": "disaggregated", "actor": {"pp": 2, "dp": 2}}, 3, marks=pytest.mark.long
-        ),
-    ],
-)
-def test_a_kept_cache_outlives_an_end_that_was_cut_off(
-    workspace: Workspace, name: str, placement: dict[str, Any], micro_batches: int
-) -> None:
-    """A replica decodes on while another completes the batch: what ended too late goes on, from the cache it had.
-
-    Replicas divide the log-probs of the step's start, which its stale tokens are weighed by.
-    """
-    changes = OVERCOMMITTED | {"overlap.actor_kv": "keep", "ppo.staleness": "decoupled"}
-    plain = run_ppo_ranks(deep(workspace, f"{name}-plain", **changes))
-    changes |= {"placement": placement, "overlap.weave": [micro_batches, "auto"]}
-    outcome = run_ppo_ranks(deep(workspace, name, **changes))
+@pytest.mark.parametrize("feature", ["plain", "process rewards"])
+def test_disaggregated_sequential_is_bit_equal_to_one_process(matrix: Matrix, feature: str) -> None:
+    """And measures every kind of action, though each role reads a single micro-batch in a step."""
+    plain, config = matrix.reference(feature), matrix.in_layout(feature, "1 | 1", name="sequential")
+    config["overlap"]["intra"] = False
+    outcome = run_ppo_ranks(config)
     assert_same(outcome, plain)
-    weights, expected = ([line["importance_weight_mean"] for line in o.metrics] for o in (outcome, plain))
-    assert weights == pytest.approx(expected, abs=1e-4) and max(abs(weight - 1) for weight in weights) > 1e-3
+    assert weight_distance(outcome.actor, plain.actor) == weight_distance(outcome.critic, plain.critic) == 0.0
+    assert [row["reward"] for row in outcome.rollouts] == [row["reward"] for row in plain.rollouts]
+    costs = read_costs(RunDirectory(config["run_dir"]).costs, role_placements(TrainConfig(**config)))
+    built_in = Costs()
+    assert costs.decode_at(0) != built_in.decode_at(0) and costs.sample != built_in.sample and costs.score != built_in.score
+    assert set(costs.prefill) == {"actor", "reference", "critic", "reward"}
+    assert built_in.default_prefill not in {costs.prefill_at(role, 0) for role in costs.prefill}
 
 
-@pytest.mark.parametrize("schedule", ["intra", "woven"])
-def test_woven_and_unwoven_train_alike(workspace: Workspace, plain: Outcome, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("actor", "scorer"),
+    [({}, {"dp": 3}), pytest.param({"pp": 2, "dp": 2}, {"pp": 2, "dp": 3}, marks=pytest.mark.long)],
+    ids=["1 | DP3", "PP2xDP2 | PP2xDP3"],
+)
+def test_chunks_from_many_ranks_train_to_the_bit_as_those_from_one(
+    workspace: Workspace, plain: Outcome, actor: dict[str, int], scorer: dict[str, int]
+) -> None:
+    """Several of the actor's ranks send, and listeners pass on, where each sends to a single one."""
+    outcomes = []
+    for fan_out in (FAN_OUT, 1):
+        name = f"fan-out-{fan_out}-{len(actor)}"
+        config = deep(workspace, name, placement=DISAGGREGATED | {"actor": actor, "scorer": scorer}, **STREAMED)
+        world = world_size(TrainConfig(**config))
+        run_ranks(world, "tests.e2e.jobs:train_with_fan_out", config=config, fan_out=fan_out)
+        outcomes.append(read_outcome(run_dir(config)))
+    one, many = outcomes
+    assert_same(many, plain)
+    assert many.rollouts == one.rollouts
+    assert weight_distance(many.actor, one.actor) == weight_distance(many.critic, one.critic) == 0.0
+
+
+def test_a_small_cache_changes_nothing_but_order(workspace: Workspace, plain: Outcome) -> None:
+    """Slots for two or three sequences at a time: the others wait their turn, and scorers evict and prefill again."""
+    slot_mb = 2 * 4 * 2 * (96 + 40) * 8 * 4 / 2**20  # k and v, layers, kv heads, positions, head dimension, bytes
+    cache = {"runtime.kv_cache_mb": 2.5 * slot_mb}
+    outcome = run_ppo_ranks(deep(workspace, "small-cache", placement=DISAGGREGATED, **STREAMED, **cache))
+    first = [row["seq_id"] for row in plain.rollouts if row["step"] == 1]
+    assert {i: outcome.tokens()[i] for i in first} == {i: plain.tokens()[i] for i in first}
+    assert sorted(outcome.tokens()) == sorted(plain.tokens())
+    assert max(line["logprob_gap"] for line in outcome.metrics) < 1e-4
+
+
+def test_weights_load_in_transformers(matrix: Matrix, plain: Outcome) -> None:
+    weights = run_dir(matrix.config("plain", "reference", {})) / "weights"
+    actor = AutoModelForCausalLM.from_pretrained(weights / "actor")
+    assert float((actor.state_dict()["model.norm.weight"] - plain.actor["model.norm.weight"]).abs().max()) == 0.0
+    assert AutoModelForSequenceClassification.from_pretrained(weights / "critic").config.num_labels == 1
+
+
+def test_unwoven_rounds_train_as_woven_ones(workspace: Workspace, plain: Outcome) -> None:
     placement = {"mode": "colocated", "actor": {"pp": 2}}
-    changes = {"overlap.intra": True, "overlap.schedule": schedule, "placement": placement}
-    assert_same(run_ppo_ranks(deep(workspace, f"schedule-{schedule}", **changes)), plain)
+    assert_same(
+        run_ppo_ranks(deep(workspace, "unwoven", placement=placement, **STREAMED, **{"overlap.schedule": "intra"})), plain
+    )
 
 
 def test_scorers_on_ranks_of_their_own(workspace: Workspace, plain: Outcome) -> None:
     """Reward on one rank, critic on another, reference on the actor's."""
-    config = deep(
-        workspace, "split", placement={"mode": "disaggregated", "actor": {"pp": 2}}, **{"overlap.intra": True}
-    )
+    config = deep(workspace, "split", placement=DISAGGREGATED | {"actor": {"pp": 2}}, **STREAMED)
     config["reward"]["ranks"] = "2"
     config["critic"]["ranks"] = "3"
     config["reference"] = {"init": config["actor"]["init"], "ranks": "0-1", "parallel": {"tp": 2}}
@@ -110,8 +102,7 @@ def test_scorers_on_ranks_of_their_own(workspace: Workspace, plain: Outcome) -> 
 def test_a_tuned_chunk_is_the_same_for_scorers_partly_on_the_actors_ranks(workspace: Workspace, plain: Outcome) -> None:
     """The reward model's stages are on a rank that decodes and on one that does not: both plan its rounds."""
     chunk = {"overlap.chunk": {"tokens": 7, "adaptive": [7, 20]}, "runtime.timeout_s": 60.0}
-    apart = {"placement": {"mode": "disaggregated", "actor": {"pp": 2}}, "overlap.intra": True}
-    config = deep(workspace, "partly", **apart, **chunk)
+    config = deep(workspace, "partly", placement=DISAGGREGATED | {"actor": {"pp": 2}}, **STREAMED, **chunk)
     config["reward"] |= {"ranks": "1-2", "parallel": {"pp": 2}}
     planned = run_ranks(3, "tests.e2e.jobs:train_and_tell_chunks", config=config)
     assert planned[0] == planned[1] == planned[2] and set(planned[0]) == {7, 20}, "by round, on each rank"
@@ -125,7 +116,6 @@ def test_a_tuned_chunk_is_the_same_for_scorers_partly_on_the_actors_ranks(worksp
     [
         ("pp2-tp2", {"pp": 2}, {"tp": 2, "pp": 1}, True),
         pytest.param("tp2-dp2", {"tp": 2}, {"tp": 1, "dp": 2}, False, marks=pytest.mark.long),
-        pytest.param("dp2-pp2", {"dp": 2}, {"dp": 1, "pp": 2}, True, marks=pytest.mark.long),
         pytest.param("dp4-tp2-pp2", {"dp": 4}, {"tp": 2, "pp": 2, "dp": 1}, True, marks=pytest.mark.long),
         ("tp2-vpp2", {"tp": 2}, {"tp": 1, "pp": 2, "vpp": 2}, True),
         pytest.param("pp2-vpp2", {"pp": 2}, {"vpp": 2}, True, marks=pytest.mark.long),
@@ -137,10 +127,8 @@ def test_updates_may_have_another_layout_than_decoding(
     workspace: Workspace, plain: Outcome, name: str, generate: dict[str, int], train: dict[str, Any], moves: bool
 ) -> None:
     """`moves`: whether weights have to cross between ranks; to decode a shard of what it trains, a rank needs no other."""
-    placement = {"mode": "colocated", "actor": generate}
-    config = deep(workspace, name, placement=placement, **{"overlap.intra": True})
-    config["actor"]["train"] = train
-    config["critic"]["train"] = train
+    config = deep(workspace, name, placement={"mode": "colocated", "actor": generate}, **STREAMED)
+    config["actor"]["train"] = config["critic"]["train"] = train
     outcome = run_ppo_ranks(config)
     assert_same(outcome, plain)
     moved = {line["reallocated_bytes"] for line in outcome.metrics}

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from oppo_megatron.config.run import TrainConfig
@@ -17,17 +15,13 @@ from oppo_megatron.layout.holdings import train_holdings
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.mcore.weights.hf_source import open_directory
 from oppo_megatron.preflight.validate import train_problems
-from tests.support.layouts import DEEP, STEADY_ADAM, deep
-from tests.support.ppo import Workspace
+from tests.e2e.test_resume import assert_bit_equal
+from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
+from tests.support.ppo import Outcome, Workspace, read_outcome
 from tests.support.ranks import run_ranks
 
 LORA = {"rank": 4, "alpha": 16.0}
 ROLES = ("actor", "critic")
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("lora"))
 
 
 def configured(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
@@ -41,22 +35,8 @@ def run(config: dict[str, Any], job: str = "tests.e2e.jobs:train") -> list[Any]:
     return run_ranks(world_size(TrainConfig(**config)), job, config=config)
 
 
-def adapters(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    weights = Path(config["run_dir"]) / "weights"
-    return {
-        f"{role}: {name}": tensor
-        for role in ROLES
-        for name, tensor in load_file(weights / role / "adapter_model.safetensors").items()
-    }
-
-
-def metrics(config: dict[str, Any]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(config["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
-
-
-def tokens(config: dict[str, Any]) -> list[Any]:
-    lines = (Path(config["run_dir"]) / "rollouts.jsonl").read_text().splitlines()
-    return sorted((row["seq_id"], row["tokens"]) for row in map(json.loads, lines))
+def outcome(config: dict[str, Any]) -> Outcome:
+    return read_outcome(Path(config["run_dir"]))
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +49,11 @@ def plain(workspace: Workspace) -> dict[str, Any]:
 
 
 def test_adapters_are_trained_and_the_reference_is_where_they_began(plain: dict[str, Any]) -> None:
-    lines = metrics(plain)
-    assert max(line["logprob_gap"] for line in lines) < 1e-4, "decoding computes as training"
-    assert abs(lines[0]["kl_mean"]) < 1e-5 < abs(lines[-1]["kl_mean"]), "the reference is the actor without adapters"
-    trained = adapters(plain)
-    assert len(trained) == 2 * 4 * 7 * 2 + 1 and all(bool(tensor.any()) for tensor in trained.values())
+    run = outcome(plain)
+    assert max(line["logprob_gap"] for line in run.metrics) < 1e-4, "decoding computes as training"
+    assert abs(run.metrics[0]["kl_mean"]) < 1e-5 < abs(run.metrics[-1]["kl_mean"]), "of the actor without adapters"
+    trained = [*run.actor.values(), *run.critic.values()]
+    assert len(trained) == 2 * 4 * 7 * 2 + 1 and all(bool(tensor.any()) for tensor in trained)
     written = json.loads((Path(plain["run_dir"]) / "weights" / "actor" / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"], written["task_type"]) == (4, 16, "CAUSAL_LM")
 
@@ -81,21 +61,17 @@ def test_adapters_are_trained_and_the_reference_is_where_they_began(plain: dict[
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"placement": {"mode": "disaggregated", "actor": {"pp": 2}}}, marks=pytest.mark.long),
         {"placement": {"mode": "disaggregated", "actor": {"pp": 2}, "reference": "actor"}},
         {"placement": {"mode": "colocated", "actor": {"tp": 2}}, "actor.train": {"tp": 1, "pp": 2, "dp": 1}},
     ],
-    ids=["PP2 | 1", "PP2 and reference | 1", "decodes TP2, trains PP2"],
+    ids=["PP2 and reference | 1", "decodes TP2, trains PP2"],
 )
-def test_layouts_train_alike(workspace: Workspace, plain: dict[str, Any], changes: dict[str, Any]) -> None:
-    name = "-".join(map(str, changes.values())).translate(dict.fromkeys(map(ord, "{}':, "), "_"))
-    config = configured(workspace, name, **changes)
-    shares = "reference" in changes["placement"] or changes["placement"]["mode"] == "colocated"
-    run(config, "tests.e2e.jobs_lora:train_with_a_shared_reference" if shares else "tests.e2e.jobs:train")
-    assert tokens(config) == tokens(plain)
-    found, due = adapters(config), adapters(plain)
-    assert max(float((found[name] - due[name]).abs().max()) for name in due) < 2e-4
-    assert max(line["logprob_gap"] for line in metrics(config)) < 1e-4
+def test_a_reference_with_the_actor_shares_its_weights(
+    workspace: Workspace, plain: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    config = configured(workspace, f"shared-{len(changes)}", **changes)
+    run(config, "tests.e2e.jobs_lora:train_with_a_shared_reference")
+    assert_same(outcome(config), outcome(plain))
 
 
 @pytest.mark.parametrize("mode", ["single", "disaggregated"])
@@ -107,24 +83,11 @@ def test_a_null_reference_begins_with_the_adapters_that_are_given(
     config["actor"] |= {"lora": LORA | {"adapter": str(trained)}}
     assert train_problems(TrainConfig(**config)) == []
     run(config)
-    first, second = metrics(config)
+    first, second = outcome(config).metrics
     assert abs(first["kl_mean"]) < 1e-4 < abs(second["kl_mean"]), "0 at first, and the reference stays where it was"
-    assert abs(metrics(plain)[-1]["kl_mean"]) > 1e-2, "the adapters do something"
+    assert abs(outcome(plain).metrics[-1]["kl_mean"]) > 1e-2, "the adapters do something"
     shared = {each.role: each.memory.weights for each in train_holdings(TrainConfig(**config), on_cpu=True)}
     assert (0 < shared["reference"] < shared["actor"] / 2) == (mode == "single"), "beside the actor adapters alone"
-
-
-@pytest.mark.long
-def test_prompts_fork_with_adapters(workspace: Workspace) -> None:
-    """Caches are of the adapted weights, and of the reference's without adapters: both fork as those of whole models."""
-    groups = {"rollout.group_size": 3, "overlap.intra": True}
-    forked, apart = (configured(workspace, f"fork-{on}", **groups, **{"debug.fork": on}) for on in (True, False))
-    for config in (forked, apart):
-        run(config)
-    assert tokens(forked) == tokens(apart)
-    found, due = adapters(forked), adapters(apart)
-    assert max(float((found[name] - due[name]).abs().max()) for name in due) < 2e-4
-    assert [min(line["forked_tokens"] for line in metrics(config)) > 0 for config in (forked, apart)] == [True, False]
 
 
 def test_a_resumed_run_is_the_undisturbed_one(workspace: Workspace, plain: dict[str, Any]) -> None:
@@ -136,8 +99,7 @@ def test_a_resumed_run_is_the_undisturbed_one(workspace: Workspace, plain: dict[
         (told,) = run(other, "tests.e2e.jobs_lora:refusal")
         assert "actor.lora is rank 4, " in told and said in told and "checkpoint's run has rank 4, alpha 16.0" in told
     run(config)
-    found, due = adapters(config), adapters(plain)
-    assert tokens(config) == tokens(plain) and all(torch.equal(found[name], due[name]) for name in due)
+    assert_bit_equal(outcome(config), outcome(plain))
     newest = max((Path(config["run_dir"]) / "checkpoints").glob("step-*"))
     saved = FileSystemReader(newest / "models").read_metadata().state_dict_metadata
     assert all("_lora." in key or key.endswith("critic.output_layer.weight") for key in saved), (

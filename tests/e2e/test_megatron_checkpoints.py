@@ -9,7 +9,7 @@ import pytest
 from oppo_megatron.cli.main import main
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.mcore.weights.hf_source import open_directory
-from tests.parity.test_hf_roundtrip import tensors_of
+from tests.support.hf import tensors_of
 from tests.support.ppo import SHAPE, Workspace, run_ppo_ranks
 
 

@@ -42,8 +42,8 @@ def test_a_run_ends_with_the_limit_to_lower_and_resumes_with_it(
     monkeypatch.setenv("BOUND_MB", str(mebibytes))
     ranks, placement = (2, {"mode": "colocated", "actor": layout}) if layout else (1, {"mode": "single"})
     changes = SETTINGS | {"placement": placement}
-    plain = run_ppo_ranks(workspace.config("plain", **changes))
-    config = TrainConfig(**workspace.config("short", **changes, checkpoint={"every_steps": 1}))
+    plain = run_ppo_ranks(workspace.config(f"plain-{ranks}", **changes))
+    config = TrainConfig(**workspace.config(f"short-{ranks}", **changes, checkpoint={"every_steps": 1}))
     told = ""
     try:
         launch("train", config, ranks, entry="tests.e2e.jobs:run_rank_within")
@@ -58,8 +58,3 @@ def test_a_run_ends_with_the_limit_to_lower_and_resumes_with_it(
     outcome = read_outcome(run.path)
     assert outcome.tokens() == plain.tokens() and outcome.batches() == plain.batches()
     assert weight_distance(outcome.actor, plain.actor) < 1e-5 and weight_distance(outcome.critic, plain.critic) < 1e-5
-
-
-@pytest.fixture
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("memory"))

@@ -9,7 +9,7 @@ import pytest
 
 from oppo_megatron.cli.main import main
 from tests.e2e.test_resume import checkpoints, stop
-from tests.parity.test_hf_roundtrip import tensors_of
+from tests.support.hf import tensors_of
 from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
 from tests.support.ppo import Workspace, run_ppo_ranks
 

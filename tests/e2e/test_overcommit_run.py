@@ -1,4 +1,4 @@
-"""Inter-step overlap in real runs: what delta > 0 may change and what it may not."""
+"""Inter-step overlap and backfill in real runs: what delta > 0 may change and what it may not."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.records import StepSignals
 from oppo_megatron.sim.runs.virtual import VirtualRun
+from tests.support.layouts import assert_same, deep
 from tests.support.ordered import OrderedRun
-from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.virtual import assert_unfolds_alike
 
 STEPS, BATCH, DELTA = 7, 6, 4
 DISAGGREGATED = {"mode": "disaggregated"}
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("overcommit"))
+EVERY, BACKFILLED = 4, 6
+BACKFILL = {
+    "steps": BACKFILLED,
+    "overlap.intra": True,
+    "overlap.inter": True,
+    "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
+    "overlap.chunk.tokens": EVERY,
+    "overlap.backfill": EVERY,
+}
 
 
 def overcommitted(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
@@ -57,12 +62,6 @@ def test_rollouts_are_carried_with_all_their_tokens(outcome: Outcome) -> None:
     assert any(len(set(row["versions"])) > 1 for row in carried), "some rollout should span an update"
 
 
-def test_batches_follow_the_logical_clock(outcome: Outcome) -> None:
-    clocks = [row["finish_clock"] for row in outcome.rollouts]
-    forced = [row for row in outcome.rollouts if row["deferrals"] >= 4]
-    assert not forced and clocks == sorted(clocks), "none was carried so often that a batch had to wait for it"
-
-
 def test_logprobs_at_decode_equal_those_at_training(outcome: Outcome) -> None:
     assert max(line["logprob_gap"] for line in outcome.metrics) < 1e-4
     assert max(line["stale_token_fraction"] for line in outcome.metrics) > 0
@@ -86,30 +85,6 @@ def test_trained_lengths_stand_beside_submitted_ones_and_rewards_by_length(outco
         for name, of in ("length_by_quarter", lambda row: len(row["tokens"])), ("reward_by_quarter", lambda row: row["reward"]):
             assert line[name] == pytest.approx({f"q{k + 1}": fmean(map(of, rows)) for k, rows in enumerate(quarters)}), name
     assert any(gaps)
-
-
-def test_two_runs_are_identical(workspace: Workspace, outcome: Outcome) -> None:
-    again = run_ppo_ranks(overcommitted(workspace, "again"))
-    assert again.rollouts == outcome.rollouts
-    assert weight_distance(again.actor, outcome.actor) == weight_distance(again.critic, outcome.critic) == 0.0
-
-
-@pytest.fixture(scope="module")
-def shorter(workspace: Workspace) -> Outcome:
-    """Of three steps."""
-    return run_ppo_ranks(overcommitted(workspace, "shorter", steps=3))
-
-
-@pytest.mark.parametrize("chunk", [1, 64])
-def test_batches_do_not_depend_on_the_chunk_size(
-    workspace: Workspace, outcome: Outcome, shorter: Outcome, chunk: int
-) -> None:
-    """A round ends at the decode step at which the batch is complete, so a chunk never decides who is in it."""
-    other = run_ppo_ranks(overcommitted(workspace, f"chunk-{chunk}", **{"overlap.chunk.tokens": chunk, "steps": 3}))
-    compared = other.batches()
-    assert compared[0] == outcome.batches()[0]
-    # Prompts end sooner here, so later batches may only differ once admission has stopped.
-    assert compared == shorter.batches() and other.tokens() == shorter.tokens()
 
 
 @pytest.mark.parametrize("limit", [1, 2])
@@ -141,16 +116,6 @@ def test_staleness_settings_run_and_gate_the_fresh_tokens(workspace: Workspace, 
         assert all(row["step"] - 1 - row["versions"][-1] == row["deferrals"] for row in run.rollouts if row["deferrals"])
     else:
         assert any(len(versions) > 1 for versions in spans)
-
-
-def test_corrections_are_equal_where_nothing_is_stale(workspace: Workspace) -> None:
-    runs = [
-        run_ppo_ranks(workspace.config(f"fresh-{c}", **{"ppo.staleness": c}))
-        for c in ("behaviour", "decoupled")
-    ]
-    assert runs[0].tokens() == runs[1].tokens()
-    # The proximal log-probs differ from the recorded ones by the rounding of decoding against training.
-    assert weight_distance(runs[0].actor, runs[1].actor) < 2e-3
 
 
 def test_the_end_of_the_data_is_a_smaller_batch(workspace: Workspace) -> None:
@@ -203,3 +168,35 @@ def test_delta_from_what_is_measured(workspace: Workspace, placement: dict[str, 
 
 def _ran_at(row: dict[str, Any], clock: int) -> bool:
     return row["finish_clock"] - len(row["tokens"]) < clock <= row["finish_clock"]
+
+
+@pytest.fixture(scope="module")
+def backfilled(workspace: Workspace) -> Outcome:
+    return run_ppo_ranks(deep(workspace, "backfilled", **BACKFILL))
+
+
+def test_with_backfill_every_prompt_is_trained_exactly_once(
+    workspace: Workspace, backfilled: Outcome
+) -> None:
+    assert Counter(row["seq_id"] for row in backfilled.rollouts) == {i: 1 for i in range(BACKFILLED * BATCH)}
+    assert [len(batch) for batch in backfilled.batches()] == [BATCH] * BACKFILLED
+    assert sum(line["backfilled"] for line in backfilled.metrics) > BATCH, "prompts enter within steps"
+    assert max(line["carried"] for line in backfilled.metrics) <= BATCH
+    assert max(row["deferrals"] for row in backfilled.rollouts) <= 4
+    assert backfilled.metrics[-1]["carried"] == 0
+    assert all(0 < line["packing_efficiency"] <= 1 > line["padding_saved"] > 0 for line in backfilled.metrics)
+    assert_unfolds_alike(deep(workspace, "backfilled", **BACKFILL), backfilled, VirtualRun, OrderedRun)
+
+
+def test_few_slots_change_nothing(workspace: Workspace, backfilled: Outcome) -> None:
+    """Nine slots of half of a cache are four of a whole one."""
+    few = {"placement": {"mode": "disaggregated", "actor": {"tp": 2}}, "runtime.kv_cache_mb": 0.3}
+    assert_same(run_ppo_ranks(deep(workspace, "few-slots", **BACKFILL | few)), backfilled)
+
+
+def test_a_chunk_that_adapts_changes_no_batch(workspace: Workspace, backfilled: Outcome) -> None:
+    """It is searched for among sizes up to that of `overlap.backfill`, also such that do not divide it."""
+    chunk = {"tokens": EVERY, "adaptive": [3, 64]}
+    run = run_ppo_ranks(deep(workspace, "backfill-adaptive", **BACKFILL | {"overlap.chunk": chunk}))
+    assert {line["chunk_tokens"] for line in run.metrics} == {3, EVERY}
+    assert_same(run, backfilled)

@@ -24,11 +24,6 @@ GREEDY = {"temperature": 0.0}
 LORA = {"rank": 4, "alpha": 16.0}
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("policy"))
-
-
 def trained(workspace: Workspace, name: str, **changes: Any) -> Path:
     config = deep(workspace, name, steps=2, **{"checkpoint.every_steps": 1}, **changes)
     run_ranks(1, "tests.e2e.jobs:train", config=config)
@@ -56,27 +51,11 @@ def ask(directories: list[Path], layout: tuple[int, int, int] = (1, 1, 1), **set
     return found[0]
 
 
-def by_transformers(export: Path, tokenizer: Path) -> dict[int, list[int]]:
-    from transformers import AutoModelForCausalLM
-
-    from oppo_megatron.config.data import TokenizerConfig
-    from oppo_megatron.data.tokenizer import load_tokenizer
-
-    own = load_tokenizer(TokenizerConfig(path=tokenizer))
-    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
-    found = {}
-    for number, text in enumerate(TEXTS):
-        ids = torch.tensor([own.encode(text)])
-        out = model.generate(ids, do_sample=False, max_new_tokens=MAX_TOKENS, eos_token_id=list(own.eos_ids))
-        found[number] = out[0, ids.shape[1] :].tolist()
-    return found
-
-
-def test_a_run_its_export_and_its_last_checkpoint_say_what_transformers_says(workspace: Workspace, run: Path) -> None:
+def test_a_run_its_export_and_its_last_checkpoint_say_the_same(run: Path) -> None:
+    """Of an export tests/parity compares answers with transformers'."""
     last = run / "checkpoints" / "step-000002"
     places = [run, run / "weights" / "actor", last, run / "checkpoints", last / "models" / "actor"]
     found = ask(places)
-    assert {i: tokens for i, tokens, _ in found[0]} == by_transformers(places[1], workspace.root / "tokenizer.model")
     assert all(other == found[0] for other in found[1:])
     reasons = {reason for _, _, reason in found[0]}
     assert reasons <= {"eos", "length"}

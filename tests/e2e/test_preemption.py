@@ -128,7 +128,7 @@ def test_a_second_sigterm_ends_a_run_within_a_save_and_a_save_that_is_late_is_gi
 
 
 def test_sigterm_at_random_moments_to_either_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Three stops of one run, then it ends as the run that was left alone (the long version: tests/chaos/preemptions.py)."""
+    """Three stops of one run, then it ends as the run that was left alone."""
     draw = random.Random(7)
     workspace = Workspace.create(tmp_path_factory.mktemp("moments"))
     changes: dict[str, Any] = CARRIED | {"steps": 14, "placement": {"mode": "disaggregated"}}

@@ -24,22 +24,19 @@ from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.train import supervised
 from oppo_megatron.train.preference import reference_pass
 from oppo_megatron.train.preference.tasks import PairPreferences
-from tests.e2e.test_supervised import (
+from tests.e2e.supervised import (
     NUM_ROWS,
     SHAPE,
     Settings,
     hf_model,
-    inputs,
     metrics,
     run,
     settings,
-    tensors_of,
     token_rows,
 )
-from tests.support.hf import save_tiny
+from tests.support.hf import save_tiny, tensors_of
 from tests.support.ranks import run_ranks
 
-__all__ = ["inputs"]
 STEPS, BATCH = 3, 8
 RATE = {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5, "eps": 1e-4}
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
@@ -164,45 +161,6 @@ def test_three_steps_equal_transformers_and_adamw(inputs: Path, tmp_path: Path, 
         assert (tensor - start[name]).abs().max() > 1e-3, f"{name} did not move: nothing is tested"
     if kind == "kto":
         assert [line["reference_point"] > 0 for line in lines] == [True] * STEPS, "z0 is cut off at 0: it is not tested"
-
-
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("dpo", LAYOUTS[0]),
-        ("kto", LAYOUTS[1]),
-        ("kto", LAYOUTS[2]),
-        pytest.param("kto", LAYOUTS[0], marks=pytest.mark.long),
-        pytest.param("dpo", LAYOUTS[1], marks=pytest.mark.long),
-        pytest.param("dpo", LAYOUTS[2], marks=pytest.mark.long),
-    ],
-)
-def test_layouts_train_alike_and_a_run_that_was_told_to_stop_goes_on(
-    inputs: Path, tmp_path: Path, kind: str, layout: dict[str, int]
-) -> None:
-    """Losses, held-out figures and weights of one rank, to rounding; the stopped run's are the whole one's, to the bit."""
-    evaluation = {"fraction": 0.25, "every_steps": 1}
-    changes: Settings = {"evaluation": evaluation, "batch_size": 5, "steps": 4, "epochs": 2, "optimizer": {"lr": 3e-3}}
-    alone = run(kind, preferring(inputs, kind, tmp_path / "alone", **changes))
-
-    def train(name: str, stop_after: int | None = None, **more: Any) -> list[dict[str, Any]]:
-        chosen = preferring(inputs, kind, tmp_path / name, parallel=layout, **changes, **more)
-        run_ranks(2, "tests.e2e.supervised_jobs:train", kind=kind, settings=chosen, stop_after=stop_after)
-        return metrics(tmp_path / name)
-
-    told = ("loss", "accuracy", "margin", "grad_norm", "heldout")
-    whole = train("whole")
-    for ours, theirs in zip(whole, alone, strict=True):
-        for name in ("loss", "margin", "heldout"):
-            assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=2e-5), (name, ours["step"])
-    assert abs(whole[-1]["margin"]) > 0.01, "the first steps' margins are near 0: later ones must not be"
-    weights, expected = (tensors_of(tmp_path / name / "weights") for name in ("whole", "alone"))
-    assert max(float((weights[name] - expected[name]).abs().max()) for name in expected) < 1e-3
-    assert len(train("parts", stop_after=2)) == 2
-    resumed = train("parts", checkpoint={"resume": True})
-    assert [[line[name] for name in told] for line in resumed] == [[line[name] for name in told] for line in whole]
-    parts = tensors_of(tmp_path / "parts" / "weights")
-    assert parts.keys() == weights.keys() and all(torch.equal(parts[name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])

@@ -30,11 +30,6 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("changed"))
-
-
-@pytest.fixture(scope="module")
 def ended(workspace: Workspace) -> dict[str, Any]:
     """The configuration of a run of four steps that has come to its end."""
     config = deep(workspace, "ended", **CARRIED | {"steps": STEPS} | CHANGES)

@@ -21,11 +21,6 @@ CARRIED = {"overlap.inter": True, "overlap.intra": True, "overlap.delta": {"rule
 DISAGGREGATED = {"placement": {"mode": "disaggregated"}}
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("rollback"))
-
-
 def texts(config: dict[str, Any], positions: list[int]) -> list[str]:
     """Of the prompts at positions of the stream."""
     checked = TrainConfig(**config)

@@ -6,139 +6,33 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen2Tokenizer
+from torch.nn.functional import binary_cross_entropy_with_logits
+from transformers import AutoTokenizer, Qwen2Tokenizer
 
-from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.describe import SUPERVISED
 from oppo_megatron.config.supervised import SFTConfig
-from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset, write_steps
 from oppo_megatron.data.supervised_rows import Pair
-from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, DataError
-from oppo_megatron.rundir.trace import read_trace
-from oppo_megatron.train.supervised import run_supervised
 from oppo_megatron.train.supervised_tasks import RewardModelling
-from tests.support.hf import SIZES, save_tiny
-from tests.support.ranks import run_ranks
-
-VOCAB = 320
-NUM_ROWS = 24
-SHAPE = {"model_type": "qwen2", **SIZES, "vocab_size": VOCAB, "tie_word_embeddings": True}
-OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5, "eps": 1e-4}
-COLUMNS = {"sft": ["completion"], "rm": ["chosen", "rejected"]}
-FILES = {"sft": "sft.jsonl", "rm": "pairs.jsonl", "prm": "steps.jsonl"}
-Settings = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Arithmetic rows, a sentencepiece tokenizer trained on them, and a tiny Qwen2 with tied embeddings."""
-    root = tmp_path_factory.mktemp("inputs")
-    sizes = DatasetSizes(sft=NUM_ROWS, pairs=NUM_ROWS, prompts=1, heldout=1)
-    paths = write_dataset(root, seed=7, sizes=sizes, shape=Shape(max_operations=4))
-    write_steps(root / FILES["prm"], seed=7, count=NUM_ROWS, shape=Shape(max_operations=4))
-    rows = [json.loads(line) for line in paths["sft"].read_text().splitlines()]
-    train_sentencepiece([row["prompt"] + row["completion"] for row in rows], root / "tokenizer.model", 280)
-    save_tiny(root / "qwen2", "qwen2", vocab_size=VOCAB, tie_word_embeddings=True)
-    save_tiny(root / "classifier", "qwen2", "scalar", vocab_size=VOCAB)
-    return root
-
-
-def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings:
-    """One step over all rows, several micro-batches, unless changed."""
-    return {
-        "run_dir": run_dir,
-        "batch_size": NUM_ROWS,
-        "max_tokens": 120,
-        "tokenizer": {"path": inputs / "tokenizer.model"},
-        "data": {"path": inputs / FILES.get(kind, FILES["rm"]), "shuffle": False},
-        "model": {"checkpoint": inputs / ("qwen2" if kind == "sft" else "classifier")},
-        "optimizer": OPTIMIZER,
-        "runtime": {"device": "cpu", "threads_per_rank": 1, "micro_batch_tokens": 300},
-        "logging": {"console": "off"},
-        **changes,
-    }
-
-
-def run(kind: str, chosen: Settings) -> list[dict[str, Any]]:
-    """Train in this process; the lines of metrics.jsonl."""
-    run_supervised(SUPERVISED[kind](**chosen))
-    return metrics(chosen["run_dir"])
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def token_rows(inputs: Path, kind: str) -> list[tuple[list[int], list[list[int]]]]:
-    """(prompt, answers) of every row, each answer ended by EOS, as transformers would be given them."""
-    tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer.model"))
-    rows = [json.loads(line) for line in (inputs / FILES[kind]).read_text().splitlines()]
-    if kind == "prm":
-        return [
-            (tokenizer.encode(row["prompt"]), [[*tokenizer.encode("\n".join(row["completions"])), tokenizer.eos_id]])
-            for row in rows
-        ]
-    return [
-        (tokenizer.encode(row["prompt"]), [[*tokenizer.encode(row[c]), tokenizer.eos_id] for c in COLUMNS[kind]])
-        for row in rows
-    ]
-
-
-def step_logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    """The scalar head at every token, not only at the last one."""
-    return model.score(model.model(torch.tensor([tokens])).last_hidden_state)[0, :, 0]
-
-
-def judged_steps(inputs: Path, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and labels of all steps: a step ends with its newline, the last with EOS."""
-    tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer.model"))
-    (newline,) = tokenizer.encode("\n")
-    logits = []
-    labels = [json.loads(line)["labels"] for line in (inputs / FILES["prm"]).read_text().splitlines()]
-    for prompt, (answer,) in token_rows(inputs, "prm"):
-        ends = [len(prompt) + place for place, token in enumerate(answer) if token in (newline, tokenizer.eos_id)]
-        logits.append(step_logits(model, [*prompt, *answer])[ends])
-    return torch.cat(logits), torch.tensor([label for row in labels for label in row]).float()
-
-
-def whole_loss(model: Any, kind: str, inputs: Path) -> torch.Tensor:
-    """The loss of all rows of the file."""
-    if kind == "prm":
-        return binary_cross_entropy_with_logits(*judged_steps(inputs, model))
-    return reference_loss(model, kind, token_rows(inputs, kind))
-
-
-def reference_loss(model: Any, kind: str, rows: list[tuple[list[int], list[list[int]]]]) -> torch.Tensor:
-    """The loss of all rows, one unpacked sequence at a time."""
-    losses = []
-    for prompt, answers in rows:
-        outputs = [model(torch.tensor([[*prompt, *answer]])).logits for answer in answers]
-        if kind == "sft":
-            logits = outputs[0][0, len(prompt) - 1 : -1]
-            losses.append(cross_entropy(logits, torch.tensor(answers[0]), reduction="none"))
-        else:
-            losses.append(-logsigmoid(outputs[0][0] - outputs[1][0]))
-    return torch.cat(losses).mean()
-
-
-def hf_model(kind: str, directory: Path) -> Any:
-    loader = AutoModelForCausalLM if kind == "sft" else AutoModelForSequenceClassification
-    model, report = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    return model.eval()
-
-
-def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
+from tests.e2e.supervised import (
+    FILES,
+    NUM_ROWS,
+    OPTIMIZER,
+    SHAPE,
+    Settings,
+    hf_model,
+    judged_steps,
+    metrics,
+    run,
+    settings,
+    token_rows,
+    whole_loss,
+)
+from tests.support.hf import tensors_of
 
 
 @pytest.mark.parametrize("kind", ["sft", "rm", "prm"])
@@ -168,28 +62,6 @@ def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, ki
     for name, tensor in expected.items():
         assert (trained[name] - tensor).abs().max() < 2e-5, name
         assert (tensor - start[name]).abs().max() > 1e-3, f"{name} did not move: nothing is tested"
-
-
-@pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rm", "prm"))])
-def test_layouts_train_alike(inputs: Path, tmp_path: Path, kind: str) -> None:
-    changes: Settings = {"epochs": 3, "batch_size": 10}
-    if kind != "sft":  # a fresh head has to be the same one on every layout
-        changes["model"] = {"checkpoint": inputs / "qwen2", "fresh_head": True}
-    alone = run(kind, settings(inputs, kind, tmp_path / "alone", **changes))
-    assert len(alone) == 8, "3 epochs of 24 rows are 7 batches of 10 and one of 2"
-    weights = tensors_of(tmp_path / "alone" / "weights")
-    for tp, pp, dp in [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)]:
-        run_dir = tmp_path / f"tp{tp}pp{pp}dp{dp}"
-        chosen = settings(inputs, kind, run_dir, parallel={"tp": tp, "pp": pp, "dp": dp}, **changes)
-        run_ranks(tp * pp * dp, "tests.e2e.supervised_jobs:train", kind=kind, settings=chosen)
-        for ours, theirs in zip(metrics(run_dir), alone, strict=True):
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4), (tp, pp, dp, ours["step"])
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-3), (tp, pp, dp, ours["step"])
-            assert ours["tokens"] == theirs["tokens"] and ours["lr"] == theirs["lr"]
-        for name, tensor in tensors_of(run_dir / "weights").items():
-            assert (tensor - weights[name]).abs().max() < 1e-3, (tp, pp, dp, name)
-        assert {span.rank for span in read_trace(run_dir / "trace.json")} == set(range(tp * pp * dp))
-        assert not list(run_dir.glob("trace.rank*")), "per-rank traces are merged"
 
 
 @pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rm", "prm"))])

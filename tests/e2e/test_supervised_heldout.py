@@ -13,21 +13,19 @@ from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.supervised_rows import split_rows
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.rundir.checkpoints import CheckpointStore
-from tests.e2e.test_supervised import (
+from tests.e2e.supervised import (
     COLUMNS,
     Settings,
     hf_model,
-    inputs,
     metrics,
     reference_loss,
     run,
     settings,
-    tensors_of,
     token_rows,
 )
+from tests.support.hf import tensors_of
 from tests.support.ranks import run_ranks
 
-__all__ = ["inputs"]
 HALF = {"fraction": 0.5, "every_steps": 1}
 
 
@@ -83,20 +81,6 @@ def test_held_out_figures_are_those_of_transformers_and_none_of_the_rows_is_trai
     run(kind, alone)
     ours, theirs = tensors_of(tmp_path / "run" / "weights"), tensors_of(tmp_path / "alone" / "weights")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "the held-out rows have no part in training"
-
-
-@pytest.mark.parametrize(
-    ("kind", "layout"), [("sft", {"tp": 2}), ("rm", {"pp": 2}), ("sft", {"dp": 2}), ("rm", {"dp": 2})]
-)
-def test_two_ranks_measure_the_same(inputs: Path, tmp_path: Path, kind: str, layout: dict[str, int]) -> None:
-    chosen = settings(inputs, kind, tmp_path / "one", batch_size=6, evaluation={**HALF, "max_rows": 11})
-    run(kind, chosen)
-    two = {**chosen, "run_dir": tmp_path / "two", "parallel": layout}
-    run_ranks(2, "tests.e2e.supervised_jobs:train", kind=kind, settings=two)
-    ours, theirs = summary(tmp_path / "two")["heldout"], summary(tmp_path / "one")["heldout"]
-    for step, entry in theirs.items():
-        for of, figures in entry.items():
-            assert ours[step][of] == pytest.approx(figures, rel=1e-4, abs=1e-6), (step, of)
 
 
 def worsening(inputs: Path, run_dir: Path, **changes: Any) -> Settings:

@@ -16,23 +16,18 @@ from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.holdings import supervised_holdings
 from oppo_megatron.preflight.validate import supervised_problems
 from oppo_megatron.rundir.checkpoints import CheckpointStore
-from tests.e2e.test_supervised import (
+from tests.e2e.supervised import (
     OPTIMIZER,
     Settings,
     hf_model,
-    inputs,
-    metrics,
     reference_loss,
     run,
     settings,
-    tensors_of,
     token_rows,
 )
-from tests.support.ranks import run_ranks
 
 peft = pytest.importorskip("peft", reason="peft is the reference; pip install 'oppo-megatron[test]'")
 
-__all__ = ["inputs"]
 LORA = {"rank": 4, "alpha": 12.0, "targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
 BASE = {"sft": "qwen2", "rm": "classifier"}
 STEPS = 3
@@ -86,38 +81,6 @@ def test_steps_equal_peft_and_adamw(inputs: Path, starts: dict[str, Path], tmp_p
         assert again == pytest.approx(float(reference_loss(model, kind, rows)), rel=1e-4)
     start, end = (load_file(folder / "adapter_model.safetensors") for folder in (starts[kind], written))
     assert start.keys() == end.keys() and all(not torch.equal(start[name], end[name]) for name in start)
-
-
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("sft", {"tp": 2}),
-        pytest.param("rm", {"tp": 2}, marks=pytest.mark.long),
-        ("rm", {"pp": 2}),
-        pytest.param("sft", {"dp": 2}, marks=pytest.mark.long),
-        pytest.param("prm", {"tp": 2}, marks=pytest.mark.long),
-    ],
-)
-def test_layouts_train_alike_and_a_run_that_was_told_to_stop_goes_on(
-    inputs: Path, tmp_path: Path, kind: str, layout: dict[str, int]
-) -> None:
-    """From fresh adapters; of a reward model from a fresh head, too."""
-    model = {"checkpoint": inputs / "qwen2", "lora": LORA, "fresh_head": kind != "sft"}
-    changes: Settings = {"model": model, "batch_size": 10, "evaluation": {"fraction": 0.2, "every_steps": 2}}
-    lines = run(kind, settings(inputs, kind, tmp_path / "alone", epochs=2, **changes))
-
-    def train(name: str, stop_after: int | None = None, **more: Any) -> dict[str, torch.Tensor]:
-        chosen = settings(inputs, kind, tmp_path / name, epochs=2, parallel=layout, **changes, **more)
-        run_ranks(2, "tests.e2e.supervised_jobs:train", kind=kind, settings=chosen, stop_after=stop_after)
-        return tensors_of(tmp_path / name / "weights")
-
-    whole, alone = train("whole"), tensors_of(tmp_path / "alone" / "weights")
-    for ours, theirs in zip(metrics(tmp_path / "whole"), lines, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
-    assert max(float((whole[name] - alone[name]).abs().max()) for name in alone) < 1e-3
-    train("parts", stop_after=2)
-    parts = train("parts", checkpoint={"resume": True})
-    assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
 def test_other_adapters_are_refused_where_a_run_goes_on(inputs: Path, tmp_path: Path) -> None:

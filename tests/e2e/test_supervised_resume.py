@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from oppo_megatron.cli.main import main
@@ -22,70 +20,10 @@ from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.errors import EXIT_REQUEUE, CheckpointError
 from oppo_megatron.policy.finding import find_policy
 from oppo_megatron.rundir.checkpoints import CheckpointStore
-from tests.e2e.test_supervised import inputs, metrics, run, settings, tensors_of
-from tests.support.ranks import run_ranks
+from tests.e2e.supervised import metrics, run, settings
+from tests.e2e.test_supervised_matrix import require_equal
 
-__all__ = ["inputs"]
-SCHEDULE = {
-    "optimizer": {"lr": 5e-3, "eps": 1e-4, "decay": "linear", "warmup_steps": 2}, "epochs": 3, "batch_size": 10,
-}  # fmt: skip
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
 DATED = "{{ strftime_now('%d %b %Y') }}: {% for message in messages %}{{ message.content + '=' }}{% endfor %}"
-"""Tokens of a micro-batch: more than there are, so that it is known of without a change."""
-
-
-def figures(run_dir: Path) -> list[dict[str, Any]]:
-    """What the lines say of learning: no seconds, no checkpoints."""
-    told = ("step", "loss", "accuracy", "margin", "lr", "grad_norm", "tokens")
-    return [{name: line[name] for name in told if name in line} for line in metrics(run_dir)]
-
-
-def require_equal(run_dir: Path, whole: Path) -> None:
-    assert figures(run_dir) == figures(whole)
-    ours, theirs = tensors_of(run_dir / "weights"), tensors_of(whole / "weights")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def require_close(run_dir: Path, whole: Path) -> None:
-    for ours, theirs in zip(figures(run_dir), figures(whole), strict=True):
-        assert all(ours[name] == theirs[name] for name in ("step", "tokens", "lr"))
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4), ours["step"]
-    expected = tensors_of(whole / "weights")
-    for name, tensor in tensors_of(run_dir / "weights").items():
-        assert (tensor - expected[name]).abs().max() < 1e-3, name
-
-
-@pytest.mark.parametrize(
-    "kind, layout",
-    [
-        ("sft", LAYOUTS[0]),
-        ("rm", LAYOUTS[1]),
-        ("sft", LAYOUTS[2]),
-        pytest.param("prm", LAYOUTS[1], marks=pytest.mark.long),
-    ],
-)
-def test_a_run_that_was_told_to_stop_goes_on_as_if_it_had_not_been(
-    inputs: Path, tmp_path: Path, kind: str, layout: dict[str, int]
-) -> None:
-    """On the same layout to the bit; on another one to rounding."""
-
-    def train(name: str, **changes: Any) -> None:
-        chosen = settings(inputs, kind, tmp_path / name, parallel=layout, **SCHEDULE)
-        if kind == "rm":
-            chosen["model"] = {"checkpoint": inputs / "qwen2", "fresh_head": True}
-        stop_after = changes.pop("stop_after", None)
-        run_ranks(2, "tests.e2e.supervised_jobs:train", kind=kind, settings=chosen | changes, stop_after=stop_after)
-
-    train("whole")
-    train("parts", stop_after=3)
-    parts, elsewhere = tmp_path / "parts", tmp_path / "elsewhere"
-    shutil.copytree(parts, elsewhere)
-    assert [line["step"] for line in metrics(parts)] == [1, 2, 3] and not (parts / "summary.json").exists()
-    assert [position.step for position in CheckpointStore(parts / "checkpoints").positions()] == [3]
-    train("parts", checkpoint={"resume": True})
-    require_equal(parts, tmp_path / "whole")
-    train("elsewhere", parallel=LAYOUTS[LAYOUTS.index(layout) - 1], checkpoint={"resume": True})
-    require_close(elsewhere, tmp_path / "whole")
 
 
 def test_a_finished_run_is_given_more_steps(inputs: Path, tmp_path: Path) -> None:
@@ -179,21 +117,3 @@ def test_signals_save_and_say_how_to_go_on(inputs: Path, tmp_path: Path, number:
     assert again.returncode == 0, again.stderr
     assert f"continued from checkpoint step-{done:06d}" in again.stdout and "changed: steps" in again.stdout
     assert [line["step"] for line in metrics(run_dir)] == list(range(1, done + 3))
-
-
-@pytest.mark.long
-def test_a_run_that_could_not_be_saved_in_time_does_not_say_that_it_was(inputs: Path, tmp_path: Path) -> None:
-    run_dir, config = tmp_path / "run", tmp_path / "sft.yaml"
-    chosen = settings(inputs, "sft", run_dir, epochs=4000, batch_size=8, preempt_deadline_s=1e-6)
-    config.write_text(yaml.safe_dump(json.loads(json.dumps(chosen, default=str))))
-    command = [sys.executable, "-m", "oppo_megatron", "sft", str(config), "--max-restarts", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 120
-    while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.1)
-    process.terminate()
-    _, told = process.communicate(timeout=120)
-    assert process.returncode == EXIT_REQUEUE, told
-    assert "nothing was saved within preempt_deadline_s" in told
-    assert "oppo sft: not saved in time; continue with: " in told and not (run_dir / "checkpoints").exists()

@@ -64,11 +64,6 @@ def port() -> str:
     return str(free_port())
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("hosts"))
-
-
 def write_config(workspace: Workspace, name: str, **changes: Any) -> Path:
     """Two ranks: the actor on one, the scorers on the other, streaming; console on, so that the map is shown."""
     settings: dict[str, Any] = {

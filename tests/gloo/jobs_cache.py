@@ -59,7 +59,6 @@ class Walk:
         self.num_opened += 1
 
     def _leave(self, seq_id: int) -> None:
-        """Before it goes it may change places with another."""
         if self.random.random() < 0.5:
             self.cache.exchange(seq_id, self.random.choice(list(self.tokens)))
         self.cache.close(seq_id)

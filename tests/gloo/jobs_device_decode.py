@@ -39,8 +39,6 @@ class OwnLimits(Stopping):
 
 @dataclass(frozen=True)
 class Way:
-    """How a runner decodes."""
-
     sync_steps: int = 1
     layout: KVLayout = "dense"
     path: DecodePath = "packed"
@@ -48,8 +46,6 @@ class Way:
 
 @dataclass(frozen=True)
 class Course:
-    """A run of several rounds, drawn from a seed."""
-
     seed: int
     micro_batches: int
     slots: int
@@ -57,12 +53,10 @@ class Course:
 
 
 def _text(seed: int) -> StopText | None:
-    """Two strings that go over tokens, for one course in three."""
     return StopText(["cad", "eb"], lambda ids: "".join(PIECES[i % 64] for i in ids)) if seed % 3 == 1 else None
 
 
 def _eos_ids(seed: int) -> tuple[int, ...]:
-    """One id that ends a response, or three."""
     draws = random.Random(seed)
     return tuple([draws.randrange(64), *draws.sample(range(64), 2 * (seed % 2))])
 
@@ -159,7 +153,6 @@ def looks(directory: str, sync_steps: int) -> list[int]:
 
 
 def no_distribution(directory: str) -> list[str]:
-    """The error of each way to decode with weights that have overflowed."""
     model, errors = load(directory, world_groups(1, 1)), []
     model.decoder.final_layernorm.weight.data.fill_(float("nan"))
     model.end_weight_update()

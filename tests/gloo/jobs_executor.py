@@ -74,8 +74,6 @@ def _words(action: Action) -> Tensor:
 
 @dataclass
 class Outcome:
-    """What became of a schedule on one rank."""
-
     done: list[str] = field(default_factory=list)
     error: str | None = None
     seconds: float = 0.0

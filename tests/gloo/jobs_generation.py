@@ -20,7 +20,6 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.schedule.actions import Action
 from oppo_megatron.schedule.rounds import Site
 from tests.gloo.models import CPU, PATHS, gather_logits, load, world_groups
 
@@ -51,8 +50,6 @@ class Finishers:
 
 @dataclass
 class Variant:
-    """One way to run the same decode."""
-
     max_steps: int = NEVER
     slots: int = len(PROMPTS)
     alone: bool = False
@@ -78,20 +75,18 @@ VARIANTS = {
 
 
 def apply(chunk: Chunk, rollouts: dict[int, Rollout]) -> None:
-    """Append a chunk's rows to their rollouts."""
     for row in chunk.rows:
         rollout = rollouts[row.seq_id]
         assert row.offset == len(rollout.tokens) and not rollout.finished
         assert len(row.tokens) == len(row.logprobs) == len(row.sampling_logprobs) > 0
-        rollout.tokens += row.tokens
-        rollout.logprobs += row.logprobs
-        rollout.sampling_logprobs += row.sampling_logprobs
-        rollout.versions += [row.version] * len(row.tokens)
+        rollout.tokens.extend(row.tokens)
+        rollout.logprobs.extend(row.logprobs)
+        rollout.sampling_logprobs.extend(row.sampling_logprobs)
+        rollout.versions.extend([row.version] * len(row.tokens))
         rollout.finish_clock, rollout.finish_reason = row.finish_clock, row.finish_reason
 
 
 def runner(model: RoleModel, sampling: Sampling, variant: Variant) -> RoundRunner:
-    """Rounds that only decode, on the model's ranks."""
     groups = model.groups
     rounds = decoder(
         model,
@@ -109,7 +104,6 @@ def runner(model: RoleModel, sampling: Sampling, variant: Variant) -> RoundRunne
 def decode_round(
     rounds: RoundRunner, rollouts: Sequence[Rollout], max_steps: int, clock: int, version: int, needed: int = NEVER
 ) -> Chunk:
-    """A round of `rollouts`, recorded in them; it ends at the step at which `needed` have finished."""
     chunk = rounds.run(rollouts, [], max_steps, Decoding(clock, version, lambda: Finishers(needed)))
     assert chunk is not None
     apply(chunk, {r.seq_id: r for r in rollouts})
@@ -122,7 +116,6 @@ def new_rollouts() -> dict[int, Rollout]:
 
 
 def finish(rounds: RoundRunner, rollouts: dict[int, Rollout], variant: Variant) -> None:
-    """Decode rollouts to their ends."""
     version = clock = 0
     while running := [r for r in rollouts.values() if not r.finished]:
         order = running[::-1] if variant.reverse else running
@@ -220,16 +213,3 @@ def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str,
         recorded = torch.tensor([x for r in done for x in r.logprobs])
         answer["gaps"] = (join_rows(fresh, [len(r.tokens) for r in done], batches) - recorded).tolist()
     return answer
-
-
-def observed(directory: str, tp: int, pp: int) -> list[tuple[list[Action], list[Action]]]:
-    """Of every round what the schedule told this rank to do, and what it did."""
-    model = load(directory, world_groups(tp, pp))
-    variant = Variant(max_steps=6, micro_batches=len(PROMPTS))
-    rounds = runner(model, Sampling(seed=7), variant)
-    record: list[tuple[list[Action], list[Action]]] = []
-    rounds.on_plan = lambda plan: record.append((list(plan.schedule.of(rounds.executor.rank)), []))
-    rounds.executor.observe = lambda action, start, end, size: record[-1][1].append(action)
-    finish(rounds, new_rollouts(), variant)
-    rounds.executor.drain()
-    return record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -13,8 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from oppo_megatron.cluster.process_groups import use_once
-from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.engine import generation, scoring
 from oppo_megatron.engine.executor import build_links
 from oppo_megatron.engine.round_runner import decoder
@@ -22,14 +20,10 @@ from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.model import RoleModel, step
-from oppo_megatron.mcore.roles import load_role, load_training
-from oppo_megatron.mcore.training import TrainedModel
-from oppo_megatron.mcore.vocab import token_logprobs
+from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.rounds import Site
-from oppo_megatron.train.update import UpdateSettings, run_update
 from tests.gloo import jobs_scoring
 from tests.gloo.jobs_generation import decode_round
 from tests.gloo.models import CPU, world_groups
@@ -41,42 +35,6 @@ BIG = {
     "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 64, "vocab_size": VOCAB, "max_position_embeddings": 128,
 }  # fmt: skip
-LENGTHS = [(5, 60), (3, 40), (8, 70), (2, 20), (6, 90), (4, 55), (9, 33), (1, 48)]
-"""(prompt tokens, response tokens)"""
-BUDGET = 400
-
-
-def _batch() -> list[Rollout]:
-    dice = random.Random(2)
-    return [
-        Rollout(
-            Prompt(i, i, "", tuple(dice.choices(range(VOCAB), k=prompt))), i, dice.choices(range(VOCAB), k=response)
-        )
-        for i, (prompt, response) in enumerate(LENGTHS)
-    ]
-
-
-def _model() -> TrainedModel:
-    groups = world_groups(1, 1)
-    use_once(groups.made, CPU)  # as a run does: the memory of connections is not the update's
-    options = TrainingLayoutConfig()
-    chunks = load_training(ModelConfig(init=BIG, init_seed=1), options, groups, head="lm", max_length=128, device=CPU)
-    return TrainedModel(chunks, OptimizerConfig(lr=1e-3, eps=1e-4), 4, options)
-
-
-def _update(trained: TrainedModel, budget: int, batch: list[Rollout]) -> Tensor:
-    """The weights after an update with micro-batches of at most `budget` tokens."""
-    vocab = trained.model.vocab
-    weights_T = torch.linspace(-1, 1, sum(len(rollout.tokens) for rollout in batch))
-
-    def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        logp_R, entropy_R = token_logprobs(output, micro.targets_R, vocab)
-        share = -(logp_R * micro.extra["weights"] + 0.01 * entropy_R).sum() / num_tokens
-        return share, {"loss": share.detach()}
-
-    settings = UpdateSettings(1, 1, budget, seed=3, step=1, device=CPU)
-    run_update(trained, batch, {"weights": weights_T}, loss, settings)
-    return torch.cat([p.detach().flatten() for p in trained.model.parameters()])
 
 
 def _advice(error: CapacityError, setting: str) -> int:
@@ -95,23 +53,6 @@ def _obey(work: Callable[[int], Any], value: int, setting: str) -> tuple[list[st
             errors.append(str(error))
             tried.append(_advice(error, setting))
     raise AssertionError(errors)
-
-
-def trained_within(rooms: list[int]) -> tuple[list[str], list[int], float]:
-    """An update in the first of `rooms` (MiB) that is too small: errors, budgets, and the largest difference of a weight."""
-    batch = _batch()
-    plain = _update(_model(), BUDGET, batch)
-
-    def work(room: int, budget: int) -> Tensor:
-        model = _model()
-        with room_for(room):
-            return _update(model, budget, batch)
-
-    for room in rooms:
-        errors, budgets, weights = _obey(partial(work, room), BUDGET, "runtime.micro_batch_tokens")
-        if errors:
-            break
-    return errors, budgets, float((weights - plain).abs().max())
 
 
 def decoded_within(rooms: list[int], sync_steps: int) -> tuple[list[str], list[int], bool]:
@@ -140,8 +81,6 @@ def decoded_within(rooms: list[int], sync_steps: int) -> tuple[list[str], list[i
 
 
 def scored(models: dict[str, str], most: int) -> str:
-    """The error of scoring with memory for `most` tokens at once."""
-
     def failing(model: RoleModel, kv: Any, seq_ids: Any, lens: Sequence[int], *rest: Any) -> Tensor:
         if sum(lens) > most:
             raise RuntimeError(TOLD)
@@ -156,7 +95,6 @@ def scored(models: dict[str, str], most: int) -> str:
 
 
 def prefilled() -> str:
-    """The error of a prefill of the actor that does not fit."""
     model = load_role(ModelConfig(init=BIG, init_seed=1), world_groups(1, 1), head="lm", max_length=64, device=CPU)
     rounds = decoder(
         model, model.new_cache(4), sampling=Sampling(seed=4), stopping=Stopping((), 3),

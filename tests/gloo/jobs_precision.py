@@ -79,7 +79,6 @@ def plain_adamw(model: RoleModel, data: Minibatch, num_steps: int) -> dict[str, 
 
 
 def _adamw(params: list[Tensor]) -> torch.optim.AdamW:
-    """As megatron's, without decay of norms and biases."""
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": SMALL.weight_decay},
         {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},

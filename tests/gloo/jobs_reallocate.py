@@ -41,7 +41,6 @@ def two_layouts(train: Layout, serve: Layout, ranks: list[int] | None = None) ->
 def trainable(
     directory: str, groups: RoleGroups, layout: TrainingLayoutConfig, dtype: str = "float32"
 ) -> list[RoleModel]:
-    """The chunks of the directory's model that this rank trains."""
     config = ModelConfig(checkpoint=Path(directory), dtype=dtype)
     return load_training(
         config, layout, groups, head=head_of(directory), max_length=MAX_LENGTH, device=CPU, vocab_multiple=4

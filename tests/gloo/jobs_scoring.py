@@ -55,7 +55,7 @@ class Growth:
             clock += 1
             for rollout, end in zip(self.rollouts, self.ends, strict=True):
                 if not rollout.finished:
-                    rollout.tokens = end[: len(rollout.tokens) + self.random.choice([0, 1, 1, 2, 5])]
+                    rollout.tokens[:] = end[: len(rollout.tokens) + self.random.choice([0, 1, 1, 2, 5])]
                     rollout.finish_clock = clock if rollout.tokens == end else None
             yield self.random.sample(self.rollouts, len(self.rollouts))
 

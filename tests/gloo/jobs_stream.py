@@ -119,7 +119,6 @@ def _listen(number: int) -> list[Chunk]:
 
 
 def damaged(kind: str) -> str:
-    """The error at the receiving end, on every listening rank."""
     if dist.get_rank() == 0:
         stream, error = _send_damaged(kind), ""
     else:

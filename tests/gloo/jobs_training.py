@@ -52,7 +52,6 @@ class Minibatch:
         return sum(map(len, self.responses))
 
     def share(self, groups: RoleGroups) -> Minibatch:
-        """The part of this rank's replica; it may be empty."""
         part = balance([len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)], groups.dp)
         mine = part[groups.dp_rank]
         return Minibatch(*([column[i] for i in mine] for column in (self.prompts, self.responses, self.numbers)))
@@ -138,7 +137,6 @@ def _train_one(
 
 
 def _filled_up(chunks: list[RoleModel]) -> float:
-    """The largest weight of a row that belongs to no token."""
     rows = [
         param[chunk.vocab.num_tokens :].detach().abs().flatten()
         for chunk in chunks
@@ -154,7 +152,6 @@ def load_chunks(directory: str, groups: RoleGroups, head: Head, layout: Training
 
 
 def cached_outputs(model: RoleModel, probes: Sequence[list[int]]) -> Tensor | None:
-    """Outputs of every token on the last stage, by the call that decodes."""
     cache = model.new_cache(len(probes))
     for seq_id in range(len(probes)):
         cache.open(seq_id)
@@ -253,7 +250,6 @@ def begun_and_abandoned(directory: str, tp: int) -> list[tuple[bool, bool]]:
 def learning_rates(
     directory: str, config: OptimizerConfig, total_steps: int, steps: int, data: Minibatch
 ) -> list[float]:
-    """Of so many optimizer steps."""
     model = load(directory, world_groups(1, 1))
     trained, loss = TrainedModel(model, config, total_steps), loss_of(model, data.num_tokens)
     return [trained.step(data.pack(), loss).lr for _ in range(steps)]

@@ -62,8 +62,8 @@ def batch_of() -> list[Rollout]:
     rollouts = []
     for place, (prompt, response) in enumerate(LENGTHS):
         rollout = Rollout(Prompt(place, place, "", tuple(tokens(prompt))), place, tokens(response))
-        rollout.logprobs = (-4.2 + 0.6 * torch.randn(response, generator=dice)).tolist()
-        rollout.versions, rollout.finish_reason = [0] * response, "eos"
+        rollout.logprobs[:] = (-4.2 + 0.6 * torch.randn(response, generator=dice)).tolist()
+        rollout.versions[:], rollout.finish_reason = [0] * response, "eos"
         rollouts.append(rollout)
     return rollouts
 

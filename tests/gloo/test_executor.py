@@ -81,24 +81,11 @@ def until(schedule: Schedule, action: Action) -> Schedule:
 
 WITHHELD: dict[str, tuple[str, Callable[[Action], bool]]] = {
     "PP2, a hidden state": ("PP2", lambda a: a.payload is Payload.HIDDEN and a.role == "actor" and a.step == 1),
-    "PP2, drawn tokens": ("PP2", lambda a: a.payload is Payload.TOKENS and a.step == 1),
-    "PP2, a scorer's hidden state": ("PP2", lambda a: a.payload is Payload.HIDDEN and a.role == "reward"),
     "DP2 | 1, the chunk": ("DP2 | 1", lambda a: a.payload is Payload.CHUNK),
-    "TP2xPP2, a hidden state of one shard": ("TP2xPP2", lambda a: a.payload is Payload.HIDDEN and a.step == 1),
-    "PP2xDP2, drawn tokens of one replica": ("PP2xDP2", lambda a: a.payload is Payload.TOKENS and a.step == 0),
 }
-COVERED = (
-    "PP2, drawn tokens",
-    "PP2, a scorer's hidden state",
-    "TP2xPP2, a hidden state of one shard",
-    "PP2xDP2, drawn tokens of one replica",
-)
-"""Other cases withhold the like."""
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.long] if case in COVERED else []) for case in WITHHELD]
-)
+@pytest.mark.parametrize("case", WITHHELD)
 def test_a_withheld_message_is_named_by_all_who_wait_for_it(case: str) -> None:
     name, is_it = WITHHELD[case]
     site = SITES[name]

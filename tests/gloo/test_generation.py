@@ -11,8 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from oppo_megatron.engine.sampler import Sampling
-from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.schedule.actions import Action
 from tests.gloo.conftest import save_small
 from tests.gloo.jobs_generation import EOS, MAX_RESPONSE, PROMPTS, VARIANTS
 from tests.support.ranks import run_ranks
@@ -183,27 +181,3 @@ def check_versions(gaps: list[float], versions: list[int]) -> None:
     fresh = [abs(gap) for gap, version in zip(gaps, versions, strict=True) if version == 1]
     stale = [abs(gap) for gap, version in zip(gaps, versions, strict=True) if version == 0]
     assert max(fresh) < LOGPROB_TOLERANCE < max(stale)
-
-
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)])
-def test_what_is_done_is_the_schedule_but_for_ended_sequences(
-    models: dict[str, str], tp: int, pp: int, dp: int
-) -> None:
-    """Void are the last micro-steps of a micro-batch, with their messages, and the same on all ranks of a replica."""
-    answers = run_ranks(tp * pp * dp, "tests.gloo.jobs_generation:observed", directory=models["qwen2"], tp=tp, pp=pp)
-    placement, num_void = RolePlacement(tuple(range(tp * pp * dp)), tp, pp, dp), 0
-    for replica in range(dp):
-        ends = [[void_from(*of_round) for of_round in answers[rank]] for rank in placement.replica_ranks(replica)]
-        assert all(other == ends[0] for other in ends)
-        num_void += sum(map(len, ends[0]))
-    assert num_void > 0
-
-
-def void_from(scheduled: list[Action], done: list[Action]) -> dict[int, int]:
-    """The first step of each decode micro-batch that was left out; everything else was done, in its order."""
-    ends: dict[int, int] = {}
-    for action in set(scheduled) - set(done):
-        assert action.step is not None, f"`{action}` was left out"
-        ends[action.micro_batch] = min(action.step, ends.get(action.micro_batch, action.step))
-    assert done == [a for a in scheduled if a.step is None or a.step < ends.get(a.micro_batch, a.step + 1)]
-    return ends

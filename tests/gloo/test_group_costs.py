@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed as dist
 
-from benchmarks.groups import AT_ONCE, LATE, alone, measured, peers, reckoned
+from benchmarks.groups import AT_ONCE, LATE, alone, measured, peers
 from tests.support.ranks import PRELOADED, run_ranks
 
 
@@ -63,25 +63,3 @@ def test_no_collective_of_a_run_connects_more_ranks_than_its_start_does() -> Non
     sizes = [2, 3, 5, 6, 7, 8]
     found = run_ranks(8, "tests.gloo.jobs_groups:connections", sizes=sizes)
     assert found == [[(4, peers(size), 0) if rank < size else (0, 0, 0) for size in sizes] for rank in range(8)]
-
-
-def test_peers_of_a_rank() -> None:
-    assert [peers(size) for size in (1, 2, 3, 4, 8, 16, 24, 16384)] == [0, 1, 2, 3, 5, 7, 8, 27]
-
-
-def test_what_the_groups_of_a_run_take() -> None:
-    """By hand: connected later, a group takes a thread, and a file and an operation for each connection; at once, a file for each
-    of its ranks, and an operation."""
-    rows = list(
-        reckoned(
-            lambda kind, met: 1.0 if kind == "threads" else float(met),
-            lambda kind, ranks: 1.0 if kind == "operations" else float(ranks),
-            [8],
-        )
-    )
-    assert [row["mode"] for row in rows] == ["disaggregated", "colocated"]
-    for row in rows:
-        assert row["threads"] == row["groups"] == row["old_operations"] and row["made_files"] == 0
-        assert 2 * peers(8) < row["files"] == row["operations"] < row["groups"] * peers(8)
-        assert 2 * 8 < row["old_files"] < row["groups"] * 8, "the world's and the checkpoints' group have all ranks"
-        assert row["all_operations"] <= 8 * row["operations"] and row["old_all_operations"] <= 8 * row["groups"]

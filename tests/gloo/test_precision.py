@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from oppo_megatron.layout.cpu_kernels import WHOLE_MULTIPLE, training_kernel_bytes
+from oppo_megatron.layout.memory import WHOLE_MULTIPLE, training_kernel_bytes
 from tests.gloo.conftest import save_small
 from tests.gloo.test_training import DATA
 from tests.support.hf import tiny_model

@@ -31,10 +31,6 @@ PAIRS_OF_4 = [
 ]
 
 
-def name_of(pair: Any) -> str:
-    return "-to-".join(f"tp{tp}pp{pp}" for tp, pp in pair)
-
-
 def check(answers: list[Any]) -> int:
     """All ranks have the right weights and say the same number of bytes, which is returned."""
     assert [wrong for wrong, _ in answers] == [[]] * len(answers)
@@ -42,18 +38,19 @@ def check(answers: list[Any]) -> int:
     return num_bytes
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("pair", PAIRS_OF_2, ids=name_of)
-def test_two_ranks(models: dict[str, str], name: str, pair: Any) -> None:
+@pytest.mark.parametrize(
+    ("world", "pair", "name"),
+    [
+        pytest.param(world, pair, name, marks=[] if NAMES.index(name) == number % 3 else [pytest.mark.long])
+        for world, pairs in ((2, PAIRS_OF_2), (4, PAIRS_OF_4))
+        for number, pair in enumerate(pairs)
+        for name in NAMES
+    ],
+    ids=str,
+)
+def test_another_layout(models: dict[str, str], world: int, pair: Any, name: str) -> None:
     train, serve = pair
-    check(run_ranks(2, f"{JOBS}move", directory=models[name], train=train, serve=serve))
-
-
-@pytest.mark.parametrize("pair", PAIRS_OF_4, ids=name_of)
-@pytest.mark.parametrize("name", NAMES)
-def test_four_ranks(models: dict[str, str], name: str, pair: Any) -> None:
-    train, serve = pair
-    check(run_ranks(4, f"{JOBS}move", directory=models[name], train=train, serve=serve))
+    check(run_ranks(world, f"{JOBS}move", directory=models[name], train=train, serve=serve))
 
 
 @pytest.mark.parametrize("train,serve", [((4, 1), (2, 1)), ((2, 2), (1, 1)), ((1, 2), (4, 1))], ids=str)
@@ -62,8 +59,7 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide(tmp_path: Path, train: Any
     check(run_ranks(4, f"{JOBS}move", directory=str(tmp_path), train=train, serve=serve))
 
 
-@pytest.mark.parametrize("serve", [(2, 1), (1, 1), (1, 2)], ids=lambda s: f"tp{s[0]}pp{s[1]}")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("serve", "name"), list(zip([(2, 1), (1, 1), (1, 2)], NAMES, strict=True)), ids=str)
 def test_chunks_of_virtual_stages(models: dict[str, str], name: str, serve: Any) -> None:
     check(run_ranks(2, f"{JOBS}move", directory=models[name], train=(1, 2), serve=serve, vpp=2))
 
@@ -115,8 +111,14 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("case", TRAINED)
-@pytest.mark.parametrize("name", ["qwen2", "qwen3-scalar"])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(case, name, marks=[] if number % 2 == other else [pytest.mark.long])
+        for number, case in enumerate(TRAINED)
+        for other, name in enumerate(("qwen2", "qwen3-scalar"))
+    ],
+)
 def test_after_optimizer_steps(models: dict[str, str], tmp_path: Path, name: str, case: str) -> None:
     world, train, serve, layout = TRAINED[case]
     job: dict[str, Any] = dict(directory=models[name], target=str(tmp_path), train=train, serve=serve, layout=layout)

@@ -18,7 +18,7 @@ if importlib.util.find_spec("trl") is None:
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset, write_steps
 from oppo_megatron.data.tokenizer import load_tokenizer
-from tests.e2e.test_supervised import run, settings, tensors_of
+from tests.e2e.supervised import run, settings
 from tests.oracles.trl_trainers import (
     Trained,
     arguments,
@@ -28,7 +28,7 @@ from tests.oracles.trl_trainers import (
     train_pairs,
     train_steps,
 )
-from tests.support.hf import save_tiny
+from tests.support.hf import save_tiny, tensors_of
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.tokenizers import save_byte_level
 

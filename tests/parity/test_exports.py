@@ -30,11 +30,6 @@ COVERED = KINDS[1:3]
 """A chat's template and each kind of tokenizer are in the others."""
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("exports"))
-
-
 def trained(workspace: Workspace, kind: str) -> dict[str, Any]:
     """The configuration of a run of one step with this kind of tokenizer, which is made where it has not been yet."""
     name = "".join(c for c in kind if c.isalnum())

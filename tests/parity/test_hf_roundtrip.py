@@ -22,7 +22,7 @@ from oppo_megatron.integrations import huggingface
 from oppo_megatron.mcore.weights import hf_writer
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import rewrite_weights
-from tests.support.hf import save_tiny
+from tests.support.hf import save_tiny, tensors_of
 from tests.support.ranks import run_ranks
 
 MODELS = {
@@ -41,10 +41,6 @@ ODD = {
 }
 """A row of embedding and output layer for each of 259 tokens, which tensor ranks do not divide."""
 TOKENS = torch.tensor([[5, 9, 1, 63, 2, 40]])
-
-
-def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 def assert_same_tensors(src: Path, dst: Path) -> None:

@@ -15,8 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Server:
-    """`python -m MODULE`, where no CUDA device is seen."""
-
     def __init__(self, module: str) -> None:
         environment = os.environ | {"PYTHONPATH": python_path(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(

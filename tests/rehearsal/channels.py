@@ -40,8 +40,6 @@ class Done:
 
 
 class Several:
-    """Collectives that are made together."""
-
     def __init__(self) -> None:
         self.all: list[Done] = []
 
@@ -50,8 +48,6 @@ class Several:
 
 
 class Channels:
-    """The streams of communicators, by name."""
-
     def __init__(self, watch: Watch):
         self._watch = watch
         self._streams: dict[str, int] = defaultdict(watch.streams.new)
@@ -72,7 +68,6 @@ class Channels:
         return Done(self._watch, dict(streams.clocks[stream]), [*read, *written], finish)
 
     def over(self, done: Done, async_op: bool) -> Done | None:
-        """What torch answers to a collective."""
         if self._together is not None:
             self._together.all.append(done)
             return None

@@ -11,12 +11,10 @@ import hashlib
 import importlib
 import shutil
 import subprocess
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-FAULT = "a fault on the device:"
 SOURCE = """
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/FakeGuardImpl.h>
@@ -44,19 +42,10 @@ extern "C" void take_guard() {
 
 
 def compiler() -> str | None:
-    """The C++ compiler that `load` needs."""
     return shutil.which("g++")
 
 
-def write_python(path: Path) -> Path:
-    """A program like this Python, where all that it runs and starts has the fake device (`with_device.py`)."""
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -W ignore -m tests.rehearsal.with_device "$0" "$@"\n')
-    path.chmod(0o755)
-    return path
-
-
 def load() -> None:
-    """Into this process, which has not imported torch; then import it."""
     spec = find_spec("torch")
     assert spec is not None and spec.submodule_search_locations is not None
     torch = Path(spec.submodule_search_locations[0])

@@ -83,7 +83,6 @@ class Graph:
         watch.graphs.add(self)
 
     def free(self, memory: int) -> None:
-        """Somebody else may get this memory now."""
         self._lost = self._lost or memory in self.reads or memory in self.writes
 
     def replay(self) -> None:
@@ -95,7 +94,6 @@ class Graph:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """What is launched inside is the graph's."""
         watch, launch = self._watch, self._watch.streams.launch
 
         def noted(reads: Any, writes: Any, fresh: Any = ()) -> str | None:
@@ -167,7 +165,6 @@ def moved(module: torch.nn.Module, target: torch.device | torch.dtype) -> torch.
 
 
 def install(watch: Watch) -> None:
-    """For the rest of this process: torch has a CUDA device, which is watched."""
     torch._C._set_only_lift_cpu_tensors(True)  # what a list becomes on the device is seen to come from the host
     for name, stand_in in {**_state(watch), **_running(watch)}.items():
         setattr(torch.cuda, name, stand_in)
@@ -197,7 +194,6 @@ def _state(watch: Watch) -> dict[str, Any]:
 
 
 def _of(watch: Watch, kind: type) -> type:
-    """A type, as annotations ask for one, whose instances are of the watched device."""
     return type(kind.__name__, (kind,), {"__init__": lambda self, *_, **__: kind.__init__(self, watch)})
 
 
@@ -225,8 +221,6 @@ def _after_copies(watch: Watch, method: Callable[..., Any]) -> Callable[..., Any
 
 
 def _tensors(watch: Watch) -> None:
-    """Methods of tensors that look at memory."""
-
     for name in ("tolist", "numpy"):
         setattr(Tensor, name, _after_copies(watch, getattr(Tensor, name)))
     FakeTensor.tolist = lambda self: watch.read(self).tolist()

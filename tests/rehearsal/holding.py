@@ -70,8 +70,6 @@ class Measurement:
         return self.found
 
     def _counted(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, while what its calls keep is counted as `kind`."""
-
         def counted(*args: Any, **kwargs: Any) -> Any:
             with self.meter.span() as taken:
                 out = function(*args, **kwargs)
@@ -223,7 +221,6 @@ class Reader(ScoringWorker):
     """Reads sequences as scorers do, and as the actor reads prompts."""
 
     def read(self, past: Sequence[int], lens: Sequence[int], *, draws: bool) -> None:
-        """`draws`: the role makes no outputs where it reads."""
         growths = enumerate(zip(past, lens, strict=True))
         batch = tuple(Growth(seq_id, before, new, 0 if draws else new) for seq_id, (before, new) in growths)
         self._round.sequences = {g.seq_id: [1] * (g.past + g.new + 1) for g in batch}

@@ -106,34 +106,26 @@ QUICK = {
 
 LAYOUTS = {
     "1.5B": Layout("1.5B", layers=8),
-    "1.5B, dp 8": Layout("1.5B", dp=8, rows=3, layers=8),
     "1.5B, float32": Layout("1.5B", tp=2, rows=2, dtype="float32", train={"recompute": "selective"}, layers=8),
     "1.5B, adapters": Layout("1.5B", rows=2, lora=LORA, layers=8),
-    "8B, tp 4": Layout("8B", 4, dp=2, rows=2, layers=8),
     "8B, tp 8, recomputed": Layout("8B", 8, rows=4, train=FULL, layers=8),
     "8B, pp 4, first": Layout("8B", 1, 4, 2, rows=10),
-    "8B, pp 4, third": Layout("8B", 2, 4, stage=2, rows=8, train={"recompute": "selective"}),
     "8B, pp 2, interleaved": Layout("8B", 2, 2, rows=8, train={"vpp": 2}, layers=8),
     "8B, adapters of queries and values": Layout(
         "8B", 2, 4, stage=-1, lora={"rank": 8, "targets": ["q_proj", "v_proj"]}
     ),
     "8B critic": Layout("8B", 2, role="critic", rows=2, train={"recompute": "full"}, layers=8),
     "8B reward, paged": Layout("8B", 2, role="reward", kv="paged", rows=64, layers=8),
-    "8B reference, float32": Layout("8B", 4, 2, role="reference", stage=-1, dtype="float32", rows=32, layers=8),
     "8B, trained as tp 8": Layout("8B", 2, dp=4, rows=2, train={"tp": 8, "pp": 1, "dp": 1} | PARALLEL, layers=8),
     "8B, pp 4, interleaved, few rows": Layout("8B", 2, 4, layers=16, train={"vpp": 2, "recompute": "full"}, rows=2),
     "1B, float32, one key head": Layout("1B, one key head", layers=4, rows=2, dtype="float32"),
     "2B, a key head each": Layout(
         "2B, a key head each", 2, 2, stage=-1, layers=4, rows=3, train={"recompute": "selective"}
     ),
-    "8B, paged, long": Layout("8B", 4, layers=4, tokens=8192, response=8190, kv="paged"),
     "32B, pp 8, first": Layout("32B", 8, 8, 4, tokens=8192, response=4094, rows=16, train=PARALLEL),
-    "32B, pp 8, last": Layout("32B", 4, 8, stage=-1, rows=8, train={"recompute": "selective"} | PARALLEL),
-    "32B, float32": Layout("32B", 8, 16, stage=3, rows=4, dtype="float32"),
     "32B critic": Layout("32B", 8, 4, 2, "critic", -1, layers=32, rows=4, train=FULL),
     "70B, pp 8, first": Layout("70B", 8, 8, 16, tokens=8192, response=4094, rows=16, train=PARALLEL),
     "70B, pp 8, last": Layout("70B", 8, 8, 16, stage=-1, tokens=8192, response=4094, rows=8, train=FULL),
-    "70B reference": Layout("70B", 8, 8, 2, "reference", -1, tokens=8192, response=4094, rows=64),
     "405B, pp 16, first": Layout("405B", 8, 16, 2, tokens=8192, response=4094, rows=32, train=FULL),
     "405B, pp 16, last": Layout("405B", 8, 16, 2, stage=-1, tokens=8192, response=4094, rows=8, train=PARALLEL),
 }

@@ -52,7 +52,6 @@ class Meter(Watch):
 
     @contextmanager
     def span(self) -> Iterator[Span]:
-        """What is taken within."""
         found = Span(self.held)
         self.most = self.held
         yield found

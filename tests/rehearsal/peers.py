@@ -71,7 +71,6 @@ class Peers:
         self.messages: Counter[str] = Counter()  # by channel: sent, less those that were taken
 
     def of(self, group: Any) -> tuple[str, list[int]]:
-        """The name of a group, and its ranks."""
         if group is None or group is dist.group.WORLD:
             return self._world
         if group not in self.groups:
@@ -79,7 +78,6 @@ class Peers:
         return self.groups[group]
 
     def place(self, group: Any, rank: int | None, in_group: int | None) -> int:
-        """The number within the group of a rank that is given by its number in the world, or in the group."""
         return (in_group or 0) if rank is None else self.of(group)[1].index(rank)
 
     def remember(self, group: Any, ranks: Sequence[int] | None) -> Any:
@@ -135,7 +133,6 @@ class Peers:
         return None if any(self.store.check([each.decode()]) for each in keys) else keys
 
     def leave(self) -> None:
-        """This rank has ended, and gives nobody anything."""
         self._tell("nothing")
 
     def collective(self, what: str, group: Any, tensors: Sequence[Tensor]) -> list[list[Tensor | None]]:
@@ -243,7 +240,6 @@ def _reduced(op: Any, all_numbers: list[Tensor | None]) -> Tensor | None:
 
 
 def install(peers: Peers) -> None:
-    """For the rest of this process, in torch.distributed: before megatron-core is imported, which keeps some calls by name."""
     for name, stand_in in {**_collectives(peers), **_messages(peers), **_objects(peers)}.items():
         for module in (dist, c10d):
             setattr(module, name, stand_in)

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.bench.gpu import GpuBench, GpuWork
+from oppo_megatron.bench.gpu import SIZES, GpuBench, GpuWork
 from tests.rehearsal.asking import Server
 from tests.rehearsal.cases import CASES, PLAIN, PREFERENCES
 from tests.rehearsal.cuda_stub import compiler
 from tests.rehearsal.defects import DEFECTS
-from tests.rehearsal.small_gpu_bench import TINY
 from tests.rehearsal.waits import EXPECTED
 
 ROOT = Path(__file__).resolve().parents[2]
+TINY = {
+    **SIZES["0.5B"], "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "vocab_size": 512,
+}  # fmt: skip
 Report = dict[str, Any]
 LONG = ("updated as pp 2", "pairs, dp 2")
 """Beside others much like them these are rehearsed in `make gpu-rehearsal` and `make test-long` alone."""

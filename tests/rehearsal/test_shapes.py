@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from tests.rehearsal.defects import DEVICES_DIFFER
 from tests.rehearsal.shapes import Shapes
 
 ops = torch.ops.aten
@@ -79,34 +77,3 @@ def test_a_tensor_of_another_kind_is_another_call(shapes: Shapes) -> None:
     with torch.inference_mode():
         said.append(of_one(shapes.run(ops.neg.default, (base,), {})))
     assert len(set(said)) == len(said)
-
-
-def test_what_is_given_to_write_into_comes_back(shapes: Shapes) -> None:
-    for _ in range(2):
-        a, b = fake(shapes, 3), fake(shapes, 3)
-        assert shapes.run(ops.add_.Tensor, (a, b), {}) is a
-        assert shapes.run(ops.mul.out, (a, a), {"out": a}) is a
-        assert shapes.run(ops.mul.out, (a, a), {"out": b}) is b
-
-
-def test_a_view_lies_in_its_own_tensors_memory(shapes: Shapes) -> None:
-    for _ in range(2):
-        a, b = fake(shapes, 3, 4), fake(shapes, 3, 4)
-        for base in (a, b):
-            view = shapes.run(ops.view.default, (base, [12]), {})
-            assert isinstance(view, FakeTensor)
-            assert view.untyped_storage()._cdata == base.untyped_storage()._cdata
-
-
-def test_a_call_that_changes_a_shape_is_not_kept(shapes: Shapes) -> None:
-    for _ in range(2):
-        a = fake(shapes, 3, 4)
-        with shapes.mode:
-            shapes.run(ops.t_.default, (a,), {})
-        assert tuple(a.shape) == (4, 3)
-
-
-def test_an_error_is_raised_each_time(shapes: Shapes) -> None:
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=DEVICES_DIFFER.replace(" | ", "|")):
-            shapes.run(ops.add.Tensor, (fake(shapes, 3), fake(shapes, 3, device="cpu")), {})

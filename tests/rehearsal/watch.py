@@ -74,7 +74,6 @@ class Watch(TorchDispatchMode):
         self.lines[place] = line
 
     def waits_for(self, kind: str, *, all_streams: bool = False) -> None:
-        """The host waits for the current stream."""
         place, line = here()
         self.waits[self.phase, kind, place] += 1
         self.lines[place] = line
@@ -84,21 +83,18 @@ class Watch(TorchDispatchMode):
         self.copies.waited(self.streams.host)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The numbers of a fake tensor, for the host."""
         if tensor.device.type == "cuda":
             self._launch(reads=[tensor])
             self.waits_for("read")
         return self._numbers(tensor)
 
     def _numbers(self, tensor: Tensor) -> Tensor:
-        """Those that are known, or answers."""
         known = self.known(tensor)
         if known is not None:
             return known.clone()
         return torch.full(tuple(tensor.shape), ANSWERS.get(tensor.dtype, WHOLE), dtype=tensor.dtype)
 
     def known(self, tensor: Tensor) -> Tensor | None:
-        """The numbers of a tensor, where they are known."""
         if not isinstance(tensor, FakeTensor):
             return tensor if tensor.numel() <= KNOWN_NUMBERS else None
         flat = self._known.get(memory_of(tensor))
@@ -118,17 +114,14 @@ class Watch(TorchDispatchMode):
         self._known[memory] = flat
 
     def uses(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Something that is no operation of torch's, a collective say, reads and writes tensors on the current stream."""
         self._launch(reads, writes)
 
     def touches(self, reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> None:
-        """The host reads and writes tensors of its own."""
         told = self.copies.touched(map(memory_of, reads), map(memory_of, writes))
         if told:
             self.fault(told)
 
     def end(self) -> None:
-        """The run has ended."""
         for _, _, (place, line) in self.copies.arriving.values():
             self.faults[f"{place}: a copy to the host was not waited for"] += 1
             self.lines[place] = line
@@ -304,7 +297,6 @@ def _names_cuda(args: Any, kwargs: Any) -> bool:
 
 
 def _target(args: Any, kwargs: Any, default: torch.device) -> torch.device:
-    """The device that a copy goes to."""
     for each in (*args[1:], *kwargs.values()):
         if isinstance(each, torch.device | Tensor):
             return each if isinstance(each, torch.device) else each.device

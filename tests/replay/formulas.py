@@ -24,7 +24,8 @@ class Batch:
     """What a step was given.  `groups` names the prompt of each row; `cut`: whether it was cut at the limit.
 
     `old` are the log-probs at the draw, `values` the critic's at the step's start, if there is one.  `greedy`: of the greedy
-    response to each prompt, by the prompt's name, its score and whether it was cut; they are no rows.
+    response to each prompt, by the prompt's name, its score and whether it was cut; they are no rows.  `token_rewards`: of each
+    token, where a response is not rewarded at its last one alone.
     """
 
     scores_B: Tensor
@@ -33,6 +34,7 @@ class Batch:
     old: Rows
     reference: Rows
     values: Rows | None = None
+    token_rewards: Rows | None = None
     greedy: Mapping[int, tuple[float, bool]] = field(default_factory=dict)
 
     @property
@@ -139,7 +141,10 @@ def advantages_of(
     advantages, returns = [], []
     for number, per_token in enumerate(kl):
         rewards = -coefficient * per_token if recipe.kl == "penalty" else torch.zeros_like(per_token)
-        rewards[-1] += row_B[number]
+        if batch.token_rewards is None:
+            rewards[-1] += row_B[number]
+        else:
+            rewards = rewards + batch.token_rewards[number]
         if recipe.baseline == "critic":
             assert batch.values is not None
             found = gae(rewards, batch.values[number], recipe.gamma, recipe.gae_lambda)

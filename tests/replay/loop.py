@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ Row = Mapping[str, Any]
 class Replayed:
     """Final weights by name, and of each step: the last learning rate of the actor, and the KL coefficient.
 
-    `gaps`: of each step, the furthest that a recorded log-prob is from that of the weights of the token's version.
+    `gaps`: of each step, the furthest that a recorded log-prob is from that of the weights of the token's version; `sizes`: the
+    share of tokens that Kish's effective sample size leaves of those that older policies have drawn.
     """
 
     actor: dict[str, Tensor] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class Replayed:
     rates: list[float] = field(default_factory=list)
     coefficients: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
 
 
 class Trained:
@@ -124,7 +126,10 @@ def minibatches(rows: int, size: int, count: int, epochs: int, seed: int, step: 
 class Replay:
     """The run in `run`, whose recipe is that of its preset but for `choices`; `versions`: compare tokens with their weights."""
 
-    def __init__(self, run: Path, versions: bool = False, **choices: Any):
+    def __init__(
+        self, run: Path, versions: bool = False, token_rewards: Callable[[Row], list[float]] | None = None, **choices: Any
+    ):
+        self.token_rewards = token_rewards
         self.config = yaml.safe_load((run / "config.yaml").read_text())
         preset = PRESETS[self.config["algorithm"]["preset"]]
         self.recipe = Recipe.of(self.config, **{**preset, **choices})
@@ -172,6 +177,7 @@ class Replay:
         greedy_rows = [row for row in rows if row.get("greedy")]
         rows = [row for row in rows if not row.get("greedy")]
         batch = self._batch(rows, greedy_rows)
+        out.sizes.append(self._effective_size(rows, batch))
         scores_B, greedy, self.seen = scores_for_training(batch, recipe, self.seen)
         advantages, returns = advantages_of(batch, scores_B, greedy, recipe, self.coefficient)
         old, importance = self._ratio_base(rows, batch)
@@ -206,10 +212,17 @@ class Replay:
             old=[torch.tensor(row["logprobs"], dtype=torch.float64).float() for row in rows],
             reference=[logprobs(self.reference, row, self.compared)[0] for row in rows],
             values=None if self.critic is None else [values(self.critic.model, row) for row in rows],
+            token_rewards=self.token_rewards and [torch.tensor(self.token_rewards(row)) for row in rows],
             greedy={
                 row["seq_id"] // self.neighbours: (row["reward"], row["finish_reason"] == "length") for row in greedy
             },
         )
+
+    @torch.no_grad()
+    def _effective_size(self, rows: Sequence[Row], batch: Batch) -> float:
+        now = [logprobs(self.actor.model, row, self.temperature)[0] for row in rows]
+        weights = torch.cat([(new - old).exp().double() for new, old in zip(now, batch.old, strict=True)])
+        return float(weights.sum() ** 2 / (weights.square().sum() * weights.numel()))
 
     @torch.no_grad()
     def _ratio_base(self, rows: Sequence[Row], batch: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:

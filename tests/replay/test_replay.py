@@ -37,7 +37,7 @@ class Case:
 
 CASES: dict[str, Case] = {
     "ppo": Case({"steps": 3, "ppo.entropy_coefficient": 0.01}),
-    "reinforce_pp": Case(WITHOUT_CRITIC),
+    "reinforce_pp": Case(WITHOUT_CRITIC | {"ppo.minibatches": 1, "ppo.entropy_coefficient": 0.01}),
     "decoupled": Case({"ppo.staleness": "decoupled"}),
     "reinforce_pp, decoupled, replicas": Case(WITHOUT_CRITIC | {"ppo.staleness": "decoupled"} | REPLICAS),
     "replicas": Case(REPLICAS),
@@ -111,14 +111,16 @@ CASES["remax, one response, replicas"] = Case(
 )
 WITHOUT_VERSIONS = ("critic warm-up",)
 """Where a step is no version of the policy."""
-IN_MAKE_TEST = ("ppo", "online_dpo, best of four, replicas")
+IN_MAKE_TEST = (
+    "ppo", "online_dpo, best of four, replicas", "KL loss, k3, decoupled, replicas", "scores shaped", "another reference",
+    "schedules, weight decay", "top-k, top-p", "reinforce_pp",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    made = Workspace.create(tmp_path_factory.mktemp("replay"))
-    save_models(made.root)
-    return made
+def workspace(workspace: Workspace) -> Workspace:
+    save_models(workspace.root)
+    return workspace
 
 
 def assert_carried(outcome: Outcome) -> None:
@@ -139,6 +141,9 @@ def test_a_run_is_what_its_records_come_to(workspace: Workspace, name: str) -> N
     if versions:
         assert_carried(outcome)
         assert len(replayed.gaps) == config["steps"] and max(replayed.gaps) < GAP
+    if config["ppo"]["minibatches"] == 1:
+        assert [line["ess"] for line in outcome.metrics] == pytest.approx(replayed.sizes, abs=1e-5)
+        assert min(replayed.sizes) < 1 - 1e-4
     if "ppo.reward_clip" in case.changes and case.changes.get("algorithm") == PAIRED["algorithm"]:
         assert all(sum(line[kind] for line in outcome.metrics) > 1 for kind in ("pairs", "ties"))
 

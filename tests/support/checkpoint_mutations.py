@@ -27,8 +27,6 @@ Mutation = Callable[[Path, random.Random], str]
 
 
 class Evil:
-    """As a pickle it makes a file at `path` where it is read."""
-
     def __init__(self, path: str):
         self.path = path
 
@@ -59,7 +57,6 @@ def _any_file(folder: Path, rng: random.Random) -> Path:
 
 
 def _bytes(folder: Path, rng: random.Random) -> str:
-    """Damage that the manifest tells of."""
     path = _any_file(folder, rng)
     return f"{path.relative_to(folder)} {damage_bytes(path, rng)}"
 
@@ -132,7 +129,6 @@ def _rollouts(folder: Path, rng: random.Random) -> str:
 
 
 def _text(folder: Path, rng: random.Random) -> str:
-    """state.json or rollouts.jsonl of other bytes."""
     path = folder / rng.choice(("state.json", "rollouts.jsonl"))
     what = damage_bytes(path, rng)
     reseal(folder)
@@ -179,7 +175,6 @@ def _caches(folder: Path, rng: random.Random) -> str:
 
 
 def _index(folder: Path, rng: random.Random) -> str:
-    """The pickle."""
     path = folder / "models" / ".metadata"
     what = rng.choice(("evil", "evil", "bytes", "object", "path", "empty index"))
     if what == "evil":

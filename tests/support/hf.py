@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 SIZES = {
@@ -18,6 +19,10 @@ SIZES = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
@@ -44,7 +49,6 @@ def tiny_model(family: str, head: str = "lm", seed: int = 0, **changes: Any) -> 
 def save_tiny(
     directory: Path, family: str, head: str = "lm", *, max_shard_size: str = "5GB", **changes: Any
 ) -> PreTrainedModel:
-    """Save and return a tiny model."""
     model = tiny_model(family, head, **changes)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model

@@ -28,7 +28,6 @@ def deep(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def parallel(layout: Layout) -> dict[str, int]:
-    """(tp, pp, dp) as a section of the configuration."""
     return dict(zip(("tp", "pp", "dp"), layout, strict=True))
 
 

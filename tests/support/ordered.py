@@ -79,7 +79,6 @@ def _running(lanes: Lanes) -> Running:
 
 
 def _spans(timeline: Timeline, step: int) -> Iterator[TraceSpan]:
-    """Stretches of a rank's actions of one kind."""
     for rank, spans in timeline.spans.items():
         kinds = ((_kind(span), span) for span in spans if span.end_s > span.start_s)
         for (role, name), own in groupby(kinds, key=itemgetter(0)):
@@ -98,7 +97,6 @@ def _kind(span: Span) -> tuple[str, str]:
 
 
 def _scored_s(timeline: Timeline, rank: int) -> float:
-    """What a rank spends on the scoring roles."""
     own = (span for span in timeline.spans[rank] if span.action.op in SCORING and span.action.role != "actor")
     return sum(span.end_s - span.start_s for span in own)
 
@@ -110,6 +108,4 @@ def _waited_s(timeline: Timeline, rank: int) -> float:
 
 
 class OrderedRun(VirtualRun):
-    """A run in virtual time, played action by action."""
-
     player = Ordered

@@ -39,7 +39,6 @@ def held_port() -> Iterator[int]:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many different ones."""
     found: set[int] = set()
     while len(found) < count:
         found.add(free_port())

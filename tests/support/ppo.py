@@ -45,7 +45,6 @@ class Workspace:
         return cls(root)
 
     def files(self, name: str, data: str, **reading: Any) -> dict[str, Any]:
-        """Of a run `name`: its directory, the tokenizer and the rows `data`, read with the settings `reading`."""
         return {
             "run_dir": str(self.root / "runs" / name),
             "tokenizer": {"path": str(self.root / "tokenizer.model")},
@@ -95,13 +94,11 @@ class Outcome:
         return {row["seq_id"]: row["tokens"] for row in [*self.rollouts, *self.greedy]}
 
     def batches(self) -> list[list[int]]:
-        """Sequence ids of each step's batch, in their order."""
         steps = sorted({row["step"] for row in self.rollouts})
         return [[row["seq_id"] for row in self.rollouts if row["step"] == step] for step in steps]
 
 
 def run_ppo_ranks(config: dict[str, Any]) -> Outcome:
-    """Run to the end on as many ranks as the placement asks for."""
     world = world_size(TrainConfig(**config))
     run_ranks(world, "tests.e2e.jobs:train", config=config)
     return read_outcome(Path(config["run_dir"]))
@@ -121,6 +118,5 @@ def read_outcome(run: Path) -> Outcome:
 
 
 def weight_distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest absolute difference between two sets of weights."""
     assert a.keys() == b.keys()
     return max((float((a[name] - b[name]).abs().max()) for name in a), default=0.0)

@@ -12,7 +12,6 @@ import psutil
 
 
 def python_path(*folders: Path) -> str:
-    """PYTHONPATH for a process: these folders, then those of this process."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -35,7 +34,6 @@ def marked(mark: str) -> list[int]:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Raises AssertionError where it does not come true in time; a busy machine is slow."""
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it has not come true"

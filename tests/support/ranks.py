@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.cluster.rank_processes import hear_signals
+from oppo_megatron.cluster.rank_processes import FOR_RANKS
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
 PRELOADED = ["oppo_megatron.train.setup", "oppo_megatron.train.entry", "tests.e2e.jobs"]
@@ -33,7 +33,7 @@ LAST = (" in <module>\n", "...\n")
 
 
 def _serve(pipe: Connection, stacks: str) -> None:
-    hear_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)
     faulthandler.register(TELL, open(stacks, "w"))
     os.environ.update(ENVIRONMENT)
     import torch
@@ -84,8 +84,6 @@ def let_go_of_groups() -> None:
 
 
 class RankPool:
-    """Processes that take jobs.  After an error in any rank all of them are replaced."""
-
     def __init__(self) -> None:
         self.workers: list[tuple[mp.process.BaseProcess, Connection]] = []
         self.folder: tempfile.TemporaryDirectory[str] | None = None
@@ -143,7 +141,6 @@ class RankPool:
         return answers
 
     def _where(self, rank: int) -> str:
-        """The threads of a rank that does not answer."""
         process, stacks = self.workers[rank][0], Path(self._stacks(rank))
         if not stacks.exists():
             return "its imports"
@@ -166,12 +163,6 @@ class RankPool:
 
 
 POOL = RankPool()
-
-
-def run_new_ranks(world: int, entry: str, timeout_s: float = 240.0, **kwargs: Any) -> list[Any]:
-    """As `run_ranks`, in processes that have done nothing before, and so keep nothing that a bound of memory would not count."""
-    POOL.close()
-    return run_ranks(world, entry, timeout_s, **kwargs)
 
 
 def run_ranks(world: int, entry: str, timeout_s: float = 240.0, **kwargs: Any) -> list[Any]:

@@ -20,8 +20,6 @@ REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equ
 
 
 class Recording(TorchDispatchMode):
-    """Every operation inside, with its arguments and results."""
-
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
@@ -51,8 +49,6 @@ class Recording(TorchDispatchMode):
 
 
 class RecordedSteps(CapturedSteps):
-    """Replays recordings where `CapturedSteps` replays graphs."""
-
     def __init__(self, model: torch.nn.Module):
         super().__init__(torch.device("cpu"), model.parameters)
         self.recordings: list[Recording] = []

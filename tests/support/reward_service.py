@@ -24,7 +24,6 @@ def scored(request: dict[str, Any], value: Callable[[dict[str, Any]], Any]) -> b
 
 
 def by_length(request: dict[str, Any]) -> bytes:
-    """The right answers of these tests: a response's score is its length."""
     return scored(request, lambda item: float(len(item["response"])))
 
 
@@ -72,7 +71,6 @@ class _Server(socketserver.ThreadingTCPServer):
 
 @contextmanager
 def reward_service(*script: Reply, otherwise: Reply = by_length, port: int = 0) -> Iterator[Service]:
-    """A service on this machine, on a free port unless one is given."""
     with _Server(("127.0.0.1", port), _Handler) as server:
         server.service = Service(f"http://127.0.0.1:{server.server_address[1]}/score", list(script), otherwise)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

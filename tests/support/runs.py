@@ -16,7 +16,6 @@ BEST = {"best": {"step": 3, "metric": "pkg.judge:score", "value": 0.3}}
 
 
 def metrics_line(step: int) -> dict[str, Any]:
-    """All fields of a step that the report reads."""
     delta = 4 if step < 3 else 5
     return {
         "time_s": 2.0 * step, "step_s": 2.0, "decode_s": 1.0, "score_exposed_s": 0.25, "score_busy_s": 0.5, "train_s": 0.5,

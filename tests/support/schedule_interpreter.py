@@ -56,7 +56,6 @@ def _snapshot(books: dict[int, list[int]]) -> tuple[tuple[int, tuple[int, ...]],
 
 
 def reference(round_: Round, site: Site) -> dict[int, State]:
-    """What every rank should have at the end."""
     states = {rank: State() for placement in site.placements.values() for rank in placement.ranks}
     stages: dict[tuple[str, int, int], State] = defaultdict(State)  # one for all tensor ranks
     for role, replicas in round_.prefill.items():
@@ -98,7 +97,6 @@ def reference(round_: Round, site: Site) -> dict[int, State]:
 
 
 def harm(schedule: Schedule, round_: Round, site: Site) -> str | None:
-    """What goes wrong when the schedule is really run; None where nothing does."""
     try:
         states = _Machine(schedule, round_, site).run()
     except Harm as error:
@@ -114,8 +112,6 @@ def harm(schedule: Schedule, round_: Round, site: Site) -> str | None:
 
 
 class _Machine:
-    """The ranks as coroutines: each yields while it waits."""
-
     def __init__(self, schedule: Schedule, round_: Round, site: Site):
         self.schedule, self.round, self.site = schedule, round_, site
         self.states = {rank: State() for placement in site.placements.values() for rank in placement.ranks}

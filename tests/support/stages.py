@@ -22,11 +22,9 @@ def stage_inputs(model: RoleModel, tokens_T: Tensor) -> Tensor:
 
 
 def pass_on(model: RoleModel, out: Tensor) -> None:
-    """Send what this stage has made to the one behind it; nothing of the last one."""
     if not model.groups.is_last_stage:
         dist.send(out.contiguous(), stage_rank(model.groups, model.groups.pp_rank + 1))
 
 
 def stage_rank(groups: RoleGroups, pp_rank: int) -> int:
-    """Global rank of this rank's pipeline neighbour at a stage."""
     return dist.get_global_rank(groups.collection.pp, pp_rank)

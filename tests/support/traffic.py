@@ -28,7 +28,6 @@ class Traffic:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count in the block."""
         self.open, before = True, self.open
         try:
             yield

@@ -23,7 +23,6 @@ CLOCK = re.compile(r"ETA \S+ |-clock-\d+")
 
 
 def steps(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """Each command of the page with the lines that are shown below it."""
     for block in re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             lines = part.splitlines()
@@ -83,7 +82,6 @@ def follow(
 
 
 def _lines(process: subprocess.Popen[str], printed: list[str]) -> Iterator[str]:
-    """What the command prints, as it comes; `printed` keeps it."""
     output: IO[str] | None = process.stdout
     assert output is not None
     for line in output:

@@ -33,7 +33,6 @@ class _Impatient(selectors.DefaultSelector):
 
 
 def run(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """As `asyncio.run`, in virtual time."""
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(coroutine)

@@ -137,7 +137,7 @@ def test_a_sidecar_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     sidecar(tmp_path).write(4, Kept(ROWS, 12, {}))
     with pytest.raises(CheckpointError, match="no rows of step 5, only of 4"):
         sidecar(tmp_path).read(5)
-    with pytest.raises(CheckpointError, match="rows of 1 data-parallel replicas, there are 2"):
+    with pytest.raises(CheckpointError, match="rows of 1 data-parallel replicas, but there are 2"):
         sidecar(tmp_path, replicas=2).read(4)
     rows = tmp_path / "checkpoints-oppo" / "step-000004" / "replica-00000.jsonl"
     lines = rows.read_text().splitlines()
@@ -214,7 +214,7 @@ def test_rows_are_of_the_checkpoint_that_was_written_after_them(tmp_path: Path) 
     before = stamps_of(checkpoints, 4)
     assert set(before) == {name, f"{name}-last"} and name_of(part) == name
     sidecar(tmp_path).write(4, Kept(ROWS, 12, {}, frozenset(before)))
-    with pytest.raises(CheckpointError, match=f"has not the rows of {name}, but of a checkpoint of step 4"):
+    with pytest.raises(CheckpointError, match=f"the rows of another checkpoint of step 4, saved later than {name};"):
         sidecar(tmp_path).read(4, name)
     for later in (f"{name}-v1", None):
         kept = sidecar(tmp_path).read(4, later)

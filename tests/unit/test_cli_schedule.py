@@ -18,8 +18,7 @@ from oppo_megatron.schedule.actions import Op, parse_schedule
 from oppo_megatron.schedule.checking import transport
 from oppo_megatron.schedule.preview import preview
 from oppo_megatron.schedule.weaving import generators
-from oppo_megatron.schedule.weaving.costs import Costs, Linear
-from oppo_megatron.schedule.weaving.costs_file import costs_tree, read_costs
+from oppo_megatron.schedule.weaving.costs import Costs, Linear, costs_tree, read_costs
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.errors import StallError, StreamError

@@ -14,8 +14,7 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the
 from oppo_megatron.cluster import process_groups
 from oppo_megatron.cluster.process_groups import SharedGroups, new_group, ring_pairs
 from oppo_megatron.engine.executor import build_links
-from oppo_megatron.layout.groups import ALONE
-from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.layout.placements import ALONE, RolePlacement
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.schedule.links import run_groups
 from oppo_megatron.schedule.rounds import Site

@@ -22,7 +22,7 @@ from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.liveness import watchdog as watchdog_module
 from oppo_megatron.cluster.liveness.stalls import Board, Note, Watch
 from oppo_megatron.cluster.liveness.watchdog import Watchdog
-from oppo_megatron.cluster.loopback import loopback_store
+from oppo_megatron.cluster.rendezvous import loopback_store
 
 
 class Clock:
@@ -165,44 +165,10 @@ def connection(store: dist.TCPStore) -> dist.Store:
     return dist.TCPStore("127.0.0.1", store.port, None, False, timeout, wait_for_workers=False)
 
 
-def test_all_ranks_write_their_stacks_and_say_the_same(
-    store: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two watchdogs in one process, one a rank; the other rank's main thread waits."""
-    monkeypatch.setattr(
-        watchdog_module, "ANSWER_S", 20.0
-    )  # on a busy machine; both go on as soon as they have answered
-    monkeypatch.setattr(watchdog_module, "TOLD_S", 20.0)
-    told: tuple[list[str], list[str]] = [], []
-    boards = [Board(lambda: connection(store), range(2), "this test") for _ in range(2)]
-    activities = Activity(), Activity()
-    ended = threading.Barrier(3, timeout=60)
-
-    def watchdog(rank: int) -> Watchdog:
-        def end(message: str) -> None:
-            told[rank].append(message)
-            ended.wait()
-
-        watch = Watch(range(2), 1.5, time.monotonic)
-        return Watchdog(rank, watch, activities[rank], boards[rank], tmp_path / "stacks", end)
-
-    with (
-        activities[0].doing("step 1, wait_scores actor", waits=True),
-        activities[1].doing("step 1, reward of sequence 4"),
-        watchdog(0).watching(),
-        watchdog(1).watching(),
-    ):
-        ended.wait()
-    for rank in range(2):
-        assert "rank 1 has not moved for" in told[rank][0] and "reward of sequence 4" in told[rank][0]
-        assert "; rank 0 waited" in told[rank][0] and told[rank][0].endswith(f"are in {tmp_path / 'stacks'}")
-        assert "File " in (tmp_path / "stacks" / f"rank-{rank}.txt").read_text()
-
-
 HUNG = """
 import sys, time
 from datetime import timedelta
-from oppo_megatron.cluster.loopback import loopback_store
+from oppo_megatron.cluster.rendezvous import loopback_store
 store = loopback_store(0, timedelta(seconds=20))
 print(store.port, flush=True)
 time.sleep(100)

@@ -21,8 +21,7 @@ from oppo_megatron.cluster.liveness.failures import ended_well, read_failures
 from oppo_megatron.cluster.liveness.stalls import Note, board_at
 from oppo_megatron.cluster.liveness.supervisor import Limits, Supervisor
 from oppo_megatron.cluster.liveness.watchdog import told_within_s
-from oppo_megatron.cluster.loopback import loopback_store
-from oppo_megatron.cluster.rendezvous import MeetingPoint
+from oppo_megatron.cluster.rendezvous import MeetingPoint, loopback_store
 from oppo_megatron.errors import EXIT_REQUEUE
 
 POINT = MeetingPoint(address="127.0.0.1", port=1, size=2, name="nobody meets here", opens=False, opener="nobody")

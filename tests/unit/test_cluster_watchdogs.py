@@ -18,7 +18,7 @@ from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.liveness import watchdog as watchdog_module
 from oppo_megatron.cluster.liveness.stalls import MOST_STATES, Board, Note, Watch
 from oppo_megatron.cluster.liveness.watchdog import JUDGE, Watchdog, told_within_s
-from oppo_megatron.cluster.loopback import loopback_store
+from oppo_megatron.cluster.rendezvous import loopback_store
 
 DEADLINE_S = 1.0
 SIZE = 5

@@ -90,13 +90,13 @@ def test_what_is_recorded_is_joined_when_it_is_read() -> None:
 def test_lists_may_be_set_and_added_to() -> None:
     own = Rollout(Prompt(0, 0, "", (1,)), 0)
     own.extend(ChunkRow(0, 0, [6], [1.0], [1.5], 4))
-    own.tokens += [7]
-    own.logprobs += [2.0]
-    own.sampling_logprobs += [2.5]
-    own.versions += [5]
+    own.tokens.extend([7])
+    own.logprobs.extend([2.0])
+    own.sampling_logprobs.extend([2.5])
+    own.versions.extend([5])
     own.extend(ChunkRow(0, 2, [8], [3.0], [3.5], 6))
     assert (own.tokens, own.logprobs, own.sampling_logprobs, own.versions) == (
         [6, 7, 8], [1.0, 2.0, 3.0], [1.5, 2.5, 3.5], [4, 5, 6],
     )  # fmt: skip
-    own.tokens, own.logprobs, own.sampling_logprobs, own.versions = [1], [0.1], [0.2], [2]
+    own.tokens[:], own.logprobs[:], own.sampling_logprobs[:], own.versions[:] = [1], [0.1], [0.2], [2]
     assert own.num_tokens == 2 and own.newest_version == 2 and own.logprobs + own.sampling_logprobs == [0.1, 0.2]

@@ -22,8 +22,8 @@ from oppo_megatron.cluster.held_memory import device_bytes, held_bytes, peak_byt
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.cpu_kernels import WHOLE_MULTIPLE
 from oppo_megatron.layout.kernels import Available
+from oppo_megatron.layout.memory import WHOLE_MULTIPLE
 from oppo_megatron.mcore import roles
 from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.cpu import HalfOnCpu, can_prepack

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from oppo_megatron.cluster.loopback import is_loopback, loopback_store
+from oppo_megatron.cluster.rendezvous import is_loopback, loopback_store
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import RuntimeConfig
 from tests.support.processes import python_path

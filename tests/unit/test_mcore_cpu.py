@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.cpu_kernels import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
+from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 from oppo_megatron.mcore import cpu
 from oppo_megatron.mcore.cpu import IN_PLACE_ROWS, can_prepack, product, require_private_ops, stretches
 

@@ -213,7 +213,7 @@ def test_micro_batches_in_one_table_are_those_in_a_list(sizes: list[int], place:
 @given(held=st.lists(st.integers(5, 40), unique=True), asked=st.lists(st.integers(0, 50)), data=st.data())
 def test_a_table_finds_sequences_by_number(held: list[int], asked: list[int], data: st.DataObject) -> None:
     table = Table()
-    table.begin([Rollout(Prompt(seq_id, seq_id, "", (1,)), 0) for seq_id in held])
+    table.add([Rollout(Prompt(seq_id, seq_id, "", (1,)), 0) for seq_id in held])
     wanted = np.array(asked, dtype=np.int64)
     assert table.rows(wanted).tolist() == [held.index(i) if i in held else -1 for i in asked]
     kept = data.draw(st.lists(st.booleans(), min_size=len(held), max_size=len(held)))

@@ -69,7 +69,7 @@ def test_a_new_sequence_goes_where_the_fewest_tokens_are(num_replicas: int, slot
     rng, fleet = random.Random(seed), Fleet(num_replicas, slots)
     for seq_id in range(30):
         for own in fleet.held.values():
-            own.tokens += [0] * rng.randint(0, 3) * (not own.finished)
+            own.tokens.extend([0] * rng.randint(0, 3) * (not own.finished))
             own.finish_clock = 1 if own.finished or rng.random() < 0.1 else None
         for i in [i for i in fleet.held if rng.random() < 0.2]:
             fleet.leave(i)
@@ -128,7 +128,7 @@ def test_arrivals_are_balanced_by_tokens(num_replicas: int, lengths: list[int], 
 def test_by_tokens_is_not_by_number() -> None:
     fleet = Fleet(2, 8)
     assert fleet.arrive(rollout(0, 40), rollout(1, 10), rollout(2, 10), rollout(3, 10)) == [0, 1, 1, 1]
-    fleet.held[1].tokens = [0] * 20  # responses count
+    fleet.held[1].tokens[:] = [0] * 20  # responses count
     assert fleet.arrive(rollout(4, 5)) == [0]
 
 
@@ -218,7 +218,7 @@ class Life:
     def grow(self) -> None:
         for seq_id, own in self.rollouts.items():
             if not own.finished:
-                own.tokens = list(range(min(self.ends[seq_id], len(own.tokens) + self.random.choice([0, 1, 2, 5]))))
+                own.tokens[:] = list(range(min(self.ends[seq_id], len(own.tokens) + self.random.choice([0, 1, 2, 5]))))
                 own.finish_clock = 1 if len(own.tokens) == self.ends[seq_id] else None
 
     def listed(self) -> list[Rollout]:
@@ -263,7 +263,7 @@ def drain(life: Life, book: ScoringBook, caches: Caches) -> None:
     """Let everything end: each round scores at least one sequence of every replica that has any."""
     while life.rollouts:
         for own in life.rollouts.values():
-            own.tokens, own.finish_clock = list(range(life.ends[own.seq_id])), 1
+            own.tokens[:], own.finish_clock = list(range(life.ends[own.seq_id])), 1
         before = len(life.rollouts)
         caches.carry_out(book.plan(life.listed(), BUDGET), life.known)
         train(life, book, caches)
@@ -293,7 +293,7 @@ def test_a_finished_sequence_takes_the_slot_of_the_youngest_unfinished_one() -> 
     (work,) = book.plan([old, young, ended], BUDGET)
     assert work.evict == [7] and work.open == [5] and work.done == [5]
     assert work.prefill == [(Growth(5, 0, 6, 4),)]
-    young.tokens = [0, 1, 2]
+    young.tokens[:] = [0, 1, 2]
     (work,) = book.plan([old, young], BUDGET)
     assert work.open == [7] and work.evict == []
     assert work.prefill == [(Growth(7, 0, 4, 2),)], "prefilled again, but its first output is known"
@@ -411,7 +411,7 @@ def end_round(
     for cache, work in zip(caches, works, strict=True):
         for growth in (g for batch in work.decode for g in batch):
             own = life.rollouts[growth.seq_id]
-            own.tokens += [0] * rng.randint(1, growth.new)
+            own.tokens.extend([0] * rng.randint(1, growth.new))
             own.finish_clock = 1 if len(own.tokens) == limits[growth.seq_id] or rng.random() < 0.2 else None
             cache[growth.seq_id] = own.num_tokens - 1
             if own.finished:
@@ -451,9 +451,9 @@ def test_replicas_that_lost_sequences_get_the_next_ones() -> None:
     book.plan(first, 3, 1, BUDGET, list)
     assert [book.replica(i) for i in range(4)] == [0, 1, 0, 1]
     for done in (first[1], first[3]):
-        done.tokens, done.finish_clock = [1], 1
+        done.tokens[:], done.finish_clock = [1], 1
     for going_on in (first[0], first[2]):
-        going_on.tokens = [1, 2, 3]
+        going_on.tokens[:] = [1, 2, 3]
     book.record(first)
     assert book.running(book.active([first[0], first[2], rollout(4, 2), rollout(5, 2)])) == [2, 2]
     assert [book.replica(i) for i in (4, 5)] == [1, 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -17,7 +16,6 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
-from oppo_megatron.schedule.checking.caches import require_room
 from oppo_megatron.schedule.checking.checker import FaultKind, check
 from oppo_megatron.schedule.checking.proof import prove, require_provable
 from oppo_megatron.schedule.checking.transport import GLOO, ONE_QUEUE, TRANSPORTS, Transport
@@ -272,24 +270,6 @@ def test_what_is_proved_the_checker_finds_sound(case: tuple[Round, Site, Costs],
             assert check(add_communication(mutated, round_, site), round_, site, ample_budgets(site), costs) == []
         else:
             assert mutated != sound
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    case=cases(),
-    slots=st.sampled_from([1, 3, 5, 7, 9, 40, 40]),
-    longest=st.sampled_from([5, 6, 7, 50, 50]),
-    others=st.integers(0, 3),
-)
-def test_caches_that_do_not_hold_a_round_are_those_the_checker_names(
-    case: tuple[Round, Site, Costs], slots: int, longest: int, others: int
-) -> None:
-    round_, site, costs = case
-    budgets = {role: [KVBudget(slots, longest, others)] * placement.dp for role, placement in site.placements.items()}
-    schedule = add_communication(GENERATORS["intra"](round_, site, costs), round_, site)
-    faults = check(schedule, round_, site, budgets, costs)
-    with pytest.raises(ScheduleError, match="cannot take round") if faults else nullcontext():
-        require_room(round_, {role: dict(enumerate(own)) for role, own in budgets.items()})
 
 
 def test_a_cache_too_short_for_the_round_is_told_before_it_runs() -> None:

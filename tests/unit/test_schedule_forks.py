@@ -30,7 +30,7 @@ def group(first: int, size: int, prompt: int, *responses: int) -> list[Rollout]:
     """Rollouts of one prompt; `responses` are lengths so far."""
     made = [Rollout(Prompt(i, i, "", (first,) * prompt), i) for i in range(first, first + size)]
     for rollout, length in zip(made, responses, strict=False):
-        rollout.tokens = [0] * length
+        rollout.tokens[:] = [0] * length
     return made
 
 
@@ -107,7 +107,7 @@ def test_scorers_give_the_same_outputs_and_read_a_prompt_once(role: str, slots: 
     while any(not r.finished for r in rollouts) or book.owes(rollouts):
         for own in [r for r in rollouts if not r.finished]:
             new = rng.choice([0, 2, 5])
-            own.tokens += [0] * new
+            own.tokens.extend([0] * new)
             own.finish_clock = 1 if new and rng.random() < 0.4 else None
         before, pending = book.forked_tokens, sum(book.pending(rollouts)[1])
         (work,) = book.plan(rollouts, BUDGET)
@@ -147,7 +147,7 @@ def test_the_actor_computes_a_prompt_once_and_again_for_new_weights() -> None:
     assert work.prefill == [(Growth(3, 0, 4),)] and work.fork == [Fork(3, 4, 4), Fork(3, 5, 4)]
     assert [g.past for g in work.decode[0]] == [4, 4, 4]
     for rollout, length in zip(active, (2, 1, 2), strict=True):
-        rollout.tokens = [0] * length
+        rollout.tokens[:] = [0] * length
     book.record(active)
     assert planned(book, active) == ReplicaWork(decode=[tuple(Growth(i, p, 2) for i, p in ((3, 6), (4, 5), (5, 6)))])
     book.invalidate()
@@ -165,8 +165,8 @@ def test_whoever_has_the_prompt_cached_is_the_source() -> None:
     """Where slots are short the third waits; the first has ended by then, and left."""
     book, active = actor(slots=2), group(0, 3, 5)
     assert [f.target for f in planned(book, active).fork] == [1]
-    active[0].tokens, active[0].finish_clock = [0, 0], 1
-    active[1].tokens = [0, 0]
+    active[0].tokens[:], active[0].finish_clock = [0, 0], 1
+    active[1].tokens[:] = [0, 0]
     book.record(active)
     work = planned(book, active[1:])
     assert work.open == [2] and work.fork == [Fork(1, 2, 4, held=6)] and work.prefill == []
@@ -176,8 +176,8 @@ def test_no_prompt_is_forked_from_a_cache_of_older_weights() -> None:
     """A kept cache is of the weights before the update: a response that begins now computes its prompt."""
     book, active = actor(slots=2), group(0, 3, 5)
     planned(book, active)
-    active[0].tokens, active[0].finish_clock = [0, 0], 1
-    active[1].tokens = [0, 0]
+    active[0].tokens[:], active[0].finish_clock = [0, 0], 1
+    active[1].tokens[:] = [0, 0]
     book.record(active)
     book.keep()
     work = planned(book, active[1:])
@@ -188,8 +188,8 @@ def test_after_a_resumed_run_the_forks_go_on() -> None:
     """The books of a checkpoint know what is cached: no prompt is computed again."""
     book, active = actor(slots=2), group(0, 3, 5)
     planned(book, active)
-    active[1].tokens, active[1].finish_clock = [0, 0], 1
-    active[0].tokens = [0]
+    active[1].tokens[:], active[1].finish_clock = [0, 0], 1
+    active[0].tokens[:] = [0]
     book.record(active)
     resumed = actor(slots=2)
     resumed.load_state_dict(book.state_dict())
@@ -289,7 +289,7 @@ def test_a_scorer_that_does_not_read_greedy_sequences_gives_them_no_slot(fork: b
     assert read == {"reference": {0, 1, 3, 4}, "reward": {0, 1, 2, 3, 4, 5}}
     assert sum(reference.pending(rollouts)[1]) == 0
     for rollout in rollouts:
-        rollout.tokens += [0]
+        rollout.tokens.extend([0])
         rollout.finish_clock = 1
     assert reference.owes(rollouts) and not reference.owes([r for r in rollouts if r.seq_id in greedy])
     assert reward.owes([r for r in rollouts if r.seq_id in greedy])

@@ -14,8 +14,14 @@ from benchmarks.dry_run import MODEL_70B
 from oppo_megatron.cluster import process_groups
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine import executor as links_module
-from oppo_megatron.layout.groups import ALONE, GroupName
-from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements, world_size
+from oppo_megatron.layout.placements import (
+    ALONE,
+    GroupName,
+    RolePlacement,
+    role_placements,
+    training_placements,
+    world_size,
+)
 from oppo_megatron.schedule.links import calls_of, groups_by_rank, in_waves, links_of, run_groups
 from oppo_megatron.train import roles
 from oppo_megatron.train.roles import Topology, build_topology

@@ -160,17 +160,6 @@ def test_the_fault_names_ranks_actions_links_and_why() -> None:
 
 
 @settings(deadline=None, max_examples=150)
-@given(case=cases(), generator=st.sampled_from(sorted(GENERATORS)))
-def test_what_generators_make_keeps_nccls_rules(case: tuple[Round, Site, Costs], generator: str) -> None:
-    """On any layout, once communicators are made: by the checker, and by the proof that a run asks first."""
-    round_, site, costs = case
-    computes = GENERATORS[generator](round_, site, costs)
-    whole = add_communication(computes, round_, site)
-    assert check(whole, round_, site, ample_budgets(site), costs, NCCL) == []
-    require_provable(computes, round_, site, ample_budgets(site), costs, NCCL)
-
-
-@settings(deadline=None, max_examples=150)
 @given(seed=st.integers(0, 10**6), transport=st.sampled_from([GLOO, NCCL, COLD, ONE_QUEUE]))
 def test_who_waits_for_ever_is_found_whoever_is_looked_at_first(seed: int, transport: Transport) -> None:
     """Of sound schedules and of spoilt ones; the judge looks at every rank again and again."""

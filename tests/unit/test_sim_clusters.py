@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.gpus import GPUS, H100_LAWS, Efficiencies
-from oppo_megatron.sim.clusters.links import INSIDE, Line
+from oppo_megatron.sim.clusters.cluster import GPUS, H100_LAWS, INSIDE, Cluster, Efficiencies, Line
 from oppo_megatron.sim.clusters.reading import read_cluster
 
 TWO = "nodes: 2\ngpu: h100\nbetween: {gb_per_s: 50, nics: 8}\n"

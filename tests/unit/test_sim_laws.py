@@ -20,13 +20,9 @@ from benchmarks.published.points import SERVING, TRAINING, serving_by_law, train
 from benchmarks.published.tables import SHAPES
 from oppo_megatron.errors import DataError
 from oppo_megatron.layout.flops import causal_pairs, forward_flops
-from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.gpus import GPUS, MOST_POWER
-from oppo_megatron.sim.clusters.links import INSIDE, Between, Line
+from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, MOST_POWER, Between, Cluster, Line, published
 from oppo_megatron.sim.clusters.reading import read_cluster
-from oppo_megatron.sim.clusters.sources import published
-from oppo_megatron.sim.laws.communication import Group, Moves, all_reduce_s, ring_efficiency, scatter_s, send_s
-from oppo_megatron.sim.laws.layer import LayerLaw, LayerSizes
+from oppo_megatron.sim.laws import Group, LayerLaw, LayerSizes, Moves, all_reduce_s, ring_efficiency, scatter_s, send_s
 
 GOLDEN = Path(__file__).parent / "golden" / "laws"
 LAYERS, COLLECTIVES = GOLDEN / "layers.csv", GOLDEN / "collectives.csv"

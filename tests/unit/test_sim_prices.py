@@ -16,11 +16,8 @@ from benchmarks.published.tables import SHAPES
 from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.layout.memory import stage_parameters
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.schedule.weaving.costs_file import read_costs
-from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.gpus import GPUS
-from oppo_megatron.sim.clusters.links import INSIDE, Between
-from oppo_megatron.sim.clusters.sources import published
+from oppo_megatron.schedule.weaving.costs import read_costs
+from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Between, Cluster, published
 from oppo_megatron.sim.pricing.decoding import Decoding, Turns, decode_costs, decode_s, line_through
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 from oppo_megatron.sim.pricing.phases import Batch, Update, Weights, inference_s, reallocation_s, update_s

@@ -20,11 +20,8 @@ from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.layout.placements import named_roles, role_placements
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.schedule.weaving.costs_file import read_costs
-from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.gpus import GPUS
-from oppo_megatron.sim.clusters.links import INSIDE, Between
-from oppo_megatron.sim.clusters.sources import assumed, published
+from oppo_megatron.schedule.weaving.costs import read_costs
+from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Between, Cluster, assumed, published
 from oppo_megatron.sim.search.configured import planned_config
 from oppo_megatron.sim.search.planning import Task, find_plans
 from oppo_megatron.sim.search.record import PARTS, beyond_fits

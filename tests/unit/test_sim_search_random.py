@@ -18,10 +18,7 @@ from oppo_megatron.config.derived import batch_rows, least_micro_batch
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.holdings import planned_memory
 from oppo_megatron.preflight.validate import train_problems
-from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.clusters.gpus import GPUS
-from oppo_megatron.sim.clusters.links import INSIDE, Between
-from oppo_megatron.sim.clusters.sources import published
+from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Between, Cluster, published
 from oppo_megatron.sim.runs.virtual import VirtualRun
 from oppo_megatron.sim.search import playing
 from oppo_megatron.sim.search.configured import planned_config, with_micro_batch

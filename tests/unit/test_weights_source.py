@@ -17,8 +17,7 @@ from oppo_megatron.config.model import LoraConfig, ModelConfig
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.layout.hf_layout import Head, hf_tensors
-from oppo_megatron.layout.lora_layout import adapter_parts
+from oppo_megatron.layout.hf_layout import Head, adapter_parts, hf_tensors
 from oppo_megatron.mcore.weights.hf_source import (
     RandomSource,
     SafetensorsSource,

@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.schedule.checking.checker import check_timeline
     from oppo_megatron.schedule.checking.timeline import simulate
     from oppo_megatron.schedule.preview import preview
-    from oppo_megatron.schedule.weaving.costs import Costs
-    from oppo_megatron.schedule.weaving.costs_file import read_costs
+    from oppo_megatron.schedule.weaving.costs import Costs, read_costs
 
     _check_out(args.out)
     settings = load_settings("train", args.config, args.overrides, inputs=False, models=False)

@@ -145,7 +145,7 @@ def _write(out: Path, task: Task, best: Played, record: Mapping[str, Any]) -> No
     """Write plan.yaml, plan.json and costs.json of the first plan."""
     from oppo_megatron.config.load import dump_config
     from oppo_megatron.rundir.directory import write_json
-    from oppo_megatron.schedule.weaving.costs_file import costs_tree
+    from oppo_megatron.schedule.weaving.costs import costs_tree
     from oppo_megatron.sim.search.playing import task_costs
 
     out.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,8 @@ EXIT_STALLED = 2  # as every error that is not a defect
 class Failure:
     """Why a rank ended.
 
-    input: the user can correct it.  defect: an error of ours, `message` is its traceback.  symptom: a peer did not come.
-    stall: the run stood still, `message` names the rank that did not move.
+    input: the user can correct it.  defect: `message` is a traceback.  symptom: a peer did not come.  stall: `message` names
+    the rank that did not move.
     """
 
     rank: int
@@ -34,7 +34,7 @@ class Failure:
     message: str
 
     def leave(self, folder: Path) -> None:
-        """Write it, atomically.  A rank may write one of each kind (its watchdog and its main thread write separate ones)."""
+        """Write it atomically.  A rank may write one of each kind, because its watchdog and its main thread both may."""
         path = folder / f"{self.rank}.{self.kind}.json"
         aside = path.with_suffix(".part")
         aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -42,12 +42,10 @@ class Failure:
 
 
 def ended_well(rank: int, folder: Path) -> None:
-    """Note that the rank ended as it should."""
     (folder / f"{rank}{WELL}").touch()
 
 
 def read_failures(folder: Path) -> Iterator[Failure]:
-    """The failures that ranks have written."""
     for path in sorted(folder.glob("*.json")):
         yield Failure(**json.loads(path.read_text(encoding="utf-8")))
 
@@ -56,34 +54,27 @@ def read_failures(folder: Path) -> Iterator[Failure]:
 def noted(rank: int, what: str, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Keep a file while the block calls a user's code: native code may end the process without another trace.
 
-    If nobody reads the file, a crash writes the stack to stderr, with the user's line.
+    If no launcher reads the file, a crash writes the stack to stderr.
     """
-    if FOLDER not in environment:
-        with _stack_on_crash():
+    if FOLDER in environment:
+        path = Path(environment[FOLDER]) / f"{rank}{CALLS}"
+        path.write_text(what, encoding="utf-8")
+        try:
             yield
-        return
-    path = Path(environment[FOLDER]) / f"{rank}{CALLS}"
-    path.write_text(what, encoding="utf-8")
-    try:
+        finally:
+            path.unlink()
+    elif faulthandler.is_enabled() or sys.__stderr__ is None:
         yield
-    finally:
-        path.unlink()
-
-
-@contextmanager
-def _stack_on_crash() -> Iterator[None]:
-    if faulthandler.is_enabled() or sys.__stderr__ is None:
-        yield
-        return
-    faulthandler.enable(sys.__stderr__, all_threads=False)
-    try:
-        yield
-    finally:
-        faulthandler.disable()
+    else:
+        faulthandler.enable(sys.__stderr__, all_threads=False)
+        try:
+            yield
+        finally:
+            faulthandler.disable()
 
 
 def ended_within(folder: Path) -> dict[int, str]:
-    """The user call that each rank was inside when it ended."""
+    """Return the user call that each rank was inside when it ended."""
     return {int(path.stem): path.read_text(encoding="utf-8") for path in folder.glob(f"*{CALLS}")}
 
 

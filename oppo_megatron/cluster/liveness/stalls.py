@@ -30,26 +30,22 @@ MOST_STATES = 32
 
 
 def tick_s(deadline_s: float) -> float:
-    """Seconds between two notes."""
+    """Return the seconds between two notes."""
     return min(LONGEST_TICK_S, max(0.1, deadline_s / 20))
 
 
 @dataclass(frozen=True)
 class Note:
-    """A rank's note.  `number` grows from note to note, `beats` whenever the rank moves; `still_s`: seconds since it last moved.
-
-    alarm: this rank has found a stall or read of one, and its stacks are written.  verdict: its message about the stall.
-    ended: it takes no further part.
-    """
+    """A rank's note."""
 
     rank: int
-    number: int
-    beats: int
+    number: int  # grows from note to note
+    beats: int  # grows whenever the rank moves
     what: str
     waits: bool
-    still_s: float
-    alarm: bool = False
-    verdict: str = ""
+    still_s: float  # seconds since it last moved
+    alarm: bool = False  # this rank has found a stall or read of one, and its stacks are written
+    verdict: str = ""  # its message about the stall
     ended: bool = False
 
     @classmethod
@@ -57,7 +53,6 @@ class Note:
         return cls(rank, number, doing.beats, doing.what, doing.waits, doing.still_s)
 
     def encode(self) -> str:
-        """One line of JSON, for `decode`."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -66,7 +61,7 @@ class Note:
 
 
 class Board:
-    """The notes of `ranks`, in a store.  `connect` opens a new connection to it; `keeper` names the process that has the store.
+    """The notes of `ranks`, in a store.  `connect` opens a connection to it; `keeper` names the process that has it.
 
     A call to a store whose process is stopped never returns, so a thread makes the calls and may be left behind.
     """
@@ -107,7 +102,6 @@ class Board:
 
 
 def board_at(point: MeetingPoint, ranks: Sequence[int] | None = None) -> Board:
-    """The notes of the ranks that meet at a point, or of `ranks` of them."""
 
     def connect() -> dist.Store:
         address = "localhost" if point.opens and not point.address.startswith("127.") else point.address
@@ -119,12 +113,10 @@ def board_at(point: MeetingPoint, ranks: Sequence[int] | None = None) -> Board:
 
 
 class Watch:
-    """An observer's knowledge of some ranks.  `clock` gives seconds.
+    """An observer's knowledge of some ranks (`whole`: all of the run, else all of them may well wait for others).
 
-    Time counts only while the observer runs: the time between two looks counts as three ticks at most, so that a machine that
-    was asleep, or a job that was stopped as a whole and continues, raises no alarm.  `first_s`: extra time for the first note
-    of a rank.  `later_s`: extra time after the deadline for this observer.  `whole`: these are all ranks of the run;
-    otherwise all of them may well wait for others.
+    The time between two looks counts as three ticks at most, so that a machine that was asleep, or a job that was stopped as a
+    whole, raises no alarm.  Extra time: `first_s` for the first note of a rank, `later_s` for this observer.
     """
 
     def __init__(
@@ -166,11 +158,9 @@ class Watch:
             self._alone = self._passed
 
     def heard_s(self, rank: int) -> float:
-        """Seconds since the rank's last note came."""
         return self._passed - self._heard[rank]
 
     def still_s(self, rank: int) -> float:
-        """Seconds since the rank was last seen to have moved."""
         return self._passed - self._moved[rank]
 
     @property
@@ -189,7 +179,7 @@ class Watch:
         return [rank for rank in self.live if rank in self.notes and self.notes[rank].alarm]
 
     def stalled(self, own: int | None = None) -> bool:
-        """True if the run has stalled.  `own` is the observer's rank, which judges itself if it cannot read the others."""
+        """True if the run has stalled.  `own`: the observer's rank, which judges itself if it cannot read the others."""
         limit, live = self._limit_s, self.live
         if own is not None and self.alone_s >= limit:
             return self.still_s(own) >= limit
@@ -200,9 +190,9 @@ class Watch:
         return nobody_moves or any(not self.notes[rank].waits for rank in still)
 
     def describe(self, own: int | None, answered: Collection[int], keeper: str) -> str:
-        """The ranks that do not move, then the activities of the others (`MOST_STATES` in all).
+        """Return the ranks that do not move, then the activities of the others (`MOST_STATES` in all).
 
-        `answered`: the ranks that have written a note since the alarm; `keeper`: the process that has the store.
+        `answered`: ranks that have written a note since the alarm; `keeper`: the process that has the store.
         """
         live, alone_s = self.live, self.alone_s
         if own is not None and alone_s >= self.deadline_s:
@@ -218,7 +208,7 @@ class Watch:
         return f"{head} (stall_deadline_s is {self.deadline_s:g}): " + "; ".join(states)
 
     def _longest_at_work(self, live: Collection[int]) -> list[int]:
-        """The rank that has been at one activity for the longest, without waiting for another."""
+        """Return the rank that has been at one activity for the longest, without waiting for another."""
         at_work = [rank for rank in live if not self.notes[rank].waits]
         at_work = [rank for rank in at_work if self.notes[rank].still_s >= self.deadline_s / 2]
         return sorted(at_work, key=lambda rank: self.notes[rank].still_s, reverse=True)[:1]

@@ -28,15 +28,13 @@ GRACE_S = 8.0
 
 @dataclass(frozen=True)
 class Limits:
-    """stall_s: 0 for none.  told_s: time of ranks that were asked to stop, None: unlimited.  first_s: time until they meet."""
-
-    stall_s: float
-    told_s: float | None
-    first_s: float
+    stall_s: float  # 0: none
+    told_s: float | None  # for ranks that were asked to stop; None: unlimited
+    first_s: float  # until the ranks meet
 
     @classmethod
     def of(cls, config: Any) -> Limits:
-        """The limits in a command's configuration; one without such settings has none."""
+        """A configuration without such settings has no limits."""
         stall_s, told_s = getattr(config, "stall_deadline_s", None), getattr(config, "preempt_deadline_s", None) or None
         if stall_s is None:
             return cls(0.0, told_s, 0.0)
@@ -44,10 +42,7 @@ class Limits:
 
 
 class Supervisor:
-    """Supervises the ranks whose process ids are in `folder`, which also holds failures.
-
-    `told_s`: seconds since the ranks were asked to stop.
-    """
+    """Supervises the ranks whose process ids and failures are in `folder`; `told_s`: seconds since they were asked to stop."""
 
     def __init__(self, folder: Path, point: MeetingPoint, limits: Limits, told_s: Callable[[], float | None]):
         self._folder, self._limits, self._told_s = folder, limits, told_s
@@ -60,7 +55,6 @@ class Supervisor:
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
-        """Supervise while the block waits for the ranks."""
         thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         thread.start()
         try:
@@ -71,7 +65,7 @@ class Supervisor:
             self._explain_silence()
 
     def last_words(self) -> dict[int, str]:
-        """The activity in each rank's last note."""
+        """Return the activity in each rank's last note."""
         return {rank: note.what for rank, note in self._watch.notes.items() if not note.ended}
 
     def _run(self) -> None:
@@ -97,7 +91,7 @@ class Supervisor:
         self._watch.observe(found or [], reaches_others=found is not None)
 
     def _explain_silence(self) -> None:
-        """Report a rank whose interpreter was held: its timer ended it without a message."""
+        """Report a rank whose interpreter was held, so that its timer ended it without a message."""
         watch = self._watch
         if self._limits.stall_s and watch.notes and not any(self._folder.glob("*.json")):
             self._read_notes()
@@ -116,14 +110,14 @@ class Supervisor:
     def someone_failed(self) -> bool:
         """True if a rank has ended without leaving `WELL`, or a watchdog has ended one.
 
-        Does not ask for a rank's exit code, which can be asked for only once, by the agent.
+        Exit codes can be asked for only once, by torch's agent.
         """
         return any(self._folder.glob("*.stall.json")) or any(
             not _runs(rank) and not path.with_suffix(WELL).exists() for path, rank in self._processes().items()
         )
 
     def _processes(self) -> dict[Path, psutil.Process | None]:
-        """The processes of the ranks, by the file with the process id; None for one that was never seen."""
+        """Return the ranks' processes, by the file with the process id; None for one that was never seen."""
         for path in self._folder.glob("*.pid"):
             pid = path.read_text(encoding="utf-8")
             if pid and path not in self._ranks:

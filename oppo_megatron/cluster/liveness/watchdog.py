@@ -1,10 +1,9 @@
 """A rank's watchdog: ends the rank if the run has stalled.
 
 A thread writes the rank's note to the store where the ranks have met, several times within `stall_deadline_s`.  Rank 0 (the
-judge) reads all notes, the other ranks read only the judge's, so the store's load grows linearly with the ranks and no step
-waits for any of it.  If the run has stalled (`stalls.py`), every watchdog writes the stacks of all threads of its process to
-`stacks/rank-N.txt`, the judge writes a verdict, and every watchdog ends its process with it: the main thread may be in a call
-that nothing can interrupt.  If the judge itself is silent, each rank says so.
+judge) reads all notes, the others only the judge's, so the store's load grows linearly with the ranks.  If the run has stalled
+(`stalls.py`), every watchdog writes the stacks of its process to `stacks/rank-N.txt`, the judge writes a verdict, and every
+watchdog ends its process with it, because the main thread may be in a call that nothing can interrupt.
 
 A call that holds the interpreter stops the watchdog, too.  Then a timer of `faulthandler`, which needs no interpreter, writes
 the stacks and ends the process; the watchdog restarts this timer with each note.
@@ -41,15 +40,14 @@ LOOK_S = 1e-4  # the store's time for a look of one rank: with many ranks each l
 
 
 def told_within_s(deadline_s: float) -> float:
-    """Seconds after the deadline within which the running watchdogs have reported the stall and ended their ranks."""
+    """Return the seconds after the deadline within which running watchdogs have reported the stall and ended their ranks."""
     return 4 * tick_s(deadline_s) + ANSWER_S + TOLD_S + 0.5
 
 
 class Watchdog:
     """One rank's watchdog.  `end` takes the message about the stall and does not return.
 
-    `watch` and `board` have all ranks if this is the judge, else the judge and this rank; `board` is None for a single rank.
-    `size`: ranks of the run.
+    `watch` and `board` have all of the run's `size` ranks if this is the judge, else the judge and this rank; None if alone.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while the block runs."""
         self._thread.start()
         try:
             yield
@@ -135,7 +132,6 @@ class Watchdog:
         return len(watch.live) == sum(done(watch.notes[rank]) for rank in watch.live if rank in watch.notes)
 
     def _until(self, seconds: float, mine: Note, done: Callable[[], bool]) -> None:
-        """Look until it is `done`, or the time is over."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not done():
             time.sleep(self._pause_s)
@@ -144,7 +140,7 @@ class Watchdog:
             self._look(mine)
 
     def _wind_up(self, seconds: float) -> None:
-        """If this thread does not come back in time, a timer that needs no interpreter ends the process."""
+        """Restart the timer that ends the process if this thread does not come back in time."""
         with suppress(OSError, ValueError, RuntimeError):  # the folder cannot be written, or this process has no stderr
             if self._spare is None and self.board is not None and self.folder.parent.is_dir():
                 self.folder.mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ __all__ = ["PPOTrainer"]
 
 
 def __getattr__(name: str) -> Any:
-    """`PPOTrainer`, made when it is asked for: nemo is slow to import, and may be absent."""
+    """Import `PPOTrainer` on first use: nemo is slow to import, and may be absent."""
     if name != "PPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -26,7 +26,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _missing(error: ImportError) -> type:
-    """A class that can be named but not made."""
 
     class PPOTrainer:
         def __init__(self, *args: Any, **kwargs: Any):

@@ -1,9 +1,8 @@
-"""The rollouts of one replica: drawn, decoded in waves, finished or carried to the next step.  Independent of nemo and torch.
+"""The rollouts of one replica: drawn, decoded in waves, finished or carried to the next step.  Without nemo and torch.
 
-NeMo's generation keeps all rows of a call at one position, so rows are decoded in waves of NeMo-Aligner's own rollout
-micro-batch: carried rows first, those of like length together, then the new ones as they were drawn.  A wave ends when few
-enough of its rows still run; those are carried on.  Over all waves of a step, exactly what overcommitting drew beyond the batch
-may be left:
+NeMo's generation keeps all rows of a call at one position, so rows are decoded in waves of NeMo-Aligner's rollout micro-batch:
+carried rows first, by length, then the new ones.  A wave ends when few enough of its rows still run; those are carried on.
+Over all waves of a step, as many may be left as overcommitting drew beyond the batch:
 
     after wave w, at most  spare * (rows of waves 0..w) // (rows of all waves)  rows are unfinished
 """
@@ -31,14 +30,12 @@ class Row:
         return self.prompt + self.tokens
 
     def grow(self, tokens: Sequence[int], policy: int, finished: bool) -> None:
-        """The response becomes `tokens`, whose new ones `policy` drew."""
         drawn = len(tokens) - len(self.tokens)
         if drawn:
             self.versions.append((policy, drawn))
         self.tokens, self.finished = list(tokens), finished
 
     def stale_tokens(self, policy: int) -> int:
-        """Response tokens that an older policy drew."""
         return sum(count for version, count in self.versions if version != policy)
 
 
@@ -76,12 +73,10 @@ class Pool:
         return list(range(first, first + count))
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> None:
-        """New prompts."""
         keys = self.new_keys(len(prompts))
         self.rows += [Row(key, list(prompt)) for key, prompt in zip(keys, prompts, strict=True)]
 
     def restore(self, rows: Sequence[Row], next_key: int) -> None:
-        """Restore the rows of a checkpoint."""
         self.rows, self.next_key = list(rows), next_key
 
     def flush(self) -> list[Row]:
@@ -108,7 +103,7 @@ class Pool:
         return Wave(rows, max(0, self._spare * started // self._total - left), awaited)
 
     def decoded(self, wave: Wave, ends: Sequence[int]) -> None:
-        """Record the end of a wave; `ends`: the positions at which its rows ended.  Finished rows are ordered by them."""
+        """Record the end of a wave; finished rows are ordered by `ends`, the positions at which they ended."""
         self._decoded += wave.rows
         done = [i for i, row in enumerate(wave.rows) if row.finished]
         self._ready += [wave.rows[i] for i in sorted(done, key=lambda i: (ends[i], wave.rows[i].key))]
@@ -118,23 +113,23 @@ class Pool:
         return len(self._ready)
 
     def take(self, count: int) -> list[Row]:
-        """The first `count` finished rows, in the order they were drawn; they leave the pool."""
+        """Remove and return the first `count` finished rows, in the order they were drawn."""
         taken, self._ready = self._ready[:count], self._ready[count:]
         keys = {row.key for row in taken}
         self.rows = [row for row in self.rows if row.key not in keys]
         return sorted(taken, key=lambda row: row.key)
 
     def end(self) -> None:
-        """The step's batch has been taken: the remaining rows are carried on.  Waves that it did not need have not begun."""
+        """The step's batch has been taken: the remaining rows are carried on."""
         for row in self.rows:
             row.deferrals += bool(row.tokens)
 
 
 def share_of(delta: int, replica: int, replicas: int) -> int:
-    """This replica's part of a delta that is counted over all: parts differ by one at most, the larger ones lie far apart."""
+    """Return this replica's part of a delta over all replicas; parts differ by one at most."""
     return delta * (replica + 1) // replicas - delta * replica // replicas
 
 
 def room(drawn: int, epoch: int, batch: int) -> int:
-    """How many prompts of the epoch a replica may still hold or draw: a whole number of batches, `batch` at least."""
+    """Return how many prompts of the epoch a replica may still hold or draw: whole batches, at least one."""
     return max(epoch - drawn % epoch, batch)

@@ -1,12 +1,13 @@
-"""The client of reward model and critic as the trainer sees it: rewards of streamed rows, values of NeMo-Aligner's critic.
+"""Scores of streamed rows for the trainer, and errors of one rank that all ranks raise.
 
 Legend: b rows of a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,30 +15,107 @@ from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.server_utils import FutureResult
 from torch import Tensor
 
-from oppo_megatron.errors import RewardError
-from oppo_megatron.integrations.nemo_aligner.agreement import raise_together
-from oppo_megatron.integrations.nemo_aligner.feed import Feed
-from oppo_megatron.integrations.nemo_aligner.pooled_actor import KEY
+from oppo_megatron.errors import OppoError, RewardError
+from oppo_megatron.rewards.streaming import ScorerStream
+
+KEY = "oppo_row"
+"""A row's name in a rollout whose rewards are streamed, on its way from `infer` to `infer_rm_critic`: int64 [b]."""
+Known = TypeVar("Known")
+
+
+def as_first(known: Known) -> Known:
+    """Return the first rank's value on all ranks.  A collective call of all ranks."""
+    told = [known]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def raise_together(error: Exception | None, kind: type[OppoError]) -> None:
+    """Raise on all ranks if any rank has an `error`: its own, or a `kind` that names the rank.  A collective call.
+
+    So no rank waits until the group's timeout for a rank that has left.
+    """
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=torch.cuda.current_device())
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if not failed.item():
+        return
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, None if error is None else str(error))
+    if error is not None:
+        raise error
+    rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+    raise kind(f"rank {rank}: {text}")
+
+
+class Feed:
+    """Offers rows to `stream`, if this rank has one, and takes their scores.
+
+    An error is kept until all ranks learn of it with the scores (`StreamedRewards`), because raised in the middle of a
+    generation it would leave the other ranks of the model waiting there.  Only the last offer of a row counts: a row that the
+    model's own `infer` has chosen or cut after it was drawn gets another name.
+    """
+
+    def __init__(self, stream: ScorerStream | None):
+        self._stream = stream
+        self._failure: Exception | None = None
+        self._names: dict[int, int] = {}  # names of rows in the stream, if they differ from the rows' own
+        self._others = count(-1, -1)
+
+    @property
+    def is_open(self) -> bool:
+        """True if rows that are offered here are scored."""
+        return self._stream is not None and self._failure is None
+
+    def offer(self, key: int, tokens: Sequence[int], final: bool) -> None:
+        if self._stream is None or self._failure is not None:
+            return
+        try:
+            if not self._stream.offer(self._name(key), tokens, final):
+                self._stream.forget([self._name(key)])
+                self._names[key] = next(self._others)
+                self._stream.offer(self._name(key), tokens, final)
+        except Exception as error:
+            self._failure = error
+
+    def take(self, keys: Sequence[int]) -> list[float]:
+        """Wait for the scores of whole rows; zeros on the other ranks, and after an error."""
+        if self._stream is None or self._failure is not None:
+            return [0.0] * len(keys)
+        try:
+            return [self._stream.result(self._names.pop(key, key)) for key in keys]
+        except Exception as error:
+            self._failure = error
+            return [0.0] * len(keys)
+
+    def forget(self, keys: Sequence[int]) -> None:
+        if self._stream is not None:
+            self._stream.forget([self._names.pop(key, key) for key in keys])
+
+    def _name(self, key: int) -> int:
+        return self._names.get(key, key)
+
+    def give_failure(self) -> Exception | None:
+        """Return the error, once."""
+        failure, self._failure = self._failure, None
+        return failure
 
 
 class StreamedScores(FutureResult):
-    """Rewards that the feed has, or will have; values that `critic` has been asked for."""
 
     def __init__(self, critic: Any, take: Callable[[], Tensor]):
         self._critic, self._take = critic, take
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(rewards [b], values [b, S - 1]), on every rank of the model."""
+        """Return rewards [b] and values [b, S - 1] on every rank of the model."""
         rewards_b = self._take()
         _, values = self._critic.result() if isinstance(self._critic, FutureResult) else self._critic
         return rewards_b, values
 
 
 class StreamedRewards:
-    """Stands for the user's `rm_critic`: all but `infer_rm_critic` is its own.  `feed` None: so is that.
+    """The user's `rm_critic` with rewards from `feed`, if there is one.
 
-    The trainer asks for the rollouts of a step one after the other and then takes the answers in that order; with the last of
-    them all ranks learn whether any scorer has failed.
+    The trainer asks for all rollouts of a step and then takes the answers; with the last one all ranks learn of a failure.
     """
 
     def __init__(self, rm_critic: Any, feed: Feed | None):
@@ -48,7 +126,6 @@ class StreamedRewards:
         return getattr(self._rm_critic, name)
 
     def infer_rm_critic(self, rollout: dict[str, Tensor]) -> Any:
-        """A future, or what the user's client gives, of rewards f32 [b] and values f32 [b, S - 1]."""
         feed = self._feed
         if feed is None:
             return self._rm_critic.infer_rm_critic(rollout)

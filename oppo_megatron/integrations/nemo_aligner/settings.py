@@ -15,11 +15,11 @@ from omegaconf import DictConfig
 
 from oppo_megatron.config.aligner import AlignerConfig, read_aligner_config
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.integrations.nemo_aligner.watched_decode import plain
+from oppo_megatron.integrations.nemo_aligner.decoding import plain
 
 
 def read_block(cfg: DictConfig) -> AlignerConfig:
-    """The block of `trainer.ppo`; without it nothing is asked for.  Raises ConfigError."""
+    """Read the block of `trainer.ppo`; without it nothing is enabled.  Raises ConfigError."""
     block = cfg.get("oppo")
     if not isinstance(block, DictConfig | None):
         raise ConfigError(f"trainer.ppo.oppo is {block!r:.40}, but must be a section of keys (docs/nemo_aligner.md)")
@@ -27,17 +27,17 @@ def read_block(cfg: DictConfig) -> AlignerConfig:
 
 
 def uncut(cfg: DictConfig, model: Any) -> list[str]:
-    """Why micro-batches are generated without a break, one sentence each."""
+    """Return why micro-batches are generated without a break, one sentence each."""
     return [
-        f"{name}.enable is true, but TensorRT-LLM generates whole micro-batches without a break, so rollouts can neither be "
-        "deferred nor streamed; set it to false, or leave delta.max at 0 and scorer out of trainer.ppo.oppo"
+        f"{name}.enable is true, but TensorRT-LLM generates whole micro-batches, so rollouts can neither be deferred nor "
+        "streamed; set it to false, or leave delta.max at 0 and scorer out of trainer.ppo.oppo"
         for name, tree in (("trainer.ppo.trt_llm", cfg), ("model.ppo.trt_llm", model.cfg.ppo))
         if (tree.get("trt_llm") or {}).get("enable", False)
     ]
 
 
 def shared(batch_iterator_cls: Any) -> list[str]:
-    """Why a replica does not know which prompts are its own."""
+    """Return why a replica does not know which prompts are its own."""
     made = batch_iterator_cls.func if isinstance(batch_iterator_cls, partial) else batch_iterator_cls
     if made is DefaultBatchIterator:
         return []
@@ -52,20 +52,19 @@ def bypassed(model: Any) -> str | None:
     if getattr(model.infer, "__func__", None) is MegatronGPTActorModel.infer:
         return None
     return (
-        f"{type(model).__name__}.infer is not NeMo-Aligner's: steps that defer rollouts do not call it, but generate by the "
-        "model's `generate`; where another back end, or another choice of answers, is in it, set trainer.ppo.oppo.delta.max "
-        "to 0"
+        f"{type(model).__name__}.infer is not NeMo-Aligner's: steps that defer rollouts do not call it, but the model's "
+        "`generate`; if it uses another back end, or chooses answers, set trainer.ppo.oppo.delta.max to 0"
     )
 
 
 def folder_of(ckpt_callback: Any) -> str | None:
-    """Return a callback's checkpoint folder; None if it is unknown, or the callback keeps no checkpoints."""
+    """Return a callback's checkpoint folder; None if it has none or does not say."""
     dirpath = getattr(ckpt_callback, "dirpath", None)
     return os.fspath(dirpath) if isinstance(dirpath, str | os.PathLike) else None
 
 
 def require_fit(settings: AlignerConfig, uncut: Sequence[str], shared: Sequence[str], ckpt_callback: Any) -> None:
-    """Raises ConfigError for what the block asks for and the rest of the configuration cannot give."""
+    """Raise ConfigError if the rest of the configuration does not allow what the block asks for."""
     problems: list[str] = []
     dirpath = folder_of(ckpt_callback)
     if settings.delta.max > 0 or settings.scorer is not None:
@@ -82,6 +81,6 @@ def require_fit(settings: AlignerConfig, uncut: Sequence[str], shared: Sequence[
     if settings.delta.max > 0 and dirpath is None and not isinstance(ckpt_callback, FakeCheckpointCallback):
         logging.warning(
             f"the checkpoint callback {type(ckpt_callback).__name__} has no dirpath, so deferred rollouts are not kept beside "
-            "its checkpoints: a run that is resumed from one loses their prompts; give it the attribute dirpath, the folder of "
-            "its checkpoints, with step=<n> in their names, or set trainer.ppo.oppo.delta.max to 0"
+            "its checkpoints, and a resumed run loses their prompts; give it the attribute dirpath, the folder of its "
+            "checkpoints, with step=<n> in their names, or set trainer.ppo.oppo.delta.max to 0"
         )

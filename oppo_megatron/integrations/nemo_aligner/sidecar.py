@@ -1,10 +1,9 @@
 """Deferred rows next to NeMo-Aligner's checkpoints: `<checkpoints>-oppo/step-<steps done>/`, two files per replica.
 
-NeMo-Aligner resumes from four integers in a checkpoint's file name, which cannot hold rows.  NeMo takes every folder among its
-checkpoints for one of them, so what is kept here has a folder of its own, next to theirs.
+NeMo takes every folder among its checkpoints for one of them, so rows have a folder of their own, next to theirs.
 
-    replica-00000.jsonl          a header, then one line per row: key, lengths, deferrals, versions
-                                 the header names the checkpoints of the same step that were there before
+    replica-00000.jsonl          a header, which names the checkpoints of the same step that were there before, then one line
+                                 per row: key, lengths, deferrals, versions
     replica-00000.safetensors    the token ids of all rows, prompt and response, one after the other: int64
     manifest.json                size and SHA-256 of each file
 """
@@ -38,30 +37,27 @@ Agree = Callable[[Exception | None, type[OppoError]], None]
 
 @dataclass(frozen=True)
 class Kept:
-    """The state from which a replica resumes.  `state`: of the controllers, in plain JSON types.
-
-    `not_of`: names of checkpoints of the same step that another run, or an earlier life of this one, has left in the folder.
-    """
+    """The state from which a replica resumes."""
 
     rows: list[Row]
     next_key: int
-    state: dict[str, Any]
-    not_of: frozenset[str] = frozenset()
+    state: dict[str, Any]  # of the controllers, in JSON types
+    not_of: frozenset[str] = frozenset()  # names of checkpoints of the same step that an earlier run left in the folder
 
 
 def folder_beside(checkpoints: Path) -> Path:
-    """Where rows are kept whose checkpoints lie in the folder `checkpoints`."""
+    """Return the folder of the rows whose checkpoints are in `checkpoints`."""
     whole = checkpoints.resolve()
     return whole.with_name(f"{whole.name}-oppo")
 
 
 def steps_of(checkpoints: Path) -> set[int]:
-    """The steps of the checkpoints in a folder of NeMo's, unfinished ones among them: files, folders, or files a model rank."""
+    """Return the steps of the checkpoints, also unfinished ones, in a folder of NeMo's: files, folders, or files per rank."""
     return {step for step, _ in _steps_and_paths(checkpoints)}
 
 
 def stamps_of(checkpoints: Path, step: int) -> dict[str, int]:
-    """The checkpoints of a step in a folder of NeMo's: when each was changed last, in nanoseconds, by its name."""
+    """Return when each checkpoint of a step was changed last, in nanoseconds, by its name."""
     stamps: dict[str, int] = {}
     for found, path in _steps_and_paths(checkpoints):
         if found == step:
@@ -77,7 +73,6 @@ def _changed(path: Path) -> int:
 
 
 def name_of(checkpoint: Path) -> str:
-    """A checkpoint's name, be it a file or a folder."""
     return checkpoint.name.removesuffix(".ckpt")
 
 
@@ -89,10 +84,7 @@ def _steps_and_paths(checkpoints: Path) -> Iterator[tuple[int, Path]]:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """In `root`, of replica `replica` of `replicas`.  `writes`: this rank writes for its replica; `leads`: for all.
-
-    With `agree` an error of one rank becomes one of all.
-    """
+    """The rows in `root`.  `writes`: this rank writes for its replica; `leads`: for all; `agree` shares a rank's error."""
 
     root: Path
     replica: int
@@ -158,7 +150,7 @@ class Sidecar:
             steps = ", ".join(str(position.step) for position in there)
             raise CheckpointError(
                 f"{self.root} has no rows of step {step}, only of {steps}; resume from one of those checkpoints, or move "
-                "the folder away to go on without the rows that were deferred, whose prompts are then trained late or not at all"
+                "the folder away to continue without the deferred rows, whose prompts are then trained late or not at all"
             )
         folder = self._store.folder(Position(step))
         require_whole(folder)
@@ -166,9 +158,8 @@ class Sidecar:
         kept = _read_files(folder / self._name)
         if name in kept.not_of:
             raise CheckpointError(
-                f"{folder} has not the rows of {name}, but of a checkpoint of step {step} that was saved beside it later; resume "
-                f"from that or from another step, or move {self.root} away to go on without the rows that were deferred, whose "
-                "prompts are then trained late or not at all"
+                f"{folder} has the rows of another checkpoint of step {step}, saved later than {name}; resume from that or from "
+                f"another step, or move {self.root} away to continue without the deferred rows"
             )
         return kept
 
@@ -196,8 +187,7 @@ def _require_replicas(folder: Path, replicas: int) -> None:
     found = len(list(folder.glob("replica-*.jsonl")))
     if found != replicas:
         raise CheckpointError(
-            f"{folder} has the rows of {found} data-parallel replicas, there are {replicas} now, whose samplers go through the "
-            f"data in another order; resume with {found}"
+            f"{folder} has the rows of {found} data-parallel replicas, but there are {replicas} now; resume with {found}"
         )
 
 

@@ -2,8 +2,8 @@
 
     generate_rollouts -> fill draws for the pool -> PooledActor.infer decodes waves -> StreamedRewards takes the scores
 
-The wrappers stand for the model, the batch iterator and the reward client that the script passes, once something is asked for;
-until then these are the script's own.  No code of NeMo-Aligner is replaced.
+Wrappers replace the model, the batch iterator and the reward client that the script passes, once the block `oppo:` needs them.
+No code of NeMo-Aligner is replaced.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from oppo_megatron.config.aligner import StreamConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError
-from oppo_megatron.integrations.nemo_aligner.agreement import as_first, raise_together
-from oppo_megatron.integrations.nemo_aligner.feed import Feed
+from oppo_megatron.integrations.nemo_aligner.decoding import Effort, PoolBatches, PooledActor, fill
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, room, share_of
-from oppo_megatron.integrations.nemo_aligner.pooled_actor import Effort, PoolBatches, PooledActor, fill
-from oppo_megatron.integrations.nemo_aligner.rewarding import StreamedRewards
+from oppo_megatron.integrations.nemo_aligner.rewarding import Feed, StreamedRewards, as_first, raise_together
 from oppo_megatron.integrations.nemo_aligner.settings import bypassed, folder_of, read_block, require_fit, shared, uncut
 from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_beside, name_of, stamps_of
 from oppo_megatron.records import StepSignals
@@ -39,11 +37,10 @@ from oppo_megatron.rewards.streaming import ScorerStream, build_stream
 
 
 class PPOTrainer(ppo.PPOTrainer):
-    """As `nemo_aligner.algorithms.ppo.PPOTrainer`, with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).
+    """`nemo_aligner.algorithms.ppo.PPOTrainer` with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).
 
-    Without that block it is NeMo-Aligner's, and asks nothing of model, client or callback that NeMo-Aligner does not.  Raises
-    ConfigError for a block that is wrong, and for what the block asks for where it cannot be had: with TensorRT-LLM, or with the
-    shared prompt queue of `batch_iterator.use_flask`.
+    Without that block it is NeMo-Aligner's.  Raises ConfigError for a wrong block, and for one that needs deferral with
+    TensorRT-LLM or with the shared prompt queue of `batch_iterator.use_flask`.
     """
 
     model: Any
@@ -67,7 +64,6 @@ class PPOTrainer(ppo.PPOTrainer):
     ):
         self._settings = read_block(cfg)
         self.pool = Pool(self._settings.max_staleness)
-        """The rollouts of this replica that are carried."""
         self._active, self._consumed_after, self._draw = False, 0, 0
         self._saved_step, self._others = -1, dict[str, int]()
         asked = self._settings.delta.max > 0 or self._settings.scorer is not None
@@ -91,7 +87,7 @@ class PPOTrainer(ppo.PPOTrainer):
             self._take_over()
 
     def _take_over(self) -> None:
-        """From here on the wrappers stand in the places of what the script has passed."""
+        """Replace model, client and batch iterator by the wrappers."""
         settings, model = self._settings, self.model
         self._batch: int = self.train_dataloader_builder(consumed_samples=0).batch_sampler.global_batch_size
         _require_delta(settings.delta.max, self._batch, model)
@@ -105,7 +101,7 @@ class PPOTrainer(ppo.PPOTrainer):
 
     @torch.no_grad()
     def generate_rollouts(self) -> tuple[Any, dict[str, Any], dict[str, float]]:
-        """NeMo-Aligner's, on a step that may overcommit; adds `oppo_*` to its rollout metrics."""
+        """NeMo-Aligner's, with overcommit; adds `oppo_*` to its rollout metrics."""
         if not self._active:
             plain: tuple[Any, dict[str, Any], dict[str, float]] = super().generate_rollouts()
             return plain
@@ -117,7 +113,7 @@ class PPOTrainer(ppo.PPOTrainer):
 
     @torch.no_grad()
     def run_validation(self) -> dict[str, Any]:
-        """NeMo-Aligner's, by whole batches: the pool rests."""
+        """NeMo-Aligner's, by whole batches without the pool."""
         if not self._active:
             plain: dict[str, Any] = super().run_validation()
             return plain
@@ -128,14 +124,14 @@ class PPOTrainer(ppo.PPOTrainer):
         return metrics
 
     def save(self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False) -> None:
-        """The sidecar first: no checkpoint is without the rows that it has deferred.  It goes when its checkpoint goes."""
+        """Write the sidecar first, so that no checkpoint lacks its deferred rows; it is removed with its checkpoint."""
         folder = self._checkpoints()
         if folder is None or not self._active:
             super().save(extra_candidates, is_train_end)
             return
         sidecar = self._sidecar(folder)
         state = {"delta": self._delta.state_dict(), "chunk": self._chunk.state_dict()}
-        if self._saved_step != self.step:  # saved twice, as at the end of a script, what is there is this run's own
+        if self._saved_step != self.step:  # a second save finds this run's own checkpoints
             self._others, self._saved_step = self._stamps(folder), self.step
         kept = Kept(self.pool.rows, self.pool.next_key, state, frozenset(self._others))
         sidecar.write(self.step, kept)
@@ -148,7 +144,7 @@ class PPOTrainer(ppo.PPOTrainer):
         sidecar.prune(folder, self.step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load NeMo-Aligner's four numbers, and the rows next to the checkpoint.  Raises CheckpointError."""
+        """Load NeMo-Aligner's state and the rows next to the checkpoint.  Raises CheckpointError."""
         super().load_state_dict(state_dict)
         self._consumed_after = self.consumed_samples
         folder = self._restored_from()
@@ -160,9 +156,8 @@ class PPOTrainer(ppo.PPOTrainer):
         if kept is None:
             tell = logging.warning if self._active else logging.info
             tell(
-                f"{sidecar.root} does not exist: no deferred rollouts are carried into this run. Right for a checkpoint that "
-                "NeMo-Aligner wrote by itself; where its run deferred rollouts, their prompts are lost: bring that folder from "
-                "beside the place where the checkpoint was written, and resume again"
+                f"{sidecar.root} does not exist: no deferred rollouts are carried into this run. If the checkpoint's run "
+                "deferred rollouts, their prompts are lost: bring that folder from beside its checkpoints, and resume again"
             )
             return
         self._restore(kept)
@@ -203,13 +198,13 @@ class PPOTrainer(ppo.PPOTrainer):
         if self._actor.pooled:
             try:
                 made = fill(self.pool, self._draw, *given)
-            except Exception as wrong:  # of the user's dataset or collate function, too: raised just below
+            except Exception as wrong:  # also of the user's dataset or collate function: raised just below
                 error = wrong
         raise_together(error, DataError)
         return self._their_batches(*given) if made is None else made
 
     def _end_step(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
-        """Let the controllers see the step; what it has carried and drawn, over all replicas."""
+        """Let the controllers see the step, and return its figures over all replicas."""
         effort, rows = self._actor.effort, self.pool.rows
         local = {
             "deferred": len(rows), "carried_tokens": sum(len(row.tokens) for row in rows), "places": effort.places,
@@ -231,24 +226,23 @@ class PPOTrainer(ppo.PPOTrainer):
         return figures
 
     def _checkpoints(self) -> Path | None:
-        """The folder of this run's checkpoints; None if it has none (`create_checkpoint_callback: false`)."""
+        """Return the folder of this run's checkpoints; None if it has none (`create_checkpoint_callback: false`)."""
         dirpath = folder_of(self.ckpt_callback)
         return None if dirpath is None else Path(dirpath)
 
     def _restored_from(self) -> Path | None:
-        """The folder of the checkpoint that the model was restored from, as Lightning's trainer has it."""
         whole = self._restored_checkpoint()
         return self._checkpoints() if whole is None else whole.parent
 
     def _restored_checkpoint(self) -> Path | None:
         try:
             path = getattr(self.model.trainer, "ckpt_path", None)
-        except (AttributeError, RuntimeError):  # Lightning's, of a model that is attached to no trainer of its own
+        except (AttributeError, RuntimeError):  # a model without a trainer of Lightning's
             path = None
         return Path(uninject_model_parallel_rank(path)).resolve() if isinstance(path, str | os.PathLike) else None
 
     def _stamps(self, checkpoints: Path) -> dict[str, int]:
-        """`stamps_of` this step, as the first rank sees the folder.  A collective call."""
+        """Return `stamps_of` this step, as the first rank sees the folder.  A collective call."""
         return as_first(stamps_of(checkpoints, self.step) if torch.distributed.get_rank() == 0 else {})
 
     def _sidecar(self, checkpoints: Path) -> Sidecar:
@@ -263,10 +257,7 @@ class PPOTrainer(ppo.PPOTrainer):
 
 
 def _require_delta(most: int, batch: int, model: Any) -> None:
-    """Raise ConfigError for a delta that is too large; warn if not every replica can have a share of it.
-
-    Also warn of a delta for which the model's own `infer` is not used.
-    """
+    """Raise ConfigError for a delta that is too large; warn if replicas or the model's own `infer` are left out."""
     if most > batch:
         raise ConfigError(
             f"trainer.ppo.oppo.delta.max {most} is more than the batch of {batch} rollouts (num_rollout_samples); lower it"
@@ -274,15 +265,15 @@ def _require_delta(most: int, batch: int, model: Any) -> None:
     replicas = parallel_state.get_data_parallel_world_size()
     if 0 < most < replicas:
         logging.warning(
-            f"trainer.ppo.oppo.delta.max is {most}, over {replicas} data-parallel replicas: those without a part of it decode "
-            f"every answer to its end, and the others wait for them; set it to {replicas} or more"
+            f"trainer.ppo.oppo.delta.max is {most}, over {replicas} data-parallel replicas: those without a part of it make the "
+            f"others wait; set it to {replicas} or more"
         )
     if most > 0 and (told := bypassed(model)) is not None:
         logging.warning(told)
 
 
 def _open_stream(settings: StreamConfig) -> ScorerStream | None:
-    """The scorer's client, on the one rank of a replica that sees tokens as they are drawn.  Raises ConfigError, on all ranks."""
+    """Open the scorer's client on the one rank of a replica that sees tokens as they are drawn; ConfigError on all ranks."""
     stream: ScorerStream | None = None
     error: ConfigError | None = None
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -295,7 +286,7 @@ def _open_stream(settings: StreamConfig) -> ScorerStream | None:
 
 
 def _unfit(kept: Kept, rule: str | None, cannot: list[str]) -> CheckpointError | None:
-    """Return why the run cannot continue with what was kept; `rule` of delta, None if there is none to continue."""
+    """Return why the run cannot continue with the rows kept; `rule` of delta, None if there is none to continue."""
     before = kept.state["delta"]["rule"]
     if rule is not None and before != rule:
         return CheckpointError(

@@ -1,4 +1,4 @@
-"""Overcommit as a sampler of NeMo-RL's asynchronous controller: which prompt groups are begun, and which are trained.
+"""Overcommit as a sampler of NeMo-RL's asynchronous controller.
 
     async_rl:
       sampler:
@@ -7,8 +7,8 @@
         delta: 16
         max_staleness: 4
 
-Meets NeMo-RL's protocol `PromptGroupSampler`: the controller's rollout pump awaits `admit` before it begins the next batch of B
-prompts, its train pump awaits `select` until it has B finished groups for a step, then trains and raises its version.
+NeMo-RL's protocol `PromptGroupSampler`: the controller's rollout pump awaits `admit` before it begins the next batch of B
+prompts, its train pump awaits `select` until it has B finished groups, then trains and raises its version.
 
 Legend: B prompt groups of a step; a group's *start* is the version of the weights it was begun with.
 """
@@ -26,11 +26,10 @@ POLL_S = 0.005
 
 
 class OvercommitSampler:
-    """Begins the next batch when no more than `delta` groups still run, and trains the B that finish first, the oldest before.
+    """Begins the next batch when no more than `delta` groups still run, and trains the B that finish first.
 
-    So at most B + delta groups run at a time.  What a step leaves is deferred: it is neither dropped nor aborted.  A group that
-    `max_staleness` updates have passed by must be in the step, which waits for it.  With `delta` 0 a batch begins when the one
-    before it has been trained, and nothing is stale.
+    A group left by a step is deferred, not dropped; a step waits for a group that `max_staleness` updates have passed.  With
+    `delta` 0 a batch begins when the one before it has been trained.
     """
 
     def __init__(self, buffer: Any, *, delta: int, max_staleness: int = 4):
@@ -50,7 +49,7 @@ class OvercommitSampler:
         self._batches = resume_from_step
 
     async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
-        """Wait until the next batch may begin; None, because no group is drawn for one step alone."""
+        """Wait until the next batch may begin."""
         # The last admitted groups enter the buffer when their tasks first run, no later than this wakes up.
         await asyncio.sleep(POLL_S)
         while self._buffer.ready_list.count(False) > self._delta or not self._is_current(trainer_version_fn()):
@@ -61,9 +60,9 @@ class OvercommitSampler:
     async def select(
         self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int
     ) -> tuple[Any | None, int]:
-        """(rows of the groups taken, their number); (None, 0) where fewer than `min_prompt_groups` may be.
+        """Return the rows of the groups taken and their number, oldest first; (None, 0) if too few are ready.
 
-        Oldest first.  Places are kept for groups that must be in the step and are not ready.
+        Places are kept for groups that must be in the step and are not ready.
         """
         if not 1 <= min_prompt_groups <= max_prompt_groups:
             raise ValueError(f"{min_prompt_groups} to {max_prompt_groups} prompt groups are no range to take")
@@ -79,11 +78,9 @@ class OvercommitSampler:
         return first.concat(*others), len(taken)
 
     async def evict(self, *, current_train_weight: int) -> int:
-        """Nothing: whatever was begun is trained."""
-        return 0
+        return 0  # whatever was begun is trained
 
     def should_abort_inflight(self, *, start_weight_version: int, current_train_weight: int) -> bool:
-        """Never."""
         return False
 
     @property
@@ -92,7 +89,7 @@ class OvercommitSampler:
         return self._delta == 0
 
     def required_buffer_capacity(self, groups_per_step: int) -> int | None:
-        """Places that `async_rl.max_buffered_rollouts` must have.  Raises ConfigError for a delta beyond the batch."""
+        """Return the least `async_rl.max_buffered_rollouts`.  Raises ConfigError for a delta beyond the batch."""
         if self._delta > groups_per_step:
             raise ConfigError(
                 f"async_rl.sampler.delta {self._delta} is more than the {groups_per_step} prompts of a step; lower it"

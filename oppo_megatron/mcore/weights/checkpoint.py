@@ -31,7 +31,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Parameter
 
-from oppo_megatron.cluster.peers import is_lost_peer
+from oppo_megatron.cluster.process_groups import is_lost_peer
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import TrainedModel

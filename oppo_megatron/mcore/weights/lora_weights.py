@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Part
-from oppo_megatron.layout.lora_layout import PEFT, adapter_parts
+from oppo_megatron.layout.hf_layout import PEFT, SCALAR_HEAD, Head, Part, adapter_parts
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.layout.stored_weights import adapter_problems, summary
 from oppo_megatron.mcore.weights.hf_source import (

@@ -1,8 +1,6 @@
-"""Check that the caches hold what a round adds to them.
+"""Check that the caches hold what a round adds to them, in every round.
 
-This follows from the sizes of the round's micro-batches, in their only permitted order (a role's prefills by micro-batch, then
-decoding); everything else that the checker examines follows from the round's shape.  So a schedule is checked once per shape, and
-the caches in every round.
+This follows from the sizes of the round's micro-batches in their only permitted order; everything else follows from its shape.
 """
 
 from __future__ import annotations

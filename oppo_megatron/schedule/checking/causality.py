@@ -1,7 +1,6 @@
 """One pass over each rank's list: nothing is used before it exists, and a role's micro-batches come in order.
 
-Messages are actions, so a rank's state follows from its own list alone.  Per role a rank holds one hidden state: the one received
-last, or the result (hidden state, logits) of the last decode or prefill.
+Per role a rank holds one hidden state: the one received last, or the result (hidden state, logits) of the last decode or prefill.
 """
 
 from __future__ import annotations

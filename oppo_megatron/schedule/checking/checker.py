@@ -1,8 +1,7 @@
 """Check, before it runs, whether a schedule would hang, violate causality or overflow a cache.
 
-The checks, in this order: each rank has exactly the actions that the round requires; on each rank nothing is used before it
-exists (`causality`); no cache overflows (`caches`); a simulation of all ranks completes (`timeline`).  Every action counts: at
-run time all ranks skip the same actions of ended sequences.
+Each rank must have exactly the actions that the round requires; nothing is used before it exists (`causality`); no cache
+overflows (`caches`); a simulation of all ranks completes (`timeline`).  Every action counts, also those of ended sequences.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class FaultKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault, at `position` of the list of `rank`; `message` gives the fault, the rule that it breaks, and the remedy.
+    """One fault, at `position` of the list of `rank`; `message` gives the fault, the rule and the remedy.
 
     `action` is None if the list lacks the action (`position` is then the list's end), and for caches.
     """
@@ -127,10 +126,7 @@ def _required(round_: Round, site: Site) -> Iterator[Action]:
 
 
 def _unit(placement: RolePlacement, replica: int, what: tuple[str, int, int, int | None]) -> Iterator[Action]:
-    """Yield the actions of a prefill with its score, or a decode with its sample, and their messages on all stages.
-
-    `what`: role, micro-batch, chunk and step.
-    """
+    """Yield the actions and messages of a unit on all stages; `what`: role, micro-batch, chunk and step."""
     (role, _, _, step), last = what, placement.pp - 1
     first, then = (Op.PREFILL, Op.SCORE) if step is None else (Op.DECODE, Op.SAMPLE)
     for stage in range(placement.pp):

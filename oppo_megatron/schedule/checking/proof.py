@@ -1,27 +1,17 @@
 """A quick proof that a generator's timetable is a sound schedule once its messages are added.
 
-It needs only the start times of *units* (a decode with its sample, a prefill with its score).  If `prove` succeeds, `check`
-finds at most caches that overrun, which `require_room` checks in every round.  Lists without a timetable are checked in full.
+It needs only the start times of *units* (a decode with its sample, a prefill with its score).  If `prove` succeeds, `check` finds
+at most caches that overrun, which `require_room` checks in every round.  Lists without a timetable are checked in full.
 
-A timetable keeps the actions of a unit together and gives all tensor ranks of a stage the same times.  `runs_in_time` shows
-the rest:
+A timetable keeps the actions of a unit together, and all tensor ranks of a stage have the same times.  `runs_in_time` shows that
+each stage has exactly the units that the round requires in the only permitted order, and that a unit starts after the same unit
+of the previous stage, and a decode micro-step after the last stage's micro-step of the previous step.
 
-1. Each stage has exactly the units that the round requires, in the only permitted order: the actor's prefills by micro-batch,
-   then its decode micro-steps by step and micro-batch; a scorer's prefills by micro-batch.
-2. A unit starts after the same unit of the previous stage, and a decode micro-step after the last stage's micro-step of the
-   previous step.
-
-`add_communication` puts the receives of a unit directly before it and its sends directly after it.  The tokens of the last step
-and the messages that spread the chunk end the list.  Therefore:
-
-- No action is missing, doubled or foreign, and each message has both ends.
-- The messages of a link are sent and received in the order of its stages' units, which is the same at both ends.
-- A hidden state is used by the unit directly after its receive, tokens arrive before the step that continues them, and a chunk
-  follows all its tokens.
-- In the order of starts each unit follows everything that it waits for, so no ranks wait in a cycle.  After the units there are
-  only receives of tokens that have been drawn, a gather that all its ranks reach, and chunks, which a rank receives from one
-  before it in the order of `Site.feeds`.
-- Each link has its own communicator, used in one order from the stream of one role, as transports require.
+`add_communication` puts the receives of a unit directly before it and its sends directly after it.  So no action is missing,
+doubled or foreign; messages of a link have the order of its stages' units at both ends; and all that is used has been received or
+made directly before.  In the order of starts each unit follows everything that it waits for, so no ranks wait in a cycle.  After
+the units there are only receives of tokens that have been drawn, a gather that all its ranks reach, and chunks, which a rank
+receives from one before it in the order of `Site.feeds`.
 
 A transport may also hold a send until earlier messages of its link have been received.  Then the units are run in each rank's
 order, without times and messages.  If stages have single ranks, that is exact; else a simulation decides what it refuses.
@@ -52,9 +42,9 @@ Place = tuple[str, int, int]
 class _Stage:
     """One pipeline stage: how many units are done, the stages that it waits for, and the ranks that wait for it (`woken`).
 
-    Unit n waits for n + 1 units of the stage before, and from the second decode step (unit `first`) on for
-    n + 1 - `micro_batches` units of the last stage.  After unit n a rank waits until the stage after has done n + 1 - (the
-    unreceived messages that its link may have).
+    Unit n waits for n + 1 units of the stage before, and from the second decode step (unit `first`) on for n + 1 -
+    `micro_batches` of the last stage.  After unit n a rank waits until the stage after has done n + 1 - (unreceived messages that
+    its link may have).
     """
 
     ranks: tuple[int, ...]
@@ -72,10 +62,7 @@ class _Stage:
 def require_provable(
     computes: Schedule, round_: Round, site: Site, budgets: Budgets, costs: Costs, transport: Transport = GLOO
 ) -> None:
-    """Raise ScheduleError with all faults of the compute actions, unless they are proved sound over the transport.
-
-    Caches are assumed to hold the round (`require_room`).
-    """
+    """Raise ScheduleError with all faults of the compute actions, unless they are proved sound; caches are `require_room`'s."""
     if not prove(computes, round_, site, transport):
         require_sound(add_communication(computes, round_, site), round_, site, budgets, costs, transport)
 
@@ -99,7 +86,7 @@ def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = 
 
 
 def runs_in_time(table: Timetable, round_: Round, site: Site) -> bool:
-    """True if they are the units of the round and each starts after everything that it waits for (1 and 2 above)."""
+    """True if they are the units of the round and each starts after everything that it waits for."""
     counts = {(role, d): count_of((role, d), round_) for role, own in site.placements.items() for d in range(own.dp)}
     if table.site != site or not all(team in table.times for team, count in counts.items() if count.units):
         return False
@@ -141,10 +128,7 @@ def _order(rank: int, table: Timetable, stages: dict[Place, _Stage]) -> list[_St
 
 
 def _runs_through(orders: dict[int, list[_Stage]], most: int) -> bool:
-    """True if all units can be done in each rank's order, with at most `most` unreceived hidden states of a link.
-
-    The order of examining ranks does not change the result.
-    """
+    """True if all units can be done in each rank's order, with at most `most` unreceived hidden states of a link."""
     position = dict.fromkeys(orders, 0)
     ready = list(orders)
     while ready:

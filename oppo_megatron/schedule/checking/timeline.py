@@ -1,8 +1,8 @@
 """Simulate a schedule in virtual time: the times of each rank's actions, and the ranks that cannot continue.
 
 Decode, sample, prefill and score wait for all tensor ranks of their stage, gather for all ranks of the actor.  A send takes no
-time unless the transport holds it.  Its message arrives `Costs.message_s` later; the messages of a link arrive in the order sent.
-A receive waits for its message.  The order of examining ranks does not change the result.
+time unless the transport holds it; its message arrives `Costs.message_s` later, in the order sent.  A receive waits for its
+message.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def same_action(a: Action | None, b: Action) -> bool:
 class _Run:
     """Position and clock of each rank, and the messages in flight on each link; `ready`: ranks to be examined.
 
-    For transports that hold sends, `taken`: when the messages of each link were received; `made`: links in use.
+    `taken`: when the messages of each link were received; `made`: links in use (for transports that hold sends).
     """
 
     def __init__(

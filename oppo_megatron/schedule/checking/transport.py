@@ -1,8 +1,8 @@
 """The rules of gloo and NCCL that a schedule must keep, as data.
 
 gloo accepts every message at once.  Over NCCL either end waits for the other in the first use of a communicator; a send ends when
-the other end has received the message, and later sends over the same communicator wait for that.  NCCL has no tags: messages
-arrive in the order sent, which holds because each directed link has a communicator of its own, used from one role's stream.
+it is received, and later sends over the communicator wait for that.  Messages arrive in the order sent: NCCL has no tags, but
+each directed link has a communicator of its own, used from one role's stream.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from oppo_megatron.schedule.actions import Payload
 class Transport:
     """The rules of one transport.
 
-    `made`: every link was used before the round; otherwise either end waits in its first use for the other. `in_flight`: the most
-    unreceived messages of a link, by payload (missing: no limit); a further send blocks its rank. `remedy`: how to avoid that.
+    `made`: every link was used before the round. `in_flight`: the most unreceived messages of a link, by payload (missing: no
+    limit); a further send blocks its rank. `remedy`: how to avoid that.
     """
 
     name: str
@@ -57,7 +57,7 @@ made during the round.
 def transport_of(device: str, environment: Mapping[str, str], streams: int) -> Transport:
     """Return the transport of a run on devices of this type ("cpu", "cuda") with at most `streams` CUDA streams per rank.
 
-    Streams are independent if there are enough hardware queues.  A run uses all of them unless the environment sets a number.
+    A run uses all hardware queues unless the environment sets a number.
     """
     if device == "cpu":
         return GLOO

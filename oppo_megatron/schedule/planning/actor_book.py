@@ -38,9 +38,8 @@ class Active(NamedTuple):
 class ActorBook(Book):
     """The book of the decoding actor.
 
-    Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round begins
-    with its prefill. A cache kept beyond an update has outlived it: tokens drawn from it are of older weights. If slots are
-    short, sequences admitted first run, and others wait a round.
+    Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round begins with
+    its prefill. A cache kept beyond an update is of older weights. If slots are short, sequences admitted first run.
     """
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int], groups: Grouping = ALONE):

@@ -1,7 +1,6 @@
 """Cached and computed tokens of every rollout in a role, the same on all ranks that plan a round.  Pure.
 
-A book assigns sequences to replicas and cache slots, and plans the growth of each micro-batch; the caches follow it. Every rank
-keeps the books of all replicas, but packs micro-batches only for its own (`own`).
+A rank keeps the books of all replicas, but packs micro-batches only for its own (`own`); the caches follow the books.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ updates since the cache was begun."""
 
 @dataclass(frozen=True)
 class Grouping:
-    """Groups of `size` sequences with neighbouring ids answer one prompt (sequence s in group s // size) and share a replica.
+    """Groups of `size` sequences with neighbouring ids answer one prompt and share a replica.
 
     `fork`: the prompt's cache is computed once per group and forked. `greedy`: the last of each group is decoded greedily.
     """
@@ -43,7 +42,7 @@ ALONE = Grouping()
 class ReplicaWork:
     """Work of one replica's cache in a round: close (`evict`), open, prefill; `done` is closed at the end.
 
-    A fork is made as soon as its source has enough cached: before the first prefill, or after the prefill of its source.
+    A fork is made as soon as its source has enough cached: before the first prefill, or after that of its source.
     """
 
     evict: list[int] = field(default_factory=list)
@@ -156,8 +155,8 @@ class Book:
     def _sources(self, rows: Ints, depth: Ints, wanting: Bools | None = None) -> Ints:
         """Return for each of `rows` the sequence to fork at `depth` tokens (the prompt), ABSENT if it forks none.
 
-        `wanting`: True for sequences that are prefilled in this round, or wait for it (None: all). If no member of a group has
-        the prompt cached, the first of them computes it.
+        `wanting`: True for sequences that are prefilled in this round, or wait for it. The first of a group computes it if none
+        has.
         """
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
         if not self.forks:
@@ -185,10 +184,7 @@ class Book:
 
 
 def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int, memo: Memo) -> Batches:
-    """Pack the growths at `which` into prefill micro-batches of at most `budget` tokens, each in the order of `which`.
-
-    Sequences that continue a fork come after the prefill of its source.
-    """
+    """Pack the growths at `which` into prefill micro-batches of at most `budget` tokens, forks after their sources."""
     late = np.isin(growths.seq_ids[which], [fork.target for fork in forks if fork.held < fork.tokens])
     found = []
     for part in (which[~late], which[late]) if late.any() else (which,):

@@ -26,10 +26,7 @@ ABSENT = -1
 
 
 class Ledger:
-    """Columns by name, each with its value for sequences that are not in use.
-
-    A sequence is in use while its number in the column `entered` differs from that value.
-    """
+    """Columns by name, each with its value for sequences that are not in use (as `entered` shows)."""
 
     def __init__(self, entered: str, columns: Mapping[str, int]):
         self._entered, self._unset = entered, dict(columns)
@@ -104,10 +101,7 @@ def ordinal(groups: Ints) -> Ints:
 
 
 class Memo:
-    """The last answers of pure functions of integers and integer arrays.  Callers must not change an answer.
-
-    Scorers of one layout mostly read the same numbers of tokens, so the next role often asks for the same result.
-    """
+    """The last answers of pure functions of integers and arrays, since scorers of one layout mostly ask for the same."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], object] = {}

@@ -1,6 +1,6 @@
 """Plan the rounds of a run: the books give the work, a generator its order, and the checker proves the result.
 
-Every rank plans for itself and reaches the same schedule, because the books advance by chunks that every rank records.
+Every rank reaches the same schedule, because the books advance by chunks that every rank records.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class BookedRound:
 class RoundPlanner:
     """The planner of one rank: it plans and checks that rank's `Component`.  Without `rank`, of all ranks together.
 
-    `weave` is `overlap.weave`; `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence. Scorers
-    in `late` read nothing in rounds that decode. `transport` gives the rules to keep.
+    `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence. Scorers in `late` read nothing in
+    rounds that decode.
     """
 
     site: Site
@@ -163,10 +163,7 @@ class RoundPlanner:
         return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
-        """Plan by `costs` from now on.  All ranks must call it between the same two rounds.
-
-        Cuts are kept until an action's time differs by more than NEARLY, the accuracy of measurements.
-        """
+        """Plan by `costs` from now on, on all ranks between the same two rounds; cuts are kept until times differ by NEARLY."""
         self.costs = costs
         self._known.clear()
         slots, pp = self.actor.slots, self.site.placements["actor"].pp

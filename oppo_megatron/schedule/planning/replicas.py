@@ -18,10 +18,9 @@ BLOCK = 512
 
 
 class Replicas:
-    """The replica of each sequence, fixed until the sequence leaves.  `slots`: slots of one replica's cache.
+    """The replica of each sequence (column REPLICA of `ledger`), fixed until it leaves; `slots` of one replica's cache.
 
-    `group_size` sequences with neighbouring ids share a replica; at most `most` of them are assigned (None: all). `ledger` has
-    the replicas in column REPLICA, and the `columns` of the book.
+    `group_size` sequences with neighbouring ids share a replica; at most `most` of them are assigned (None: all).
     """
 
     def __init__(
@@ -42,11 +41,11 @@ class Replicas:
         return int(self.ledger[REPLICA][self.ledger.row(seq_id)])
 
     def place(self, held: Sequence[Rollout] | Columns) -> Ints:
-        """Assign a replica to each of `held` that has none; `held` are all present sequences.  Returns the replica of each.
+        """Assign a replica to each of `held` (all present sequences) that has none.  Returns the replica of each.
 
-        A sequence follows other members of its group. Remaining groups are assigned longest first (ties: the first of `held`),
-        each to the replica with the fewest tokens (ties: the fewest sequences, then the first) among those with enough slots in
-        this round, while finished sequences keep theirs, and after it; if none has enough, to one of the least crowded.
+        A sequence follows its group. Other groups are assigned longest first, each to the replica with the fewest tokens (ties:
+        sequences, then the first) among those with enough slots in this round, while finished sequences keep theirs, and after
+        it; else to one of the least crowded.
         """
         columns = columns_of(held)
         rows = self.ledger.rows(columns.seq_ids)
@@ -105,8 +104,7 @@ class Replicas:
 def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
     """Return the replicas of arriving groups in order, each the one with the smallest `_rank_for`.
 
-    `parts` [3, replicas] and `arrivals` [3, groups] are tokens, sequences and unfinished sequences; no group has more than
-    `most`. Replicas with slots for a whole group come first, because the group does not crowd them.
+    `parts` [3, replicas] and `arrivals` [3, groups] are tokens, sequences and unfinished sequences, at most `most` of a group.
     """
     if parts.shape[1] == 1:
         return np.zeros(arrivals.shape[1], dtype=np.int64)
@@ -134,8 +132,8 @@ def _rank_for(part: Sequence[int], replica: int, slots: int, arrival: Sequence[i
 def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
     """Return the replicas of the first arrivals, as long as one has slots for a whole group.
 
-    A heap holds one integer per replica, of tokens, sequences and replica in this order of weight, which is faster than tuples.
-    Slots are checked once per block of arrivals, which is assigned again one by one if they did not suffice.
+    A heap holds one integer per replica, of tokens, sequences and replica in this order of weight, faster than tuples. Slots are
+    checked once per block of arrivals, which is assigned again one by one if they did not suffice.
     """
     replicas, bits = parts.shape[1], parts.shape[1].bit_length()
     above, mask = int(parts[1].sum() + arrivals[1].sum()).bit_length() + bits, (1 << bits) - 1

@@ -24,9 +24,7 @@ from oppo_megatron.schedule.rounds import Growths
 
 
 class Unread(NamedTuple):
-    """Sequences with tokens that a role has not read: rows in its book (valid until its next call), replicas, cached tokens
-    (ABSENT: no slot), and the tokens to be read now.
-    """
+    """Sequences with tokens that a role has not read; `cached` is ABSENT without a slot, `targets` the tokens to be read."""
 
     columns: Columns
     rows: Ints
@@ -42,9 +40,9 @@ class ScoringBook(Book):
     """The book of a scoring role; without `reads_greedy` it ignores greedy sequences.
 
     The reward model reads every token and gives one score at the last, or one at each response token (`every_token`). Reference
-    and critic give an output for each response token t from position P + t - 1 (P prompt tokens), so they never read the last
-    one. A sequence's slot is freed when its outputs are complete. If slots are short, a finished sequence takes the slot of the
-    youngest unfinished one, which is prefilled again later; its outputs stay valid.
+    and critic give an output for response token t from position P + t - 1, so they never read the last one. A sequence's slot is
+    freed when its outputs are complete. If slots are short, a finished sequence takes the slot of the youngest unfinished one,
+    which is prefilled again later; its outputs stay valid.
     """
 
     def __init__(

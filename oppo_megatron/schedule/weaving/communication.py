@@ -1,7 +1,7 @@
 """Add messages to a schedule of compute actions.
 
-A send directly follows the action that produces its content and never blocks; a receive comes directly before the action that
-needs it.  So the messages of a link are received in the order sent, and the lists stay free of deadlock.
+A send directly follows the action that produces its content; a receive comes directly before the action that needs it.  So the
+messages of a link are received in the order sent, and the lists stay free of deadlock.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ from oppo_megatron.schedule.rounds import Round, Site
 def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
     """Return the schedule with its messages.
 
-    Activations go from each stage to the next. Drawn tokens go from the last stage to all others of the replica, which receive
-    them before the next decode micro-step of the same sequences, or at the end of the list after the last step. Then the actor's
-    replicas gather their chunks, and each rank without the actor receives the whole chunk (`Site.feeds`).
+    Activations go from each stage to the next. Drawn tokens go from the last stage to all others, which receive them before the
+    next decode micro-step of the same sequences, or at the end of the list. Then the actor's replicas gather their chunks, and
+    each rank without the actor receives the whole chunk.
     """
     lists = {rank: messages_of(rank, schedule, round, site) for rank in site.ranks}
     return Schedule({rank: own for rank, own in lists.items() if own})
 
 
 def messages_of(rank: int, schedule: Schedule, round: Round, site: Site) -> tuple[Action, ...]:
-    """Return the rank's list with its messages, which follow from its own list alone.
-
-    Actions of a role that the rank has no part of are kept as they are; the checker reports them.
-    """
+    """Return the rank's list with its messages; actions of a role that it has no part of are left to the checker."""
     placements, own = site.placements, schedule.of(rank)
     coords_by_role = {role: placement.coords(rank) for role, placement in placements.items()}
     return (

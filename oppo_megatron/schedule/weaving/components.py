@@ -1,33 +1,27 @@
 """The part of a site that one rank's schedule depends on, with its tensor ranks taken as one.
 
-Ranks are *tied* if a replica of a role is on both. A rank's component is everything tied to it, directly or through others. A
-generator gives the rank the same list from its component as from the whole site, because nothing outside uses time of the
-component's ranks. So a rank plans a component, whose size does not grow with the number of replicas.
+Ranks are *tied* if a replica of a role is on both; a rank's component is everything tied to it, directly or through others. A
+generator gives the rank the same list from its component as from the whole site, because nothing outside uses its ranks. Ranks
+with the same replica and stage of every role are one *class*. A component is planned and checked with one rank per class (the
+*model*); a rank executes the compute actions of its class, with messages between ranks of its own shard.
 
-Ranks with the same replica and stage of every role are one *class*, and have the same actions at the same times. So a component
-is planned and checked with one rank per class (the *model*), and a rank executes the compute actions of its class, with messages
-between ranks of its own shard.
-
-A proof of the model holds for the component, because a message of the model represents one of each shard of its class, with its
-other end in the same order; ranks of a class have one list, and so meet at every action. Proofs of all components hold for the
-whole: components share no rank, caches belong to replicas, and the only common messages end a list: the gather of the actor's
-replicas, then the chunk's. Nothing waits for anything after them, so all ranks of the actor reach the gather, and a listener
-waits for one rank before it in the order of `Site.feeds`.
+A proof of the model holds for the component, because a message of the model represents one of each shard, with its other end in
+the same order. Proofs of all components hold for the whole: they share no rank and no cache, and the only common messages end a
+list: the gather of the actor's replicas, then the chunk's, which a listener receives from a rank before it in the order of
+`Site.feeds`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
 from typing import TypeVar
 
-from oppo_megatron.layout.placements import RankCoordinates, RolePlacement
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import messages_of
-from oppo_megatron.schedule.weaving.timetable import Count, OwnUnits, Team, Timetable
+from oppo_megatron.schedule.weaving.timetable import Team
 
 T = TypeVar("T")
 
@@ -47,10 +41,6 @@ class Component:
         held = ((self.site.placements[role], own) for role, own in self.replicas.items())
         return frozenset(rank for placement, own in held for d in own for rank in placement.replica_ranks(d))
 
-    @cached_property
-    def _units(self) -> OwnUnits:
-        return OwnUnits(self.site, self.rank)
-
     def part(self, round: Round) -> Round:
         def keep(role: str, replicas: Sequence[T], none: T) -> tuple[T, ...]:
             return tuple(replicas[d] if d < len(replicas) else none for d in self.replicas[role])
@@ -61,27 +51,9 @@ class Component:
         return replace(round, decode=decode, prefill=prefill, forks=forks)
 
     def own_list(self, model: Schedule, shape: Round) -> tuple[Action, ...]:
-        times = model.actions
-        if isinstance(times, Timetable):
-            return self._spelled(*times.order(self.member), shape)
+        """Return the list of `rank` with its messages, from the compute actions of `member` in `model`."""
         own = (Action(self.rank, a.op, a.role, a.micro_batch, a.chunk, a.step) for a in model.of(self.member))
         return messages_of(self.rank, Schedule({self.rank: tuple(own)}), shape, self.site)
-
-    def _spelled(
-        self, order: Sequence[int], stages: Sequence[tuple[str, RankCoordinates, Count]], shape: Round
-    ) -> tuple[Action, ...]:
-        """Return the rank's list, with its stages' units in this order.
-
-        The tokens of the last step and the spread of the chunk, which end it, follow from its decoding in that step.
-        """
-        units, last = list[tuple[Action, ...]](), list[tuple[Action, ...]]()
-        for role, _, count in stages:
-            own = self._units.of(role, count)
-            units += own
-            last += own[len(own) - count.batches :]
-        computes = tuple(action for unit in last for action in unit if action.peer is None)
-        ends = messages_of(self.rank, Schedule({self.rank: computes}), shape, self.site)[sum(map(len, last)) :]
-        return (*chain.from_iterable(map(units.__getitem__, order)), *ends)
 
 
 def component_of(site: Site, rank: int) -> Component:
@@ -112,10 +84,7 @@ def _tied(site: Site, rank: int) -> set[Team]:
 
 
 def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, int]:
-    """Map each rank of the component to the lowest rank of its class.
-
-    If classes divide the tensor ranks of a role's stages in different ways, every rank is its own class.
-    """
+    """Map each rank of the component to the lowest rank of its class, or to itself if classes divide stages unequally."""
     ranks = sorted({rank for role, own in replicas.items() for d in own for rank in site.placements[role].replica_ranks(d)})
     first: dict[tuple[tuple[int, int] | None, ...], int] = {}
     classes = {}

@@ -97,9 +97,7 @@ def even_ends(count: int, portions: int) -> list[int]:
 
 
 class _Laps(NamedTuple):
-    """Seconds of one decode step of all micro-batches, [cuts]; per stage the gap left by a step, and the end of the first step,
-    [stages, cuts].
-    """
+    """Seconds of one decode step of all micro-batches, [cuts]; gap per step and end of the first, [stages, cuts]."""
 
     seconds: Floats
     gap_s: Floats
@@ -150,10 +148,7 @@ def _predicted(work: Work, sizes: Ints, costs: Costs, laps: _Laps) -> Floats:
 
 
 def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, message_s: float) -> None:
-    """Extend `ends` [stages, cuts] by the micro-batches (of a role's `count`) that gaps do not hold.
-
-    They start after the previous stage's, if that stage has as many of them.
-    """
+    """Extend `ends` [stages, cuts] by the micro-batches (of a role's `count`) that gaps do not hold."""
     follows = np.zeros_like(ends)  # 1 if it waits for the previous stage
     np.multiply(woven[1:] < count, woven[1:] == woven[:-1], out=follows[1:])
     left, through, ready = (count - woven) * seconds, seconds + message_s, np.zeros_like(ends[0])
@@ -212,9 +207,7 @@ def _seconds(lines: Sequence[Linear], numbers: Ints | Floats) -> Floats:
 
 
 def _sizes(work: Work, laps: _Laps, costs: Costs, budget: int, grain: int) -> list[list[int]]:
-    """Return, by number of decode micro-batches, the prefill sizes to try: the budget, its half and so on, and those that fill a
-    gap.
-    """
+    """Prefill sizes to try, by number of decode micro-batches: the budget, its half and so on, and those that fill a gap."""
     halves = [budget]
     while halves[-1] // 2 >= grain:
         halves.append(halves[-1] // 2)

@@ -1,7 +1,4 @@
-"""Free time of ranks while a schedule is laid out.
-
-Times are whole nanoseconds: sums are exact, so every rank that plans from the same costs finds the same gaps.
-"""
+"""Free time of ranks while a schedule is laid out, in whole nanoseconds, so that every rank finds the same gaps."""
 
 from __future__ import annotations
 

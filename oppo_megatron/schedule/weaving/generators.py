@@ -1,7 +1,7 @@
 """Generators: turn the work of a round into an ordered list of compute actions for every rank.
 
-They lay out the actions on one virtual timeline; a rank's list is its part in order of start. Such lists cannot deadlock, even if
-the roles share ranks: sorted by start, every action comes after everything that it waits for.
+A rank's list is its part of one virtual timeline. Sorted by start, every action comes after everything that it waits for, so such
+lists cannot deadlock, even if roles share ranks.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], m
 
     `ready`: when each micro-batch may enter the first stage; `free`: when each stage finishes the previous step. Each starts as
     early as possible; then those that would only wait for the next one are moved close to it, so that a step leaves one gap per
-    stage, but not so late that they delay the last one in the next step.
+    stage, unless that delays the last one in the next step.
     """
     starts = _earliest(durations, ready, free, message)
     ready = [row[-1] + own[-1] + message for row, own in zip(starts, durations, strict=True)]
@@ -260,10 +260,7 @@ class Placer:
         self._place_later(lines, of, np.array(starts, dtype=np.int64))
 
     def _place_behind(self, lines: Sequence[Line], left: Sequence[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
-        """Place the prefills that `by_turns` has left on the first stage, after all gaps.  Returns line and start of each.
-
-        There each follows the previous one, so the lines take turns in the order of `left`.
-        """
+        """Place the prefills that `by_turns` has left on the first stage, after all gaps.  Returns line and start of each."""
         ranks, times = lines[0].ranks[0], [lines[n].times[j:, 0] for _, n, j in left]
         order = np.argsort(np.concatenate([np.arange(len(own)) for own in times]), kind="stable")
         durations = np.concatenate(times)[order]

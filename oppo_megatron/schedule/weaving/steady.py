@@ -1,12 +1,9 @@
 """Plan and check rounds of many decode steps as rounds of three.
 
-If no other work comes between decode steps, each step but the first is like the previous one on every rank. So the lists of such
-a round follow from the lists of a round of `STEPS` steps by repeating the last step.
-
-They are sound if those are. Count a receive of tokens to the step that needs them. Then an action waits only for actions of its
-own step or the previous one, and a list has its steps in order. So ranks that wait in a cycle do so within one step, and messages
-received in another order than sent belong to one step. Step k > 2 is step 2 with other numbers, which has been checked after a
-step like step k - 1.
+If no other work comes between decode steps, each step but the first is like the previous one on every rank, so the lists follow
+from those of a round of `STEPS` steps by repeating the last step. They are sound if those are: an action waits only for actions
+of its own step or the previous one (counting a receive of tokens to the step that needs them), and a list has its steps in order,
+so ranks that wait in a cycle do so within one step. Step k > 2 is step 2 with other numbers.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ def repeats(generator: str, shape: Round, site: Site) -> bool:
 def shortened(shape: Round) -> Round:
     """Return the round's last `STEPS` decode steps, after the same prefill.
 
-    Each sequence counts as having its other tokens before the round, so its cache ends as long, and the actor's forks count as
-    cached; `require_room` checks them.
+    Sequences count as having their other tokens before the round, so caches end as long, and the actor's forks as cached.
     """
     decoded = [Growths.of(batch) for replica in shape.decode for batch in replica]
     seq_ids = np.concatenate([np.zeros(0, dtype=np.int64), *(batch.seq_ids for batch in decoded)])

@@ -1,8 +1,7 @@
 """Start times of all units in arrays, and the ranks' lists that follow from them.
 
 A *unit* is a decode with its sample, or a prefill with its score. A stage's units count from 0: the prefills by micro-batch, then
-the decode micro-steps by step and micro-batch. A round has tens of thousands of units, so actions are made only for a rank's own
-list.
+the decode micro-steps by step and micro-batch. A round has tens of thousands, so actions are made only for a rank's own list.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from oppo_megatron.columns import Ints
 from oppo_megatron.layout.placements import RankCoordinates, RolePlacement
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.schedule.rounds import Round, Site
-from oppo_megatron.schedule.weaving.communication import with_messages
 
 Team = tuple[str, int]
 """(role, replica)"""
@@ -68,13 +66,14 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
     times: Mapping[Team, Times]
 
     def __getitem__(self, rank: int) -> tuple[Action, ...]:
-        order, stages = self.order(rank)
         units: Units = []
-        for role, coords, count in stages:
-            units += [_computes(rank, role, self.site.placements[role], coords, what) for what in _numbers(count)]
-        if not order:
+        for role, coords, count in self._stages(rank):
+            what: list[tuple[int, int, int | None]] = [(j, count.chunk, None) for j in range(count.prefills)]
+            what += [(m, count.chunk, step) for step in range(count.steps) for m in range(count.batches)]
+            units += [_computes(rank, role, self.site.placements[role], coords, each) for each in what]
+        if not units:
             raise KeyError(rank)
-        return tuple(chain.from_iterable(map(units.__getitem__, order)))
+        return tuple(chain.from_iterable(map(units.__getitem__, self.sequence(rank)[0].tolist())))
 
     def __iter__(self) -> Iterator[int]:
         return (rank for rank in self.site.ranks if any(count.units for _, _, count in self._stages(rank)))
@@ -84,9 +83,6 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
 
     def count(self, team: Team) -> Count:
         return count_of(team, self.round)
-
-    def order(self, rank: int) -> tuple[list[int], list[tuple[str, RankCoordinates, Count]]]:
-        return self.sequence(rank)[0].tolist(), self._stages(rank)
 
     def sequence(self, rank: int) -> tuple[Ints, list[tuple[Team, int]]]:
         """Return the rank's units in order, as numbers that count through the units of its stages, and (team, stage) of each."""
@@ -108,37 +104,6 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
             for role, coords in found
             if coords is not None and (role, coords.replica) in self.times
         ]
-
-
-class OwnUnits:
-    """One rank's actions for each unit of its stages, with messages, made once for all rounds."""
-
-    def __init__(self, site: Site, rank: int):
-        self._site, self._rank = site, rank
-        self._prefills: dict[tuple[str, int], Units] = {}  # by role and chunk
-        self._decodes: dict[int, list[Units]] = {}  # by chunk and micro-batch, the units of each step
-
-    def of(self, role: str, count: Count) -> Units:
-        prefills = self._prefills.setdefault((role, count.chunk), [])
-        prefills += [self._spelled(role, (j, count.chunk, None)) for j in range(len(prefills), count.prefills)]
-        decodes = self._decodes.setdefault(count.chunk, [])
-        decodes += [[] for _ in range(len(decodes), count.batches)]
-        for m, steps in enumerate(decodes[: count.batches]):
-            steps += [self._spelled(role, (m, count.chunk, step)) for step in range(len(steps), count.steps)]
-        by_step = zip(*(steps[: count.steps] for steps in decodes[: count.batches]), strict=True)
-        return [*prefills[: count.prefills], *chain.from_iterable(by_step)]
-
-    def _spelled(self, role: str, what: tuple[int, int, int | None]) -> tuple[Action, ...]:
-        placement = self._site.placements[role]
-        coords = placement.coords(self._rank)
-        assert coords is not None, f"rank {self._rank} has no part of {role}"
-        computes = _computes(self._rank, role, placement, coords, what)
-        return tuple(message for action in computes for message in with_messages(action, placement, coords))
-
-
-def _numbers(count: Count) -> Iterator[tuple[int, int, int | None]]:
-    yield from ((j, count.chunk, None) for j in range(count.prefills))
-    yield from ((m, count.chunk, step) for step in range(count.steps) for m in range(count.batches))
 
 
 def _computes(

@@ -16,10 +16,24 @@ from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.checks import MOST_RANKS
 from oppo_megatron.nesting import read_json
-from oppo_megatron.sim.clusters.cluster import Cluster, Engine
-from oppo_megatron.sim.clusters.gpus import ATTENTION, GPUS, Efficiencies, Gpu
-from oppo_megatron.sim.clusters.links import GB, INSIDE, US, Between, Inside, Law, Line
-from oppo_megatron.sim.clusters.sources import Source, assumed, measured
+from oppo_megatron.sim.clusters.cluster import (
+    ATTENTION,
+    GB,
+    GPUS,
+    INSIDE,
+    US,
+    Between,
+    Cluster,
+    Efficiencies,
+    Engine,
+    Gpu,
+    Inside,
+    Law,
+    Line,
+    Source,
+    assumed,
+    measured,
+)
 
 GpuName = Literal["a100-80", "h100", "h200", "cpu"]
 GPUS_PER_NODE = 64

@@ -11,8 +11,7 @@ import numpy as np
 from oppo_megatron.columns import Ints
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.cut import Work, choose_cut, predict_s
-from oppo_megatron.sim.laws.communication import all_reduce_s, send_s
-from oppo_megatron.sim.laws.layer import WIDTH
+from oppo_megatron.sim.laws import WIDTH, all_reduce_s, send_s
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
 BLOCKS = 32
@@ -88,7 +87,7 @@ def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured:
 
     decode = tuple(line_through(few, step(stage, few), sequences, step(stage, sequences)) for stage in range(pp))
     draw = PASSES * SAMPLED_WIDTH * actor.shape["vocab_size"] / actor.placement.tp / actor.cluster.gpu.bytes_per_s
-    messages = DRAWS * all_reduce_s(actor.cluster, actor.tensor_group(pp - 1), SAMPLED_WIDTH)
+    messages = DRAWS * all_reduce_s(actor.cluster, actor.tensor_groups[pp - 1], SAMPLED_WIDTH)
     return Costs(decode, Linear(messages, draw), message_s=_message_s(actor, sequences / pp))
 
 

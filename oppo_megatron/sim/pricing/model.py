@@ -11,8 +11,7 @@ import numpy.typing as npt
 from oppo_megatron.layout.flops import Shape, causal_pairs
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.laws.communication import Group, all_reduce_s, send_s
-from oppo_megatron.sim.laws.layer import WIDTH, LayerLaw, LayerSizes
+from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduce_s, send_s
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class LaidModel:
         payload = WIDTH * self.shape["hidden_size"] * tokens.new
         messages = 2 * self.layers + (stage == 0)  # of products of rows, two a layer, and of the embedding
         own = factor * (self.layers * kernels + self.head_s(stage, tokens.rows))
-        return own + messages * all_reduce_s(self.cluster, self.tensor_group(stage), payload) + self.layers * host_s
+        return own + messages * all_reduce_s(self.cluster, self.tensor_groups[stage], payload) + self.layers * host_s
 
     def attention_s(self, tokens: Tokens) -> float:
         """Seconds of attention in a stage's layers, which selective recomputation repeats."""
@@ -99,25 +98,18 @@ class LaidModel:
         most = self._leaving[stage]
         return send_s(self.cluster, payload, between=most > 0, beside=max(1, most))
 
-    def tensor_group(self, stage: int) -> Group:
-        return self._tensor_groups[stage]
-
-    def replica_group(self, stage: int) -> Group:
-        """Ranks of the same stage and shard in every replica, over which gradients are summed."""
-        return self._replica_groups[stage]
-
     @cached_property
     def _forwards(self) -> dict[tuple[int, Tokens, float, float], float]:
         return {}
 
     @cached_property
-    def _tensor_groups(self) -> tuple[Group, ...]:
+    def tensor_groups(self) -> tuple[Group, ...]:
         placement, beside = self.placement, max(1, self.cluster.gpus_per_node // self.placement.tp)
         return tuple(Group.of(self.cluster, placement.stage_ranks(0, stage), beside) for stage in range(placement.pp))
 
     @cached_property
-    def _replica_groups(self) -> tuple[Group, ...]:
-        """`beside` counts the groups with ranks on the first one's node."""
+    def replica_groups(self) -> tuple[Group, ...]:
+        """Ranks of the same stage in every replica; `beside` counts the groups with ranks on the first one's node."""
         found = []
         for stage in self._nodes:
             beside = (self._nodes == stage[0, 0]).any(axis=1).sum()

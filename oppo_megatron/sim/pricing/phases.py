@@ -15,8 +15,7 @@ from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
 from oppo_megatron.layout.memory import stage_layers, stage_parameters
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.laws.communication import Ints, Moves, scatter_s
-from oppo_megatron.sim.laws.layer import WIDTH
+from oppo_megatron.sim.laws import WIDTH, Ints, Moves, scatter_s
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
 GRADIENT_WIDTH = 4
@@ -89,7 +88,7 @@ def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_
     optimizer = held * ADAM_BYTES / placement.dp / (gpu.efficiencies.plain * gpu.bytes_per_s)
     if placement.dp == 1:
         return optimizer
-    group = model.replica_group(stage)
+    group = model.replica_groups[stage]
     reduced = scatter_s(model.cluster, group, GRADIENT_WIDTH * held)
     gathered = scatter_s(model.cluster, group, WIDTH * held)
     return optimizer + max(0.0, reduced - 2 / 3 * last_s) + gathered

@@ -91,24 +91,47 @@ class Component:
         Yields rank, end, and seconds of scoring of each rank of the model that has any work.
         """
         ranks = self.site.ranks
+        if len(self._own) == 1:
+            seconds, scoring_s = self._on_one_rank(round_, counts)
+            if seconds:
+                rank = ranks[self._own[0]]
+                yield rank, begun[rank] + seconds, scoring_s
+            return
         shape = replace(self._component.part(round_), index=1)
         table, free = list(self._durations(shape, counts)), [begun[rank] for rank in ranks]
-        seconds = np.concatenate([own for own, _ in table])
-        if len(self._own) == 1:  # one rank waits for nothing, in any order
-            free[self._own[0]] += float(seconds[seconds > 0].sum())
-        else:
-            order = self._order(shape)
-            in_order, ready = seconds[order.table[0]], [-np.inf] * order.threads
-            live = in_order > VOID
-            units = (*order.table[1:, live].tolist(), in_order[live].tolist())
-            _pass(units, self._ranks, free, ready, self.costs.message_s)
-            self._receive(shape, free, ready)
+        order = self._order(shape)
+        in_order, ready = np.concatenate([own for own, _ in table])[order.table[0]], [-np.inf] * order.threads
+        live = in_order > VOID
+        units = (*order.table[1:, live].tolist(), in_order[live].tolist())
+        _pass(units, self._ranks, free, ready, self.costs.message_s)
+        self._receive(shape, free, ready)
         scored, worked = [0.0] * len(free), set[int]()
         for own_ranks, (own, scores) in zip(self._ranks, table, strict=True):
             worked |= set(own_ranks) if len(own) else set()
             for rank in own_ranks if scores else ():
                 scored[rank] += float(own.sum())
-        return ((ranks[number], free[number], scored[number]) for number in sorted(worked))
+        yield from ((ranks[number], free[number], scored[number]) for number in sorted(worked))
+
+    def _on_one_rank(self, round_: Round, counts: Counts) -> tuple[float, float]:
+        """Seconds of a rank that waits for nothing, and of its scoring, in any order: thousands of ranks are of this kind."""
+        seconds, scoring_s, costs = 0.0, 0.0, self.costs
+        for role, replicas in self._component.replicas.items():
+            prefill, line = round_.prefill.get(role, ()), costs.prefill_at(role, 0)
+            for d in (each for each in replicas if each < len(prefill)):
+                batches = Batches.of(prefill[d])
+                number, (tokens, rows) = len(batches), batches.table[2:].sum(axis=1).tolist()
+                own = number * line.fixed_s + tokens * line.per_token_s
+                if role != "actor":
+                    own += number * costs.score.fixed_s + rows * costs.score.per_token_s
+                    scoring_s += own
+                seconds += own
+        decode, sample = costs.decode_at(0), costs.sample
+        for d in self._component.replicas.get("actor", ()):
+            for batch in round_.decode[d] if d < len(round_.decode) else ():
+                running = counts.running(batch, round_.steps)
+                steps, tokens = int((running > 0).sum()), int(running.sum())
+                seconds += steps * (decode.fixed_s + sample.fixed_s) + tokens * (decode.per_token_s + sample.per_token_s)
+        return seconds, scoring_s
 
     def _receive(self, shape: Round, free: list[float], ready: Sequence[float]) -> None:
         """Receive the last step's tokens, after all other work."""

@@ -19,8 +19,7 @@ from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.metrics_log import read_metrics
 from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.rounds import Site
-from oppo_megatron.schedule.weaving.costs import Costs, Linear, at_stage
-from oppo_megatron.schedule.weaving.costs_file import read_costs
+from oppo_megatron.schedule.weaving.costs import Costs, Linear, at_stage, read_costs
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.pricing.decoding import Decoding, line_through
 from oppo_megatron.sim.pricing.prices import Prices

@@ -12,9 +12,7 @@ from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.layout.placements import named_roles, world_size
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.sim.clusters.cluster import Cluster, threaded
-from oppo_megatron.sim.clusters.links import Between
-from oppo_megatron.sim.clusters.sources import assumed
+from oppo_megatron.sim.clusters.cluster import Between, Cluster, assumed, threaded
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.search.blocks import arrangements, block_sizes, run_sizes
 from oppo_megatron.sim.search.configured import planned_config, with_micro_batch

@@ -9,7 +9,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.layouts import format_ranks
 from oppo_megatron.layout.placements import named_roles, role_placements, training_placements, world_size
 from oppo_megatron.layout.role_memory import laid_out, sequences_and_slots
-from oppo_megatron.sim.laws.communication import RATIO_NODES, RINGS
+from oppo_megatron.sim.laws import RATIO_NODES, RINGS
 from oppo_megatron.sim.runs.step_costs import not_counted
 from oppo_megatron.sim.search.planning import Task
 from oppo_megatron.sim.search.playing import Played

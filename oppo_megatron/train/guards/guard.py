@@ -26,7 +26,7 @@ from torch import Tensor
 from oppo_megatron.algorithms.advantages import Moments
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
-from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.config.derived import members
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.rundir.directory import RunDirectory, atomic_writer, encode_json

@@ -14,7 +14,7 @@ from typing import Any
 
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.chunks import Chunk
-from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
 from oppo_megatron.control.occupancy import Occupancy

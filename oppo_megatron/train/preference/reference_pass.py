@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.clock import ByTime
-from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.supervised import PreferenceConfig

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.cluster.peers import waiting_for
-from oppo_megatron.cluster.process_groups import new_group
+from oppo_megatron.cluster.process_groups import new_group, waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.evaluation import REWARD

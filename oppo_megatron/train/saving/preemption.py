@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.errors import EXIT_REQUEUE, INTERRUPTED
 from oppo_megatron.processes import ONCE, hears
 

@@ -1,28 +1,158 @@
-"""The actor as the trainer sees it: the user's model, whose `infer` takes rows from a pool.
+"""The actor as the trainer sees it: the user's model, whose `infer` takes rows from a pool, decoded by NeMo's own generation.
 
-Legend: b rollout micro-batch, S positions.
+Legend: b rows of a call, S positions.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
 import torch
+from nemo.collections.nlp.modules.common.text_generation_strategy import GPTModelTextGenerationStrategy
+from nemo_aligner.utils import parallel_state
+from nemo_aligner.utils.distributed import broadcast_2d_tensor_within_pp
+from nemo_aligner.utils.text_generation_utils import verify_is_valid_and_clamp_range_
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from oppo_megatron.control.chunk_tuner import DecodeLaw
 from oppo_megatron.errors import DataError
-from oppo_megatron.integrations.nemo_aligner.feed import Feed
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, Wave
-from oppo_megatron.integrations.nemo_aligner.watched_decode import Decoder, Watch, watched
+from oppo_megatron.integrations.nemo_aligner.rewarding import KEY, Feed
 
-KEY = "oppo_row"
-"""A row's name in a rollout whose rewards are streamed, on its way from `infer` to `infer_rm_critic`: int64 [b]."""
+Watch = Callable[[Tensor, Tensor], bool]
+"""(tokens so far [b, S], end position of each row [b], -1 while it runs) -> True to stop."""
+
+
+def plain(tree: Any) -> dict[str, Any]:
+    """Return a section of NeMo's configuration as plain values."""
+    found = OmegaConf.to_container(tree, resolve=True)
+    assert isinstance(found, dict)
+    return {str(name): value for name, value in found.items()}
+
+
+class WatchedStrategy:
+    """A generation strategy of NeMo's, or the user's, that lets `watch` see every position and end the call.
+
+    Rows end as in NeMo-Aligner's `TrackLengthGPTModelTextGenerationStrategy`.  Only the last pipeline stage calls `watch`.
+    """
+
+    def __init__(self, strategy: Any, context_lengths_b: Tensor, watch: Watch):
+        self._strategy, self._context_lengths_b, self._watch = strategy, context_lengths_b, watch
+        self.ends_b = torch.full_like(context_lengths_b, -1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def end_of_generation_condition(self, tokens: Tensor, prev: Tensor, eod_id: int, end_strings: list[str]) -> Tensor:
+        is_end_b: Tensor = self._strategy.end_of_generation_condition(tokens, prev, eod_id, end_strings)
+        position = tokens.size(1) - 1
+        first_end_b = (self._context_lengths_b <= position) & is_end_b & (self.ends_b < 0)
+        self.ends_b = torch.where(first_end_b, position, self.ends_b)
+        return torch.ones_like(is_end_b) if self._watch(tokens, self.ends_b) else is_end_b
+
+
+@contextmanager
+def watched(model: Any, inputs: tuple[Tensor, Tensor], watch: Watch) -> Iterator[None]:
+    """Within it, `watch` sees what the model's own `infer` generates from `inputs` (texts [b, S], lengths [b]) by `generate`.
+
+    A call with other inputs, as by an `infer` that sorts or divides its rows, is left alone.
+    """
+    generate, own = model.generate, vars(model).get("generate")
+
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        strategy: Any = kwargs.get("strategy")
+        given: Any = kwargs.get("inputs", args[0] if args else None)
+        if strategy is not None and _alike(given, inputs):
+            kwargs["strategy"] = WatchedStrategy(strategy, given[1], watch)
+        return generate(*args, **kwargs)
+
+    model.generate = shown
+    try:
+        yield
+    finally:
+        if own is None:
+            del model.generate
+        else:
+            model.generate = own
+
+
+def _alike(given: Any, inputs: tuple[Tensor, Tensor]) -> bool:
+    if not isinstance(given, tuple | list) or len(given) != len(inputs):
+        return False
+    pairs = zip(given, inputs, strict=True)
+    return all(isinstance(one, Tensor) and torch.equal(one, other.to(one.device)) for one, other in pairs)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    tokens_bS: Tensor
+    lengths_b: Tensor  # of prompt and response
+    ended_b: Tensor  # the row stopped by itself
+
+
+class Decoder:
+    """Generation by a `MegatronGPTActorModel`, with the settings of its `ppo` section."""
+
+    def __init__(self, model: Any):
+        ppo = model.cfg.ppo
+        self.model = model
+        self._lengths = plain(ppo.length_params)
+        self._sampling = plain(ppo.sampling_params)
+        self.max_new: int = self._lengths["max_length"]
+        self.min_new: int = self._lengths["min_length"]
+        learned = model.cfg.get("position_embedding_type", "learned_absolute") == "learned_absolute"
+        self._longest = model.cfg.encoder_seq_length + 1 if learned else None
+
+    def limit(self, prompt_length: int) -> int:
+        """Return the most tokens of prompt and response, as NeMo's strategy clips them."""
+        limit = prompt_length + self.max_new
+        return limit if self._longest is None else min(limit, self._longest)
+
+    def decode(
+        self, texts_bS: Tensor, contexts_b: Tensor, limits_b: Tensor, watch: Watch, *, carried: bool = False
+    ) -> Decoded:
+        """Continue contexts of `contexts_b` tokens until each row has ended, has `limits_b` tokens, or `watch` stops it.
+
+        `texts_bS` has room for that; `carried` rows have their least length already.
+        """
+        device = torch.cuda.current_device()
+        texts_bS, contexts_b, limits_b = (t.to(device) for t in (texts_bS, contexts_b, limits_b))
+        strategy = WatchedStrategy(GPTModelTextGenerationStrategy(self.model), contexts_b, watch)
+        steps = int(limits_b.max() - contexts_b.max())
+        output = self.model.generate(
+            inputs=(texts_bS, contexts_b),
+            length_params={**self._lengths, "max_length": steps, "min_length": 0 if carried else self.min_new},
+            sampling_params=self._sampling,
+            strategy=strategy,
+        )
+        tokens_bS = torch.tensor(output["token_ids"], dtype=torch.long, device=device) if output else None
+        tokens_bS = broadcast_2d_tensor_within_pp(tokens_bS, dtype=torch.long)
+        ends = strategy.ends_b.view(-1, 1) if parallel_state.is_pipeline_last_stage() else None
+        ends_b = broadcast_2d_tensor_within_pp(ends, dtype=torch.long).flatten()
+        last_b = limits_b.clamp(max=tokens_bS.size(1))
+        return Decoded(tokens_bS, torch.where(ends_b >= 0, ends_b + 1, last_b), ends_b >= 0)
+
+    def validity(self, tokens_bS: Tensor, lengths_b: Tensor) -> Tensor:
+        """Return NeMo-Aligner's `is_end` [b]; clamps ids beyond the vocabulary in place."""
+        strategy = GPTModelTextGenerationStrategy(self.model)
+        end_strings = self.model.cfg.ppo.sampling_params["end_strings"]
+        valid_b: Tensor = verify_is_valid_and_clamp_range_(
+            tokens_bS, lengths_b, strategy, self.model.tokenizer, end_strings
+        )
+        return valid_b
+
+    def padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
+        """Return rows of ids as one tensor, filled up with the end of text."""
+        text = torch.full((len(rows), width), self.model.tokenizer.eos_id, dtype=torch.long)
+        for i, row in enumerate(rows):
+            text[i, : len(row)] = torch.tensor(row, dtype=torch.long)
+        return text
 
 
 @dataclass
@@ -38,7 +168,6 @@ class Effort:
     law: DecodeLaw = field(default_factory=DecodeLaw)
 
     def add(self, positions: int, rows: int, tokens: int, seconds: float) -> None:
-        """A call is over."""
         self.places += positions * rows
         self.positions += positions
         self.tokens += tokens
@@ -47,10 +176,9 @@ class Effort:
 
 
 class PooledActor:
-    """Stands for the model: everything else is the model's own.
+    """The model with another `infer`: in a `pooled` step rows come from the pool, else from the model's own.
 
-    In a step that is `pooled`, rows come from the pool; else by the model's own `infer`.  `feed` is offered them every `chunk`
-    positions; None: rewards are not streamed.  `measured`: note the effort.
+    `feed` is offered rows every `chunk` positions; None: rewards are not streamed.  `measured`: note the effort.
     """
 
     def __init__(self, model: Any, pool: Pool, feed: Feed | None):
@@ -63,12 +191,11 @@ class PooledActor:
         return getattr(self._model, name)
 
     def infer(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """NeMo-Aligner's rollout of b rows: of the batch, or the next b of the pool to finish."""
+        """Return NeMo-Aligner's rollout of b rows: of the batch, or the next b of the pool to finish."""
         return self._infer_pooled(int(batch["count"])) if self.pooled else self._infer_batch(batch)
 
     @torch.no_grad()
     def _infer_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's own, whatever generates there."""
         started = time.monotonic()
         keys = [] if self._feed is None else self.pool.new_keys(len(batch["length"]))
         with self._shown(keys, batch):
@@ -89,7 +216,7 @@ class PooledActor:
         return rollout
 
     def _shown(self, keys: Sequence[int], batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Within it, the feed is offered what the model's own `infer` draws, if it generates position by position."""
+        """Offer the feed what the model's own `infer` draws, if it generates position by position."""
         if self._feed is None or not self._feed.is_open:
             return nullcontext()
         prompts = batch["length"].tolist()
@@ -122,7 +249,6 @@ class PooledActor:
         return rollout
 
     def _decode(self, wave: Wave) -> None:
-        """Decode the wave and let its rows grow."""
         started = time.monotonic()
         contexts = [len(row.context) for row in wave.rows]
         limits = [self._decoder.limit(len(row.prompt)) for row in wave.rows]
@@ -144,9 +270,9 @@ class PooledActor:
         self.pool.decoded(wave, ends)
 
     def _watch(self, wave: Wave, limits: Sequence[int], contexts: Sequence[int]) -> Watch:
-        """Feeds the scorer, and ends the wave where few enough of its rows run.
+        """Feed the scorer, and end the wave if few enough of its rows run and all have begun.
 
-        Not before all of its rows have begun: NeMo goes on until then, and fills those that have been stopped with its end.
+        Until all have begun NeMo continues, and fills the stopped rows with the end of text.
         """
         least = max(1, self._decoder.min_new)
         offer = self._offers([row.key for row in wave.rows], limits, contexts)
@@ -164,11 +290,10 @@ class PooledActor:
     def _offers(
         self, keys: Sequence[int], limits: Sequence[int], contexts: Sequence[int]
     ) -> Callable[[Tensor, Tensor], None]:
-        """Offers the feed, once in a chunk, what rows have by then: (tokens so far [b, S], ends [b]).
+        """Offer the feed the rows once per chunk: (tokens so far [b, S], ends [b]).
 
-        A row that has ended asks for its score.  A running row is offered up to its `limits` tokens only: what NeMo
-        draws after them, while others run, is part of it only if it ends there.  The last token waits, so that the last piece
-        is never empty.
+        A running row is offered up to its `limits` tokens, because NeMo draws more while others run, and without its last
+        token, so that the last piece is never empty.
         """
         feed, due = self._feed, min(contexts) + self.chunk
 
@@ -186,7 +311,7 @@ class PooledActor:
 
 @dataclass(frozen=True)
 class PoolBatches:
-    """The batch iterator of a pooled step: asks for b rows `num_microbatches` times, of a pool that has been filled."""
+    """The batch iterator of a pooled step: asks a filled pool for `micro` rows `num_microbatches` times."""
 
     pool: Pool
     micro: int
@@ -209,7 +334,7 @@ def fill(
 ) -> PoolBatches:
     """Draw `draw` prompts for the pool.  Raises DataError if the sampler has fewer.
 
-    The sampler begins after the trained rows, so the pool's rows are skipped: drawn = consumed + pool.
+    The sampler begins after the trained rows, so the pool's rows are skipped.
     """
     first = next(sampler_iter, None)
     if first is None:

@@ -1,1 +1,0 @@
-"""Seconds of operations, messages and moves as functions of sizes, and the fit of their constants to measurements."""
