@@ -1,7 +1,8 @@
 """Executes one rank's part of a schedule.  It has no policy of its own: the actions and their order decide.
 
-A rank waits for a send only if it is many rounds old, or at the end of a step (`drain`).  Nothing else waits except a recv,
-collectives inside a stage and the gather of the replicas' chunks.  On a GPU each worker has its own CUDA stream.
+Sends are asynchronous: a rank waits for one only if it is many rounds old, or at the end of a step (`drain`).  Nothing else
+waits except a recv, the tensor-parallel collectives inside a stage and the gather of the replicas' chunks.  On a GPU each
+worker has its own CUDA stream, so decoding and prefill run concurrently.
 """
 
 from __future__ import annotations
@@ -133,26 +134,14 @@ class Executor:
         if not worker.live(action):
             return
         self.activity.now_at(_Shifted(action, shift), action.op is Op.RECV)
-        start, size, tag = self.clock(), 0, self._tag(action)
-        stream = torch.cuda.stream(self._streams[action.role]) if self._streams else contextlib.nullcontext()
-        with stream:
+        start, size = self.clock(), 0
+        with self._stream(action.role):
             if action.op is Op.SEND:
-                for tensor in worker.outbox(action):
-                    with self._naming(action):
-                        work = dist.isend(tensor, action.peer, group=self.links.of(action), tag=tag)
-                    self._sent[-1][1].append((action, work, tensor))
+                self._send(action, worker)
             elif action.op is Op.RECV:
-                for buffer in worker.inbox(action):
-                    with self._naming(action):
-                        work = dist.irecv(buffer, action.peer, group=self.links.of(action), tag=tag)
-                    self._wait(action, work)
+                self._receive(action, worker)
             else:
-                try:
-                    size = worker.compute(action)
-                except RuntimeError as error:
-                    if is_lost_peer(error):
-                        raise self._stalled(action, error) from error
-                    raise
+                size = self._compute(action, worker)
         self.observe(action, start, self.clock(), size)
 
     def drain(self) -> None:
@@ -165,10 +154,30 @@ class Executor:
                 with self.activity.doing(_Shifted(action, shift), waits=True):
                     self._wait(action, work, shift)  # gloo reports a completed send only to a wait
 
+    def _send(self, action: Action, worker: RoleWorker) -> None:
+        for tensor in worker.outbox(action):
+            with self._naming(action):
+                work = dist.isend(tensor, action.peer, group=self.links.of(action), tag=self._tag(action))
+            self._sent[-1][1].append((action, work, tensor))
+
+    def _receive(self, action: Action, worker: RoleWorker) -> None:
+        for buffer in worker.inbox(action):
+            with self._naming(action):
+                work = dist.irecv(buffer, action.peer, group=self.links.of(action), tag=self._tag(action))
+            self._wait(action, work)
+
     def _tag(self, action: Action) -> int:
         """The message's tag on both ends, so that on gloo no message replaces a lost one. (NCCL has no tags.)"""
         step = 0 if action.step is None else action.step + 1
         return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
+
+    def _compute(self, action: Action, worker: RoleWorker) -> int:
+        try:
+            return worker.compute(action)
+        except RuntimeError as error:
+            if is_lost_peer(error):
+                raise self._stalled(action, error) from error
+            raise
 
     def _wait(self, action: Action, work: Any, shift: int | None = None) -> None:
         with self._naming(action, shift):
@@ -190,3 +199,6 @@ class Executor:
     ) -> StallError:
         shift = self._sent[-1][0] if shift is None else shift
         return stalled(self.rank, str(_Shifted(action, shift)), error, self.timeout_s, seconds)
+
+    def _stream(self, role: str) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[role]) if self._streams else contextlib.nullcontext()
