@@ -54,11 +54,11 @@ LAST_SHARE = 0.85  # of the steps; no kill comes later, so that the run is not o
 STARTING_S = 0.6  # the share of start-up in the seconds outside the steps
 FRAME = re.compile(r'File "[^"]*/oppo_megatron/([\w/]+\.py)", line (\d+) in (\w+)')
 PHASES = (
-    ("waiting for the critic", r"train/run_state\.py in settle"),
-    ("restoring", r"saving/(saver\.py in restore|resuming\.py)|resum"),
+    ("waiting for the critic", r"train/loop\.py in finish_step"),
+    ("restoring", r"train/loop\.py in (_?restore|load_state)|saving/resuming\.py|resum"),
     ("saving", r"train/saving/(saver\.py in (save|conclude)|writing\.py)"),
     ("update", r"train/(updates?|actor|critic)\.py"),
-    ("scores", r"train/score_exchange\.py|in _(gather_scores|finish_scoring)$"),
+    ("scores", r"train/score_exchange\.py|in _gather_scores$"),
     ("evaluation", r"train/evaluate\.py"),
     ("decode", r"engine/(rounds|executor|generation|scoring|stream)\.py"),
     ("ending", r"in _finish$"),

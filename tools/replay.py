@@ -41,7 +41,7 @@ from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rundir.metrics_log import iter_json_lines
 from oppo_megatron.train.actor import Actor, Critic
-from oppo_megatron.train.guards.guard import FORMAT, TENSORS, Facts, RejectedBatch
+from oppo_megatron.train.guard import FORMAT, TENSORS, Facts, RejectedBatch
 from oppo_megatron.train.roles import Topology, TrainedRole, build_topology, build_trained_role
 from oppo_megatron.train.update import History, UpdateSettings
 

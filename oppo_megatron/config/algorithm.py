@@ -180,19 +180,13 @@ class AlgorithmConfig(Section):
             if preset == "online_dpo" and found != value:
                 return f"algorithm.{name} is {found}, but algorithm.preset online_dpo is made of {value}; remove it"
             if preset != "online_dpo" and found == value:
-                return (
-                    f"algorithm.{name} is {found}, but algorithm.preset {preset} has no pairs; remove it, or choose preset "
-                    "online_dpo"
-                )
+                return f"algorithm.{name} is {found}, but algorithm.preset {preset} has no pairs; remove it, or use online_dpo"
         if self.critic and not critic:
-            return (
-                f"algorithm.baseline is critic, but algorithm.preset {preset} has none; remove it, or choose preset ppo with the "
-                "other choices set"
-            )
+            return f"algorithm.baseline is critic, but algorithm.preset {preset} has none; remove it, or choose preset ppo"
         if critic and not self.critic:
             return (
                 f"algorithm.baseline is {self.baseline}, but algorithm.preset {preset} is what trains a critic; remove it, or "
-                "choose a preset without one (reinforce_pp has no baseline, grpo a group's, remax a greedy response)"
+                "choose reinforce_pp (no baseline), grpo (a group's) or remax (a greedy response)"
             )
         return None
 

@@ -203,51 +203,37 @@ def _objective(config: TrainConfig) -> Iterator[str]:
         yield "ppo.clip_high is null, but algorithm.objective cispo weights log-probs by ratios up to 1 + it; set it (4 is usual)"
     if algorithm.objective == "plain" and (ppo.epochs > 1 or ppo.minibatches > 1):
         yield (
-            f"algorithm.objective is plain, whose gradient is that of the policy that sampled, but ppo.epochs {ppo.epochs} and "
-            f"ppo.minibatches {ppo.minibatches} make further updates of the same batch; set both to 1, or choose clip"
+            f"algorithm.objective is plain, for one optimizer step per batch, but ppo.epochs {ppo.epochs} and ppo.minibatches "
+            f"{ppo.minibatches} make more; lower both to 1, or choose clip"
         )
 
 
 def _kl(ppo: PPOConfig) -> Iterator[str]:
     """The gradient of k1 is the score function, whose expectation is 0."""
     if ppo.kl.mode == "loss" and ppo.kl.estimator == "k1" and ppo.kl.gradient == "estimator":
-        yield (
-            "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation, so that nothing would hold the "
-            "policy to the reference; set ppo.kl.estimator to k2, which has the KL's gradient, or to k3"
-        )
+        yield "ppo.kl.mode is loss: the gradient of ppo.kl.estimator k1 is 0 in expectation; set ppo.kl.estimator to k2, or k3"
     if ppo.kl.target is not None and ppo.kl.coefficient == 0 and ppo.kl.mode not in ("none", "margin"):
-        yield (
-            f"ppo.kl.target is {ppo.kl.target:g}, but ppo.kl.coefficient is 0, and a coefficient that is multiplied to follow "
-            "the target stays 0; raise the coefficient, or remove the target"
-        )
+        yield f"ppo.kl.target is {ppo.kl.target:g}, but a ppo.kl.coefficient of 0 stays 0; raise it, or remove the target"
 
 
 def _pairs(config: TrainConfig) -> Iterator[str]:
     mode, tokens = config.ppo.kl.mode, config.runtime.micro_batch_tokens
     if not config.algorithm.pairs:
         if mode == "margin":
-            yield (
-                f"ppo.kl.mode is margin, but algorithm.preset {config.algorithm.preset} has no pairs; choose penalty, score, "
-                "loss or none, or preset online_dpo"
-            )
+            preset = config.algorithm.preset
+            yield f"ppo.kl.mode is margin, but algorithm.preset {preset} has no pairs; choose another, or preset online_dpo"
         return
     if mode != "margin":
-        why = "without which no margin is known" if mode == "none" else "and has no term of the KL"
-        yield (
-            f"ppo.kl.mode is {mode}, but algorithm.preset online_dpo measures its pairs against the reference, {why}; remove it"
-        )
+        yield f"ppo.kl.mode is {mode}, but algorithm.preset online_dpo measures its pairs against the reference; remove it"
     if config.algorithm.scale != "none":
         yield f"algorithm.scale is {config.algorithm.scale}, but a pair has no advantage to be scaled; remove it"
     if config.ppo.mask_truncated:
-        yield (
-            "ppo.mask_truncated is true, but a pair needs both of its responses; remove it, or make cut responses the worse ones "
-            "with ppo.truncated_score"
-        )
+        yield "ppo.mask_truncated is true, but a pair needs both of its responses; remove it, or use ppo.truncated_score"
     longest = least_micro_batch(config)
     if longest // 2 <= tokens < longest:
         yield (
             f"runtime.micro_batch_tokens is {tokens}, but a pair may have {longest} tokens (twice data.max_prompt_tokens + "
-            f"rollout.max_response_tokens) and must fit, for it cannot be divided; raise it to {longest}, or lower the limits"
+            f"rollout.max_response_tokens) and must fit; raise it to {longest}, or lower the limits"
         )
 
 

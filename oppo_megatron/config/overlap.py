@@ -94,15 +94,10 @@ class OverlapConfig(CarryConfig):
     def _backfill_rules(self) -> Iterator[str]:
         every, tokens = self.backfill, self.chunk.tokens
         if every and not self.inter:
-            yield (
-                f"overlap.backfill is {str(every).lower()}, but overlap.inter is false, and without it a step ends with the "
-                "rollouts that it began with; set inter to true or backfill to false"
-            )
+            yield f"overlap.backfill is {str(every).lower()}, but overlap.inter is false; set inter to true or backfill to false"
         if not isinstance(every, bool) and every % tokens:
-            yield (
-                f"overlap.backfill is {every}, but must be a multiple of overlap.chunk.tokens {tokens} (rounds end where "
-                f"prompts enter); set it to {-(-every // tokens) * tokens}, or the chunk to a divisor of it"
-            )
+            multiple = -(-every // tokens) * tokens
+            yield f"overlap.backfill is {every}, but must be a multiple of overlap.chunk.tokens {tokens}; set it to {multiple}"
 
     @property
     def admission_period(self) -> int | None:

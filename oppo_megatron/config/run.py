@@ -142,9 +142,7 @@ class TrainSettings(RunConfig):
         if problem := self.algorithm.contradiction:
             raise ValueError(problem)
         if self.algorithm.critic and self.critic is None:
-            raise ValueError(
-                f"critic is missing, but algorithm.preset {preset} trains one; add the section, with checkpoint or init"
-            )
+            raise ValueError(f"critic is missing, but algorithm.preset {preset} trains one; add it, with checkpoint or init")
         if not self.algorithm.critic and self.critic is not None:
             raise ValueError(f"critic is given, but algorithm.preset {preset} has none; remove the section")
         if self.algorithm.pairs != (self.dpo is not None):
@@ -156,7 +154,7 @@ class TrainSettings(RunConfig):
         if mode == "none" and self.reference is not None:
             raise ValueError(
                 f"reference is given, but ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set), and nothing "
-                "reads it; remove the section, or set ppo.kl.mode to penalty, score or loss"
+                "reads it; remove the section, or set ppo.kl.mode"
             )
         return self
 

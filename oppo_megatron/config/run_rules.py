@@ -39,10 +39,7 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
     yield from _step_rewards(config)
     warming, steps = config.ppo.critic_warmup_steps, config.steps
     if warming and steps is not None and warming >= steps:
-        yield (
-            f"ppo.critic_warmup_steps is {warming}, but the run has {steps} steps, and the policy would never be trained; lower "
-            "it"
-        )
+        yield f"ppo.critic_warmup_steps is {warming}, but the run has {steps} steps: the policy would never be trained; lower it"
     for name, trained in config.trained.items():
         yield from trained.optimizer.rules(f"{name}.optimizer")
 
@@ -66,10 +63,7 @@ def heldout_rules(config: SupervisedConfig) -> Iterator[str]:
     evaluation = config.evaluation
     if evaluation is not None and (evaluation.data is None) == (evaluation.fraction is None):
         given = "neither" if evaluation.data is None else "both"
-        yield (
-            f"evaluation has {given} of data and fraction, but needs one: files of held-out rows, or the share of `data` that is "
-            "held out, as in evaluation.fraction=0.05"
-        )
+        yield f"evaluation has {given} of data and fraction, but needs one; give files, or a share as evaluation.fraction=0.05"
     else:
         yield from _standards(config)
 
@@ -84,25 +78,16 @@ def _fits(micro_batch_tokens: int, longest: int, what: str) -> Iterator[str]:
 
 def _rollback(config: TrainConfig) -> Iterator[str]:
     if config.guards.action == "rollback" and not config.checkpoint.every_steps:
-        yield (
-            "guards.action is rollback, but checkpoint.every_steps is 0, and checkpoints by the clock are too rare for it; set "
-            "checkpoint.every_steps, or choose skip or stop"
-        )
+        yield "guards.action is rollback, but checkpoint.every_steps is 0; set it, because checkpoints by the clock are too rare"
 
 
 def _filter(config: TrainConfig) -> Iterator[str]:
     if config.filter is None:
         return
     if not config.overlap.backfill:
-        yield (
-            "filter is set, but overlap.backfill is false, and nothing would take the places of groups that are dropped; set "
-            "overlap.backfill to true, or filter to null"
-        )
+        yield "filter is set, but overlap.backfill is false, and nothing would take the places of dropped groups; set it to true"
     if config.rollout.group_size == 1 and not config.algorithm.greedy:
-        yield (
-            "filter is set, but rollout.group_size is 1, and a response alone is always equally good: every group would be "
-            "dropped; set rollout.group_size to 2 or more, or filter to null"
-        )
+        yield "filter is set, but rollout.group_size is 1, and every group would be dropped; raise it, or set filter to null"
     known = [REWARD, *part_labels(config.rewards)]
     if config.filter not in known:
         near = difflib.get_close_matches(config.filter, known, n=1)
@@ -116,8 +101,8 @@ def _step_rewards(config: TrainConfig) -> Iterator[str]:
     scaling = config.ppo.reward_normalization
     if how in ("sum", "potential") and scaling != "none":
         yield (
-            f"ppo.reward_normalization is {scaling}, which scales the score of a response, but step_rewards {how} gives rewards "
-            "to its steps, which stay as they are; set ppo.reward_normalization=none, or step_rewards to last or min"
+            f"ppo.reward_normalization is {scaling}, but does not scale the rewards of steps (step_rewards {how}); set it to "
+            "none, or step_rewards to last or min"
         )
 
 
@@ -134,17 +119,11 @@ def _evaluation(config: TrainConfig) -> Iterator[str]:
     if len(models) > 1:
         yield "evaluation.metrics names the reward model more than once; once is enough"
     if models and config.reward is None:
-        yield (
-            "evaluation.metrics has a part of kind model or process, but the run has no reward model; add one to `rewards`, "
-            "or ask a service (`oppo serve`) with kind http"
-        )
+        yield "evaluation.metrics has a part of kind model or process, but the run has no reward model; add one to `rewards`"
     elif models:
         trained = next((part.kind for part in config.rewards if part.reads_model), models[0])
         if models[0] != trained:
-            yield (
-                f"evaluation.metrics has a part of kind {models[0]}, but in `rewards` the reward model has kind {trained}; write "
-                f"kind {trained}"
-            )
+            yield f"evaluation.metrics has a part of kind {models[0]}, but `rewards` one of kind {trained}; write kind {trained}"
     if evaluation.samples > 1 and evaluation.temperature == 0:
         yield f"evaluation.samples is {evaluation.samples}, but greedy responses are all the same; set evaluation.temperature"
 
@@ -159,10 +138,7 @@ def _standards(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
     if isinstance(rules.keep_best, str) and rules.keep_best != config.ALWAYS_MEASURED:
         yield from _metric("checkpoint.keep_best", rules.keep_best, config)
     if rules.keep_best is True and best_standard(config) is None:
-        yield (
-            "checkpoint.keep_best is true, but nothing is measured during the run; set evaluation.every_steps, and "
-            "evaluation.fraction or evaluation.data"
-        )
+        yield "checkpoint.keep_best is true, but nothing is measured during the run; set evaluation.every_steps"
 
 
 def _metric(key: str, text: str, config: TrainConfig | SupervisedConfig) -> Iterator[str]:
@@ -180,14 +156,10 @@ def _preferences(config: SupervisedConfig) -> Iterator[str]:
         if tokens < longest:
             yield (
                 f"runtime.micro_batch_tokens is {tokens}, but a pair may have {longest} tokens (twice max_tokens "
-                f"{config.max_tokens}) and must fit, for it cannot be divided; raise it to {longest}, or lower max_tokens to "
-                f"{tokens // 2}"
+                f"{config.max_tokens}) and must fit; raise it to {longest}, or lower max_tokens to {tokens // 2}"
             )
     if isinstance(config, KTOConfig) and config.kto.loss == "kto" and config.batch_size < 2:
-        yield (
-            "batch_size is 1, but kto.loss kto compares a completion with those of other rows of its batch; raise it (32 is "
-            "usual), or choose kto.loss=apo_zero_unpaired"
-        )
+        yield "batch_size is 1, but kto.loss kto compares rows of a batch; raise it, or choose kto.loss=apo_zero_unpaired"
     if isinstance(config, PreferenceConfig) and (
         config.model.fresh_head or (config.reference is not None and config.reference.fresh_head)
     ):

@@ -40,10 +40,7 @@ class ServeConfig(Section):
 
     def rules(self) -> Iterator[str]:
         if self.token_env is None and self.host != "localhost" and not is_loopback(self.host):
-            yield (
-                f"host is {self.host!r}, which others can reach, but token_env is not set; name an environment variable that "
-                "holds a token, or listen on 127.0.0.1"
-            )
+            yield f"host is {self.host!r}, which others can reach, but token_env is not set; set it, or listen on 127.0.0.1"
         if self.reward is None:
             if self.streams:
                 yield "neither rewards nor reward is given, so there is nothing to serve; add parts of a reward, or a model"

@@ -1,7 +1,6 @@
-"""Tuner of the chunk size: tries a few sizes on different steps and keeps the one that takes the least time for its work.
+"""Tries a few chunk sizes on different steps and keeps the one that takes the least time for its work.
 
-Steps differ in work: one whose batch waits for a single long response needs many decode steps for few tokens.  So a
-step's seconds are compared with the prediction for its decode steps and tokens by a law fitted to all rounds.
+Steps differ in work, so a step's seconds are compared with those of a law fitted to all rounds.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class DecodeLaw:
         self.add_sums(*products)
 
     def add_sums(self, *sums: float) -> None:
-        """Add the sums of other rounds, in the order of the fields."""
         for name, value in zip(self.__slots__, sums, strict=True):
             setattr(self, name, getattr(self, name) + value)
 
@@ -41,9 +39,6 @@ class DecodeLaw:
         return [getattr(self, name) for name in self.__slots__]
 
     def seconds(self, steps: int, tokens: int) -> float:
-        """Decoding time predicted by the fit, above 0; proportional to tokens before any round and if steps and tokens never
-        vary.
-        """
         determinant = self.steps_steps * self.tokens_tokens - self.steps_tokens**2
         if determinant > 1e-9 * self.steps_steps * self.tokens_tokens:
             a = (self.steps_seconds * self.tokens_tokens - self.tokens_seconds * self.steps_tokens) / determinant
@@ -58,10 +53,7 @@ class DecodeLaw:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Cost of a step up to its scores: `seconds`, for the given decode steps and tokens; `rounds` are the measured rounds.
-
-    Work on the actor's update that precedes the scores is left out.
-    """
+    """`seconds` of a step up to its scores, without work on the actor's update, and the law of its `rounds`."""
 
     seconds: float
     steps: int
@@ -70,38 +62,24 @@ class StepCost:
 
 
 @dataclass(slots=True)
-class Trials:
-    """Cost of the steps spent on one candidate."""
-
-    seconds: float = 0.0
-    steps: int = 0
-    tokens: int = 0
-
-    def ratio(self, law: DecodeLaw) -> float:
-        """Seconds over those that the law has for this work."""
-        return self.seconds / law.seconds(self.steps, self.tokens)
-
-
-@dataclass(slots=True)
 class Search:
-    """One search under way.  Candidates take turns, so that a drift of response lengths affects all of them equally."""
+    """Candidates take turns, so that a drift of response lengths affects all of them equally."""
 
     candidates: list[int]
     num_steps: int
-    num_measured: int = 0
-    costs: dict[int, Trials] = field(default_factory=dict)
+    measured: list[StepCost] = field(default_factory=list)
 
     @property
     def current(self) -> int:
-        """The candidate whose turn it is."""
-        return self.candidates[self.num_measured % len(self.candidates)]
+        return self.candidates[len(self.measured) % len(self.candidates)]
 
-    def measure(self, cost: StepCost) -> None:
-        trials = self.costs.setdefault(self.current, Trials())
-        trials.seconds += cost.seconds
-        trials.steps += cost.steps
-        trials.tokens += cost.tokens
-        self.num_measured += 1
+    def ratios(self, law: DecodeLaw) -> dict[int, float]:
+        found = {}
+        for place, size in enumerate(self.candidates):
+            costs = self.measured[place :: len(self.candidates)]
+            work = law.seconds(sum(cost.steps for cost in costs), sum(cost.tokens for cost in costs))
+            found[size] = sum(cost.seconds for cost in costs) / work
+        return found
 
 
 TRIALS = 1
@@ -109,26 +87,18 @@ TRIALS = 1
 
 
 def candidates(config: ChunkConfig, settled: int, longest: int) -> list[int]:
-    """The sizes that a search compares: those configured and the one in force, none beyond the response limit."""
     return sorted({min(size, longest) for size in [*config.candidates, settled]})
 
 
 def first_settled_step(config: ChunkConfig, longest: int) -> int:
-    """The step, from 1, that is the first to have the size which the first search has found."""
     count = len(candidates(config, min(config.tokens, longest), longest))
     return 2 + count * TRIALS if config.adaptive and count > 1 else 1
 
 
 class ChunkTuner:
-    """Sets the chunk size (decode steps per round) from measured steps; it reads no clock of its own.
+    """Sets the chunk size (decode steps per round) from measured steps, of which the first only warms up.
 
-    ::
-
-        settled --(1 step after the start, then every `period` steps)--> searching
-        searching --(every candidate measured on `trials` steps)--> settled
-
-    The first step only warms up, so that one-time costs are not taken for a candidate's.  `longest` is the response
-    limit in tokens: a chunk cannot be longer.  A step that decoded nothing says nothing: its candidate is tried again.
+    A search starts every `period` steps.  `longest` is the response limit in tokens.
     """
 
     def __init__(self, config: ChunkConfig, longest: int, trials: int = TRIALS, period: int = SEARCH_STEPS):
@@ -141,25 +111,20 @@ class ChunkTuner:
 
     @property
     def value(self) -> int:
-        """Chunk size of the coming step, in tokens of each sequence."""
         return self._search.current if self._search else self._settled
 
     def observe(self, step: int, cost: StepCost) -> Decision:
-        """Take what `step` cost at `value` and decide for the next step."""
+        """Take the cost of `step` at `value` and decide for the next step."""
         assert math.isfinite(cost.seconds) and cost.seconds >= 0 and cost.tokens >= 0, f"step {step}: {cost}"
         before = self.value
         reason = self._advance(cost) if self._config.adaptive else f"chunk is fixed at {self._settled}"
         return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, in plain JSON types.
-
-        A search under way is not kept: it starts again after the first step of the resumed run, which warms up again.
-        """
+        """A search under way is not kept: the resumed run warms up and starts it again."""
         return {"value": self._settled, "steps_to_search": 1 if self._search else self._steps_to_search}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; a chunk size that is fixed by the configuration stays as configured."""
         if self._config.adaptive:
             self._settled = min(state["value"], self._longest)
         self._steps_to_search = state["steps_to_search"]
@@ -185,10 +150,11 @@ class ChunkTuner:
     def _measure(self, search: Search, cost: StepCost) -> str:
         if cost.tokens == 0:
             return f"nothing was decoded, chunk {search.current} is tried again"
-        search.measure(cost)
-        if search.num_measured < search.num_steps:
-            return f"search tries chunk {search.current} ({search.num_measured} of {search.num_steps} steps measured)"
-        ratios = {size: trials.ratio(self._law) for size, trials in search.costs.items()}
+        search.measured.append(cost)
+        done = len(search.measured)
+        if done < search.num_steps:
+            return f"search tries chunk {search.current} ({done} of {search.num_steps} steps measured)"
+        ratios = search.ratios(self._law)
         self._settled = min(search.candidates, key=lambda size: (ratios[size], size))
         self._search, self._law = None, DecodeLaw()  # the next search uses the measurements until then
         figures = ", ".join(f"{size}: {ratios[size]:.4g}" for size in search.candidates)

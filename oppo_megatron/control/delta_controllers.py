@@ -1,11 +1,7 @@
-"""Controllers of delta, the number of prompts decoded beyond the batch.
-
-Legend: R_t is the mean reward of step t's batch, W (w in eq. 4) the window in steps.
+"""Controllers of delta, the number of prompts decoded beyond the batch (docs/algorithm.md).
 
 The OPPO paper gives two rules that disagree in sign: eq. 4 increases delta while the reward improves, line 24 of Algorithm 1
-decreases it.  The paper's text (delta decays to its minimum as training converges) agrees with eq. 4, the default.
-
-Signals are the same numbers on all ranks (`StepSignals`), so every rank makes the same decision.
+decreases it.  The paper's text agrees with eq. 4, the default.  R_t is the mean reward of step t, W the window in steps.
 """
 
 from __future__ import annotations
@@ -27,8 +23,6 @@ from oppo_megatron.records import TIE, Decision, StepSignals
 
 
 class DeltaController(ABC):
-    """Sets delta for each step from the signals of the step before.  `value` is delta for the next step."""
-
     def __init__(self, config: DeltaConfig):
         self._config = config
         self._value = config.initial
@@ -38,7 +32,6 @@ class DeltaController(ABC):
         return self._value
 
     def observe(self, step: int, signals: StepSignals) -> Decision:
-        """Decide delta for the step after `step`."""
         reward = signals.reward_mean
         assert math.isfinite(reward), f"step {step}: mean reward {reward} should have been refused earlier"
         before = self._value
@@ -46,7 +39,6 @@ class DeltaController(ABC):
         return Decision(self._value, f"step {step}: {reason}", self._value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of a resumed run, in plain JSON types."""
         return {"rule": self._config.rule, "value": self._value, **self._memory()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -63,13 +55,12 @@ class DeltaController(ABC):
     def _take(self, signals: StepSignals) -> tuple[int, str]:
         """Return the new delta and the reason."""
 
-    @abstractmethod
     def _memory(self) -> dict[str, Any]:
         """The rule's state besides delta."""
+        return {}
 
     @abstractmethod
-    def _recall(self, state: dict[str, Any]) -> None:
-        """Restore the state that `_memory` returned."""
+    def _recall(self, state: dict[str, Any]) -> None: ...
 
     def _clip(self, delta: int) -> int:
         return max(0, min(self._config.max, delta))
@@ -79,15 +70,14 @@ class DeltaController(ABC):
 
 
 class RewardDelta(DeltaController):
-    """Delta from the trend of the rewards.  A rule keeps only the past rewards that it still needs."""
+    """Delta from the trend of the rewards."""
 
     def __init__(self, config: DeltaConfig):
         super().__init__(config)
         self._rewards: list[float] = []
 
     @abstractmethod
-    def _decide(self) -> tuple[int, str]:
-        """Return the new delta and the reason; the last of `_rewards` is of the step just observed."""
+    def _decide(self) -> tuple[int, str]: ...
 
     def _take(self, signals: StepSignals) -> tuple[int, str]:
         self._rewards.append(signals.reward_mean)
@@ -100,7 +90,6 @@ class RewardDelta(DeltaController):
         self._rewards = list(state["rewards"])
 
     def _follow(self, slope: float, figures: str) -> tuple[int, str]:
-        """Eq. 4's two cases."""
         old = self._value
         change = 1 if slope > 0 else -1
         new = self._clip(old + change)
@@ -112,7 +101,7 @@ class RewardDelta(DeltaController):
 
 
 class Eq4Delta(RewardDelta):
-    """Eq. 4 in each step, with the windowed means of Algorithm 1 (line 22): slope = mean(last W rewards) - mean(W before)."""
+    """Eq. 4 with the windowed means of Algorithm 1 (line 22)."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -140,7 +129,7 @@ class Algorithm1Delta(RewardDelta):
 
 
 class Eq4LiteralDelta(RewardDelta):
-    """Eq. 4 in each step as printed; its mean of differences telescopes to s_t = (R_t - R_{t-w}) / w."""
+    """Eq. 4 as printed; its mean of differences telescopes to s_t = (R_t - R_{t-w}) / w."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -153,13 +142,8 @@ class Eq4LiteralDelta(RewardDelta):
 
 
 class FixedDelta(DeltaController):
-    """Delta as configured.  Plain PPO is `fixed` at 0."""
-
     def _take(self, signals: StepSignals) -> tuple[int, str]:
         return self._value, f"delta is fixed at {self._value}"
-
-    def _memory(self) -> dict[str, Any]:
-        return {}
 
     def _recall(self, state: dict[str, Any]) -> None:
         self._value = self._config.initial
@@ -169,10 +153,7 @@ RULE = Signature(("signals", "delta", "memory"), "number")
 
 
 class CustomDelta(DeltaController):
-    """Delta by a user's function (signals, delta, memory) -> the next delta, which is held to 0..`max` (docs/extending.md).
-
-    `memory` is a dict of plain JSON types, empty at first, that the function may change; checkpoints keep it.
-    """
+    """Delta by a user's function (signals, delta, memory) -> the next delta (docs/extending.md)."""
 
     def __init__(self, config: DeltaConfig):
         super().__init__(config)
@@ -203,20 +184,14 @@ class CustomDelta(DeltaController):
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A growth beyond `delta` was reverted because of `signal`.
-
-    `level`: the signal's worst value over a whole window at the current delta; None before the first window.
-    """
+    """A growth beyond `delta` was reverted because of `signal`; `level` is its worst value over a window at the current delta."""
 
     delta: int
     signal: str
     level: float | None = None
 
     def after(self, now: float, band: float) -> Ceiling | None:
-        """Return the ceiling after a window with signal `now`; None once it is better than the worst one by more than `band`.
-
-        Comparing with the first window instead would forbid growth for good if that one was good by chance.
-        """
+        """Return the ceiling after a window with signal `now`; None once it is better than the worst one by more than `band`."""
         if self.level is None:
             return replace(self, level=now)
         if self.signal == "length_gap":
@@ -226,13 +201,6 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of the signals of `measured`.
-
-    `target_waste`: share of the decode batch that may run empty; above it delta grows.  `dead_band`: delta stays while the
-    waste is within this distance of its target.  `ess_floor`, `length_gap_cap`: delta shrinks at once if the effective
-    sample size is below, or if over a window the trained responses are shorter than the submitted ones by a larger share.
-    """
-
     target_waste: float = 0.35
     dead_band: float = 0.05
     ess_floor: float = 0.8
@@ -246,23 +214,10 @@ BOUNDS = Bounds()
 
 
 class MeasuredDelta(DeltaController):
-    """Delta from the measured benefit and cost of overcommitment.
+    """Delta from the measured benefit (less tail waste) and cost (stale tokens, shorter responses) of overcommitment.
 
-    The benefit is less *tail waste*: places of the decode batch that run empty while the longest responses end.  The cost is
-    bias: tokens of older policies (`ess`, effective sample size) and batches of the shorter responses (*length gap*).
-    Laws, held by the tests, with W = `window`, band = `dead_band`:
-
-    1. Bias first.  If the step's ess is below `ess_floor`, or the mean length gap of the last W steps above
-       `length_gap_cap`, delta shrinks by `decrease` in that step.
-    2. Otherwise delta moves once every W steps, by their mean waste: above `target_waste` + band it grows by `increase`, if
-       no step of the W broke a bound; below `target_waste` - band it shrinks by `decrease`; in between it stays.
-    3. A growth that is reverted within its first W steps is not repeated until the signal that forbade it is better, by more
-       than the band, than its worst value at the current delta.
-    4. Delta never leaves 0..`max`.
-    5. Convergence: if the signals are functions of delta, delta converges.  A growth that survives its first W steps is then
-       permanent, and a reverted one lowers the ceiling of law 3 for good: so finitely many are reverted.
-    6. Monotone: of two steps in the same state, the one with more waste never gets the smaller delta, and the one with less
-       ess or a larger length gap never the larger one.  The same holds for whole histories while none has a ceiling.
+    The laws of docs/algorithm.md, "Delta from measured signals".  A growth that survives its first W steps is permanent if the
+    signals are functions of delta, and a reverted one lowers the ceiling of law 3 for good: so delta converges (law 5).
     """
 
     def __init__(self, config: DeltaConfig, bounds: Bounds = BOUNDS):
@@ -291,7 +246,6 @@ class MeasuredDelta(DeltaController):
         return new, reason
 
     def _broken_bound(self, signals: StepSignals) -> tuple[str, str] | None:
-        """Return the bias signal that is out of bounds, and its figures."""
         bounds, gap = self._bounds_of, self._mean("length_gap")
         if not signals.ess >= bounds.ess_floor:
             return "ess", f"ess {signals.ess:.3f} is below its floor of {bounds.ess_floor:g}"
@@ -301,7 +255,6 @@ class MeasuredDelta(DeltaController):
         return None
 
     def _weigh_waste(self, signals: StepSignals) -> tuple[int, str]:
-        """Law 2, at the end of a window."""
         config, bounds, waste = self._config, self._bounds_of, self._mean("tail_waste")
         low, high = bounds.target_waste - bounds.dead_band, bounds.target_waste + bounds.dead_band
         measured = f"tail waste {waste:.3f} over {config.window} steps is"
@@ -336,7 +289,6 @@ class MeasuredDelta(DeltaController):
         return new, f"{figures}: delta {old} +1 -> {new}{self._bounds()}"
 
     def _ceiling_now(self) -> Ceiling | None:
-        """Return the ceiling at the end of a window (law 3)."""
         if self._ceiling is not None:
             self._ceiling = self._ceiling.after(self._mean(self._ceiling.signal), self._bounds_of.dead_band)
         return self._ceiling
@@ -391,6 +343,5 @@ RULES: dict[str, type[DeltaController]] = {
 
 
 def make_delta_controller(config: DeltaConfig) -> DeltaController:
-    """Return the controller of `config.rule`.  Raises ConfigError for a function that cannot be loaded."""
     rule = RULES.get(config.rule)
     return CustomDelta(config) if rule is None else rule(config)

@@ -1,6 +1,6 @@
-"""Means over prompts with their standard errors.  Pure.
+"""Held-out metrics: means with standard errors, and early stopping.
 
-Several responses to a prompt are not independent of each other, so a prompt counts once, with the mean over its responses.
+Responses to a prompt are not independent, so a prompt counts once, with the mean over its responses.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from oppo_megatron.config.evaluation import EarlyStopConfig
 
 Figures = dict[str, tuple[float, float | None]]
 """Mean and standard error of each metric."""
@@ -24,13 +27,12 @@ class Estimate:
 
 
 def estimate(by_prompt: Mapping[int, Sequence[float]]) -> Estimate:
-    """The mean over prompts of the mean over each prompt's responses."""
     means = [fmean(values) for values in by_prompt.values()]
     return _of(means)
 
 
 def paired_difference(before: Mapping[int, Sequence[float]], after: Mapping[int, Sequence[float]]) -> Estimate:
-    """The estimate of `after` - `before` on the same prompts; their difficulty cancels out, so it is surer than two means."""
+    """Estimate `after` - `before` on the same prompts; their difficulty cancels out."""
     assert before.keys() == after.keys(), "both have answered the same prompts"
     return _of([fmean(after[prompt]) - fmean(before[prompt]) for prompt in before])
 
@@ -41,9 +43,7 @@ def _of(means: Sequence[float]) -> Estimate:
 
 
 def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
-    """Sums over rows of `width` numbers that can be added over ranks: the row count, the sums, and the sums of the products
-    with the first number and with themselves.
-    """
+    """Row count, and of each of `width` columns the sums of values, of products with the first column, and of squares."""
     sums, by_weight, squares = [0.0] * width, [0.0] * width, [0.0] * width
     for row in table:
         for column, value in enumerate(row):
@@ -54,10 +54,9 @@ def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
 
 
 def ratios(moments: Sequence[float], width: int) -> list[tuple[float, float | None]]:
-    """For each number after the first: its mean per unit of the first (the row's weight), and the mean's standard error.
+    """For each column after the first: its mean per unit of the first (the row's weight), and the mean's standard error.
 
-    Rows are the sampled units.  The ratio estimator's error, of sums v and weights w over n rows with m = sum v / sum w, is
-    sqrt(n / (n - 1) * sum (v - m w)^2) / sum w; None for a single row.
+    Of sums v and weights w over n rows with m = sum v / sum w the error is sqrt(n / (n - 1) * sum (v - m w)^2) / sum w.
     """
     n, parts = moments[0], [moments[1 + k * width : 1 + (k + 1) * width] for k in range(3)]
     sums, by_weight, squares = parts
@@ -67,3 +66,48 @@ def ratios(moments: Sequence[float], width: int) -> list[tuple[float, float | No
         spread = max(0.0, squares[column] - 2 * mean * by_weight[column] + mean * mean * squares[0])
         found.append((mean, math.sqrt(n / (n - 1) * spread) / weight if n > 1 else None))
     return found
+
+
+class Best(NamedTuple):
+    step: int
+    value: float
+
+
+class EarlyStop:
+    """`due` once `patience` values in a row were no better than the best.  NaN is not better."""
+
+    def __init__(self, config: EarlyStopConfig):
+        self.config = config
+        self.best: Best | None = None
+        self.worse = 0
+        self.last: Best | None = None
+
+    @property
+    def due(self) -> bool:
+        return self.worse >= self.config.patience
+
+    def observe(self, step: int, value: float) -> bool:
+        self.last = Best(step, value)
+        gain = math.inf if self.best is None else self.config.standard.gain(value, self.best.value)
+        better = not math.isnan(value) and gain > 0
+        if better:
+            self.best, self.worse = self.last, 0
+        else:
+            self.worse += 1
+        return better
+
+    def describe(self) -> str:
+        assert self.last is not None
+        best = "never a number" if self.best is None else f"best {self.best.value:.4g} at step {self.best.step}"
+        metric = self.config.standard.metric
+        return (
+            f"stopped early at step {self.last.step}: {metric} {self.last.value:.4g}, no better in {self.worse} "
+            f"evaluations; {best}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "worse": self.worse, "last": self.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.last = (None if state[name] is None else Best(*state[name]) for name in ("best", "last"))
+        self.worse = state["worse"]

@@ -1,7 +1,4 @@
-"""Guards of a step's numbers: the figures are the same on every rank, and so is the decision.  Pure.
-
-A non-finite figure takes precedence over all limits.
-"""
+"""Rules for a step's numbers, the same on every rank.  A non-finite figure takes precedence over all limits."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Breach:
-    """A rule that a figure breaks.
-
-    `limit` is None if the figure is not finite; `detail`, if any, is then the whole message.
-    """
+    """A rule that a figure breaks.  `limit` is None if the figure is not finite; `detail`, if any, is then the whole message."""
 
     rule: str
     figure: str
@@ -49,7 +43,6 @@ class Breach:
 
     @property
     def reason(self) -> str:
-        """One clause: value and rule."""
         if self.figure == "batch":
             return self.detail.partition(";")[0]
         if self.limit is None:
@@ -64,11 +57,10 @@ class Breach:
 
     @property
     def message(self) -> str:
-        """Value, rule and remedy."""
         return self.detail or f"{self.reason}: {REMEDIES[self.rule]}"
 
     def encode(self) -> list[float]:
-        """`CODE_SIZE` numbers that `decode` makes a breach of, `detail` left out."""
+        """Return `CODE_SIZE` numbers, from which `decode` makes the breach without `detail`."""
         limit = math.nan if self.limit is None else self.limit
         return [1 + RULES.index(self.rule), FIGURES.index(self.figure), self.value, limit]
 
@@ -91,23 +83,18 @@ def first(breaches: Iterable[Breach | None]) -> Breach | None:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules in force; `gap_limit` is `guards.logprob_gap` in numbers."""
-
     config: GuardsConfig
     gap_limit: float | None
 
     @property
     def undo_updates(self) -> bool:
-        """True if a completed update may have to be undone."""
         return self.config.action == "skip"
 
     @property
     def agree_on_updates(self) -> bool:
-        """True if all ranks have to know what one of them finds wrong with its update."""
         return self.config.action != "stop"
 
     def check(self, figures: Mapping[str, float]) -> Breach | None:
-        """The first breach among the figures that are there."""
         known = {name: figures[name] for name in FIGURES if name in figures}
         for name, value in known.items():
             if not math.isfinite(value):
@@ -123,5 +110,4 @@ class Rules:
 
 
 def non_finite(figure: str, value: float, detail: str = "") -> Breach:
-    """Return the breach of a figure that is not finite."""
     return Breach("non_finite", figure, value, None, detail)

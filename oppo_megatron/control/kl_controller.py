@@ -15,10 +15,9 @@ GAIN = 0.1
 
 
 class KLController:
-    """Coefficient of the KL to the reference policy.
+    """Coefficient (beta) of the KL to the reference policy.
 
-    Adaptive (Ziegler et al. 2019): e = clip((KL - target) / target, -0.2, 0.2) and beta <- beta * (1 + 0.1 e) after every step,
-    whatever the size of its batch.
+    Adaptive (Ziegler et al. 2019): e = clip((KL - target) / target, -0.2, 0.2) and beta <- beta * (1 + 0.1 e) after every step.
     """
 
     def __init__(self, config: KLConfig):
@@ -26,11 +25,9 @@ class KLController:
 
     @property
     def value(self) -> float:
-        """Coefficient for the coming step."""
         return self._value
 
     def observe(self, kl_per_response: float) -> float:
-        """Take the mean KL of a batch's responses (nats); return the coefficient that follows."""
         assert math.isfinite(kl_per_response), f"KL per response {kl_per_response} should have been refused earlier"
         if self._target is not None:
             error = kl_per_response / self._target - 1
@@ -38,10 +35,8 @@ class KLController:
         return self._value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, in plain JSON types."""
         return {"value": self._value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; a coefficient that is fixed by the configuration stays as configured."""
         if self._target is not None:
             self._value = state["value"]

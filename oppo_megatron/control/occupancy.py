@@ -1,4 +1,4 @@
-"""Signals for controlling delta, from facts that are the same on every rank: chunks and responses, never seconds."""
+"""Signals for controlling delta, from chunks and responses, never seconds: they are the same on every rank."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from oppo_megatron.records import Rollout
 
 
 class Occupancy:
-    """How full the decode batch was in the rollout phase of a step, computed from its chunks.
+    """How full the decode batch was in the rollout phase of a step.
 
-    A sequence gets one token per decode step while it runs, so a row of n tokens ran in the n steps up to its finish
-    clock, or up to the chunk's clock if it has not ended.  What was carried, admitted late or cut off needs no care.
+    A row of n tokens ran in the n decode steps up to its finish clock, or to the chunk's clock if it has not ended.
     """
 
     def __init__(self, clock: int):
-        """`clock` is the logical clock at which the phase begins."""
         self._clock = clock
         self._num_steps = self._num_tokens = self._width = 0
 
     def record(self, chunk: Chunk, since: int | None = None) -> None:
-        """The next chunk of the phase; `since`: when it began, if the clock passed by while nothing was decoded."""
+        """Add the phase's next chunk; `since`: when it began, if the clock passed by while nothing was decoded."""
         rows = chunk.rows
         ends = np.where(rows.finish_clocks == GOES_ON, chunk.clock, rows.finish_clocks)
         self._num_steps += chunk.clock - (self._clock if since is None else since)
@@ -34,12 +32,10 @@ class Occupancy:
         self._clock = chunk.clock
 
     def state_dict(self) -> dict[str, Any]:
-        """Within a phase, in plain JSON types."""
         return {"clock": self._clock, "steps": self._num_steps, "tokens": self._num_tokens, "width": self._width}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Occupancy:
-        """Continue a phase from its saved state."""
         occupancy = cls(state["clock"])
         occupancy._num_steps, occupancy._num_tokens = state["steps"], state["tokens"]
         occupancy._width = state["width"]
@@ -47,7 +43,6 @@ class Occupancy:
 
     @property
     def num_steps(self) -> int:
-        """Decode steps so far."""
         return self._num_steps
 
     @property
@@ -57,7 +52,6 @@ class Occupancy:
 
 
 def _most_running(counts: Ints, ends: Ints) -> int:
-    """Largest number of rows that ran at once, if each ran in `counts` steps up to its clock in `ends`."""
     if not len(counts):
         return 0
     starts = ends - counts
@@ -69,7 +63,7 @@ def _most_running(counts: Ints, ends: Ints) -> int:
 def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
     """Share by which the trained responses are shorter than all that were submitted, on average; below 0: longer.
 
-    A carried response counts with its tokens so far, so the gap is a lower bound while any is unfinished.
+    A carried response counts with its tokens so far, so this is a lower bound.
     """
     lengths: list[int] = columns_of(trained).response_tokens.tolist()
     submitted: list[int] = lengths + columns_of(carried).response_tokens.tolist()
@@ -77,12 +71,7 @@ def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
 
 
 def group_length_gap(trained: Sequence[Rollout], group_size: int) -> float | None:
-    """Share by which the responses to a prompt are shorter than the longest of them, the mean over groups; None without
-    groups.
-
-    A group has finished with its last response: for that share of its time the places of its other responses are empty or
-    reused.  `trained` holds whole groups, side by side.
-    """
+    """Mean share by which a prompt's responses are shorter than its longest; None without groups."""
     if group_size == 1:
         return None
     lengths_GN = columns_of(trained).response_tokens.reshape(-1, group_size)

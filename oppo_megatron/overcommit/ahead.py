@@ -1,7 +1,4 @@
-"""The rest of a resumed run: the prompts that it still admits, and whether it may continue.
-
-A step trains B rollouts, so `steps` steps need (steps - done) * B more; the buffer holds some of them already.
-"""
+"""The rest of a resumed run: the prompts that it still admits, and whether it may continue."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ from oppo_megatron.overcommit.readiness import needed_batch
 
 @dataclass(frozen=True)
 class Ahead:
-    """`done` steps are trained, prompts before `position` of the stream admitted, and `held` rollouts of these not trained yet.
-
-    `left_out` are positions that are passed over.  A run that begins has none of these.
-    """
+    """`done` trained steps, admitted prompts (before `position`, except `left_out`), and `held` rollouts in flight."""
 
     done: int = 0
     position: int = 0
@@ -29,24 +23,19 @@ class Ahead:
 
     @property
     def given(self) -> int:
-        """Prompts of the stream admitted so far."""
         return self.position - sum(each < self.position for each in self.left_out)
 
     def limit(self, steps: int | None, batch_size: int) -> int | None:
-        """Prompts of the stream, those admitted included, that `steps` steps in all need; None if only the data end the run."""
+        """Admitted prompts and those still needed for `steps` steps in all; None if only the data end the run."""
         if steps is None:
             return None
         return self.given + max(0, (steps - self.done) * batch_size - self.held)
 
     def to_train(self, steps: int | None, batch_size: int) -> int | None:
-        """Rollouts that are left to train; None if only the data end the run."""
         return None if steps is None else max(0, steps - self.done) * batch_size
 
     def total_steps(self, steps: int | None, planned: int | None, batch_size: int) -> int:
-        """Steps of the whole run, of a stream of `planned` prompts; only the last may have fewer than `batch_size` rows.
-
-        `planned` None: it has no end, and `steps` do.  A filter may leave fewer.
-        """
+        """Steps of the whole run over a stream of `planned` prompts (None: endless); a filter may leave fewer."""
         if planned is None:
             assert steps is not None, "something ends a run"
             return steps
@@ -58,7 +47,6 @@ NEW_RUN = Ahead()
 
 
 def require_resumable(done: int, steps: int | None) -> None:
-    """Raise CheckpointError if the checkpoint is of a later step than the run is to have."""
     if steps is not None and steps < done:
         raise CheckpointError(
             f"steps is {steps}, but the checkpoint was saved after step {done}: there is no way back to fewer steps; set "
@@ -67,7 +55,6 @@ def require_resumable(done: int, steps: int | None) -> None:
 
 
 def require_prompts(ahead: Ahead, most: int | None, a_pass: int) -> None:
-    """Raise CheckpointError if the run has admitted prompts after `most`, the end of passes of `a_pass` prompts."""
     if most is not None and ahead.position > most:
         passes = math.ceil(ahead.position / a_pass)
         raise CheckpointError(
@@ -78,7 +65,6 @@ def require_prompts(ahead: Ahead, most: int | None, a_pass: int) -> None:
 
 
 def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: int) -> None:
-    """Raise CheckpointError if a run that has ended has nothing more to train; `most` as above."""
     ends = [end for end in (ahead.limit(steps, batch_size), most) if end is not None]
     if ahead.total_steps(steps, min(ends), batch_size) <= ahead.done:
         raise CheckpointError(
@@ -88,7 +74,6 @@ def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: 
 
 
 def require_bounded_deferrals(deferrals: Sequence[int], groups: int, group_size: int, max_staleness: int) -> None:
-    """Raise CheckpointError if groups with these deferrals cannot all be trained in time in batches of `groups`."""
     if max(deferrals, default=0) > max_staleness:
         raise CheckpointError(
             f"overlap.max_staleness is {max_staleness}, but the checkpoint holds a rollout that was deferred "

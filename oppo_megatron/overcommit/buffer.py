@@ -1,12 +1,7 @@
 """The rollout buffer: holds growing rollouts and selects the ones of a step's batch.
 
-Legend: a *group* is the n responses to one prompt (n is 1 in plain PPO, and a group a rollout); a batch has B groups, delta is
-the number of groups decoded beyond it, *clock* the logical clock (decode steps since the run began).  Nothing here depends on
-wall time or on the size of a chunk, so a batch can be repeated.
-
-Rollouts are decoded, groups are admitted, deferred and trained: a group has finished with the last of its rollouts.
-
-Life of a group::
+Legend: a *group* is the n responses to one prompt (n is 1 in plain PPO); a batch has B groups, delta is the number of groups
+decoded beyond it, *clock* the decode steps since the run began.  Nothing depends on wall time or on the size of a chunk.
 
       admit            record                record with              take_batch
     ---------> waiting --------> decoding ---------------> finished -----------> trained (left the buffer)
@@ -14,26 +9,19 @@ Life of a group::
                +----+            +----+                    +----+
               deferred          deferred                  deferred (a surplus finisher)
 
-Every `take_batch` defers what it leaves: `deferrals` + 1, all tokens kept.  No group is trained with more than η deferrals
-(`max_staleness`): the batch waits for the groups that may not be deferred again, and for as many of the next oldest as must
-not fall due with them (`staleness.py`).
-
 Invariants (held by the unit tests):
 
 1. Every admitted group leaves the buffer once, whole, in exactly one batch, with every token that was recorded for it.
-2. Admission never makes the buffer hold more than B + delta.  A smaller delta drops nothing: the buffer drains.
-   With backfill, which also admits within a step, finished rollouts make room for others: admission never makes the
-   buffer hold more than n (B + delta) unfinished rollouts, nor more than 2B groups in all (with delta > B: than B + delta and
-   (η + 1) B).
+2. Admission never makes the buffer hold more than B + delta.  A smaller delta drops nothing: the buffer drains.  With backfill
+   the limits are n (B + delta) unfinished rollouts and 2B groups in all (with delta > B: B + delta and (η + 1) B).
 3. A batch has B groups; only after the end of the prompts may the last one have fewer.
-4. Apart from groups that the batch had to wait for, every group of a batch finished no later than any group left in the
-   buffer (ties: by admission).
-5. While delta <= η B (with backfill: always), no group is trained with more than η deferrals.
+4. Apart from groups that the batch had to wait for (`readiness.py`), every group of a batch finished no later than any group
+   left in the buffer (ties: by admission).
+5. While delta <= η B (with backfill: always), no group is trained with more than η (`max_staleness`) deferrals.
 6. The responses to a prompt are side by side, in the buffer and in a batch.
 
-With a filter (`filter.py`) a group that has finished waits for its verdict: `keep` lets it be trained, `drop` takes it out
-untrained.  "Finished" then means "finished and kept" in 3 and 4, every admitted group is trained or dropped, the buffer
-never holds more than B + delta groups, and no round is ended by the last response of a batch.
+With a filter, "finished" means "finished and kept" in 3 and 4, every admitted group is trained or dropped, the buffer never
+holds more than B + delta groups, and no round is ended by the last response of a batch.
 """
 
 from __future__ import annotations
@@ -51,8 +39,6 @@ from oppo_megatron.records import Prompt, Rollout
 
 
 class RolloutBuffer:
-    """Rollouts from admission to training; see the state machine and the invariants at the top of this file."""
-
     def __init__(
         self,
         batch_size: int,
@@ -63,8 +49,7 @@ class RolloutBuffer:
         group_size: int = 1,
         filtered: bool = False,
     ):
-        """`batch_size` counts rollouts, of whole groups; `delta` counts groups, `max_staleness` batches (η).  `filtered`:
-        groups wait for verdicts."""
+        """`batch_size` counts rollouts, `delta` groups, `max_staleness` batches (η); if `filtered`, groups wait for verdicts."""
         assert batch_size >= 1 and delta >= 0 and max_staleness >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size
         self.group_size = group_size
@@ -90,12 +75,11 @@ class RolloutBuffer:
 
     @property
     def capacity(self) -> int:
-        """Rollouts of B + delta groups."""
         return self.batch_size + self._delta * self.group_size
 
     @property
     def room(self) -> int:
-        """Number of rollouts that may be admitted now, of whole groups; 0 while the buffer drains after delta has shrunk."""
+        """Rollouts that may be admitted now, of whole groups; 0 while the buffer drains."""
         room = self.capacity - len(self)
         if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), self._most - len(self))
@@ -107,7 +91,6 @@ class RolloutBuffer:
 
     @property
     def full(self) -> bool:
-        """With backfill: no more prompts may be admitted before the batch has left."""
         return len(self) >= self._most
 
     @property
@@ -117,49 +100,43 @@ class RolloutBuffer:
 
     @property
     def clock(self) -> int:
-        """Logical clock after the last recorded chunk."""
         return self._clock
 
     @property
     def target(self) -> int:
-        """Number of rollouts of the next batch: B groups, or all that remain once the prompts have ended."""
         return min(self.batch_size, len(self)) if self._closed else self.batch_size
 
     @property
     def rollouts(self) -> Held:
-        """Everything held, in the order of admission."""
         return Held(self._rollouts.values(), self._rollouts, self._table.view(slice(len(self))))
 
     @property
     def active(self) -> Held:
-        """The unfinished rollouts, in the order of admission."""
         rows = np.flatnonzero(~self._table.columns.finished)
         return Held(self._unfinished.values(), self._rollouts, self._table.view(rows))
 
     @property
     def sure(self) -> Ints:
-        """Sequences that the next batch will contain, whatever is decoded next.
-
-        These are the first finished ones, because others finish later; and unfinished ones if only they can fill the batch.
-        """
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
-        """Return the sequences that the critic reads now; its values of a sequence that is carried to the next step are lost.
+        """Sequences that the critic reads now, because its values of a carried sequence are lost with the next update.
 
-        These are all, while at least half of the undecided ones will be in the batch; then those certain to be in it.
+        These are all, while at least half of the undecided ones will be in the batch; then the `sure` ones.
         """
         sure, columns = self._sure(), self._table.columns
         unsure = ~columns.finished
         unsure[sure] = False
         missing, num_unsure = self.target - len(sure), int(unsure.sum())
         if 2 * missing >= num_unsure:
-            return self._everything()
+            return columns.at(np.arange(len(self))).seq_ids
         return columns.at(sure).seq_ids
 
     def admit(self, prompts: Iterable[Prompt]) -> list[Rollout]:
-        """Hold a new rollout for each prompt, of whole groups.  Admission numbers count on over the run."""
-        admitted = [Rollout(prompt, number, recorded=self._recorded) for number, prompt in enumerate(prompts, self._num_admitted)]
+        admitted = [
+            Rollout(prompt, number, recorded=self._recorded)
+            for number, prompt in enumerate(prompts, self._num_admitted)
+        ]
         assert len(admitted) <= self.room, f"{len(admitted)} prompts admitted into room for {self.room}"
         assert not (self._closed and admitted), "prompts admitted after the end of the prompts"
         new = {rollout.prompt.seq_id: rollout for rollout in admitted}
@@ -174,16 +151,14 @@ class RolloutBuffer:
         return admitted
 
     def set_delta(self, delta: int) -> None:
-        """Change the capacity to B + `delta`.  Rollouts beyond a smaller capacity stay until they have been trained."""
         assert delta >= 0
         self._delta = delta
 
     def close(self) -> None:
-        """Note that the prompts have ended: the last batch may be smaller than B."""
         self._closed = True
 
     def readiness(self) -> Readiness:
-        """Return a counter of the groups that the next batch still waits for; valid until the buffer changes."""
+        """Count the groups that the next batch still waits for; valid until the buffer changes."""
         finished_G, size = self._finished_groups(), self.group_size
         waits = []
         for members_G, needed in due(self._ages, self.batch_size // size, self.max_staleness):
@@ -194,25 +169,20 @@ class RolloutBuffer:
         return kind(self.target // size, int(finished_G.sum()), self._unfinished.keys(), waits, size)
 
     def keep(self, groups: Iterable[int]) -> None:
-        """Mark groups, by number, that have finished and may be trained."""
         assert self._kept is not None, "keep is called with a filter only"
         self._kept.update(groups)
 
     def drop(self, groups: Iterable[int]) -> list[Rollout]:
-        """Remove groups, by number, untrained."""
         return self._remove(np.flatnonzero(np.isin(self._numbers(), list(groups))))
 
     def pass_to(self, clock: int) -> None:
-        """Advance the clock to a time until which nothing is decoded."""
         assert not self._unfinished and clock >= self._clock
         self._clock = clock
 
     def record(self, chunk: Chunk) -> None:
         """Append a round's tokens to their rollouts.
 
-        All rows are checked before any is recorded.  StreamError, naming the sequence and the offset: an unknown
-        sequence or one that has finished, a gap or a repetition of tokens, a clock that runs backwards.  (A row whose
-        tokens and log-probs are not as many is refused where rows become columns.)
+        Raises StreamError, before any row is recorded, for an unknown or finished sequence, a gap or repetition, or an old clock.
         """
         rows = chunk.rows
         if chunk.clock < self._clock:
@@ -230,11 +200,9 @@ class RolloutBuffer:
         self._clock = chunk.clock
 
     def state_dict(self) -> dict[str, Any]:
-        """The state without the rollouts, in plain JSON types."""
         return {"clock": self._clock, "num_admitted": self._num_admitted, "delta": self._delta, "closed": self._closed}
 
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
-        """Continue from `state` with the rollouts that were held, in the order of admission."""
         self._clock, self._num_admitted = state["clock"], state["num_admitted"]
         self._delta, self._closed = state["delta"], state["closed"]
         self._rollouts = {rollout.seq_id: rollout for rollout in rollouts}
@@ -258,7 +226,6 @@ class RolloutBuffer:
         return batch
 
     def _remove(self, rows: Ints) -> Held:
-        """Remove and return the rollouts at these rows of the table, in that order."""
         columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
         kept[rows] = False
         seq_ids: list[int] = columns.seq_ids.tolist()
@@ -272,32 +239,23 @@ class RolloutBuffer:
         return Held(gone.values(), gone, lambda: columns)
 
     def _defer(self) -> None:
-        """Defer every rollout that is held; keep only their recorded rows."""
-        seq_ids = self._everything()
+        seq_ids = self._table.columns.seq_ids.copy()
         recorded = [rows.of_sequences(seq_ids) for rows in self._recorded]
         dropped = next((i for i, rows in enumerate(recorded) if len(rows)), len(recorded))
         self._recorded = recorded[dropped:]  # another list: the batch follows the old one
         for rollout in self._rollouts.values():
             rollout.defer(self._recorded, dropped)
 
-    def _everything(self) -> Ints:
-        """All sequences."""
-        seq_ids: Ints = self._table.columns.seq_ids.copy()
-        return seq_ids
-
     def _sure(self) -> Ints:
-        """`sure` as rows of the table."""
         if len(self) <= self.target and (self._closed or not self.backfill) and not self.filtered:
             return np.arange(len(self))
-        rows = self._foremost()
+        rows = self._rows_of(self._foremost_groups())
         return rows if self._kept is None else rows[np.isin(self._numbers()[rows], list(self._kept))]
 
     def _numbers(self) -> Ints:
-        """The group of each row of the table."""
         return self._table.columns.seq_ids // self.group_size
 
     def _end(self, rows: ChunkRows, places: Ints) -> None:
-        """Finish the responses that end with these rows, at `places` of the table."""
         ends = np.flatnonzero(rows.finish_clocks != GOES_ON)
         self._table.columns.finished[places[ends]] = True
         self._table.finish_clocks[places[ends]] = rows.finish_clocks[ends]
@@ -306,18 +264,12 @@ class RolloutBuffer:
         for rollout, clock, reason in zip(ended, rows.finish_clocks[ends].tolist(), reasons, strict=True):
             rollout.finish_clock, rollout.finish_reason = clock, reason
 
-    def _foremost(self) -> Ints:
-        """Rows of the table that the next batch is sure to contain."""
-        return self._rows_of(self._foremost_groups())
-
     def _foremost_groups(self) -> Ints:
-        """The same as places of groups in the table, in the order of admission."""
         size, finished_G, clocks_G = self.group_size, self._finished_groups(), self._group_clocks()
         batch, target = self.batch_size // size, self.target // size
         return settled(finished_G, clocks_G, self._ages, batch, self.max_staleness, target)
 
     def _finished_groups(self) -> Bools:
-        """True for each group of the table that has finished and is not to be dropped."""
         finished: Bools = np.logical_and.reduce(self._table.columns.finished.reshape(-1, self.group_size), axis=1)
         if self._kept is not None:
             finished &= np.isin(self._numbers()[:: self.group_size], list(self._kept))
@@ -329,11 +281,10 @@ class RolloutBuffer:
         return clocks
 
     def _rows_of(self, groups: Ints) -> Ints:
-        """The rows of these groups, in their order."""
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
     def _in_order(self, chunk: Chunk, places: Ints) -> bool:
-        """True if `_problem` finds nothing in any row, checked for all rows at once; `places` in the table."""
+        """True if `_problem` finds nothing in any row, checked for all rows at once."""
         rows, columns = chunk.rows, self._table.columns
         if (places < 0).any() or (np.bincount(places, minlength=1) > 1).any():
             return False
@@ -343,7 +294,6 @@ class RolloutBuffer:
         return not len(ends) or bool(self._clock <= ends.min() and ends.max() <= chunk.clock)
 
     def _refuse(self, chunk: Chunk) -> None:
-        """Raise StreamError for the first row that cannot be recorded."""
         seen: set[int] = set()
         for row in chunk.rows:
             problem = self._problem(row, chunk.clock)
@@ -355,7 +305,6 @@ class RolloutBuffer:
         raise AssertionError(f"chunk {chunk.index} is in order, row by row, but not as a whole")
 
     def _problem(self, row: ChunkRow, clock: int) -> str | None:
-        """Return the reason why a row of a chunk that ends at `clock` cannot be recorded, or None."""
         rollout = self._rollouts.get(row.seq_id)
         if rollout is None:
             return "the sequence is not in the buffer; it was never admitted or has already been trained"

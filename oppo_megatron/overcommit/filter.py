@@ -1,18 +1,7 @@
-"""The filter of groups (dynamic sampling, arXiv 2503.14476): a group whose responses are all equally good is not trained.
+"""The filter of groups (dynamic sampling, arXiv 2503.14476): a group of equally good responses is not trained.
 
-A group leaves the buffer untrained, and backfill gives its place away.  Which groups make a batch then depends on rewards,
-and rewards arrive at unpredictable times, so verdicts have a clock of their own, the decode steps: with p the steps from one
-admission to the next, what ended at step c is judged at step p * (ceil(c / p) + lag), not before and not later.  There the
-ranks wait for what is due and share it, and only there is a batch complete.  So batches depend on tokens, rewards, p and
-lag, and on nothing else: not on seconds, chunk sizes or placements.
-
-Life of a group::
-
-      all members have ended       their scores are in force
-    ------------------------> undecided -------------------> kept     (its members differ; trained by a batch)
-                                        `------------------> dropped  (they are all the same)
-
-A group is known to be kept as soon as two members differ, but is trained with its last one.
+Verdicts follow a clock of decode steps, at which the ranks wait for the scores due ("Dynamic sampling", docs/algorithm.md).
+A group is kept as soon as two members differ, but is trained with its last one.
 """
 
 from __future__ import annotations
@@ -35,22 +24,18 @@ Judge = Callable[[Sequence[Rollout]], Sequence[Scores]]
 
 @dataclass(frozen=True)
 class VerdictClock:
-    """`period`: decode steps from one admission to the next.  `lag`: periods that a score may take beyond its response."""
+    """`period`: decode steps between admissions.  `lag`: periods that a score may take beyond its response."""
 
     period: int
     lag: int = 0
 
     def due(self, clock: int) -> int:
-        """When what ended at `clock` is judged."""
         return self.period * (-(-clock // self.period) + self.lag)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`labels`: the parts that scores consist of, in their order.  `metric` makes of them what a group is judged by.
-
-    `max_groups`: so many that a step judges without a batch end the run.
-    """
+    """Groups are judged by `metric` of the reward parts `labels`; `max_groups` judged without a batch end the run."""
 
     labels: tuple[str, ...]
     metric: Callable[[Scores], float]
@@ -59,8 +44,6 @@ class Rule:
 
 @dataclass
 class Counts:
-    """Groups judged within a step."""
-
     kept: int = 0
     dropped: int = 0
 
@@ -74,8 +57,6 @@ class Counts:
 
 
 class GroupFilter:
-    """Verdicts of a run, the same on every rank.  `scores` are those in force, of rollouts that the buffer holds."""
-
     def __init__(self, scheduler: OvercommitScheduler, clock: VerdictClock, rule: Rule):
         assert scheduler.buffer.filtered and scheduler.buffer.group_size > 1
         self.scheduler, self.clock, self.rule = scheduler, clock, rule
@@ -84,14 +65,13 @@ class GroupFilter:
         self._judged: set[int] = set()  # groups, by number, that have their verdict and are still held
 
     def begin_step(self) -> None:
-        """Reset the counts of the step."""
         self.counts = Counts()
 
     def settle(self, judge: Judge) -> list[Rollout]:
-        """Apply the verdicts that are due, between two rounds and at the start of a step.  Returns the dropped rollouts.
+        """Apply the verdicts that are due, between two rounds or at the start of a step.  Returns the dropped rollouts.
 
         If nothing is left to decode, the clock advances until a batch is complete or prompts may enter.  Raises SamplingError
-        if the step has judged `max_groups` groups and has no batch.
+        after `max_groups` groups without a batch.
         """
         scheduler, buffer = self.scheduler, self.scheduler.buffer
         dropped: list[Rollout] = []
@@ -111,7 +91,6 @@ class GroupFilter:
         return dropped
 
     def retire(self, rollouts: Iterable[Rollout]) -> None:
-        """They have been trained."""
         for rollout in rollouts:
             self.scores.pop(rollout.seq_id, None)
             self._judged.discard(self._number(rollout))
@@ -122,7 +101,6 @@ class GroupFilter:
         return sum(self._differ(group) for group in self._groups().values() if not self._decided(group))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in plain JSON types; a non-finite score is null."""
         scores = [[i, [x if math.isfinite(x) else None for x in parts]] for i, parts in self.scores.items()]
         return {
             "labels": list(self.rule.labels),
@@ -132,7 +110,6 @@ class GroupFilter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from `state`, whose rollouts the buffer holds; scores from other parts are judged again."""
         if state is None:
             return
         self.counts = Counts(state["kept"], state["dropped"])
@@ -165,7 +142,6 @@ class GroupFilter:
         return ended is not None and rollout.seq_id not in self.scores and self.clock.due(ended) <= self.scheduler.due
 
     def _groups(self) -> dict[int, list[Rollout]]:
-        """Those held, by number."""
         groups: dict[int, list[Rollout]] = {}
         for rollout in self.scheduler.buffer.rollouts:
             groups.setdefault(self._number(rollout), []).append(rollout)
@@ -178,10 +154,7 @@ class GroupFilter:
         return all(rollout.seq_id in self.scores for rollout in group)
 
     def _differ(self, group: Sequence[Rollout]) -> bool:
-        """True if two known scores differ by more than `TIE`, as in `algorithms/advantages.py`.
-
-        A score that is not finite differs from all: the guards are to see it.
-        """
+        """True if two known scores differ by more than `TIE`.  A non-finite score differs from all: the guards are to see it."""
         values = [self.rule.metric(self.scores[r.seq_id]) for r in group if r.seq_id in self.scores]
         if not all(map(math.isfinite, values)):
             return True

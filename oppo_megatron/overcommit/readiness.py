@@ -1,4 +1,7 @@
-"""The decode step, within a round, at which the batch is complete; and the groups that it must have (bounded staleness)."""
+"""The decode step at which a batch is complete, and the groups that it must have.
+
+See "A bound on staleness" in docs/algorithm.md, for S_k and r_k.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,8 @@ from oppo_megatron.columns import Bools, Ints
 class Readiness:
     """The groups that a batch still waits for.
 
-    The decode engine calls `finish` for the sequences that end at a decode step and then reads `ready`.  Stopping at that
-    step instead of at the end of the chunk makes the batch, and the state of all other rollouts, independent of the chunk
-    size.
+    The engine calls `finish` at each decode step and stops when `ready`, not at the chunk's end: so the batch and the state of
+    all other rollouts do not depend on the chunk size.
     """
 
     def __init__(
@@ -26,7 +28,9 @@ class Readiness:
         group_size: int = 1,
     ):
         """`target` and `num_finished` count groups; `unfinished` must not change during the round.
-        `waits`: (sequences, number of their groups that must finish before the batch is ready)."""
+
+        `waits`: (sequences, number of their groups that must finish before the batch is ready).
+        """
         self._num_missing = target - num_finished
         self._unfinished = unfinished
         self._ended: set[int] = set()
@@ -35,7 +39,6 @@ class Readiness:
 
     @property
     def ready(self) -> bool:
-        """True if enough groups have finished, and all that may not be deferred again."""
         return self._num_missing <= 0 and not self._waits
 
     @property
@@ -44,11 +47,12 @@ class Readiness:
         return max(self._num_missing, *(number for _, number in self._waits), 0)
 
     def finish(self, *seq_ids: int) -> None:
-        """Note that the sequences have their last tokens."""
         ended = set(seq_ids)
         decoded = len(ended) == len(seq_ids) and self._ended.isdisjoint(ended) and self._unfinished >= ended
         self._ended |= ended
-        assert decoded, f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
+        assert decoded, (
+            f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
+        )
         if self._group_size == 1 and not self._waits:
             self._num_missing -= len(seq_ids)
             return
@@ -66,7 +70,6 @@ class Readiness:
         return set(filter(self._was_last, one_of_each.values()))
 
     def _was_last(self, seq_id: int) -> bool:
-        """True if its group has finished with it."""
         first = seq_id - seq_id % self._group_size
         return all(i in self._ended for i in range(first, first + self._group_size) if i in self._unfinished)
 
@@ -88,17 +91,21 @@ def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
 
 
 def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: int, target: int) -> Ints:
-    """The groups that the next batch of `target` groups will have, whatever is decoded from here on.
+    """Return the groups that the next batch of `target` groups will have, whatever is decoded from here on.
 
-    The oldest, finished or not; then the first finishers of each S_k up to r_k; then of all, but for places that some S_k
-    needs for groups that have not finished.  If a batch is ready, these are the batch.
+    First the oldest, finished or not; then the first finishers of each S_k up to r_k; then of all groups, except the places
+    that some S_k needs for unfinished groups.
     """
     finishers = np.flatnonzero(finished_G)
     chosen_G, reserved = ages_G >= most, 0
-    if chosen_G.sum() > target:  # settings that were changed within a run may have left more than fit; the first admitted
+    if (
+        chosen_G.sum() > target
+    ):  # settings that were changed within a run may have left more than fit; the first admitted
         return np.flatnonzero(chosen_G)[:target]
     for members_G, needed in due(ages_G, batch, most):
-        missing = needed - int((chosen_G & members_G).sum()) - reserved  # those reserved for an older class are members, too
+        missing = (
+            needed - int((chosen_G & members_G).sum()) - reserved
+        )  # those reserved for an older class are members, too
         room = target - int(chosen_G.sum()) - reserved
         first = _first(finishers[(members_G & ~chosen_G)[finishers]], clocks_G, min(missing, room))
         chosen_G[first] = True
@@ -109,13 +116,12 @@ def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: i
 
 
 def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
-    """Return the `number` groups that finished first, ties in their order.  Nothing is sorted if there are no more than that.
-    """
+    """Return the `number` groups that finished first, ties in their order."""
     if len(groups) <= max(0, number):
         return groups
     return groups[np.argsort(clocks_G[groups], kind="stable")][: max(0, number)]
 
 
 def needed_batch(ages: Ints, most: int) -> int:
-    """The smallest B that lets groups of these ages all be trained in time: |S_k| <= (k + 1) B for each k."""
+    """Smallest B that lets groups of these ages all be trained in time: |S_k| <= (k + 1) B for each k."""
     return max((-(-int((ages >= most - k).sum()) // (k + 1)) for k in range(most + 1)), default=0)

@@ -1,6 +1,4 @@
-"""The overcommit scheduler: sits between the prompts and the decode engine, with B + delta rollouts in flight.
-
-One step, as its owner runs it::
+"""Sits between the prompts and the decode engine, with B + delta rollouts in flight.
 
     while not scheduler.done:
         admitted = scheduler.begin_step()
@@ -11,11 +9,8 @@ One step, as its owner runs it::
         ...                                  # score, train
         decision = scheduler.end_step(step, signals)
 
-Plain PPO is the same loop with delta fixed at 0.
-
-With backfill, prompts also enter within a step, every `backfill_every` decode steps since it began, in the places of
-finished rollouts.  Admission follows the logical clock, so the chunk size does not decide which rollouts make a batch, with
-backfill or without.
+Plain PPO has delta fixed at 0.  With backfill, prompts also enter every `backfill_every` decode steps, in the places of
+finished rollouts.
 """
 
 from __future__ import annotations
@@ -45,9 +40,7 @@ class DeltaController(Protocol):
 class OvercommitScheduler:
     """Admits prompts, closes the buffer at their end, and hands the controller's delta to the buffer.
 
-    One prompt is read ahead, so that the end of the prompts is known as soon as the last one has been admitted.
-    `backfill_every`: decode steps from one admission of a step to the next; None: prompts enter between steps only.
-    `to_train`: rollouts that the run still trains, if others bound it than its prompts.
+    One prompt is read ahead, to know the end with the last admission.  `to_train`: rollouts that the run still trains, if given.
     """
 
     def __init__(
@@ -72,26 +65,21 @@ class OvercommitScheduler:
 
     @property
     def num_consumed(self) -> int:
-        """Prompts admitted since the run began (the one read ahead is not counted)."""
         return self._num_consumed
 
     @property
     def position(self) -> int:
-        """The position in the stream of prompts after the last one admitted."""
         return self._position
 
     @property
     def done(self) -> bool:
-        """The prompts have ended and every rollout has been trained."""
         return self._next_prompt is None and len(self.buffer) == 0
 
     def begin_step(self) -> list[Rollout]:
-        """Admit prompts until the buffer is full or they end; return the new rollouts in order."""
         self._due = self._next_admission()
         return self._admit()
 
     def backfill(self) -> list[Rollout]:
-        """Between two rounds: if it is time, admit prompts in the places of finished rollouts, as `begin_step` does."""
         if not self._backfills or self.buffer.clock < self._due:
             return []
         assert self._every is not None and self.buffer.clock == self._due, "a round went beyond an admission"
@@ -109,33 +97,28 @@ class OvercommitScheduler:
 
     @property
     def admits(self) -> bool:
-        """True if prompts would enter now."""
         return self._next_prompt is not None and self._room >= self.buffer.group_size
 
     def pass_by(self) -> None:
-        """Nothing enters, nor is decoded, at the clock that was due."""
         assert self._every is not None and self.buffer.clock == self._due
         self._due += self._every
 
     def chunk(self, most: int) -> int:
-        """Decode steps of the next round: `most`, or as many as are left until prompts may enter."""
+        """Decode steps of the next round: `most`, or fewer if prompts may enter earlier."""
         return min(most, self._due - self.buffer.clock) if self._backfills else most
 
     def take_batch(self) -> list[Rollout]:
-        """The step's batch, out of the buffer; what stays is deferred."""
         batch = self.buffer.take_batch()
         if self._to_train is not None:
             self._to_train -= len(batch)
         return batch
 
     def end_step(self, step: int, signals: StepSignals) -> Decision:
-        """Give the controller what the step has shown, and the buffer the delta it decides."""
         decision = self._controller.observe(step, signals)
         self.buffer.set_delta(decision.value)
         return decision
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the rollouts, in plain JSON types."""
         return {
             "num_consumed": self._num_consumed,
             "position": self._position,
@@ -145,7 +128,6 @@ class OvercommitScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
-        """Continue from `state`.  The prompts must be the run's, from `position` on."""
         self._num_consumed, self._position = state["num_consumed"], state["position"]
         self._due = state["due"]
         if self._every is not None:  # where backfill was off before, the clock has passed what was due
@@ -158,19 +140,17 @@ class OvercommitScheduler:
 
     @property
     def _backfills(self) -> bool:
-        """True if prompts may still enter within this step."""
         if self.buffer.filtered:
             return True  # if not prompts, then verdicts
         return self._every is not None and self._next_prompt is not None and not self.buffer.full
 
     @property
     def _room(self) -> int:
-        """Rollouts that may enter now: no more than the run still has to train."""
         room = self.buffer.room
         return room if self._to_train is None else max(0, min(room, self._to_train - len(self.buffer)))
 
     def _next_admission(self) -> int:
-        """The clock of the next admission for a step that starts now; verdicts take effect at multiples of the period."""
+        """The next admission's clock for a step that starts now; a filter's verdicts take effect at multiples of the period."""
         clock, every = self.buffer.clock, self._every or 0
         return every * (clock // every + 1) if self.buffer.filtered else clock + every
 

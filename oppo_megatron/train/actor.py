@@ -44,9 +44,7 @@ After the first minibatch the weights have moved, so the other tokens take a for
 
 @dataclass(frozen=True)
 class BegunUpdate:
-    """Inputs of an update other than scores: log-probs under the weights it starts from [T], on the last stage if the decoupled
-    correction needs them, and the gap between decoding and these weights.
-    """
+    """Log-probs [T] under the weights that an update starts from (last stage, if needed), and the gap of decoding to them."""
 
     proximal_T: Tensor | None = None
     gap: dict[str, float] | None = None
@@ -54,11 +52,7 @@ class BegunUpdate:
 
 @dataclass
 class Actor:
-    """The policy and its optimizer.
-
-    `ess` is the effective sample size of the last update, on every rank of the actor; 1 before the first.  `gap_limit` is the
-    largest allowed gap between decoding and training.
-    """
+    """The policy and its optimizer.  `ess` is the effective sample size of the last update; 1 before the first."""
 
     role: TrainedRole
     algorithm: Algorithm
@@ -68,16 +62,12 @@ class Actor:
     _begun: BegunUpdate | None = None
 
     def begin(self, batch: Sequence[Rollout], settings: UpdateSettings) -> None:
-        """Begin an update with the work that needs no scores; `update` with the same batch and settings completes it.
-
-        Every rank of the actor makes the call.
-        """
+        """Begin an update with the work that needs no scores; `update` with the same batch and settings completes it."""
         self._begun = self._prepare(batch, settings)
         if self.algorithm.reads_known:
             begin_update(self.role.trained, batch, settings, self.algorithm.units)
 
     def abandon(self) -> None:
-        """Drop the update that was begun, if there is one; the weights stay as they are."""
         if self._begun is not None:
             self._begun = None
             self.role.trained.forget_ahead()
@@ -86,7 +76,7 @@ class Actor:
     def update(
         self, batch: Sequence[Rollout], experience: Experience, kl_coefficient: float, settings: UpdateSettings
     ) -> dict[str, float]:
-        """Train PPO epochs on the batch and publish the new weights.  Returns statistics, on every rank.
+        """Train PPO epochs on the batch and publish the new weights.  Returns statistics.
 
         Raises NumericsError, on every rank, for a gradient that is not finite.
         """
@@ -126,7 +116,6 @@ class Actor:
         return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
 
     def set_aside(self) -> Callable[[], None]:
-        """Return a function that undoes every update from now on."""
         undo, ess = self.role.undo(), self.ess
 
         def back() -> None:
@@ -159,7 +148,7 @@ class Actor:
     def _loss_inputs(
         self, batch: Sequence[Rollout], experience: Experience, proximal_T: Tensor | None, settings: UpdateSettings
     ) -> dict[str, Tensor]:
-        """Inputs of the loss for each response token, [T] each; empty except on the last stage."""
+        """[T] each; empty except on the last stage."""
         if not self._groups.is_last_stage:
             return {}
         base_T, weight_T = self.algorithm.ratio_base(experience.old_logp_T, proximal_T, experience.lengths_B)
@@ -176,7 +165,6 @@ class Actor:
     def _custom_columns(
         self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings
     ) -> dict[str, Tensor]:
-        """Additional columns for a custom loss, [T] each."""
         if self.algorithm.loss is None or not self._groups.is_last_stage:
             return {}
         assert experience.scores_B is not None
@@ -193,10 +181,7 @@ class Actor:
         return columns if values_T is None else columns | {"values": values_T}
 
     def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
-        """Log-probs of the whole batch under the weights that the step begins with; empty except on the last stage.
-
-        Each replica computes a share of the rows, divided by tokens.
-        """
+        """Log-probs of the whole batch under the weights that the step begins with; replicas divide the rows by tokens."""
         trained, groups = self.role.trained, self._groups
         rows = balance([r.num_tokens for r in batch], groups.dp)[groups.dp_rank]
         prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
@@ -222,9 +207,6 @@ class Actor:
         return BegunUpdate(logp_T, read_reports([gap])[0])
 
     def _first_sums(self, micro: MicroBatch, logp_R: Tensor, logits_RV: Tensor) -> dict[str, Tensor]:
-        """Sums before the first update: the gap between decoding and training, and the moments of the current / behaviour
-        ratio.
-        """
         if self._compared_at != self.temperature:
             logp_R, _ = token_logprobs(logits_RV, micro.targets_R, self._vocab, self.temperature)
         difference_R = logp_R - micro.extra["behaviour_logp"]
@@ -236,7 +218,6 @@ class Actor:
         }
 
     def _summary(self, reports: list[dict[str, float]], gap: dict[str, float] | None) -> dict[str, float]:
-        """Statistics of the update; `gap` covers the whole batch, if it is known."""
         if not reports or "num_tokens" not in reports[0]:
             return {}
         first = reports[0]
@@ -267,17 +248,14 @@ CRITIC_STATS = ("critic_loss", "critic_clip_fraction", "critic_error", "critic_g
 
 @dataclass
 class Critic:
-    """The value model and its optimizer.  `stats` are of its last update, on every rank of the critic."""
+    """The value model and its optimizer.  `stats` are of its last update."""
 
     role: TrainedRole
     algorithm: Algorithm
     stats: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CRITIC_STATS, 0.0))
 
     def update(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, float]:
-        """Train value epochs on the batch and publish the new weights.  Returns statistics, on every rank.
-
-        Raises NumericsError, on every rank, for a gradient that is not finite; `stats` are then NaN.
-        """
+        """Train value epochs on the batch and publish the new weights.  If it raises NumericsError, `stats` are NaN."""
         self.stats = no_stats()
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -304,10 +282,8 @@ class Critic:
         return self.stats
 
     def set_aside(self) -> Callable[[], None]:
-        """Return a function that undoes every update from now on; `stats` stay."""
         return self.role.undo()
 
 
 def no_stats() -> dict[str, float]:
-    """The statistics of an update that was not made."""
     return dict.fromkeys(CRITIC_STATS, math.nan) | {"critic_update_s": 0.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from oppo_megatron.clock import by_time
 from oppo_megatron.cluster.liveness.watchdog import stacks_on_request, watched
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.derived import describe_batch
-from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE
 from oppo_megatron.layout.placements import named_roles
@@ -24,24 +24,19 @@ from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.disk import clear_when_full
 from oppo_megatron.rundir.trace import merge_traces
 from oppo_megatron.schedule.weaving.costs import costs_tree
-from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
+from oppo_megatron.train.guard import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.memory_meter import require_memory
-from oppo_megatron.train.run_files import save_role, share_run_directory
+from oppo_megatron.train.run_files import prepare_run_directory, save_role
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.resuming import Found, find_checkpoint
-from oppo_megatron.train.saving.saver import Saver
-from oppo_megatron.train.saving.state import describe_missing
-from oppo_megatron.train.setup import build_loop
+from oppo_megatron.train.saving.resuming import find_checkpoint
+from oppo_megatron.train.saving.state import describe_missing, rest_of_run
+from oppo_megatron.train.setup import build_loop, ppo_saver
 from oppo_megatron.train.supervised import run_supervised
 
 
 def run_rank(kind: str, config: Any) -> int:
-    """Run one rank of a `train` job, or a supervised one; returns its exit code.
-
-    RANK, WORLD_SIZE and the rest come from the environment.
-    """
     choose_device(config.runtime)
     stacks_on_request()
     with memory_for(_other_work), clear_when_full(config.run_dir):
@@ -81,12 +76,14 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     Raises RollBack if the run is to restart from its last checkpoint.
     """
     found = find_checkpoint(config, world)
-    saver, run = Saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)
+    saver, run = ppo_saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)
     rollbacks = Rollbacks.of_run(run, inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None)
     ahead, start = NEW_RUN, [describe_missing(config.run_dir)] if config.checkpoint.resume else []
     if found is not None:  # before the run's files are cut or its settings overwritten
-        ahead, start = saver.require_same_run(found, rollbacks.left_out), saver.describe(found)
-    _prepare(config, world, found)
+        ahead = rest_of_run(found, saver.data, config, inputs.prompts, rollbacks.left_out)
+        start = saver.describe(found)
+    state = None if found is None else found.state
+    prepare_run_directory(config, world, state, inputs.quarantine, owner=world.rank == 0)
     with world.activity.doing("building models and caches"):
         loop = build_loop(config, world, inputs, saver, rollbacks, ahead)
     with ExitStack() as stack:
@@ -94,28 +91,19 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
         if inputs.judges is not None:
             stack.callback(inputs.judges.close)
         if loop.journal is not None:
-            if inputs.quarantine:
-                inputs.quarantine.write(run.quarantine)
             stack.enter_context(loop.journal)
             told = [
                 *start,
                 describe_batch(config),
                 *describe_inputs(inputs),
-                *rollbacks.describe(),
+                *(each.describe() for each in rollbacks.done),
             ]
-            loop.journal.progress.note("\n".join(told))
+            loop.journal.note("\n".join(told))
         if found is not None:
-            saver.restore(loop.state, found)
+            loop.restore(found)
         if not loop.run():
             return False
-        keeps = config.checkpoint.writes_weights
-        with world.activity.doing("writing weights"):
-            if keeps:
-                _save_weights(config, loop, inputs, run.weights)
-        saver.save_end(loop.state)
-        with world.activity.doing("writing the best step's weights"):
-            if keeps and saver.load_best(loop.state.models, loop.state.position):
-                _save_weights(config, loop, inputs, run.best)
+        saver.finish(loop, partial(_save_weights, config, loop, inputs))
     with world.activity.doing("summary"):
         _finish(config, loop, inputs)
     return True
@@ -139,13 +127,4 @@ def _finish(config: TrainConfig, loop: TrainingLoop, inputs: Inputs) -> None:
         merge_traces(config.run_dir)
         if costs is not None:
             write_json(run.costs, costs_tree(costs))
-        loop.journal.summarise(inputs.counts(), memory, loop.state.rollbacks.summary(), loop.saver.best)
-
-
-def _prepare(config: TrainConfig, world: World, found: Found | None) -> None:
-    """Create the run directory on one rank before any other rank writes into it."""
-    run = RunDirectory(config.run_dir)
-    if world.rank == 0:
-        run.take_up(None if found is None else found.state)
-        dump_config(config, run.config)
-    share_run_directory(run, world, owner=world.rank == 0, show=config.logging.console != "off")
+        loop.journal.write_summary(inputs.counts(), memory, loop.rollbacks.summary(), loop.saver.best)

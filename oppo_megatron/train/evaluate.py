@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.estimates import Figures, estimate
 from oppo_megatron.data.prompts import PromptSet, PromptStream
-from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
@@ -27,50 +24,32 @@ from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
-from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.heldout import HeldoutSchedule
-from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.score_exchange import ScoreExchange, StepRewards
 
 
-class Loop(Protocol):
-    """The training loop on one rank, as far as held-out evaluation needs it."""
-
-    world: World
-    exchange: ScoreExchange
-
-    @property
-    def rounds(self) -> RoundRunner: ...
-
-    @property
-    def actor(self) -> Actor | None: ...
-
-    @property
-    def journal(self) -> Journal | None: ...
-
-
 class Evaluator(HeldoutSchedule):
-    """Decodes into a temporary cache of at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
-
-    Every rank of the world makes the calls, with the same result.
-    """
+    """Decodes into a temporary cache of at most `max_slots` slots and `kv_budget_bytes` (None: no limit)."""
 
     def __init__(
         self,
         config: TrainConfig,
         prompts: PromptSet,
         judges: RewardSum,
-        tokenizer: Tokenizer,
         stopping: Stopping,
         max_slots: int,
         kv_budget_bytes: int | None,
+        rounds: RoundRunner,
+        exchange: ScoreExchange,
     ):
         evaluation = config.evaluation
         assert evaluation is not None
         super().__init__(evaluation.every_steps, config.early_stop)
-        self.config, self.judges, self.tokenizer, self.stopping = evaluation, judges, tokenizer, stopping
+        self.config, self.judges, self.stopping = evaluation, judges, stopping
         self.runtime, self.max_slots, self.kv_budget_bytes = config.runtime, max_slots, kv_budget_bytes
-        self.steps = StepRewards.of(evaluation.judges, tokenizer)
+        self.rounds, self.exchange = rounds, exchange
+        self.source = rounds.planner.site.source
+        self.steps = StepRewards.of(evaluation.judges, exchange.tokenizer)
         self.sampling = Sampling(temperature=evaluation.temperature, seed=config.seed)
         count = min(len(prompts), evaluation.max_rows)
         once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)
@@ -80,46 +59,42 @@ class Evaluator(HeldoutSchedule):
             for sample in range(evaluation.samples)
         ]
 
-    def measure(self, loop: Loop, step: int) -> Figures:
+    def measure(self, step: int) -> Figures:
         """Measure the metrics after `step` steps, and pass them to early stopping.
 
-        Raises RewardError, on the rank that keeps the journal, if a judge fails.
+        Raises RewardError, on the actor's first output rank, if a judge fails.
         """
-        rollouts = None if loop.actor is None else self._decode(loop)
-        scores_N = self._model_scores(loop, rollouts) if self.judges.needs_model else None
+        rollouts = None if self.exchange.actor is None else self._decode(self.exchange.actor.role.serving)
+        scores_N = self._model_scores(rollouts) if self.judges.needs_model else None
         table = None
-        if loop.journal is not None:
+        if self.exchange.rank == self.source:
             assert rollouts is not None
-            table = torch.tensor(
-                [value for pair in self._judge(rollouts, scores_N) for value in pair], dtype=torch.float64
-            )
-        names, source = self.config.names, loop.rounds.planner.site.source
-        shared = loop.exchange.shared("held-out metrics", table, 2 * len(names), source).tolist()
-        figures = {
-            name: (shared[2 * k], shared[2 * k + 1] if shared[2 * k + 1] >= 0 else None) for k, name in enumerate(names)
-        }
+            values = [value for pair in self._judge(rollouts, scores_N) for value in pair]
+            table = torch.tensor(values, dtype=torch.float64)
+        names = self.config.names
+        shared = self.exchange.shared("held-out metrics", table, 2 * len(names), self.source).tolist()
+        means, errors = shared[::2], (None if error < 0 else error for error in shared[1::2])
+        figures = dict(zip(names, zip(means, errors, strict=True), strict=True))
         self.observe(step, figures)
         return figures
 
-    def _decode(self, loop: Loop) -> list[Rollout]:
-        """The responses, in the order of the prompts."""
-        assert loop.actor is not None
+    def _decode(self, actor: RoleModel) -> list[Rollout]:
         decoder = PromptDecoder(
-            loop.actor.role.serving,
-            loop.rounds.executor.links,
+            actor,
+            self.rounds.executor.links,
             self.runtime,
             num_slots=min(len(self.prompts), self.max_slots),
             sampling=self.sampling,
             stopping=self.stopping,
             kv_budget_bytes=self.kv_budget_bytes,
-            activity=loop.world.activity,
+            activity=self.exchange.activity,
         )
         return sorted(decoder.decode(self.prompts), key=lambda rollout: rollout.seq_id)
 
-    def _model_scores(self, loop: Loop, rollouts: Sequence[Rollout] | None) -> Tensor:
+    def _model_scores(self, rollouts: Sequence[Rollout] | None) -> Tensor:
         """The reward model's scores [N] on every rank; its replicas share the sequences, each in one full forward pass."""
-        exchange, source, prompts = loop.exchange, loop.rounds.planner.site.source, self.prompts
-        speaks = loop.world.rank == source
+        exchange, source, prompts = self.exchange, self.source, self.prompts
+        speaks = exchange.rank == source
         responses = [rollout.tokens for rollout in rollouts or ()]
         mine = torch.tensor([len(tokens) for tokens in responses]) if speaks else None
         lengths = [int(n) for n in exchange.shared("held-out lengths", mine, len(prompts), source).tolist()]
@@ -127,12 +102,12 @@ class Evaluator(HeldoutSchedule):
         flat = exchange.shared("held-out responses", mine, sum(lengths), source).long().split(lengths)
         placement = exchange.placements["reward"]
         scores_N = torch.empty(len(prompts), dtype=torch.float64, device=exchange.device)
-        coords = placement.coords(loop.world.rank)
+        coords = placement.coords(exchange.rank)
         for replica in range(placement.dp):
             rows, scores = range(replica, len(prompts), placement.dp), None
             if coords is not None and coords.replica == replica and rows:
                 of_rows = [(prompts[i].tokens, flat[i].tolist()) for i in rows]
-                scores = self._scores_of(of_rows, loop.rounds.scoring["reward"].model, exchange.device)
+                scores = self._scores_of(of_rows, self.rounds.scoring["reward"].model, exchange.device)
             scores_N[replica :: placement.dp] = exchange.shared(
                 "held-out scores", scores, len(rows), placement.output_rank(replica)
             )
@@ -141,27 +116,24 @@ class Evaluator(HeldoutSchedule):
     def _scores_of(
         self, rows: Sequence[tuple[Sequence[int], list[int]]], model: RoleModel, device: torch.device
     ) -> Tensor | None:
-        """The reward model's score of each prompt and response; None before its last stage."""
         sequences = [[*prompt, *response] for prompt, response in rows]
-        if self.steps is None:
-            return self._outputs_at([[len(sequence) - 1] for sequence in sequences], sequences, model, device)
-        ends = self.steps.ends([response for _, response in rows])
-        places = [[len(prompt) + end for end in own] for (prompt, _), own in zip(rows, ends, strict=True)]
-        logits_S = self._outputs_at(places, sequences, model, device)
-        return None if logits_S is None else self.steps.scores(logits_S, ends)
-
-    def _outputs_at(
-        self, places: Sequence[Sequence[int]], sequences: Sequence[list[int]], model: RoleModel, device: torch.device
-    ) -> Tensor | None:
-        """The reward model's outputs of each sequence at `places`, one after the other; None before its last stage."""
+        places = [[len(sequence) - 1] for sequence in sequences]
+        if self.steps is not None:
+            ends = self.steps.ends([response for _, response in rows])
+            places = [[len(prompt) + end for end in own] for (prompt, _), own in zip(rows, ends, strict=True)]
         batches = pack_at(sequences, places, self.runtime.micro_batch_tokens, device)
         outputs = forward_rows(model, batches, lambda _, scores_S: scores_S.float())
-        return join_rows(outputs, [len(row) for row in places], batches) if outputs else None
+        if not outputs:
+            return None
+        values = join_rows(outputs, [len(row) for row in places], batches)
+        return values if self.steps is None else self.steps.scores(values, ends)
 
     def _judge(self, rollouts: Sequence[Rollout], scores_N: Tensor | None) -> list[tuple[float, float]]:
-        """Mean and standard error (below 0: none) of each metric, in the order of their names."""
         columns: list[dict[int, list[float]]] = [{} for _ in self.config.names]
-        items = [ScoreItem(r.seq_id, r.prompt.text, self.tokenizer.decode(r.tokens), r.prompt.fields) for r in rollouts]
+        items = [
+            ScoreItem(r.seq_id, r.prompt.text, self.exchange.tokenizer.decode(r.tokens), r.prompt.fields)
+            for r in rollouts
+        ]
         self.judges.request(items)
         for i, (rollout, item) in enumerate(zip(rollouts, items, strict=True)):
             score = None if scores_N is None else float(scores_N[i])

@@ -1,4 +1,4 @@
-"""Held-out metrics: their log, and their measurement on the held-out rows of supervised training.
+"""Held-out metrics: when they are due, their log, and their measurement on the rows of supervised training.
 
 Legend: N rows, K metrics.
 """
@@ -14,8 +14,7 @@ from torch import Tensor
 from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.evaluation import EarlyStopConfig, HeldoutConfig, Standard
-from oppo_megatron.control.early_stop import EarlyStop
-from oppo_megatron.control.estimates import Figures, moments_of, ratios
+from oppo_megatron.control.estimates import EarlyStop, Figures, moments_of, ratios
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.training import TrainedModel, forward_rows
 from oppo_megatron.mcore.vocab import VocabShards
@@ -24,14 +23,11 @@ from oppo_megatron.train.score_exchange import sum_over_ranks
 
 
 class HeldoutLog:
-    """Kept by the rank that reports on the run.  `standard` names the metric of the best step, if there is one."""
-
     def __init__(self, standard: Standard | None):
         self.standard = standard
         self._by_step: dict[int, dict[str, Any]] = {}
 
     def record(self, step: int, figures: Figures) -> dict[str, Any]:
-        """Mean and standard error of the metrics after `step` steps, as fields of its line."""
         fields = {
             "heldout": {name: mean for name, (mean, _) in figures.items()},
             "heldout_error": {name: error for name, (_, error) in figures.items()},
@@ -41,28 +37,23 @@ class HeldoutLog:
 
     @staticmethod
     def describe(step: int, figures: Figures) -> str:
-        """Return a line for the console, empty without figures."""
         told = ", ".join(f"{name} {mean:.4g}" for name, (mean, _) in figures.items())
-        return f"held out after {step} steps: {told}" if told else ""
+        return f"held out after {step} steps: {told}"
 
     def best(self) -> tuple[int, float] | None:
-        """The step, of those that were trained, after which the metric was best, and the metric there."""
-        metric = None if self.standard is None else self.standard.metric
-        known = [(step, fields["heldout"].get(metric)) for step, fields in self._by_step.items() if step]
-        values = [(step, value) for step, value in known if value is not None and value == value]
-        if not values or self.standard is None:
+        """The trained step after which the standard's metric was best, and the metric there."""
+        if self.standard is None:
             return None
+        known = [(step, fields["heldout"].get(self.standard.metric)) for step, fields in self._by_step.items() if step]
+        values = [(step, value) for step, value in known if value is not None and value == value]
         sign = 1 if self.standard.mode == "max" else -1
-        return max(values, key=lambda pair: (sign * pair[1], -pair[0]))
+        return max(values, key=lambda pair: (sign * pair[1], -pair[0]), default=None)
 
     def describe_best(self) -> str | None:
-        """A line that names the best step."""
         found = self.best()
-        return (
-            None
-            if found is None or self.standard is None
-            else f"best step {found[0]}: {self.standard.metric} {found[1]:.4g}"
-        )
+        if found is None or self.standard is None:
+            return None
+        return f"best step {found[0]}: {self.standard.metric} {found[1]:.4g}"
 
     def summary(self, kept: tuple[float, Position] | None) -> dict[str, Any]:
         """Fields of the summary; `kept` is the best checkpoint, which defines the best step if no held-out metric does."""
@@ -70,15 +61,13 @@ class HeldoutLog:
         best = None
         if found is not None and self.standard is not None:
             best = {"step": found[0], "metric": self.standard.metric, "value": found[1]}
-        return {
-            "heldout": {
-                str(step): {"mean": v["heldout"], "error": v["heldout_error"]} for step, v in self._by_step.items()
-            },
-            "best": best,
+        heldout = {
+            str(step): {"mean": fields["heldout"], "error": fields["heldout_error"]}
+            for step, fields in self._by_step.items()
         }
+        return {"heldout": heldout, "best": best}
 
     def state_dict(self) -> list[tuple[int, dict[str, Any]]]:
-        """The state, in plain JSON types."""
         return list(self._by_step.items())
 
     def load_state_dict(self, state: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
@@ -93,17 +82,13 @@ Measure = Callable[[MicroBatch, Tensor], Tensor]
 
 
 class Measured(Protocol[RowC]):
-    """The part of a task that measures rows."""
-
     def micro_batches(self, rows: Sequence[RowC], budget: int, device: torch.device) -> list[MicroBatch]: ...
 
     def measure(self, rows: Sequence[RowC], vocab: VocabShards) -> Measure: ...
 
 
-class Point(Protocol[RowC]):
-    """Input of a loss from a whole batch: KTO's reference point."""
-
-    def take(self, trained: TrainedModel, rows: Sequence[RowC], step: int, budget: int) -> None: ...
+TakePoint = Callable[[TrainedModel, Sequence[Any], int, int], None]
+"""(model, rows, step, token budget): measures an input of a loss from a whole batch, KTO's reference point."""
 
 
 class HeldoutSchedule:
@@ -115,24 +100,19 @@ class HeldoutSchedule:
 
     @property
     def over(self) -> bool:
-        """True if the run is to end early."""
         return self.stop is not None and self.stop.due
 
     def describe_end(self) -> str | None:
-        """Reason for an early end, if there is one."""
         return self.stop.describe() if self.stop is not None and self.stop.due else None
 
     def due(self, step: int, last: bool) -> bool:
-        """True before the first step, after the last, and every `every_steps` steps."""
         return step == 0 or last or bool(self.every_steps and step % self.every_steps == 0)
 
     def observe(self, step: int, figures: Figures) -> None:
-        """Pass the metrics after `step` steps to early stopping."""
         if self.stop is not None:
             self.stop.observe(step, figures[self.stop.config.standard.metric][0])
 
     def state_dict(self) -> dict[str, Any] | None:
-        """State of early stopping, in plain JSON types."""
         return None if self.stop is None else self.stop.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -151,35 +131,41 @@ class Heldout(HeldoutSchedule, Generic[RowT]):
         rows: Sequence[RowT],
         metrics: Sequence[str],
         world: World,
-        point: Point[RowT] | None = None,
+        take_point: TakePoint | None = None,
     ):
         super().__init__(config.every_steps, stop)
-        self.task, self.metrics, self.world, self.point = task, metrics, world, point
+        self.task, self.metrics, self.world, self.take_point = task, metrics, world, take_point
         self.rows = rows[: config.max_rows]
 
     def measure(self, trained: TrainedModel, step: int, budget: int) -> Figures:
-        """The metrics after `step` steps, in micro-batches of at most `budget` tokens; early stopping learns of them."""
-        if self.point is not None:
-            self.point.take(trained, self.rows, step, budget)
+        if self.take_point is not None:
+            self.take_point(trained, self.rows, step, budget)
         width, what = 1 + len(self.metrics), f"held-out metrics after step {step}"
-        moments = measure_rows(self.world, trained, self.rows, self.task, width, budget, what)
+        task = self.task
+        moments = measure_rows(self.world, trained, self.rows, task.micro_batches, task.measure, width, budget, what)
         figures = dict(zip(self.metrics, ratios(moments, width), strict=True))
         self.observe(step, figures)
         return figures
 
 
 def measure_rows(
-    world: World, trained: TrainedModel, rows: Sequence[RowT], task: Measured[RowT], width: int, budget: int, what: str
+    world: World,
+    trained: TrainedModel,
+    rows: Sequence[RowT],
+    micro_batches: Callable[[Sequence[RowT], int, torch.device], list[MicroBatch]],
+    measure: Callable[[Sequence[RowT], VocabShards], Measure],
+    width: int,
+    budget: int,
+    what: str,
 ) -> list[float]:
-    """Moments of the table of `width` columns that the task makes of `rows`, which the replicas share.
+    """Moments of the table of `width` columns that `measure` makes of `rows`, which the replicas share.
 
-    Every rank of the world makes the call, with the same result.  `what`: the wait for each other, in words.
+    Every rank of the world makes the call, with the same result.
     """
     groups = trained.model.groups
     mine = rows[groups.dp_rank :: groups.dp]
-    device, finish = next(trained.model.parameters()).device, task.measure(mine, trained.model.vocab)
-
-    tables = forward_rows(trained.chunks, task.micro_batches(mine, budget, device), finish)
+    device, finish = next(trained.model.parameters()).device, measure(mine, trained.model.vocab)
+    tables = forward_rows(trained.chunks, micro_batches(mine, budget, device), finish)
     speaks = groups.is_last_stage and groups.tp_rank == 0  # one rank for each replica
     table = torch.cat(tables).tolist() if speaks and tables else []
     with waiting_for(what, world.activity):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oppo_megatron.config.derived import batch_rows, members
-from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.config.derived import batch_rows, members, verdict_lag
+from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.prompt_tokens import hidden_ids, require_stop_texts
 from oppo_megatron.data.prompts import PromptSet, load_prompts
@@ -15,6 +15,7 @@ from oppo_megatron.data.rows import Quarantine, RowProblems
 from oppo_megatron.data.supervised_rows import describe_seen
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.overcommit.filter import VerdictClock
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.rules.formats import literals
 
@@ -27,8 +28,6 @@ SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Inputs:
-    """Result of `read_inputs`.  `quarantine` holds the refused rows of prompts and held-out prompts."""
-
     tokenizer: Tokenizer
     rewards: RewardSum
     prompts: PromptSet
@@ -39,7 +38,6 @@ class Inputs:
     warnings: list[str]  # of rewards that no response can earn
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Rows of each set by what became of them."""
         sets = {"data": self.prompts} | ({} if self.heldout is None else {"evaluation.data": self.heldout})
         return {
             name: {
@@ -53,7 +51,7 @@ class Inputs:
 
 
 def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda line: None) -> Inputs:
-    """Tokenizer, prompts, rewards, a length trace; `progress` gets a line at every row.
+    """Read tokenizer, prompts, rewards, a length trace; `progress` gets a line at every row.
 
     Raises ConfigError, DataError or RewardError for unusable input.
     """
@@ -77,7 +75,6 @@ def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda 
 
 
 def unearned_formats(config: TrainSettings, tokenizer: Tokenizer, prompt: str) -> list[str]:
-    """A warning for each pattern of rule `format` that asks for a text which a response to the first prompt cannot have."""
     found = []
     for part in [*config.rewards, *(config.evaluation.metrics if config.evaluation else ())]:
         if part.name != "format" or part.pattern is None:
@@ -102,8 +99,8 @@ def unearned_formats(config: TrainSettings, tokenizer: Tokenizer, prompt: str) -
 def try_answers(inputs: Inputs, settings: TrainSettings) -> list[str]:
     """Try the expected answers that only a process can compare, which a run meets as it draws their rows.
 
-    Adds those that cannot be compared to the quarantine, and returns a line about them, or raises DataError with all of them,
-    as `bad_rows` says.  Closes the rewards.
+    Adds those that cannot be compared to the quarantine; returns a line, or raises DataError, as `bad_rows` says.  Closes
+    the rewards.
     """
     found = 0
     sets = [(inputs.rewards, inputs.prompts, settings.data)]
@@ -128,7 +125,6 @@ def try_answers(inputs: Inputs, settings: TrainSettings) -> list[str]:
 
 
 def require_trained_actor(config: TrainSettings, prompts: PromptSet) -> None:
-    """Raises ConfigError if the prompts end within the critic's warm-up, so that the policy would never be trained."""
     warming, passes = config.ppo.critic_warmup_steps, config.passes
     if not warming or passes is None or not len(prompts):
         return
@@ -141,7 +137,6 @@ def require_trained_actor(config: TrainSettings, prompts: PromptSet) -> None:
 
 
 def require_separators(config: TrainSettings, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError for a separator of steps that no response can have."""
     metrics = [] if config.evaluation is None else config.evaluation.metrics
     for name, parts in (("rewards", config.rewards), ("evaluation.metrics", metrics)):
         for index, part in enumerate(parts):
@@ -150,7 +145,6 @@ def require_separators(config: TrainSettings, tokenizer: Tokenizer) -> None:
 
 
 def describe_inputs(inputs: Inputs) -> list[str]:
-    """A line for each set, the first rows that were set aside with their reasons, and what the user's rewards say they are."""
     lines = [
         f"{name}: {count['prompts']} prompts, {count['duplicates']} of them duplicates, {count['truncated']} cut at "
         f"max_prompt_tokens; {count['quarantined']} rows set aside"
@@ -162,14 +156,13 @@ def describe_inputs(inputs: Inputs) -> list[str]:
 
 
 def describe_quarantine(quarantine: Quarantine) -> list[str]:
-    """How the rows were understood, and the first that were set aside with their reasons."""
     first = [f"  {entry['file']}:{entry['line']}: {entry['reason']}" for entry in quarantine.entries[:SHOWN_REASONS]]
     left = len(quarantine) - len(first)
     return [*quarantine.notes, *first, *([f"  and {left} more"] if left else [])]
 
 
 def describe_first(quarantine: Quarantine) -> list[str]:
-    """The first row as the model reads it, each part on a line; of a long part its beginning and its end."""
+    """Show the first row as the model reads it, each part on a line."""
     lines = []
     for part, text in quarantine.first.items():
         shown = (
@@ -179,3 +172,12 @@ def describe_first(quarantine: Quarantine) -> list[str]:
         )
         lines.append(f"  {part}: {shown}")
     return ["the first row as the model reads it:", *lines] if lines else []
+
+
+def verdict_clock(config: TrainConfig) -> VerdictClock | None:
+    """When a response that has ended is judged; None if groups are not filtered."""
+    if config.filter is None:
+        return None
+    period = config.overlap.admission_period
+    assert period is not None, "a filter asks for backfill"
+    return VerdictClock(period, verdict_lag(config, config.filter))

@@ -13,38 +13,45 @@ A rank that has both does both, as the round's schedule says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
 from oppo_megatron.algorithms.experience import ScoredBatch
 from oppo_megatron.chunks import Chunk
 from oppo_megatron.cluster.world import World
+from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.occupancy import Occupancy
-from oppo_megatron.engine.round_runner import RoundRunner
+from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import SamplingError
+from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.records import Rollout
+from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.schedule.plan import StepPlan, plan_step
-from oppo_megatron.train.actor import Actor, Critic
 from oppo_megatron.train.evaluate import Evaluator
-from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.meter import RolloutPhase, StepMeter
 from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.rollouts import Rollouts
-from oppo_megatron.train.run_state import RunState
-from oppo_megatron.train.saving.saver import Saver
+from oppo_megatron.train.saving.caches import CacheContents, gather_caches, load_caches, require_sound_books
+from oppo_megatron.train.saving.resuming import Found
+from oppo_megatron.train.saving.saver import Saveable, Saver
+from oppo_megatron.train.saving.state import books_state, frozen_models, make_rollouts, rest_of_run, rollout_lines
+from oppo_megatron.train.saving.writing import ROLLOUTS, cache_path
 from oppo_megatron.train.score_exchange import ScoreExchange
+from oppo_megatron.train.update import History
 from oppo_megatron.train.updates import Adaptation, Updates
 
 
 @dataclass
-class TrainingLoop:
-    """One rank's view of a run."""
+class TrainingLoop(Saveable):
+    """One rank's view of a run.  `done` counts trained steps; `phase` is the current step's, if a run stops or resumes in it."""
 
     config: TrainConfig
     world: World
+    prompts: PromptSet
     rollouts: Rollouts
     exchange: ScoreExchange
     updates: Updates
@@ -52,26 +59,36 @@ class TrainingLoop:
     evaluator: Evaluator | None
     saver: Saver
     meter: StepMeter
-    state: RunState
+    done: int = 0
+    phase: RolloutPhase | None = None
+
+    def __post_init__(self) -> None:
+        self.rounds, self.buffer = self.rollouts.rounds, self.rollouts.buffer
+        self.actor, self.critic, self.journal = self.updates.actor, self.updates.critic, self.meter.journal
+        self.rollbacks = self.updates.guard.rollbacks
 
     def run(self) -> bool:
         """Train until the prompts end and every rollout has been trained; False if the run was asked to stop and has saved."""
-        if self.state.done == 0 and self.state.phase is None:
+        if self.done == 0 and self.phase is None:
             self._evaluate(last=False)
         while not self.over:
-            step = self.state.done + 1
+            step = self.done + 1
             with self.world.activity.doing(f"step {step}"):
                 complete = self._step(step, plan_step(self.config))
-            if complete and self.state.done < step:
+            if complete and self.done < step:
                 self._end_of_prompts()
                 break
             if complete:
                 self._evaluate(last=self.over)
-            if not complete or self.saver.due(self.state.done):
-                self.saver.save(self.state)
+            if not complete or self.saver.due(self.done):
+                self.saver.save(self)
                 if not complete or (self.saver.stopping and not self.over):
                     return False
-        self._conclude()
+        self.finish_step()
+        self.meter.spans.flush()
+        self.saver.conclude()
+        if self.journal is not None:
+            self.journal.end(None if self.evaluator is None else self.evaluator.describe_end())
         return True
 
     def _step(self, step: int, plan: StepPlan) -> bool:
@@ -85,15 +102,18 @@ class TrainingLoop:
             if chunk.halt:
                 return False
         batch = self.rollouts.take_batch()
-        self.state.phase = None
+        self.phase = None
         if not batch:
             return True
-        self._finish_scoring(batch)
+        with self.meter.drain():
+            while self.rounds.owes(batch):  # a scorer, on any rank, has not read all of it
+                self.rollouts.score(batch, self.adaptation.chunk.value, self.updates.version)
+                self.meter.scoring_round()
         trained = self.exchange.members.to_train(batch)
         if plan.forward_ahead:
             self.updates.begin(step, trained)
         scored = self._gather_scores(step, batch)
-        self.meter.facts.filtered = self.rollouts.filter_figures()
+        self.meter.facts.filtered = self.rollouts.figures()
         self.adaptation.learn_costs(step)
         experience, breach = self.updates.make(step, trained, scored)
         actor_trained = self.updates.trains_actor(step)
@@ -103,75 +123,53 @@ class TrainingLoop:
         else:
             self.meter.facts.skipped = breach.reason
         self.adaptation.learn_times(self.meter.facts, self.meter.cost())
-        self.meter.end(batch, self.rollouts.buffer.rollouts, experience)
-        self.state.done = step
+        self.meter.end(batch, self.buffer.rollouts, experience)
+        self.done = step
         return True
 
     @property
     def over(self) -> bool:
         """True if nothing is left to train; a run resumed with fewer steps, or ended early, may have rollouts left."""
         stopped = self.evaluator is not None and self.evaluator.over
-        return self.rollouts.scheduler.done or self.state.done == self.config.steps or stopped
-
-    @property
-    def rounds(self) -> RoundRunner:
-        return self.rollouts.rounds
-
-    @property
-    def actor(self) -> Actor | None:
-        return self.updates.actor
-
-    @property
-    def critic(self) -> Critic | None:
-        return self.updates.critic
-
-    @property
-    def journal(self) -> Journal | None:
-        return self.meter.journal
+        return self.rollouts.scheduler.done or self.done == self.config.steps or stopped
 
     def _admit(self, step: int) -> None:
-        """Admit the step's prompts, unless the step was interrupted after that."""
-        interrupted, buffer = self.state.phase, self.rollouts.buffer
+        interrupted = self.phase
         if interrupted is None:
-            facts = StepFacts(step, buffer.delta, self.adaptation.chunk.value, version=self.updates.version)
+            facts = StepFacts(step, self.buffer.delta, self.adaptation.chunk.value, version=self.updates.version)
             facts.checkpoint_s, facts.checkpoint_bytes, facts.checkpoint_hidden_s = self.saver.take_cost()
-            self.state.phase = RolloutPhase(facts, Occupancy(buffer.clock), buffer.clock)
-        assert self.state.phase is not None
-        self.meter.begin(self.state.phase)
+            self.phase = RolloutPhase(facts, Occupancy(self.buffer.clock), self.buffer.clock)
+        assert self.phase is not None
+        self.meter.begin(self.phase)
         if interrupted is None:
             self.rollouts.admit()
 
     def _decode(self, plan: StepPlan) -> Chunk:
-        clock = self.rollouts.buffer.clock
+        clock = self.buffer.clock
         with self.meter.round():
-            halt = self.actor is not None and self.saver.told_to_stop(self.actor.role.serving.groups.all)
+            halt = self.actor is not None and self.saver.preemption.agreed(
+                self.actor.role.serving.groups.all, self.world.activity
+            )
             chunk, backfilled = self.rollouts.decode(
                 self.adaptation.chunk.value, self.updates.version, stream=plan.stream, halt=halt
             )
         self.meter.decoded(chunk, clock, backfilled)
         return chunk
 
-    def _finish_scoring(self, batch: Sequence[Rollout]) -> None:
-        with self.meter.drain():
-            while self.rollouts.owed(batch):
-                self.rollouts.score(batch, self.adaptation.chunk.value, self.updates.version)
-                self.meter.scoring_round()
-
     def _gather_scores(self, step: int, batch: Sequence[Rollout]) -> ScoredBatch:
-        """Bring the scores, and the state of all ranks, to every rank."""
         with self.meter.part("send" if self.actor is None else "wait_scores"):
             scored, report = self.exchange.gather(
                 batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work, self.meter.measured,
                 self.rollouts.judged,
             )  # fmt: skip
             self.meter.all_memory()
-            self.saver.meet(step, float(scored.scores_B.double().mean()))
+            self.saver.measured(step, REWARD, float(scored.scores_B.double().mean()))
+            self.saver.look_around()
         self.meter.scored(scored, report, self.adaptation.kl.value)
         self.rollouts.retire(batch)
         return scored
 
     def _end_update(self, plan: StepPlan, changed: bool, actor_trained: bool) -> None:
-        """Invalidate caches of changed weights; the ranks meet if the next step waits for the critic."""
         if changed:
             self.rollouts.weights_changed(actor_trained)
         self.rounds.executor.drain()
@@ -181,33 +179,135 @@ class TrainingLoop:
                 dist.barrier()
 
     def _evaluate(self, last: bool) -> None:
-        """Measure held-out metrics before the first step, after the last, and every `every_steps` steps."""
-        step = self.state.done
-        if self.evaluator is None or not self.evaluator.due(step, last):
+        if self.evaluator is None or not self.evaluator.due(self.done, last):
             return
-        with self.meter.evaluation(step):
-            figures = self.evaluator.measure(self, step)
-        self.saver.look_at(step, figures)
+        with self.meter.evaluation(self.done):
+            figures = self.evaluator.measure(self.done)
+        self.saver.look_at(self.done, figures)
         if self.journal is not None:
-            self.journal.evaluation(step, figures)
+            self.journal.evaluation(self.done, figures)
 
     def _end_of_prompts(self) -> None:
-        """End the run: the filter has dropped all remaining groups."""
-        done, figures = self.state.done, self.rollouts.filter_figures()
-        told = f"the prompts have ended: none of the last {figures['groups_dropped']} groups was worth training"
-        if not done:
+        dropped = self.rollouts.figures()["groups_dropped"]
+        told = f"the prompts have ended: none of the last {dropped} groups was worth training"
+        if not self.done:
             raise SamplingError(
                 f"{told}, and no step was made; use prompts that the policy answers rightly now and then"
             )
         if self.journal is not None:
-            self.journal.progress.note(told)
-        if self.evaluator is not None and not self.evaluator.due(done, last=False):
+            self.journal.note(told)
+        if self.evaluator is not None and not self.evaluator.due(self.done, last=False):
             self._evaluate(last=True)
 
-    def _conclude(self) -> None:
-        """Complete the run after the last step of every rank."""
-        self.state.finish_step()
+    @property
+    def position(self) -> Position:
+        return Position(self.done, self.buffer.clock if self.within_step else -1)
+
+    @property
+    def within_step(self) -> bool:
+        return self.phase is not None
+
+    @property
+    def models(self) -> Mapping[str, TrainedModel]:
+        roles = {"actor": self.actor, "critic": self.critic}
+        return {name: role.role.trained for name, role in roles.items() if role is not None}
+
+    @property
+    def note(self) -> Callable[[str], None] | None:
+        return None if self.journal is None else self.journal.note
+
+    def finish_step(self) -> None:
+        if self.meter.settled != self.done:
+            with self.meter.part("wait_update"):
+                critic_stats = self.exchange.critic_stats()
+                self.meter.all_memory()
+            self.meter.settle(self.done, critic_stats)
+        self.meter.tracer.flush()
         self.meter.spans.flush()
-        self.saver.conclude()
+        self.rounds.executor.drain()
+        self.meter.memory.of_all_ranks()
+
+    def state_dict(self) -> dict[str, Any]:
+        actor, journal, rollouts = self.actor, self.journal, self.rollouts
+        assert actor is not None and journal is not None
+        return {
+            "done": self.done,
+            "scheduler": rollouts.scheduler.state_dict(),
+            "filter": None if rollouts.filter is None else rollouts.filter.state_dict(),
+            "chunk": self.adaptation.chunk.state_dict(),
+            "kl": self.adaptation.kl.state_dict(),
+            "early_stop": None if self.evaluator is None else self.evaluator.state_dict(),
+            "guard": self.updates.guard.state_dict(),
+            "actor": {"version": self.updates.version, "ess": actor.ess},
+            "history": self.updates.history.numbers(),
+            "updates": actor.role.trained.updates,  # the critic has made these, and its warm-up's
+            "phase": None if self.phase is None else self.phase.state_dict(),
+            "journal": journal.state_dict(),
+            **books_state(self.rounds),
+        }
+
+    def texts(self) -> dict[str, str]:
+        return {ROLLOUTS: "".join(rollout_lines(self.buffer.rollouts))}
+
+    def caches(self, *, copied: bool) -> CacheContents | None:
+        return gather_caches(self.rounds, copied=copied) if self.config.checkpoint.caches else None
+
+    def on_complete(self) -> Callable[[], None]:
+        place = self.position.name, self.rollouts.scheduler.position
+
+        def note() -> None:
+            self.rollbacks.checkpoint = place
+
+        return note
+
+    def restore(self, found: Found) -> None:
+        left_out = self.rollbacks.left_out
+        rest_of_run(found, self.saver.data, self.config, self.prompts, left_out)
+        self.saver.load(self.models, found)
+        for role in (self.actor, self.critic):
+            if role is not None:
+                role.role.publish()
+        stream = PromptStream(self.prompts, self.config.seed, shuffle=self.config.data.shuffle)
+        held = make_rollouts(found.held(left_out), stream)
+        self.load_state_dict(found.state, held)
+        self.rollbacks.checkpoint = found.folder.name, found.position
+        lost = len(held) < len(found.rollouts)
+        if not lost:
+            self._restore_caches(found)
+        if self.within_step and (lost or len(self.buffer) < self.buffer.target):  # the batch may also be larger now
+            self.rounds.admit(self.rollouts.scheduler.refill())
+
+    def load_state_dict(self, state: Mapping[str, Any], held: Sequence[Rollout]) -> None:
+        """Continue from `state_dict` with the rollouts that were in the buffer, but without books and caches."""
+        self.done = self.meter.settled = state["done"]
+        rollouts, updates = self.rollouts, self.updates
+        rollouts.scheduler.load_state_dict(state["scheduler"], held)
+        if rollouts.filter is not None:
+            rollouts.filter.load_state_dict(state.get("filter"))
+        self.adaptation.chunk.load_state_dict(state["chunk"])
+        self.adaptation.kl.load_state_dict(state["kl"])
+        if self.evaluator is not None:
+            self.evaluator.load_state_dict(state.get("early_stop"))
+        updates.guard.load_state_dict(state["guard"])
+        updates.version, updates.history = state["actor"]["version"], History.of(state.get("history", {}))
+        if self.actor is not None:
+            self.actor.ess = state["actor"]["ess"]
+        if state["phase"] is not None:
+            self.phase = RolloutPhase.from_state(state["phase"])
         if self.journal is not None:
-            self.journal.end(None if self.evaluator is None else self.evaluator.describe_end())
+            self.journal.load_state_dict(state["journal"])
+        self.rounds.admit(self.buffer.rollouts)
+
+    def _restore_caches(self, found: Found) -> None:
+        """Load books and caches if layouts, models and options then and now allow; else all sequences are prefilled again."""
+        saved = self.config.checkpoint.caches and found.state["caches"]
+        if not saved or found.state["layout"] != books_state(self.rounds)["layout"]:
+            return
+        if frozen_models(found.state["config"]) != frozen_models(self.saver.settings):
+            return
+        require_sound_books(found.state, self.buffer.rollouts)
+        planner, books = self.rounds.planner, found.state["books"]
+        planner.actor.load_state_dict(books["actor"])
+        for name, book in planner.scorers.items():
+            book.load_state_dict(books[name])
+        load_caches(cache_path(found.folder, self.world.rank), self.rounds)

@@ -39,10 +39,7 @@ def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None
 
 @dataclass
 class MemoryMeter:
-    """This rank's memory: `base_bytes` before any model was built, and the peak up to the last `look`.
-
-    `by_rank`: the last report of all ranks.
-    """
+    """This rank's memory: `base_bytes` before any model was built, and the peak up to the last `look`."""
 
     device: torch.device
     base_bytes: int
@@ -60,24 +57,20 @@ class MemoryMeter:
         self.peak_bytes = max(self.peak_bytes, peak_bytes(self.device))
 
     def of_all_ranks(self) -> MemoryByRank:
-        """Collective of the world."""
         self.by_rank = MemoryByRank(*by_rank([self.base_bytes, self.peak_bytes], self.device))
         return self.by_rank
 
 
 @dataclass(frozen=True)
 class MemoryByRank:
-    """Base and peak of every rank, in bytes, in the order of ranks."""
-
     base: Sequence[float]
     peak: Sequence[float]
 
     def peak_fields(self) -> dict[str, Any]:
-        """The fields of a step's line."""
         return {"memory_peak_mb": _mebibytes(self.peak)}
 
     def summary(self, planned: Sequence[float]) -> dict[str, Any]:
-        """The figures for `summary.json`; `planned`: bytes from `rank_memory`."""
+        """Figures for `summary.json`; `planned`: bytes from `rank_memory`."""
         return {
             "memory_base_mb": _mebibytes(self.base),
             "memory_peak_mb": _mebibytes(self.peak),
@@ -86,11 +79,9 @@ class MemoryByRank:
         }
 
     def ratios(self, planned: Sequence[float]) -> list[float]:
-        """(peak - base) / planned of each rank."""
         return [(peak - base) / plan for base, peak, plan in zip(self.base, self.peak, planned, strict=True)]
 
     def describe(self, planned: Sequence[float]) -> str:
-        """A line about the rank that went furthest beyond its plan."""
         ratios = self.ratios(planned)
         rank = max(range(len(ratios)), key=ratios.__getitem__)
         used, plan = (round(size / MEBIBYTE) for size in (self.peak[rank] - self.base[rank], planned[rank]))

@@ -43,7 +43,6 @@ class TrainedRole:
         return moved
 
     def undo(self) -> Callable[[], None]:
-        """Copy weights and optimizer; return a function that restores them in both models."""
         saved = Undo(self.trained)
 
         def back() -> None:
@@ -74,7 +73,6 @@ def build_trained_role(
     layers: Layers,
     num_updates: int,
 ) -> TrainedRole:
-    """Build both models of a role on this rank; it serves in `groups` and is updated in `training`."""
     layout = config.train
     plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
     multiple = lcm(groups.tp, training.tp)
@@ -95,7 +93,7 @@ def build_trained_role(
 class Topology:
     """The placement of all roles, and this rank's groups (None for a role that it does not hold).
 
-    `training` holds the groups that update actor and critic: the same objects as in `groups` if the layouts agree.
+    `training` groups update actor and critic: the same objects as in `groups` if the layouts agree.
     """
 
     site: Site
@@ -106,10 +104,7 @@ class Topology:
 
 
 def build_topology(config: TrainConfig, device: torch.device) -> Topology:
-    """Create all process groups (`schedule/links.py` lists them) and use each once, and the links in their order.
-
-    Includes the world's group, which carries scores and statistics.  Every rank makes the call.
-    """
+    """Create all process groups (`schedule/links.py` lists them) and use each once, and the links in their order."""
     site, trained, shared = Site(role_placements(config)), training_placements(config), SharedGroups()
     groups = {
         name: build_groups(placement.ranks, placement.tp, placement.pp, name, shared)

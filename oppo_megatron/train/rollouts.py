@@ -11,7 +11,6 @@ import numpy as np
 from oppo_megatron.chunks import Chunk
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner
-from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.filter import GroupFilter
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Rollout
@@ -22,10 +21,9 @@ NOTHING = np.zeros(0, dtype=np.int64)  # no sequence
 
 @dataclass
 class Rollouts:
-    """The records of a sequence: the buffer (its tokens), the planner's books (the cached tokens of each role), the caches and
-    outputs of this rank's workers, the codec of the token stream, and the requests to reward services.
+    """All records of a sequence: buffer, planner's books, workers' caches and outputs, the codec of the stream, reward requests.
 
-    All records but the workers' are the same on every rank.  `planning` times the decisions and bookkeeping here.
+    All but the workers' are the same on every rank.  `planning` times the decisions and bookkeeping here.
     """
 
     scheduler: OvercommitScheduler
@@ -35,17 +33,14 @@ class Rollouts:
     planning: Callable[[], AbstractContextManager[None]]
     filter: GroupFilter | None = None
 
-    @property
-    def buffer(self) -> RolloutBuffer:
-        return self.scheduler.buffer
+    def __post_init__(self) -> None:
+        self.buffer = self.scheduler.buffer
 
     @property
     def complete(self) -> bool:
-        """True if the step's batch has finished."""
         return self.buffer.readiness().ready
 
     def admit(self) -> None:
-        """Admit prompts at the beginning of a step, up to B + delta."""
         with self.planning():
             self.rounds.admit(self.scheduler.begin_step())
         if self.filter is not None:
@@ -53,11 +48,9 @@ class Rollouts:
             self._settle(self.filter)
 
     def decode(self, most: int, version: int, *, stream: bool, halt: bool) -> tuple[Chunk, int]:
-        """Run a round: decode at most `most` tokens of each rollout with the policy's `version`; all records advance by its
-        chunk.
+        """Run a round: decode at most `most` tokens of each rollout with the policy's `version`; all records advance.
 
-        With `stream` the scorers prefill the chunk before.  `halt`: the run is to stop after this round.  Returns the chunk,
-        and the number of prompts that replaced finished rollouts before it.
+        With `stream` the scorers prefill the chunk before.  Returns the chunk, and the prompts that replaced finished rollouts.
         """
         buffer = self.buffer
         with self.planning():
@@ -78,21 +71,18 @@ class Rollouts:
 
     @property
     def judged(self) -> Known:
-        """Parts of rewards that were computed for verdicts."""
         if self.filter is None:
             return {}
         labels = self.filter.rule.labels
         return {seq_id: dict(zip(labels, parts, strict=True)) for seq_id, parts in self.filter.scores.items()}
 
-    def filter_figures(self) -> dict[str, float | None]:
-        """Figures of the step's groups for its line of metrics; empty without a filter."""
+    def figures(self) -> dict[str, float | None]:
         if self.filter is None:
             return {}
         counts = self.filter.counts
         return {"groups_dropped": counts.dropped, "keep_rate": counts.keep_rate}
 
     def _settle(self, groups: GroupFilter) -> None:
-        """Apply the verdicts that are due; dropped groups leave every record."""
         labels = groups.rule.labels
 
         def judge(due: Sequence[Rollout]) -> list[list[float]]:
@@ -107,30 +97,20 @@ class Rollouts:
             self.exchange.rewards.forget(rollout.seq_id)
 
     def take_batch(self) -> list[Rollout]:
-        """Take the first B finished rollouts out of the buffer; the others are deferred."""
         with self.planning():
             return self.scheduler.take_batch()
 
-    def owed(self, batch: Sequence[Rollout]) -> bool:
-        """True if a scorer, on any rank, has not read all of the batch."""
-        return self.rounds.owes(batch)
-
     def score(self, batch: Sequence[Rollout], most: int, version: int) -> None:
-        """Run a round that scores the rest of the batch and decodes nothing."""
         self.rounds.run([], batch, most, Decoding(self.buffer.clock, version, self.buffer.readiness))
 
     def retire(self, batch: Sequence[Rollout]) -> None:
-        """Drop all records of the batch, whose scores are on every rank."""
         with self.planning():
             self.rounds.retire(batch)
         if self.filter is not None:
             self.filter.retire(batch)
 
     def weights_changed(self, actor: bool) -> None:
-        """Invalidate what trained roles have cached of carried rollouts, unless the configuration keeps it.
-
-        `actor`: the actor's weights changed, too.
-        """
+        """Invalidate what trained roles have cached of carried rollouts, unless the configuration keeps it."""
         if actor and self.overlap.actor_kv == "recompute":
             self.rounds.actor_changed()
         elif actor:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import World
+from oppo_megatron.config.load import dump_config
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.data.beside_weights import special_ids, write_beside
+from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.mcore.training import Chunks, as_chunks
@@ -26,11 +31,9 @@ from oppo_megatron.rundir.disk import free_bytes, megabytes
 def save_role(
     model: Chunks, directory: Path, tokenizer: Tokenizer, base: Path | None = None, stop_token_ids: Sequence[int] = ()
 ) -> None:
-    """Write a role's weights; every rank of the role makes the call, which returns when the directory is complete.
+    """Write a role's weights, or its adapters with `base` as base model; every rank of the role makes the call.
 
-    Adapters are written as a peft directory that names `base` as its base model.  `stop_token_ids` end a response in addition
-    to the tokenizer's own; other generation settings are copied from `base`.  Raises CheckpointError on the writing rank if it
-    fails.
+    `stop_token_ids` end a response in addition to the tokenizer's own.  Raises CheckpointError on the writing rank if it fails.
     """
     chunks = as_chunks(model)
     first = chunks[0]
@@ -60,13 +63,25 @@ def save_role(
 VISIBLE_WITHIN_S = 60.0  # network file systems show a new file late
 
 
-def share_run_directory(run: RunDirectory, world: World, *, owner: bool, show: bool) -> None:
-    """Every rank calls this after `owner` has created the run directory; then every rank may write into it.
+def prepare_run_directory(
+    config: TrainConfig | SupervisedConfig,
+    world: World,
+    state: Mapping[str, Any] | None,
+    quarantine: Quarantine,
+    *,
+    owner: bool,
+) -> None:
+    """Let `owner` create the run directory, or cut its files to a checkpoint's `state`; then every rank may write into it.
 
-    Writes `hosts.json`; rank 0 prints the map of hosts to stderr if `show`.  Raises ConfigError on a host that does not see the
-    run directory.
+    Raises ConfigError on a host that does not see the run directory.
     """
-    if show and world.rank == 0:
+    run = RunDirectory(config.run_dir)
+    if owner:
+        run.take_up(state)
+        dump_config(config, run.config)
+        if quarantine:
+            quarantine.write(run.quarantine)
+    if config.logging.console != "off" and world.rank == 0:
         show_hosts(world.hosts)
     if owner:
         write_json(run.hosts, {"format": RUN_FORMAT, "ranks": [asdict(rank) for rank in world.hosts]})

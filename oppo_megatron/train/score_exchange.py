@@ -7,8 +7,8 @@ P parts of the reward, S steps of responses (packed).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
@@ -37,14 +37,11 @@ from oppo_megatron.train.actor import CRITIC_STATS, Actor, Critic
 
 @dataclass(frozen=True)
 class StepRewards:
-    """Reads rewards at the ends of steps from a process reward model's outputs, the same on every rank."""
-
     part: RewardPart
     step_ends: StepEnds
 
     @classmethod
     def of(cls, parts: Sequence[RewardPart], tokenizer: Tokenizer) -> StepRewards | None:
-        """None if no part is of the kind process."""
         found = next((part for part in parts if part.kind == "process"), None)
         return None if found is None else cls(found, StepEnds(found.separator, tokenizer.decode))
 
@@ -53,14 +50,10 @@ class StepRewards:
         return [self.step_ends.of(response) for response in responses]
 
     def scores(self, logits_S: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
-        """Score of each response [B], from the outputs at the ends of its steps."""
         return response_scores(step_scores(logits_S), [len(row) for row in ends], self.part.step_rewards)[0]
 
     def of_tokens(self, logits_T: Tensor, responses: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Score of each response [B], from the outputs at all its tokens, and the weighted rewards of tokens [T].
-
-        The latter are None if only the whole response is rewarded.
-        """
+        """Score of each response [B] and the weighted rewards of tokens [T] (None if only the whole response is rewarded)."""
         ends = self.ends(responses)
         starts = accumulate((len(response) for response in responses), initial=0)
         places = [start + end for start, row in zip(starts, ends, strict=False) for end in row]
@@ -83,11 +76,9 @@ NOTHING_KNOWN: Known = MappingProxyType({})
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """Figures that come with the scores: mean of each reward part, seconds of the scorers' first rank, the last critic update.
+    """Figures that come with the scores; seconds are of the scorers' first rank, `work` by round (`StepClock.work`).
 
-    `work` has the seconds of the scorers' first rank per round (`StepClock.work`).  `ess` is from the actor's last update, one
-    step earlier; 1 in the first step.  `measured` has the times of the step's rollout on the rank that sends the chunks
-    (`StepMeter.measured`).
+    `critic` and `ess` are of the last updates, `measured` is `StepMeter.measured` on the rank that sends the chunks.
     """
 
     parts: dict[str, float]
@@ -103,8 +94,8 @@ class ScoreReport:
 class ScoreExchange:
     """Collective of the world, once per step.  Sizes follow from the batch, which every rank knows.
 
-    `actor` and `critic` are this rank's; `steps` exists for a process reward model.  A reward that is not finite is NaN on
-    every rank; `refusal` has the reason, on the scorers' first rank.
+    A reward that is not finite is NaN on every rank; `refusal` has the reason, on the scorers' first rank, where rewards are
+    computed and RewardError is raised.
     """
 
     rank: int
@@ -119,6 +110,9 @@ class ScoreExchange:
     steps: StepRewards | None = None
     refusal: str | None = None
 
+    def __post_init__(self) -> None:
+        self._leader = scorers_leader(self.placements)
+
     def gather(
         self,
         batch: Sequence[Rollout],
@@ -131,8 +125,7 @@ class ScoreExchange:
         """Return scores, values and reference log-probs of the batch on every rank; for greedy responses the reward only.
 
         `seconds` are this rank's totals of the step over the scoring roles, `work` its rounds' seconds; `measured` is called
-        once all scores are here; `known` has parts of rewards that `judge` has computed.  Raises RewardError on the scorers'
-        first rank.
+        once all scores are here; `known` has parts of rewards that `judge` has computed.
         """
         trained = self.members.to_train(batch)
         reference_T, values_T = (self._of_tokens(role, trained, rounds) for role in ("reference", "critic"))
@@ -161,10 +154,7 @@ class ScoreExchange:
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
 
     def judge(self, rollouts: Sequence[Rollout], rounds: RoundRunner, labels: Sequence[str]) -> list[list[float]]:
-        """Return the parts `labels` of the reward of finished rollouts on every rank; waits for them.
-
-        A reward model among them has read all of the rollouts.  Raises RewardError on the scorers' first rank.
-        """
+        """Return the parts `labels` of the reward of finished rollouts, which the reward model has read; waits for them."""
         reads_model = self.rewards.reads_model(labels)
         model_N = self._model_scores(rollouts, rounds)[0] if reads_model else None
         self.request(rollouts)
@@ -177,10 +167,7 @@ class ScoreExchange:
         return self._scored(rollouts, model_N, len(labels), parts).tolist()
 
     def request(self, rollouts: Sequence[Rollout], known: Collection[str] = ()) -> None:
-        """Request scores of finished rollouts from services and rules' processes, except `known` parts; returns at once.
-
-        Raises RewardError, on the scorers' first rank, if a service has failed for good.
-        """
+        """Request scores of finished rollouts from services and rules' processes, except `known` parts; returns at once."""
         if self.rank != self._leader or not self.rewards.asks_services:
             return
         new = [rollout for rollout in rollouts if rollout.finished and not self.rewards.requested(rollout.seq_id)]
@@ -191,7 +178,6 @@ class ScoreExchange:
         return ScoreItem(rollout.seq_id, prompt.text, response, prompt.fields, [*prompt.tokens, *rollout.tokens])
 
     def critic_stats(self) -> dict[str, float]:
-        """Statistics of the critic's last update, on every rank; empty without a critic."""
         if "critic" not in self.placements:
             return {}
         mine = None
@@ -202,22 +188,15 @@ class ScoreExchange:
         return dict(zip(CRITIC_STATS, stats.tolist(), strict=True))
 
     def _of_actor(self, measured: Sequence[float]) -> Tensor:
-        """Effective sample size of the actor's last update, and the actor rank's measurements, on every rank."""
+        """Effective sample size of the actor's last update, and the actor rank's measurements."""
         source, mine = self.placements["actor"].output_rank(), None
         if self.rank == source:
             assert self.actor is not None
             mine = torch.tensor([self.actor.ess, *measured], dtype=torch.float64)
         return self.shared("effective sample size, seconds of the rollout", mine, 1 + len(measured), source)
 
-    @property
-    def _leader(self) -> int:
-        """The scorers' first rank."""
-        return scorers_leader(self.placements)
-
     def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
-        """Call `share` and wait for its end: a watchdog takes only this for a wait, during which the rank itself is not at
-        fault.
-        """
+        """Call `share` and wait for its end: a watchdog blames no rank for this wait."""
         with self.activity.doing(what, waits=True):
             shared = share(values, size, source, self.device)
             if self.device.type == "cuda":
@@ -225,13 +204,11 @@ class ScoreExchange:
         return shared
 
     def _of_tokens(self, role: str, batch: Sequence[Rollout], rounds: RoundRunner) -> Tensor | None:
-        """A role's output of each response token [T]; None without the role."""
         if role not in self.placements:
             return None
         return self._share(role, batch, [len(r.tokens) for r in batch], rounds).float()
 
     def _share(self, role: str, batch: Sequence[Rollout], sizes: Sequence[int], rounds: RoundRunner) -> Tensor:
-        """A role's outputs of the batch in its order, `sizes` of each rollout, from the replicas that scored them."""
         placement, book = self.placements[role], rounds.planner.scorers[role]
         pieces: dict[int, Tensor] = {}
         scored_by: list[list[int]] = [[] for _ in range(placement.dp)]
@@ -246,7 +223,6 @@ class ScoreExchange:
         return torch.cat([pieces[i] for i in range(len(batch))])
 
     def _model_scores(self, rollouts: Sequence[Rollout], rounds: RoundRunner) -> tuple[Tensor | None, Tensor | None]:
-        """The reward model's score of each rollout [N], and the rewards of trained tokens [T] of a process reward model."""
         if "reward" not in self.placements:
             return None, None
         if self.steps is None:
@@ -256,14 +232,12 @@ class ScoreExchange:
         return scores_N, self._of_trained(rollouts, earned)
 
     def _of_trained(self, rollouts: Sequence[Rollout], values: Tensor | None) -> Tensor | None:
-        """Select the numbers of trained rollouts' response tokens."""
         if values is None or not self.members.greedy:
             return values
         pieces = zip(rollouts, values.split([len(r.tokens) for r in rollouts]), strict=True)
         return torch.cat([piece for rollout, piece in pieces if not self.members.is_greedy(rollout.seq_id)])
 
     def _apart(self, batch: Sequence[Rollout], totals_N: Tensor) -> tuple[Tensor, GreedyRows | None]:
-        """Split scores into trained rollouts' [B] and greedy responses'."""
         if not self.members.greedy:
             return totals_N, None
         greedy = [rollout for rollout in batch if self.members.is_greedy(rollout.seq_id)]
@@ -273,14 +247,12 @@ class ScoreExchange:
         return totals_N[self._places(batch, greedy=False)], rows
 
     def _places(self, rollouts: Sequence[Rollout], *, greedy: bool) -> Tensor:
-        """Indices of the greedy rollouts, or of the others."""
         places = [i for i, rollout in enumerate(rollouts) if self.members.is_greedy(rollout.seq_id) == greedy]
         return on_device(places, self.device, torch.int64)
 
     def _rewards(
         self, batch: Sequence[Rollout], model_N: Tensor | None, known: Known
     ) -> tuple[Tensor, dict[str, float]]:
-        """Total reward of each rollout [N], and the mean of each part over those that are trained."""
         labels = [summand.label for summand in self.rewards.summands]
         self.request(batch, {label for rollout in batch for label in known.get(rollout.seq_id, ())})
 
@@ -307,32 +279,20 @@ class ScoreExchange:
         """`width` numbers of each rollout, [N, width].  User code runs on one rank only."""
         table = None
         if self.rank == self._leader:
-            rows = []
-            for rollout, score in zip(
-                rollouts, [None] * len(rollouts) if model_N is None else model_N.tolist(), strict=True
-            ):
+            rows, functions = [], " and ".join(map(repr, self.rewards.user_functions))
+            scores = [None] * len(rollouts) if model_N is None else model_N.tolist()
+            for rollout, score in zip(rollouts, scores, strict=True):
                 item = self._item(rollout)
+                told = f"the reward function {functions}, called for sequence {item.seq_id} (of {rollout.prompt.place})"
+                note = noted(self.rank, told) if functions else nullcontext()  # in case the rank ends in it
                 try:
-                    with self._scoring(item, rollout.prompt.place):
+                    with self.activity.doing(f"reward of sequence {item.seq_id}"), note:
                         rows.append(numbers(item, score, rollout))
                 except NonFiniteRewardError as error:
                     self.refusal = self.refusal or str(error)
                     rows.append([math.nan] * width)
             table = torch.tensor(rows, dtype=torch.float64).flatten()
         return self.shared("rewards", table, len(rollouts) * width, self._leader).view(len(rollouts), -1)
-
-    @contextmanager
-    def _scoring(self, item: ScoreItem, placement: str) -> Iterator[None]:
-        """Mark the activity, and note a user's function in case the rank ends in it."""
-        what, functions = f"reward of sequence {item.seq_id}", " and ".join(map(repr, self.rewards.user_functions))
-        with self.activity.doing(what):
-            if not functions:
-                yield
-                return
-            with noted(
-                self.rank, f"the reward function {functions}, called for sequence {item.seq_id} (of {placement})"
-            ):
-                yield
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
@@ -341,7 +301,6 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
 
 
 def by_rank(values: Sequence[float], device: torch.device) -> list[list[float]]:
-    """Each of the values from every rank, in the order of the ranks.  Collective of the world."""
     return _of_all_ranks(values, device).T.tolist()
 
 

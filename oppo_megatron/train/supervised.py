@@ -1,4 +1,4 @@
-"""`oppo sft`, `rm`, `prm`, `dpo` and `kto`, from the configuration to the weights.
+"""`oppo sft`, `rm`, `prm`, `dpo` and `kto`, from the configuration to the weights; a task turns rows into batches and losses.
 
 Every rank reads all rows, and a replica trains its share of each batch.  The model's output rank (first of the last
 pipeline stage) has the loss, so it alone owns the run directory; the weights in it are written by the model's first rank.
@@ -6,17 +6,22 @@ pipeline stage) has the loss, so it alone owns the run directory; the weights in
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
+from oppo_megatron.algorithms.supervised_losses import means
 from oppo_megatron.clock import by_time
 from oppo_megatron.cluster.liveness.watchdog import watched
 from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.data import DataConfig
-from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.supervised import (
     DPOConfig,
@@ -26,10 +31,11 @@ from oppo_megatron.config.supervised import (
     RewardModelConfig,
     SupervisedConfig,
 )
+from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import BEGINNING, read_heldout
+from oppo_megatron.data.supervised_rows import BEGINNING, Passed, batches, num_batches, read_heldout
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from oppo_megatron.errors import ConfigError
+from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.mcore.cpu import require_private_ops
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
@@ -37,27 +43,166 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
-from oppo_megatron.train.heldout import Heldout, Point
-from oppo_megatron.train.logs.supervised_report import Report
+from oppo_megatron.schedule.packing import Packing, balance, packing_figures
+from oppo_megatron.train.heldout import Heldout, TakePoint
+from oppo_megatron.train.logs.journal import Report
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
-from oppo_megatron.train.preference.reference_pass import ReferencePass
-from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferences, Preferences, ReferencePoint
-from oppo_megatron.train.run_files import save_role, share_run_directory
+from oppo_megatron.train.reference_pass import ReferencePass
+from oppo_megatron.train.run_files import prepare_run_directory, save_role
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.resuming import find_checkpoint
-from oppo_megatron.train.saving.saver import SupervisedSaver
-from oppo_megatron.train.saving.state import describe_missing
-from oppo_megatron.train.supervised_loop import SupervisedTrainer, Task
-from oppo_megatron.train.supervised_tasks import FineTuning, ProcessRewardModelling, RewardModelling
+from oppo_megatron.train.saving.resuming import Found, find_checkpoint
+from oppo_megatron.train.saving.saver import Saveable, Saver
+from oppo_megatron.train.saving.state import describe_missing, require_same_run, row_data
+from oppo_megatron.train.supervised_tasks import (
+    FineTuning,
+    MarkedPreferences,
+    PairPreferences,
+    Preferences,
+    ProcessRewardModelling,
+    RewardModelling,
+    Task,
+)
 
 RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
+@dataclass
+class SupervisedTrainer(Saveable, Generic[RowT]):
+    """One rank's view of the run.  `steps` counts the whole run's; `report` exists on one rank only.
+
+    `take_point` is called for each batch before training on it, if the task needs that.
+    """
+
+    config: SupervisedConfig
+    task: Task[RowT]
+    rows: Sequence[RowT]
+    heldout: Heldout[RowT] | None
+    trained: TrainedModel
+    saver: Saver
+    report: Report | None
+    spans: SpanRecorder
+    memory: MemoryMeter
+    passed: Passed
+    steps: int
+    take_point: TakePoint | None
+
+    def run(self) -> bool:
+        """Make the remaining steps, measure and save; False if the run was asked to stop and has saved."""
+        config = self.config
+        if self.passed.steps == 0:
+            figures = self._measure()
+            if self.report and figures is not None:
+                self.report.before(figures)
+        for index in batches(
+            len(self.rows),
+            config.batch_size,
+            config.seed,
+            config.epochs,
+            config.steps,
+            config.data.shuffle,
+            self.passed,
+        ):
+            if self.over:  # a run that is resumed may have been
+                break
+            figures = self._step(index)
+            heldout = self._measure()
+            if heldout is not None:
+                figures |= self.memory.by_rank.peak_fields()
+            if self.report:
+                self.report.step(self.passed.steps, figures, self.saver.take_cost(), heldout)
+            self.saver.look_around()
+            if self.saver.due(self.passed.steps):
+                self.saver.save(self)
+                if self.saver.stopping and not self.over:
+                    return False
+        self.saver.conclude()
+        self.memory.look()
+        self.memory.of_all_ranks()
+        if self.report:
+            self.report.end(None if self.heldout is None else self.heldout.describe_end())
+        return True
+
+    @property
+    def over(self) -> bool:
+        return self.passed.steps >= self.steps or (self.heldout is not None and self.heldout.over)
+
+    @property
+    def position(self) -> Position:
+        return Position(self.passed.steps)
+
+    @property
+    def models(self) -> Mapping[str, TrainedModel]:
+        return {"model": self.trained}
+
+    @property
+    def note(self) -> Callable[[str], None] | None:
+        return None if self.report is None else self.report.note
+
+    def finish_step(self) -> None:
+        self.memory.of_all_ranks()
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.report is not None
+        return {
+            "done": self.passed.steps,
+            "rows": self.passed.rows,
+            "updates": self.trained.updates,
+            "elapsed_s": self.report.elapsed_s,
+            "heldout": self.report.heldout.state_dict(),
+            "early_stop": None if self.heldout is None else self.heldout.state_dict(),
+        }
+
+    def restore(self, found: Found) -> None:
+        self.saver.load(self.models, found)
+        if self.heldout is not None:
+            self.heldout.load_state_dict(found.state["early_stop"])
+        if self.report is not None:
+            self.report.heldout.load_state_dict(found.state["heldout"])
+
+    def _measure(self) -> Figures | None:
+        step = self.passed.steps
+        if self.heldout is None or not self.heldout.due(step, last=step >= self.steps):
+            return None
+        activity, budget = self.saver.world.activity, self.config.runtime.micro_batch_tokens
+        with self.spans.span("evaluate", role="model", step=step), activity.doing(f"evaluation after step {step}"):
+            figures = self.heldout.measure(self.trained, step, budget)
+        self.saver.look_at(step, figures)
+        self.memory.look()
+        self.memory.of_all_ranks()
+        return figures
+
+    def _step(self, index: Sequence[int]) -> dict[str, Any]:
+        start, self.passed = time.monotonic(), self.passed.step(len(index))
+        step, chosen = self.passed.steps, [self.rows[i] for i in index]
+        groups, device = self.trained.model.groups, next(self.trained.model.parameters()).device
+        lengths, budget = [self.task.num_tokens(row) for row in chosen], self.config.runtime.micro_batch_tokens
+        shares = balance(lengths, groups.dp)
+        if self.take_point is not None:
+            with self.spans.span("point", role="model", step=step):
+                self.take_point(self.trained, chosen, step, budget)
+        mine, loss = [chosen[i] for i in shares[groups.dp_rank]], self.task.loss(chosen, self.trained.model.vocab)
+        activity = self.saver.world.activity
+        with self.spans.span("update", role="model", step=step), activity.doing(f"update, step {step}"):
+            report = self.trained.step(self.task.micro_batches(mine, budget, device), loss)
+        packing = Packing.of([[lengths[i] for i in share] for share in shares], budget)
+        self.spans.flush()
+        step_s, num_tokens = time.monotonic() - start, sum(lengths)
+        return {
+            "step_s": step_s,
+            **means(report.stats),
+            "tokens": num_tokens,
+            "tokens_per_s": num_tokens / step_s,
+            "lr": report.lr,
+            "grad_norm": report.grad_norm,
+            **packing_figures([packing]),
+        }
+
+
 def run_supervised(config: SupervisedConfig) -> bool:
-    """Train as configured.  Called on every rank; see `train_supervised`."""
     task, preemption = task_of(config), Preemption(config.preempt_deadline_s)
     with (
         open_world(config.runtime) as world,
@@ -71,7 +216,6 @@ def run_supervised(config: SupervisedConfig) -> bool:
 
 
 def task_of(config: SupervisedConfig) -> Task[Any]:
-    """Return the task of the configuration."""
     if isinstance(config, DPOConfig):
         return PairPreferences(config)
     if isinstance(config, KTOConfig):
@@ -84,22 +228,30 @@ def task_of(config: SupervisedConfig) -> Task[Any]:
 def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, preemption: Preemption) -> bool:
     """Train, then write weights and summary into `config.run_dir`; False if the run was asked to stop and has saved.
 
-    Before the model is built it raises ConfigError (number of ranks, shape, tokenizer, a run directory with a finished run),
-    DataError, or CheckpointError for a checkpoint that this run cannot continue; later CheckpointError for weights that do not
-    fit, NumericsError for a gradient that is not finite.
+    Raises ConfigError, DataError or CheckpointError before a model is built, if this run cannot start or continue.
     """
     groups = _build_groups(config, world)
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)
-    _check_model(config, tokenizer)
+    problems: list[str] = []
+    for name, model in config.models.items():  # by config.json alone
+        problems += check_shape(name, read_hf_config(model), config.parallel, config.max_tokens, tokenizer.vocab_size)
+    if problems:
+        raise ConfigError(problems)
     with ExitStack() as stack:
         trainer = _build(config, task, tokenizer, groups, world, preemption, stack)
         if not trainer.run():
             return False
-        _write(config, trainer, tokenizer)
+
+        def save(folder: Path) -> None:
+            with trainer.spans.span("save", role="model", step=trainer.passed.steps):
+                save_role(trainer.trained.chunks, folder, tokenizer, config.model.checkpoint)
+
+        trainer.saver.finish(trainer, save)
+        trainer.spans.flush()
         dist.barrier()  # the weights and every rank's trace are whole
         if trainer.report:
             merge_traces(config.run_dir)
-            trainer.report.write_summary(trainer.saver.best)
+            trainer.report.write_summary(task.title, trainer.memory.by_rank, trainer.saver.best)
     return True
 
 
@@ -116,29 +268,26 @@ def _build(
     run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
     if is_owner:
         stack.enter_context(run.held())
-    point = ReferencePoint(task, world) if isinstance(task, MarkedPreferences) else None
+    take_point = partial(task.take_point, world) if isinstance(task, MarkedPreferences) else None
     quarantine = Quarantine(progress=by_time(is_owner=is_owner))
-    rows, heldout = _load_rows(config, task, tokenizer, quarantine, world, point)
-    saver = SupervisedSaver(config, task.title, world, rows, preemption)
+    rows, heldout = _load_rows(config, task, tokenizer, quarantine, world, take_point)
+    saver = Saver(config, world, preemption, lambda: row_data(config, rows), {"kind": task.title, "reference": None})
     found, start = (
         find_checkpoint(config, world),
         [describe_missing(config.run_dir)] if config.checkpoint.resume else [],
     )
+    began, before_s = (BEGINNING, 0.0) if found is None else (found.passed, found.state["elapsed_s"])
+    steps = num_batches(len(rows), config.batch_size, config.epochs, config.steps, began)
     if found is not None:  # before any file of the run is touched
-        saver.require_same_run(found)
+        _require_same_run(found, saver, config, steps)
         start = saver.describe(found)
         dist.barrier()  # no rank reads the directory any more
-    if is_owner:
-        run.take_up(None if found is None else found.state)
-        dump_config(config, run.config)
-        if quarantine:
-            quarantine.write(run.quarantine)
-    share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
+    prepare_run_directory(config, world, None if found is None else found.state, quarantine, owner=is_owner)
     trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
     spans, memory = SpanRecorder(world.rank, run if config.logging.trace else None), MemoryMeter.begin(world.device)
-    began, before_s = (BEGINNING, 0.0) if found is None else (found.passed, found.state["elapsed_s"])
-    steps, held = saver.num_steps(began), () if heldout is None else heldout.rows
-    if report := trackers and Report(config, task.title, steps, world.device, trackers, stack, before_s):
+    held = () if heldout is None else heldout.rows
+    if report := trackers and Report(config, steps, task.title, world.device, trackers, before_s):
+        stack.enter_context(report)
         report.begin(start, rows, held, quarantine)
 
     def load(model: ModelConfig) -> RoleModel:
@@ -150,18 +299,17 @@ def _build(
     with spans.span("load", role="model", step=0):
         if isinstance(config, PreferenceConfig) and isinstance(task, Preferences):
             note = report.note if report else lambda text: None
-            reference = ReferencePass(config, task, world, groups.output_rank, note)
-            saver.compare(reference.fingerprint, found)
-            model = reference.make(rows, held, began, load)
+            reference = ReferencePass(config, task.reference, world, groups.output_rank, note)
+            _take_reference(saver, reference.fingerprint, found)
+            model = reference.make(task.all_answers(config, rows, held, began), load)
         else:
             model = load(config.model)
     trained = TrainedModel(model, config.optimizer, steps)
     trainer = SupervisedTrainer(
-        config, task, rows, heldout, trained, saver, report, spans, world.activity, memory, began, steps, point
+        config, task, rows, heldout, trained, saver, report, spans, memory, began, steps, take_point
     )
     if found is not None:
-        saver.load(trainer.models, found)
-        trainer.load_state_dict(found.state)
+        trainer.restore(found)
     return trainer
 
 
@@ -171,10 +319,8 @@ def _load_rows(
     tokenizer: Tokenizer,
     quarantine: Quarantine,
     world: World,
-    point: Point[Any] | None,
+    take_point: TakePoint | None,
 ) -> tuple[list[RowT], Heldout[RowT] | None]:
-    """Return the rows to train on, and the held-out rows."""
-
     def read(data: DataConfig) -> list[RowT]:
         return task.load(config.model_copy(update={"data": data}), tokenizer, quarantine)
 
@@ -182,21 +328,33 @@ def _load_rows(
     rows, held = read_heldout(evaluation, config.seed, read(config.data), read)
     if evaluation is None:
         return rows, None
-    return rows, Heldout(evaluation, config.early_stop, task, held, config.METRICS, world, point)
+    return rows, Heldout(evaluation, config.early_stop, task, held, config.METRICS, world, take_point)
 
 
-def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer: Tokenizer) -> None:
-    """Write the weights, a checkpoint to continue from, and the best step's weights."""
-    run, keeps = RunDirectory(config.run_dir), config.checkpoint.writes_weights
-    trained, passed, base = trainer.trained, trainer.passed, config.model.checkpoint
-    with trainer.spans.span("save", role="model", step=passed.steps), trainer.activity.doing("writing weights"):
-        if keeps:
-            save_role(trained.chunks, run.weights, tokenizer, base)
-    trainer.saver.save_end(trainer)
-    with trainer.activity.doing("writing the best step's weights"):
-        if keeps and trainer.saver.load_best(trainer.models, trainer.position):
-            save_role(trained.chunks, run.best, tokenizer, base)
-    trainer.spans.flush()
+def _require_same_run(found: Found, saver: Saver, config: SupervisedConfig, steps: int) -> None:
+    kind, done = found.state["kind"], found.state["done"]
+    if kind != saver.extra["kind"]:
+        raise CheckpointError(
+            f"{found.folder} is of a run of `oppo {kind}`; resume it with that, or choose another run_dir"
+        )
+    require_same_run(found, saver.data, config, noun="rows")
+    if steps < done or (steps == done and saver.run_dir.finished):
+        raise CheckpointError(
+            f"{found.folder} is after {done} steps, and epochs and steps ask for no more than {steps}: there is "
+            "nothing to train; raise them to continue, or choose another run_dir"
+        )
+
+
+def _take_reference(saver: Saver, fingerprint: str, found: Found | None) -> None:
+    """Save the reference's fingerprint from now on.  Raises CheckpointError if the checkpoint's run had another reference."""
+    began = None if found is None else found.state["reference"]
+    if found is not None and began is not None and began != fingerprint:
+        raise CheckpointError(
+            f"the reference (its weights, shape, type or adapters) is not the one of the run of {found.folder}: "
+            f"fingerprint {fingerprint[:12]}, not {began[:12]}; resume with the same `reference` and `model`, or "
+            "start a new run in another run_dir"
+        )
+    saver.extra["reference"] = fingerprint
 
 
 def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
@@ -210,13 +368,3 @@ def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
     assert groups is not None, "every rank of the world is one of the model's"
     use_once([None, *groups.made], world.device)  # over the world's go held-out figures
     return groups
-
-
-def _check_model(config: SupervisedConfig, tokenizer: Tokenizer) -> None:
-    """Check the shape, from config.json alone, against the layout, the longest row and the tokenizer's vocabulary."""
-    problems: list[str] = []
-    for name, model in config.models.items():
-        shape = read_hf_config(model)
-        problems += check_shape(name, shape, config.parallel, config.max_tokens, tokenizer.vocab_size)
-    if problems:
-        raise ConfigError(problems)

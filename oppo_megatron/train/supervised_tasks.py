@@ -5,11 +5,15 @@ Legend: R completion tokens (or labelled steps) of a micro-batch, V vocabulary s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from oppo_megatron.algorithms.decode_gap import token_noise
+from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, table_of
 from oppo_megatron.algorithms.supervised_losses import (
     next_token_loss,
     preference_loss,
@@ -17,17 +21,51 @@ from oppo_megatron.algorithms.supervised_losses import (
     step_loss,
     step_table,
 )
-from oppo_megatron.config.supervised import ProcessRewardModelConfig, SupervisedConfig
+from oppo_megatron.cluster.world import World
+from oppo_megatron.config.supervised import (
+    DPOConfig,
+    KTOConfig,
+    PreferenceConfig,
+    ProcessRewardModelConfig,
+    SupervisedConfig,
+)
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import Completion, Pair, RowLoader, Steps
+from oppo_megatron.data.supervised_rows import (
+    Completion,
+    Marked,
+    Pair,
+    Passed,
+    RowLoader,
+    Steps,
+    batches,
+)
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.mcore.batch import MicroBatch, pack_at, pack_responses, whole_sequences
+from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_at, pack_responses, pack_together, whole_sequences
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.model import Head
-from oppo_megatron.mcore.training import Loss
+from oppo_megatron.mcore.training import Loss, TrainedModel
 from oppo_megatron.mcore.vocab import VocabShards, likeliest_share, token_logprobs
 from oppo_megatron.schedule.packing import pack_by_tokens
-from oppo_megatron.train.heldout import Measure
+from oppo_megatron.train.heldout import Measure, Measured, measure_rows
+from oppo_megatron.train.reference_pass import LogprobTable, answer_logprobs
+
+RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
+AnswersT = TypeVar("AnswersT", bound=tuple[list[int], ...])
+
+
+class Task(Measured[RowT], Protocol[RowT]):
+    title: str
+    head: Head
+
+    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[RowT]: ...
+
+    def num_tokens(self, row: RowT) -> int:
+        """Tokens that the model reads of a row."""
+        ...
+
+    def loss(self, rows: Sequence[RowT], vocab: VocabShards) -> Loss:
+        """Mean loss of the batch `rows`; its statistics are sums with their `count`."""
+        ...
 
 
 class FineTuning:
@@ -37,19 +75,15 @@ class FineTuning:
     head: Head = "lm"
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Completion]:
-        """Rows of prompt and completion.  Raises DataError."""
         return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).completions()
 
     def num_tokens(self, row: Completion) -> int:
-        """The last token predicts nothing and is not read."""
-        return len(row.prompt) + len(row.completion) - 1
+        return len(row.prompt) + len(row.completion) - 1  # the last token predicts nothing
 
     def micro_batches(self, rows: Sequence[Completion], budget: int, device: torch.device) -> list[MicroBatch]:
-        """Packed rows, at most `budget` tokens together."""
         return pack_responses([row.prompt for row in rows], [row.completion for row in rows], budget, device)
 
     def loss(self, rows: Sequence[Completion], vocab: VocabShards) -> Loss:
-        """Mean over the completion tokens of all `rows`."""
         num_tokens = sum(len(row.completion) for row in rows)
 
         def share(batch: MicroBatch, logits_RV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -78,15 +112,13 @@ class RewardModelling:
     head: Head = "scalar"
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
-        """Rows of prompt, chosen and rejected answer.  Raises DataError."""
         return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).pairs()
 
     def num_tokens(self, row: Pair) -> int:
-        """The prompt is read twice, once with each answer."""
-        return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)
+        return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)  # the prompt is read with each answer
 
     def micro_batches(self, rows: Sequence[Pair], budget: int, device: torch.device) -> list[MicroBatch]:
-        """Packed pairs, at most `budget` tokens together; a pair that alone has more is a micro-batch of its own."""
+        """A pair that alone has more than `budget` tokens is a micro-batch of its own."""
         sequences = [([*row.prompt, *row.chosen], [*row.prompt, *row.rejected]) for row in rows]
         return [
             whole_sequences(index, [sequence for i in index for sequence in sequences[i]], device)
@@ -94,8 +126,6 @@ class RewardModelling:
         ]
 
     def loss(self, rows: Sequence[Pair], vocab: VocabShards) -> Loss:
-        """Mean over all pairs of `rows`."""
-
         def share(batch: MicroBatch, scores_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return preference_loss(scores_S.view(-1, 2), len(rows))
 
@@ -117,16 +147,14 @@ class ProcessRewardModelling:
     head: Head = "scalar"
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Steps]:
-        """Rows of prompt, steps and labels.  Raises DataError, or ConfigError for a separator that no answer can have."""
         assert isinstance(config, ProcessRewardModelConfig)
         return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).steps(config.separator)
 
     def num_tokens(self, row: Steps) -> int:
-        """The whole row is read."""
         return len(row.prompt) + len(row.completion)
 
     def micro_batches(self, rows: Sequence[Steps], budget: int, device: torch.device) -> list[MicroBatch]:
-        """Packed rows, at most `budget` tokens together, each wanted at its labelled ends; the labels are with them."""
+        """The outputs at the labelled ends are wanted; the labels are in `extra`."""
         sequences = [[*row.prompt, *row.completion] for row in rows]
         batches = pack_at(sequences, [[len(row.prompt) + end for end in row.ends] for row in rows], budget, device)
         for batch in batches:
@@ -135,7 +163,6 @@ class ProcessRewardModelling:
         return batches
 
     def loss(self, rows: Sequence[Steps], vocab: VocabShards) -> Loss:
-        """Mean over the labels of all `rows`."""
         num_labels = sum(len(row.labels) for row in rows)
 
         def share(batch: MicroBatch, logits_R: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -152,3 +179,149 @@ class ProcessRewardModelling:
             return torch.stack([piece.sum(0) for piece in pieces])
 
         return table
+
+
+class Preferences(ABC, Generic[AnswersT]):
+    title: str
+    head: Head = "lm"
+
+    def __init__(self) -> None:
+        self.reference = LogprobTable()
+
+    @abstractmethod
+    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[AnswersT]: ...
+
+    @abstractmethod
+    def answers(self, row: AnswersT) -> Sequence[Answered]: ...
+
+    @abstractmethod
+    def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]: ...
+
+    @property
+    def has_mismatched(self) -> bool:
+        return False
+
+    def all_answers(
+        self, config: PreferenceConfig, rows: Sequence[AnswersT], held: Sequence[AnswersT], passed: Passed
+    ) -> list[Answered]:
+        others = [*self.mismatched(held)]
+        if self.has_mismatched:
+            order = batches(
+                len(rows), config.batch_size, config.seed, config.epochs, config.steps, config.data.shuffle, passed
+            )
+            others += [other for index in order for other in self.mismatched([rows[i] for i in index])]
+        return [answer for row in (*rows, *held, *others) for answer in self.answers(row)]
+
+    def mismatched(self, rows: Sequence[AnswersT]) -> Sequence[AnswersT]:
+        """Rows that are read without gradient before training on the batch `rows`; most losses need none."""
+        return ()
+
+    def num_tokens(self, row: AnswersT) -> int:
+        return sum(len(prompt) + len(answer) - 1 for prompt, answer in self.answers(row))  # a last token predicts nothing
+
+    def micro_batches(self, rows: Sequence[AnswersT], budget: int, device: torch.device) -> list[MicroBatch]:
+        """All answers of a row, which need each other, are in one micro-batch."""
+        answers = [self.answers(row) for row in rows]
+        batches = pack_together(answers, budget, device)
+        for batch in batches:
+            known = [self.reference.of(*each) for i in batch.index for each in answers[i]]
+            batch.extra["reference"] = on_device(known, device, torch.float64)
+            batch.extra["counts"] = on_device(list(batch.counts), device, torch.float64)
+        return batches
+
+    def loss(self, rows: Sequence[AnswersT], vocab: VocabShards) -> Loss:
+        def share(batch: MicroBatch, logits_RV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return mean_loss(self.columns(batch, answer_logprobs(batch, logits_RV, vocab)), len(rows))
+
+        return share
+
+    def measure(self, rows: Sequence[AnswersT], vocab: VocabShards) -> Measure:
+        """For each row: 1, and the held-out metrics."""
+
+        def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
+            return table_of(self.columns(batch, answer_logprobs(batch, logits_RV, vocab)), PreferenceConfig.METRICS)
+
+        return table
+
+
+class PairPreferences(Preferences[Pair]):
+    """`oppo dpo`: the chosen answer is to gain on the rejected one, compared with the reference."""
+
+    title = "dpo"
+
+    def __init__(self, config: DPOConfig):
+        super().__init__()
+        self.rule, self.noise = config.dpo, token_noise(config.model.dtype)
+
+    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).unequal_pairs()
+
+    def answers(self, row: Pair) -> Sequence[Answered]:
+        return (row.prompt, row.chosen), (row.prompt, row.rejected)
+
+    def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]:
+        return pair_columns(logp_S, batch.extra["reference"], batch.extra["counts"], self.rule, self.noise)
+
+
+class MarkedPreferences(Preferences[Marked]):
+    """`oppo kto`: wanted completions are to gain on the reference point `point` (z0), unwanted ones to lose."""
+
+    title = "kto"
+
+    def __init__(self, config: KTOConfig):
+        super().__init__()
+        self.rule, self.max_tokens = config.kto, config.max_tokens
+        self.point, self.noise = 0.0, token_noise(config.model.dtype)
+
+    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Marked]:
+        return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).marked()
+
+    def answers(self, row: Marked) -> Sequence[Answered]:
+        return ((row.prompt, row.completion),)
+
+    @property
+    def has_mismatched(self) -> bool:
+        return self.rule.loss == "kto"
+
+    def mismatched(self, rows: Sequence[Marked]) -> Sequence[Marked]:
+        """Return each prompt with the completion of the previous row with another prompt, cyclically.
+
+        Rows that are too long are cut.  Empty if all rows have the same prompt.
+        """
+        if not self.has_mismatched or len({tuple(row.prompt) for row in rows}) < 2:
+            return ()
+        found = []
+        for place, row in enumerate(rows):
+            other = next(rows[place - back] for back in range(1, len(rows)) if rows[place - back].prompt != row.prompt)
+            found.append(Marked(row.prompt, other.completion[: self.max_tokens - len(row.prompt)], [0]))
+        return found
+
+    def micro_batches(self, rows: Sequence[Marked], budget: int, device: torch.device) -> list[MicroBatch]:
+        """`sign` is 1 for wanted rows and -1 for others."""
+        batches = super().micro_batches(rows, budget, device)
+        for batch in batches:
+            signs = [1.0 if rows[i].wanted[0] else -1.0 for i in batch.index]
+            batch.extra["sign"] = on_device(signs, device, torch.float64)
+        return batches
+
+    def take_point(self, world: World, trained: TrainedModel, rows: Sequence[Marked], step: int, budget: int) -> None:
+        """Measure z0 for the batch `rows` with the weights as they are.  Every rank of the world makes the call."""
+        self.point = 0.0
+        if mismatched := self.mismatched(rows):
+            what = f"reference point of step {step}"
+            moments = measure_rows(world, trained, mismatched, self.micro_batches, _log_ratios, 2, budget, what)
+            self.point = max(0.0, moments[2] / moments[1])
+
+    def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]:
+        reference_S, counts_S, sign_S = (batch.extra[name] for name in ("reference", "counts", "sign"))
+        return row_columns(logp_S, reference_S, counts_S, sign_S, self.rule, self.point, self.noise)
+
+
+def _log_ratios(rows: Sequence[Any], vocab: VocabShards) -> Measure:
+    """1 and the log-ratio of each row's answer to the reference."""
+
+    def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
+        ratio_S = answer_logprobs(batch, logits_RV, vocab) - batch.extra["reference"]
+        return torch.stack([torch.ones_like(ratio_S), ratio_S], -1)
+
+    return table

@@ -34,17 +34,11 @@ Units = Callable[[Sequence[int]], list[list[int]]]
 
 
 def each_alone(rows: Sequence[int]) -> list[list[int]]:
-    """All rows are read, and need no other."""
     return [[row] for row in rows]
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """How a batch is split for an update.  `step` seeds the shuffle, so that actor and critic see the same minibatches.
-
-    The update starts from the policy's `version`; the `group_size` responses to a prompt stay together.
-    """
-
     epochs: int
     minibatches: int
     micro_batch_tokens: int
@@ -56,28 +50,23 @@ class UpdateSettings:
 
     @classmethod
     def of(cls, config: TrainConfig, step: int, device: torch.device, version: int = 0) -> UpdateSettings:
-        """Settings of PPO step `step`, for actor and critic."""
         ppo, budget = config.ppo, config.runtime.micro_batch_tokens
         return cls(ppo.epochs, ppo.minibatches, budget, config.seed, step, device, version, config.rollout.group_size)
 
 
 @dataclass(frozen=True)
 class History:
-    """State of earlier steps that an update needs: moments of the scores `seen` in trained batches (for running normalisation),
-    and the critic's optimizer steps before the actor's first (`warmed`).
-    """
+    """Moments of the scores `seen` in trained batches, and the critic's optimizer steps before the actor's first (`warmed`)."""
 
     seen: Moments = NOTHING_SEEN
     warmed: int = 0
 
     @classmethod
     def of(cls, numbers: Mapping[str, float | None]) -> History:
-        """Build from `numbers()`, which may be empty."""
         count, total, squares, warmed = (numbers.get(name) or 0 for name in ("count", "total", "squares", "warmed"))
         return cls(Moments(int(count), total, squares), int(warmed))
 
     def numbers(self) -> dict[str, float]:
-        """In plain JSON types."""
         seen = self.seen
         return {"count": seen.count, "total": seen.total, "squares": seen.total_of_squares, "warmed": self.warmed}
 
@@ -85,10 +74,7 @@ class History:
 def begin_update(
     trained: TrainedModel, batch: Sequence[Rollout], settings: UpdateSettings, units: Units = each_alone
 ) -> None:
-    """Run the first micro-batch's forward pass of `run_update` with the same batch, which needs no other inputs.
-
-    Does nothing in a pipeline of several stages.  Every rank of every replica makes the call, as for `run_update`.
-    """
+    """Run the first micro-batch's forward pass of `run_update`, which needs no other inputs; nothing in a pipeline."""
     groups = trained.model.groups
     mine = next(_shares(batch, groups.dp, settings, units))[groups.dp_rank]
     if trained.goes_ahead and mine:
@@ -150,7 +136,6 @@ def _micro_batches(
     extra_T: dict[str, Tensor],
     settings: UpdateSettings,
 ) -> list[MicroBatch]:
-    """Pack units of the batch's rows into micro-batches, each with its part of `extra_T`."""
     answered = [[(batch[i].prompt.tokens, batch[i].tokens) for i in unit] for unit in units]
     micros = pack_together(answered, settings.micro_batch_tokens, settings.device)
     chosen = on_device(tokens_of_rows(lengths, [i for unit in units for i in unit]), settings.device)
@@ -164,7 +149,6 @@ def _micro_batches(
 def update_packing(
     batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings, units: Units = each_alone
 ) -> dict[str, float]:
-    """Statistics of the packing of `run_update` over `num_replicas` replicas."""
     read = [rollout.num_tokens - 1 for rollout in batch]  # a last token predicts nothing and is not read
     steps = [
         [[sum(read[i] for i in unit) for unit in share] for share in shares]
@@ -174,14 +158,12 @@ def update_packing(
 
 
 def stats_dict(stats: TokenStats) -> dict[str, Tensor]:
-    """Sums (and maxima) by name, as `TrainedModel.step` adds them up."""
     return {f.name: getattr(stats, f.name) for f in fields(stats)}
 
 
 def _shares(
     batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings, units: Units
 ) -> Iterator[list[list[list[int]]]]:
-    """The units of each replica, for every optimizer step: a minibatch divided by tokens."""
     for minibatch in minibatches_of(len(batch), settings):
         read = units(minibatch)
         parts = balance([sum(batch[i].num_tokens for i in unit) for unit in read], num_replicas)
@@ -194,7 +176,6 @@ def num_minibatches(num_rows: int, settings: UpdateSettings) -> int:
 
 
 def minibatches_of(num_rows: int, settings: UpdateSettings) -> Iterator[list[int]]:
-    """Rows of each minibatch, whole groups; a batch of fewer groups makes fewer.  One minibatch keeps the batch's order."""
     size = settings.group_size
     num_groups, count = num_rows // size, num_minibatches(num_rows, settings)
     for epoch in range(settings.epochs):

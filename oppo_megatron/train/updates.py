@@ -18,7 +18,7 @@ from oppo_megatron.records import ALONE, Members, Rollout, StepSignals
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
 from oppo_megatron.train.actor import Actor, Critic, no_stats
-from oppo_megatron.train.guards.guard import Evidence, Guard
+from oppo_megatron.train.guard import Facts, Guard, RejectedBatch
 from oppo_megatron.train.logs.meter import StepMeter
 from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.score_exchange import ScoreExchange, sum_over_ranks
@@ -29,8 +29,7 @@ from oppo_megatron.train.update import History, UpdateSettings, num_minibatches
 class Updates:
     """`actor` and `critic` are None if the rank does not hold them, or the algorithm has no critic.
 
-    `version` counts the actor's updates and, like `history`, is the same on every rank.  `conclude` waits for the checkpoint
-    under way, because a guard may return to it.  `admitted` gives the position in the stream after the last admitted prompt.
+    `conclude` waits for the checkpoint under way, because a guard may return to it; `admitted` is the stream's position.
     """
 
     config: TrainConfig
@@ -47,34 +46,34 @@ class Updates:
     history: History = History()
 
     def begin(self, step: int, batch: Sequence[Rollout]) -> None:
-        """Begin the part of the actor's update that needs no scores."""
         if self.actor is not None and self.trains_actor(step):
             with self.meter.part("update", "actor"):
                 self.actor.begin(batch, self._settings(step))
 
     def trains_actor(self, step: int) -> bool:
-        """False while the critic warms up."""
         return step > self.config.ppo.critic_warmup_steps
 
     def make(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch) -> tuple[Experience, Breach | None]:
-        """Update actor and critic with the batch, or leave them unchanged if a guard finds a breach, which is returned.
-
-        Raises an error if the run is to stop, or to return to a checkpoint.
-        """
+        """Update actor and critic, or leave them unchanged and return the breach that a guard finds."""
         experience, breach = self.guard.examine(scored, self.kl.value, self.history.seen)
-        evidence = self._evidence(step, batch, scored, experience)
+        known = experience.stats.figures()
+        evidence = RejectedBatch(self._facts(step, known), batch, scored)
+        if breach is None:
+            figures, breach = self._update(step, batch, experience)
+            evidence = replace(evidence, facts=replace(evidence.facts, figures=known | figures))
+        else:  # drop the actor's update if it was begun
+            if self.actor is not None:
+                self.actor.abandon()
+            if self.critic is not None:
+                self.critic.stats = no_stats()
         if breach is not None:
-            self._settle(breach, evidence)
-            self._abandon()
-            return experience, breach
-        figures, breach = self._update(step, batch, experience)
-        self._settle(breach, replace(evidence, figures={**evidence.figures, **figures}))
+            self.conclude()
+        self.guard.settle(breach, evidence, self.admitted(), self.exchange.refusal)
         if breach is None:
             self._remember(step, batch, experience)
         return experience, breach
 
     def _remember(self, step: int, batch: Sequence[Rollout], experience: Experience) -> None:
-        """Note that an update has been made, and stays."""
         ppo, history = self.config.ppo, self.history
         if ppo.reward_normalization == "running":
             history = replace(history, seen=history.seen + experience.scores)
@@ -89,37 +88,18 @@ class Updates:
     def _settings(self, step: int) -> UpdateSettings:
         return UpdateSettings.of(self.config, step, self.world.device, self.version)
 
-    def _evidence(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch, experience: Experience) -> Evidence:
-        figures = experience.stats.figures()
-        history = self.history.numbers() | {"updates": self._actor_updates}
-        return Evidence(step, self.version, self.kl.value, batch, scored, figures, history, self.exchange.refusal)
-
-    @property
-    def _actor_updates(self) -> int | None:
-        """Optimizer steps of the actor; None on a rank with neither role.
-
-        The critic has made the same number, and its warm-up's.
-        """
+    def _facts(self, step: int, figures: dict[str, float]) -> Facts:
+        updates = None  # of the actor; unknown on a rank with neither role
         if self.actor is not None:
-            return self.actor.role.trained.updates
-        return None if self.critic is None else self.critic.role.trained.updates - self.history.warmed
-
-    def _settle(self, breach: Breach | None, evidence: Evidence) -> None:
-        if breach is not None:
-            self.conclude()
-        self.guard.settle(breach, evidence, self.admitted())
-
-    def _abandon(self) -> None:
-        """Make no update; drop the actor's if it was begun."""
-        if self.actor is not None:
-            self.actor.abandon()
-        if self.critic is not None:
-            self.critic.stats = no_stats()
+            updates = self.actor.role.trained.updates
+        elif self.critic is not None:  # it has made the same number, and its warm-up's
+            updates = self.critic.role.trained.updates - self.history.warmed
+        history, seed = self.history.numbers() | {"updates": updates}, self.config.seed
+        return Facts(step, seed, self.guard.total_steps, self.version, self.kl.value, "", "", figures, history)
 
     def _update(
         self, step: int, batch: Sequence[Rollout], experience: Experience
     ) -> tuple[dict[str, float], Breach | None]:
-        """Make the updates; return statistics and the guards' breach, after which updates are undone if possible."""
         actor = self.actor if self.trains_actor(step) else None
         critic, coefficient, settings = self.critic, self.kl.value, self._settings(step)
         roles = [role for role in (actor, critic) if role is not None]
@@ -153,11 +133,9 @@ COSTS_KEPT = 0.5
 
 @dataclass
 class Adaptation:
-    """The controllers of one rank.  `tunes_chunk`: search the chunk size, which does not matter to rounds without scoring.
-    `costs` has the times of this rank's actions in the current step.
+    """The controllers of one rank, and `costs`, the times of its actions in the current step.
 
-    All ranks that plan a round need the same size, also ranks that only score: it depends only on figures that the scores bring
-    to every rank.
+    All ranks that plan a round need the same chunk size, so it depends only on figures that the scores bring to every rank.
     """
 
     world: World
@@ -190,7 +168,6 @@ class Adaptation:
         self.planner.learn(self._of_late.costs(Costs()))
 
     def measured_costs(self) -> Costs | None:
-        """Return the costs of actions on all ranks, over all steps except the first; None before any step; collective."""
         sums = sum_over_ranks(self._of_run.to_vector(), self.world.device)
         of_run = CostMeter(self.costs.stages, sums)
         return None if of_run.empty else of_run.costs(Costs())
@@ -198,7 +175,6 @@ class Adaptation:
     def learn_batch(
         self, facts: StepFacts, batch: Sequence[Rollout], experience: Experience, *, actor_trained: bool = True
     ) -> None:
-        """Update delta and KL after an update of the actor; their inputs are the same on every rank."""
         assert facts.scores is not None
         with facts.planning():
             facts.length_gap = length_gap(batch, self.members.to_train(self.scheduler.buffer.rollouts))
@@ -213,6 +189,5 @@ class Adaptation:
                 self.kl.observe(experience.stats.kl_mean)
 
     def learn_times(self, facts: StepFacts, cost: StepCost) -> None:
-        """Update the chunk size by the step's cost."""
         if self.tunes_chunk:
             facts.chunk_reason = self.chunk.observe(facts.step, cost).reason

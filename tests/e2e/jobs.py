@@ -29,11 +29,10 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.train.actor import Critic
 from oppo_megatron.train.entry import run_ppo, run_rank
-from oppo_megatron.train.guards.rollback import RollBack
+from oppo_megatron.train.guard import RollBack
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.rollouts import Rollouts
-from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saver import Saver
@@ -307,24 +306,24 @@ def train_through_rollbacks(config: dict[str, Any]) -> list[tuple[str, float]]:
     """
     seen: list[tuple[str, float]] = []
 
-    def sums(state: RunState, when: str) -> None:
-        trained = next(iter(state.models.values()))
+    def sums(loop: TrainingLoop, when: str) -> None:
+        trained = next(iter(loop.models.values()))
         optimizer = trained.optimizer.chained_optimizers[0].optimizer
         held = [*trained.model.parameters(), *(x for s in optimizer.state.values() for x in s.values())]
         total = sum(float(torch.as_tensor(x).double().abs().sum()) for x in held)
-        seen.append((f"{when} {state.done}", total + state.adaptation.kl.value))
+        seen.append((f"{when} {loop.done}", total + loop.adaptation.kl.value))
 
-    save, restore = Saver.save, Saver.restore
+    save, restore = Saver.save, TrainingLoop.restore
 
-    def saved(saver: Saver, state: RunState) -> None:
-        save(saver, state)
-        sums(state, "saved")
+    def saved(saver: Saver, loop: TrainingLoop) -> None:
+        save(saver, loop)
+        sums(loop, "saved")
 
-    def restored(saver: Saver, state: RunState, found: Found) -> None:
-        restore(saver, state, found)
-        sums(state, "restored")
+    def restored(loop: TrainingLoop, found: Found) -> None:
+        restore(loop, found)
+        sums(loop, "restored")
 
-    with mock.patch.object(Saver, "save", saved), mock.patch.object(Saver, "restore", restored):
+    with mock.patch.object(Saver, "save", saved), mock.patch.object(TrainingLoop, "restore", restored):
         while True:
             try:
                 train(config)

@@ -27,16 +27,15 @@ from oppo_megatron.errors import OppoError
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.disk import clear_when_full
 from oppo_megatron.train.entry import run_ppo
-from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
+from oppo_megatron.train.guard import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.saving import writing
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found, find_checkpoint
-from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.saving.state import frozen_models, rollout_lines
 from oppo_megatron.train.saving.writing import ROLLOUTS, CheckpointWriting
-from oppo_megatron.train.setup import build_loop
+from oppo_megatron.train.setup import build_loop, ppo_saver
 from tests.support.checkpoint_mutations import mutate
 from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, Fault, arm, limit_files
 from tests.support.mutations import time_limit
@@ -70,7 +69,7 @@ def die_while_saving(config: dict[str, Any], fault: Fault) -> None:
         assert found is not None
         loop = restored(checked, world, inputs, found)
         arm(fault, RunDirectory(checked.run_dir).checkpoints)
-        loop.saver.save(loop.state)
+        loop.saver.save(loop)
 
 
 @contextlib.contextmanager
@@ -95,9 +94,9 @@ def libraries_armed(fault: Fault) -> Iterator[None]:
 
 def restored(config: TrainConfig, world: World, inputs: Inputs, found: Found) -> TrainingLoop:
     """A fresh loop that continues from `found`, without a journal's files."""
-    saver = Saver(config, world, inputs.prompts, Preemption(config.preempt_deadline_s))
+    saver = ppo_saver(config, world, inputs.prompts, Preemption(config.preempt_deadline_s))
     loop = build_loop(config, world, inputs, saver, _no_rollbacks(config, inputs), found.ahead(frozenset()))
-    saver.restore(loop.state, found)
+    loop.restore(found)
     return loop
 
 
@@ -165,16 +164,16 @@ def run_with_a_slow_disk(
     running: list[TrainingLoop] = []
 
     def slow(self: CheckpointWriting) -> int:
-        steps.append(running[0].state.done)
+        steps.append(running[0].done)
         until = time.monotonic() + (120.0 if late_s is None else late_s)
-        while time.monotonic() < until and (late_s is not None or running[0].state.done == steps[-1]):
+        while time.monotonic() < until and (late_s is not None or running[0].done == steps[-1]):
             time.sleep(0.01)
         if world.rank == full_on:
             full = OSError(errno.ENOSPC, "No space left")
             with mock.patch.object(writing, "write_caches", side_effect=full):
                 return write(self)
         num_bytes = write(self)
-        steps.append(running[0].state.done)
+        steps.append(running[0].done)
         return num_bytes
 
     def noted(self: TrainingLoop) -> bool:
@@ -236,8 +235,8 @@ class Subject:
     def __init__(self, config: TrainConfig):
         self.config, self.world = config, World(0, 1, torch.device("cpu"))
         inputs = read_inputs(config)
-        self.saver = Saver(config, self.world, inputs.prompts, Preemption(config.preempt_deadline_s))
-        self.loop = build_loop(config, self.world, inputs, self.saver, _no_rollbacks(config, inputs))
+        saver = ppo_saver(config, self.world, inputs.prompts, Preemption(config.preempt_deadline_s))
+        self.loop = build_loop(config, self.world, inputs, saver, _no_rollbacks(config, inputs))
         planner = self.loop.rounds.planner
         self._books = {"actor": planner.actor, **planner.scorers}
         self._empty = {name: book.state_dict() for name, book in self._books.items()}
@@ -254,7 +253,7 @@ class Subject:
                 if found.folder.name in self._seen:  # the one before, as it was written
                     return answer
                 self._forget()
-                self.saver.restore(self.loop.state, found)
+                self.loop.restore(found)
                 if "damaged" in said.getvalue():
                     self._seen.add(found.folder.name)
                 return answer | {"differs": _differences(self.loop, found), "weights": _digest(self.loop)}
@@ -264,7 +263,7 @@ class Subject:
                 return {"foreign": f"{type(error).__name__}: {error}"[:500], "said": said.getvalue()}
 
     def _forget(self) -> None:
-        self.loop.state.phase = None
+        self.loop.phase = None
         for name, book in self._books.items():
             book.load_state_dict(self._empty[name])
         rounds = self.loop.rounds
@@ -278,7 +277,7 @@ class Subject:
 
 def _differences(loop: TrainingLoop, found: Found) -> list[str]:
     """What of the loop is not what the file says, where that is not the configuration's to decide."""
-    now = json.loads(json.dumps(loop.saver.state(loop.state)))
+    now = json.loads(json.dumps(loop.saver.state(loop)))
     names = ["done", "actor", "updates", "phase"]
     cached = found.state["caches"] and found.state["layout"] == now["layout"]
     cached = cached and frozen_models(found.state["config"]) == frozen_models(loop.saver.settings)
@@ -286,7 +285,7 @@ def _differences(loop: TrainingLoop, found: Found) -> list[str]:
     differing = [name for name in names if now[name] != found.state[name]]
     differing += [key for key in ("num_consumed", "due") if now["scheduler"][key] != found.state["scheduler"][key]]
     lines = [json.loads(line) for line in (found.folder / ROLLOUTS).read_text().splitlines()]
-    if [json.loads(line) for line in rollout_lines(loop.state.buffer.rollouts)] != lines:
+    if [json.loads(line) for line in rollout_lines(loop.buffer.rollouts)] != lines:
         differing.append("rollouts")
     return differing
 

@@ -11,7 +11,7 @@ from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.describe import SUPERVISED
 from oppo_megatron.config.model import LearningModelConfig
-from oppo_megatron.train.preference.logprobs import reference_fingerprint
+from oppo_megatron.train.reference_pass import reference_fingerprint
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.supervised import task_of, train_supervised
 

@@ -21,9 +21,8 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.clock import ByTime
 from oppo_megatron.errors import CapacityError, CheckpointError, DataError
 from oppo_megatron.mcore.batch import MicroBatch
-from oppo_megatron.train import supervised
-from oppo_megatron.train.preference import reference_pass
-from oppo_megatron.train.preference.tasks import PairPreferences
+from oppo_megatron.train import reference_pass, supervised
+from oppo_megatron.train.supervised_tasks import PairPreferences
 from tests.e2e.supervised import (
     NUM_ROWS,
     SHAPE,

@@ -78,7 +78,7 @@ def test_a_step_that_a_guard_takes_back_can_be_replayed(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"critic": None}, "critic is missing, but algorithm.preset ppo trains one; add the section"),
+        ({"critic": None}, "critic is missing, but algorithm.preset ppo trains one; add it"),
         (
             {"algorithm": {"preset": "reinforce_pp"}},
             "critic is given, but algorithm.preset reinforce_pp has none; remove",

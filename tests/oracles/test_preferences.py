@@ -19,7 +19,7 @@ from oppo_megatron.algorithms.preference_losses import mean_loss
 from oppo_megatron.config.supervised import DPOConfig, KTOConfig
 from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.mcore.vocab import VocabShards
-from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferences, Preferences, answer_logprobs
+from oppo_megatron.train.supervised_tasks import MarkedPreferences, PairPreferences, Preferences, answer_logprobs
 from tests.oracles.trl_preferences import Answered, dpo_loss, kto_loss
 
 VOCAB, BATCHES, CLOSE = 11, 50, 1e-6

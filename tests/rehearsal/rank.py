@@ -95,11 +95,11 @@ def _name_phases(watch: Watch) -> None:
     from oppo_megatron.mcore.training import TrainedModel
     from oppo_megatron.mcore.weights.weight_sync import Reallocation
     from oppo_megatron.train import setup
-    from oppo_megatron.train.guards.guard import Guard
+    from oppo_megatron.train.guard import Guard
     from oppo_megatron.train.loop import TrainingLoop
-    from oppo_megatron.train.saving.keeper import CheckpointKeeper
+    from oppo_megatron.train.saving.saver import Saver
     from oppo_megatron.train.score_exchange import ScoreExchange
-    from oppo_megatron.train.supervised_loop import SupervisedTrainer
+    from oppo_megatron.train.supervised import SupervisedTrainer
 
     workers = {"decode": DecodeWorker, "score": ScoringWorker, "listen": ListenWorker}
     for owner, name, phase in (
@@ -115,7 +115,7 @@ def _name_phases(watch: Watch) -> None:
         (Reallocation, "move", "move"),
         (ScoreExchange, "gather", "exchange"),
         (Guard, "examine", "experience"),
-        (CheckpointKeeper, "snapshot", "checkpoint"),
+        (Saver, "snapshot", "checkpoint"),
         (setup, "build_loop", "start"),
     ):
         if hasattr(owner, name):

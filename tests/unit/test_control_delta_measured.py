@@ -1,4 +1,4 @@
-"""The laws of the `measured` rule, as the docstring of `MeasuredDelta` states them."""
+"""The laws of the `measured` rule, as docs/algorithm.md states them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import DeltaConfig
-from oppo_megatron.control import Decision
 from oppo_megatron.control.delta_controllers import (
     BOUNDS,
     Bounds,
@@ -19,7 +18,7 @@ from oppo_megatron.control.delta_controllers import (
     MeasuredDelta,
     make_delta_controller,
 )
-from oppo_megatron.records import StepSignals
+from oppo_megatron.records import Decision, StepSignals
 
 CALM = StepSignals(reward_mean=0.0, tail_waste=0.35, ess=1.0, length_gap=0.0)
 EMPTY, FULL = replace(CALM, tail_waste=0.6), replace(CALM, tail_waste=0.1)
@@ -35,38 +34,29 @@ def run(controller: DeltaController, steps: list[StepSignals]) -> list[int]:
     return [controller.observe(step, signals).value for step, signals in enumerate(steps)]
 
 
-def test_waste_above_the_target_grows_delta_once_a_window() -> None:
-    assert run(new(), [EMPTY] * 7) == [4, 5, 5, 6, 6, 7, 7]
+FAR, NARROW = replace(EMPTY, length_gap=1.0), Bounds(target_waste=0.5, dead_band=0.125)
 
 
-def test_waste_below_the_target_shrinks_delta_once_a_window() -> None:
-    assert run(new(initial=2), [FULL] * 6) == [2, 1, 1, 0, 0, 0]
-
-
-@pytest.mark.parametrize("waste", [0.375, 0.5, 0.625])
-def test_delta_stays_in_the_dead_band_borders_included(waste: float) -> None:
-    assert run(new(bounds=Bounds(target_waste=0.5, dead_band=0.125)), [replace(CALM, tail_waste=waste)] * 6) == [4] * 6
-
-
-def test_the_mean_over_the_window_counts_and_windows_do_not_overlap() -> None:
-    low, high = replace(CALM, tail_waste=0.1), EMPTY
-    # Windows of low and high have the mean 0.35; two steps of high only meet across their border.
-    assert run(new(), [low, high, high, low] * 2) == [4] * 8
-
-
-@pytest.mark.parametrize("broken", [STALE, SHORT])
-def test_a_broken_bound_shrinks_delta_at_once(broken: StepSignals) -> None:
-    assert run(new(window=5), [broken] * 3) == [3, 2, 1]
-
-
-def test_one_step_of_low_ess_shrinks_and_forbids_growth_in_its_window() -> None:
-    assert run(new(window=3), [EMPTY, STALE, EMPTY] + [EMPTY] * 3) == [4, 3, 3, 3, 3, 4]
-
-
-def test_the_length_gap_is_a_mean_over_the_last_steps() -> None:
-    far = replace(EMPTY, length_gap=1.0)
-    # Means over the last 4: 0, 0, 0, 0.25, 0.5 (broken), 0.5 (broken), 0.5 (broken), 0.25
-    assert run(new(window=4), [EMPTY] * 3 + [far] * 2 + [EMPTY] * 3) == [4, 4, 4, 5, 4, 3, 2, 2]
+@pytest.mark.parametrize(
+    ("controller", "steps", "expected"),
+    [
+        (new(), [EMPTY] * 7, [4, 5, 5, 6, 6, 7, 7]),  # grows once a window
+        (new(initial=2), [FULL] * 6, [2, 1, 1, 0, 0, 0]),  # shrinks once a window
+        *((new(bounds=NARROW), [replace(CALM, tail_waste=x)] * 6, [4] * 6) for x in (0.375, 0.5, 0.625)),  # borders included
+        # windows do not overlap: a low and a high step have the mean 0.35, and two high ones only meet across their border
+        (new(), [FULL, EMPTY, EMPTY, FULL] * 2, [4] * 8),
+        *((new(window=5), [broken] * 3, [3, 2, 1]) for broken in (STALE, SHORT)),  # a broken bound shrinks at once
+        (new(window=3), [EMPTY, STALE, EMPTY] + [EMPTY] * 3, [4, 3, 3, 3, 3, 4]),  # and forbids growth in its window
+        # the gap's means over the last 4 are 0, 0, 0, 0.25, 0.5 (broken), 0.5 (broken), 0.5 (broken), 0.25
+        (new(window=4), [EMPTY] * 3 + [FAR] * 2 + [EMPTY] * 3, [4, 4, 4, 5, 4, 3, 2, 2]),
+        (new(window=1), [EMPTY, STALE, STALE, STALE] + [EMPTY] * 4, [5, 4, 3, 2, 3, 4, 4, 4]),  # below a ceiling it moves
+        (new(window=1), [EMPTY, CALM, STALE, EMPTY, EMPTY], [5, 5, 4, 5, 6]),  # a growth that stood its window sets none
+    ],
+)
+def test_delta_moves_by_waste_and_bias(
+    controller: DeltaController, steps: list[StepSignals], expected: list[int]
+) -> None:
+    assert run(controller, steps) == expected
 
 
 def test_a_growth_taken_back_is_tried_again_only_when_its_signal_is_better() -> None:
@@ -77,12 +67,6 @@ def test_a_growth_taken_back_is_tried_again_only_when_its_signal_is_better() -> 
     # More waste is no reason: ess forbade it.  Ess 0.05 better is within the band, 0.06 is not.
     assert run(controller, [replace(stale, tail_waste=0.9), replace(stale, ess=0.9)]) == [4, 4]
     assert run(controller, [replace(stale, ess=0.91)]) == [5]
-
-
-def test_below_a_ceiling_delta_may_move() -> None:
-    controller = new(window=1)
-    assert run(controller, [EMPTY, STALE, STALE, STALE]) == [5, 4, 3, 2]
-    assert run(controller, [EMPTY] * 4) == [3, 4, 4, 4]
 
 
 @pytest.mark.parametrize(("signal", "levels"), [("ess", [0.9, 0.85, 0.901]), ("length_gap", [0.25, 0.3, 0.249])])
@@ -97,12 +81,6 @@ def test_what_was_measured_at_another_delta_lifts_no_ceiling() -> None:
     assert run(controller, [EMPTY, FULL, EMPTY]) == [5, 4, 4]  # 4 has a waste of 0.6, and 5 too little
     assert run(controller, [STALE, replace(EMPTY, tail_waste=0.9), EMPTY]) == [3, 4, 4]
     assert run(controller, [replace(EMPTY, tail_waste=0.66)]) == [5]
-
-
-def test_a_growth_that_stood_its_window_sets_no_ceiling() -> None:
-    controller = new(window=1)
-    assert run(controller, [EMPTY, CALM, STALE]) == [5, 5, 4]
-    assert run(controller, [EMPTY, EMPTY]) == [5, 6]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from oppo_megatron.config.evaluation import EarlyStopConfig
-from oppo_megatron.control.early_stop import Best, EarlyStop
+from oppo_megatron.control.estimates import Best, EarlyStop
 
 
 def run(values: list[float], **settings: object) -> EarlyStop:

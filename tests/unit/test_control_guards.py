@@ -24,14 +24,8 @@ from oppo_megatron.control.guards import (
 
 ALL = {"kl_mean": 10, "ratio_max": 4, "ess": 0.5}
 SOUND = {
-    "kl_mean": 1.0,
-    "ratio_max": 2.0,
-    "ess": 0.9,
-    "logprob_gap": 1e-6,
-    "grad_norm": 3.0,
-    "critic_loss": 0.1,
-    "lr": 0,
-}
+    "kl_mean": 1.0, "ratio_max": 2.0, "ess": 0.9, "logprob_gap": 1e-6, "grad_norm": 3.0, "critic_loss": 0.1, "lr": 0
+}  # fmt: skip
 
 
 def rules(gap: float | None = 1e-4, **settings: Any) -> Rules:

@@ -26,7 +26,7 @@ from oppo_megatron.nesting import DEEPEST, DEEPEST_YAML, check_template, read_js
 from oppo_megatron.rewards.protocol import Request, read_answer
 from oppo_megatron.rundir.metrics_log import read_metrics
 from oppo_megatron.serving.app import Refusal, read_message
-from oppo_megatron.train.saving.schema import PPOState, read_state
+from oppo_megatron.train.saving.schema import PPO_STATE, read_state
 
 ROOT = Path(__file__).resolve().parents[2]
 STACK = 450
@@ -160,7 +160,7 @@ def test_every_reader_counts(tmp_path: Path, calls: int) -> None:
         lambda: tokenizer_vocab_size(tmp_path),
     ):
         assert "nested deeper than 100" in refused(calls, reader, CheckpointError)
-    assert refused(calls, lambda: read_state(tmp_path / "state.json", PPOState), CheckpointError)
+    assert refused(calls, lambda: read_state(tmp_path / "state.json", PPO_STATE), CheckpointError)
     for name, text in (
         ("lines.jsonl", deep + "\n{}\n"),
         ("whole.json", "{\n" + f'"a": {deep}}}\n'),

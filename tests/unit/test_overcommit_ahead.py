@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,11 +22,9 @@ from oppo_megatron.overcommit.ahead import (
 )
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Decision, Rollout, StepSignals
+from oppo_megatron.records import Rollout
 from tests.unit.test_data_prompts import plain_set
-from tests.unit.test_overcommit_simulation import Log, decode_round
-
-NO_SIGNALS = StepSignals(0.0, 0.0, 1.0, 0.0)
+from tests.unit.test_overcommit_simulation import NO_SIGNALS, Deltas, Log, decode_round
 
 
 @dataclass
@@ -39,27 +36,6 @@ class Settings:
     deltas: list[int]
     max_staleness: int
     backfill_every: int | None
-
-
-class Deltas:
-    """Delta of step t is deltas[t % len(deltas)], also where a run goes on."""
-
-    def __init__(self, deltas: list[int]):
-        self.deltas, self.num_steps = deltas, 0
-
-    @property
-    def value(self) -> int:
-        return self.deltas[self.num_steps % len(self.deltas)]
-
-    def observe(self, step: int, signals: StepSignals) -> Decision:
-        self.num_steps += 1
-        return Decision(self.value, f"script, step {step}", True)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self.num_steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_steps = state["num_steps"]
 
 
 class Run:

@@ -94,15 +94,6 @@ def test_surplus_finishers_stay_and_head_the_next_batch() -> None:
     assert seq_ids(buffer.take_batch()) == [2, 5]
 
 
-def test_a_full_batch_of_surplus_finishers_is_ready_before_any_decoding() -> None:
-    buffer = filled(1, 1)
-    buffer.record(Chunk(0, 1, [row(0, 0, [1], 1), row(1, 0, [1], 1)]))
-    buffer.take_batch()
-    buffer.admit(prompts(2))
-    assert buffer.readiness().ready
-    assert seq_ids(buffer.take_batch()) == [1]
-
-
 def test_a_forced_rollout_is_waited_for_and_taken_before_earlier_finishers() -> None:
     buffer = filled(2, 1, max_staleness=1)
     buffer.record(Chunk(0, 1, [row(1, 0, [1], 1), row(2, 0, [1], 1), row(0, 0, [1])]))

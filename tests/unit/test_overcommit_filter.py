@@ -18,11 +18,8 @@ from oppo_megatron.errors import SamplingError
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.filter import GroupFilter, Rule, VerdictClock
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Prompt, Rollout, StepSignals
-from tests.unit.test_overcommit_ahead import Deltas
-from tests.unit.test_overcommit_simulation import CHUNKS, Log, NaiveGroup, decode_round
-
-NO_SIGNALS = StepSignals(0.0, 0.0, 1.0, 0.0)
+from oppo_megatron.records import Prompt, Rollout
+from tests.unit.test_overcommit_simulation import CHUNKS, NO_SIGNALS, Deltas, Log, NaiveGroup, decode_round
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def test_dapo_brings_the_backfill_that_its_filter_needs(settings: dict[str, Any]
         ),
         (
             {"algorithm.preset": "reinforce_pp", "filter": "reward"},
-            "filter is set, but rollout.group_size is 1, and a response alone is always equally good",
+            "filter is set, but rollout.group_size is 1, and every group would be dropped",
         ),
         (
             {"filter": "gsm8"},

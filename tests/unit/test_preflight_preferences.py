@@ -76,7 +76,7 @@ def test_defaults(kind: str, folder: Path) -> None:
         ),
         ("dpo", {"dpo": {"loss": "ipo", "label_smoothing": 0.1}}, "is 0.1, but dpo.loss ipo has none; remove it"),
         ("dpo", {"dpo": {"loss": "hinge", "label_smoothing": 0.1}}, "dpo.loss hinge has none"),
-        ("kto", {"batch_size": 1}, "batch_size is 1, but kto.loss kto compares a completion with those of other rows"),
+        ("kto", {"batch_size": 1}, "batch_size is 1, but kto.loss kto compares rows of a batch"),
         (
             "dpo",
             {"reference": {"checkpoint": "FOLDER/other"}},

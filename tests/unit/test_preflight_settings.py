@@ -94,11 +94,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"overlap.delta.max": 33}, "delta.max is 33, but must not exceed overlap.max_staleness 4 times rollout.batch_size 8"),
     ({"overlap.chunk.adaptive": [16, 16, 32]}, "each size may appear once"),
     ({"overlap": {"inter": False, "backfill": True}}, "overlap.backfill is true, but overlap.inter is false"),
-    (
-        {"overlap": {"backfill": 48}},
-        "overlap.backfill is 48, but must be a multiple of overlap.chunk.tokens 32 (rounds end where prompts enter); "
-        "set it to 64",
-    ),
+    ({"overlap": {"backfill": 48}}, "backfill is 48, but must be a multiple of overlap.chunk.tokens 32; set it to 64"),
     ({"debug.forced_lengths": ["gone.csv", "x"]}, "debug.forced_lengths `gone.csv` does not exist"),
     ({"steps": 3, "ppo.critic_warmup_steps": 3}, "ppo.critic_warmup_steps is 3, but the run has 3 steps"),
     ({"ppo.kl.mode": "loss"}, "ppo.kl.estimator k1 is 0 in expectation"),
@@ -178,12 +174,12 @@ def test_what_a_process_reward_model_goes_with(settings: dict[str, Any], tmp_pat
     assert check_train(TrainConfig.model_validate(settings)) == []
     put(settings, "ppo.reward_normalization", "batch")
     (problem,) = check_train(TrainConfig.model_validate(settings))
-    assert "step_rewards sum gives rewards to its steps" in problem
+    assert "does not scale the rewards of steps (step_rewards sum)" in problem
     settings["rewards"][0]["step_rewards"] = "min"
     assert check_train(TrainConfig.model_validate(settings)) == []
     settings["evaluation"] = {"data": settings["data"], "metrics": [{"kind": "model"}]}
     (problem,) = check_train(TrainConfig.model_validate(settings))
-    assert "evaluation.metrics has a part of kind model, but in `rewards` the reward model has kind process" in problem
+    assert "evaluation.metrics has a part of kind model, but `rewards` one of kind process" in problem
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from oppo_megatron.config.supervised import DPOConfig, KTOConfig
 from oppo_megatron.data.supervised_rows import Marked, Pair
-from oppo_megatron.train.preference.logprobs import (
+from oppo_megatron.train.reference_pass import (
     LogprobTable,
     UnusableFileError,
     key_of,
     read_logprobs,
     write_logprobs,
 )
-from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferences, Preferences
+from oppo_megatron.train.supervised_tasks import MarkedPreferences, PairPreferences, Preferences
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from oppo_megatron.algorithms.experience import GreedyRows, ScoredBatch
 from oppo_megatron.errors import DataError
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.train.guards.guard import Facts, RejectedBatch
+from oppo_megatron.train.guard import Facts, RejectedBatch
 from tools.replay import read_rejected
 
 GREEDY = GreedyRows(torch.tensor([0.5, -2.0]), torch.tensor([3, 7]), torch.tensor([False, True]))

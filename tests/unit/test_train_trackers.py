@@ -33,15 +33,8 @@ def test_every_sink_gets_the_numeric_fields() -> None:
     sinks = [ListSink(), ListSink()]
     tracker = Tracker(sinks)
     fields = {
-        "step": 3,
-        "loss": 1.5,
-        "tokens": 7,
-        "why": "slope",
-        "flag": True,
-        "none": None,
-        "ids": [1],
-        "idle_s": {"actor": 0.5},
-    }
+        "step": 3, "loss": 1.5, "tokens": 7, "why": "slope", "flag": True, "none": None, "ids": [1], "idle_s": {"actor": 0.5}
+    }  # fmt: skip
     tracker.log(3, fields)
     tracker.close()
     for sink in sinks:
@@ -53,8 +46,7 @@ def test_nothing_asked_for_opens_nothing(tmp_path: Path) -> None:
     tracker = open_trackers(LoggingConfig(), tmp_path)
     tracker.log(1, {"loss": 1.0})
     tracker.close()
-    assert tracker.sinks == []
-    assert list(tmp_path.iterdir()) == []
+    assert tracker.sinks == [] and list(tmp_path.iterdir()) == []
 
 
 def test_tensorboard_files_hold_the_values(tmp_path: Path) -> None:

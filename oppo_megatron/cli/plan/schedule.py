@@ -159,7 +159,7 @@ def _forks(shown: Preview) -> list[str]:
 
 def _filtered(shown: Preview, config: TrainConfig) -> list[str]:
     """Return a note on group filters, which the drawn round does not apply."""
-    from oppo_megatron.train.verdicts import verdict_clock
+    from oppo_megatron.train.inputs import verdict_clock
 
     clock, ended, steps = verdict_clock(config), shown.clock, shown.round.steps
     if clock is None:

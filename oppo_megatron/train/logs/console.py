@@ -21,8 +21,8 @@ PLAIN_INTERVAL_S = 2.0
 class Progress:
     """Shows how a run goes.  Used as a context manager.
 
-    `auto` is `live` where `stream` is a terminal and `plain` elsewhere.  Plain mode prints the first and the last step,
-    and others at most every `PLAIN_INTERVAL_S` seconds.  `total_steps` may be unknown (None).
+    `auto` is `live` if `stream` is a terminal and `plain` if not.  Plain mode prints the first and the last step, and others at
+    most every `PLAIN_INTERVAL_S` seconds.  `total_steps` may be unknown (None).
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class Progress:
         self._live = Live(_one_line(f"{title}  starting"), console=console, auto_refresh=False)
 
     def update(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Show `step` (the number of steps done) with whichever known fields are there."""
         if self.mode == "off":
             return
         of_total = "" if self._total_steps is None else f"/{self._total_steps}"
@@ -62,7 +61,6 @@ class Progress:
             self._print_line()
 
     def note(self, text: str) -> None:
-        """Show a message of its own line, above the live line."""
         if self.mode == "live":
             self._live.console.print(text, markup=False, highlight=False)
         elif self.mode == "plain":
@@ -98,7 +96,6 @@ class Progress:
 
 
 def describe(fields: Mapping[str, Any]) -> list[str]:
-    """Short labels and values of the fields that are known and present, in reading order."""
     derived = {**fields, **_derived(fields)}
     return [f"{label} {form(derived[name])}" for name, label, form in SHOWN if derived.get(name) is not None]
 

@@ -1,4 +1,4 @@
-"""The journal of a PPO run: a line of metrics per step, progress, trackers, and the summary at the end."""
+"""Lines of metrics, progress, trackers and the summary of a run: of PPO (`Journal`) and of supervised training (`Report`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from oppo_megatron.algorithms.experience import PAIRED, Experience
 from oppo_megatron.config.derived import best_standard, members
 from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.control.occupancy import group_length_gap
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.supervised_rows import describe_seen, num_duplicates
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.layout.holdings import planned_memory
 from oppo_megatron.layout.placements import role_placements
@@ -34,8 +37,48 @@ MUCH_LOST = 0.2
 """Share of stale responses' gradient lost to clipping that causes a warning, once per run."""
 
 
-class Journal:
-    """Kept by one rank, the actor's output rank.  A step's line waits for the statistics of its critic update."""
+class RunLog:
+    """Kept by one rank, from `__enter__` on.  `elapsed_s`: what the run took before it was continued."""
+
+    def __init__(
+        self,
+        config: TrainConfig | SupervisedConfig,
+        total_steps: int | None,
+        title: str,
+        device: torch.device,
+        trackers: Tracker,
+        elapsed_s: float = 0.0,
+    ):
+        self.run_dir, self.trackers = RunDirectory(config.run_dir), trackers
+        self.planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
+        self.log = MetricsLog(self.run_dir.metrics)
+        self.progress = Progress(config.logging.console, total_steps, title)
+        self.note = self.progress.note
+        self.heldout = HeldoutLog(best_standard(config))
+        self.stopped: str | None = None
+        self.started = time.monotonic() - elapsed_s
+
+    def __enter__(self) -> None:
+        self.progress.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.progress.__exit__(*exception)
+        self.log.close()
+        self.trackers.close()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def end(self, stopped: str | None) -> None:
+        self.stopped = stopped
+        for note in (stopped, self.heldout.describe_best()):
+            if note is not None:
+                self.note(note)
+
+
+class Journal(RunLog):
+    """Kept by the actor's first output rank.  A step's line waits for the statistics of its critic update."""
 
     def __init__(
         self,
@@ -45,29 +88,12 @@ class Journal:
         device: torch.device,
         trackers: Tracker,
     ):
-        self.run_dir = RunDirectory(config.run_dir)
+        super().__init__(config, total_steps, config.algorithm.preset, device, trackers)
         self.tokenizer, self.keep_rollouts = tokenizer, config.logging.rollouts
         self.members = members(config)
-        actor = role_placements(config)["actor"]
-        self.single_stage = actor.pp == 1
-        self.planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
-        self.log = MetricsLog(self.run_dir.metrics)
-        self.trackers = trackers
-        self.progress = Progress(config.logging.console, total_steps, config.algorithm.preset)
+        self.single_stage = role_placements(config)["actor"].pp == 1
         self.accuracy: dict[int, float] = {}
-        self.heldout = HeldoutLog(best_standard(config))
-        self.stopped: str | None = None
         self.staleness, self.warned = config.ppo.staleness, False
-        self.started = time.monotonic()
-
-    def __enter__(self) -> Journal:
-        self.progress.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.progress.__exit__(*exception)
-        self.log.close()
-        self.trackers.close()
 
     def step(
         self,
@@ -77,25 +103,23 @@ class Journal:
         experience: Experience,
         spans: SpanRecorder,
     ) -> None:
-        """The step's line, but for the critic's update, which may still run."""
         trained = self.members.to_train(batch)
         fields = self._timing(facts, spans) | _experience(facts, experience)
         fields |= _lengths(facts, trained, self.members.to_train(carried))
         fields["group_length_gap"] = group_length_gap(trained, self.members.trained)
         fields |= facts.filtered | facts.actor | {"skipped": facts.skipped}
         if facts.skipped is not None:
-            self.progress.note(f"step {facts.step} is skipped: {facts.skipped}")
+            self.note(f"step {facts.step} is skipped: {facts.skipped}")
         if not self.warned and (told := lost_gradient(fields, self.staleness)):
             self.warned = True
-            self.progress.note(f"step {facts.step}: {told}")
-        self._write_rollouts(facts, batch)
+            self.note(f"step {facts.step}: {told}")
+        if self.keep_rollouts:
+            self._write_rollouts(facts, batch)
         self.log.stage(facts.step, fields)
         self.trackers.log(facts.step, fields)
         self.progress.update(facts.step, fields)
 
     def _write_rollouts(self, facts: StepFacts, batch: Sequence[Rollout]) -> None:
-        if not self.keep_rollouts:
-            return
         rewards = iter(facts.rewards), iter(facts.greedy_rewards)
         with self.run_dir.rollouts.open("a", encoding="utf-8") as file:
             for rollout in batch:
@@ -117,14 +141,12 @@ class Journal:
                 file.write(encode_json(line) + "\n")
 
     def complete(self, step: int, late: dict[str, Any]) -> None:
-        """The critic's update of the step has ended: the fields that waited for it."""
         self.log.complete(step, late)
         self.trackers.log(step, late)
 
     def state_dict(self) -> dict[str, Any]:
-        """State that is not in metrics.jsonl, in plain JSON types."""
         figures = {"accuracy": list(self.accuracy.items()), "heldout": self.heldout.state_dict()}
-        return {"elapsed_s": time.monotonic() - self.started, **figures}
+        return {"elapsed_s": self.elapsed_s, **figures}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`: time that passed between the runs does not count."""
@@ -133,49 +155,39 @@ class Journal:
         self.heldout.load_state_dict(state.get("heldout", ()))
 
     def evaluation(self, step: int, figures: Figures) -> None:
-        """Mean and standard error of the held-out metrics after `step` steps."""
         fields = self.heldout.record(step, figures)
         if step:
             self.log.extend(step, fields)
         if ACCURACY in figures:
             self.accuracy[step] = figures[ACCURACY][0]
-            self.progress.note(f"held-out accuracy after {step} steps: {figures[ACCURACY][0]:.1%}")
+            self.note(f"held-out accuracy after {step} steps: {figures[ACCURACY][0]:.1%}")
         self.trackers.log(step, fields)
-        if told := HeldoutLog.describe(step, {name: pair for name, pair in figures.items() if name != ACCURACY}):
-            self.progress.note(told)
+        if others := {name: pair for name, pair in figures.items() if name != ACCURACY}:
+            self.note(HeldoutLog.describe(step, others))
 
-    def end(self, stopped: str | None) -> None:
-        """The last step has been made; `stopped`: why the run ends early, if it does."""
-        self.stopped = stopped
-        for note in (stopped, self.heldout.describe_best()):
-            if note is not None:
-                self.progress.note(note)
-
-    def summarise(
+    def write_summary(
         self,
         rows: Mapping[str, Mapping[str, int]],
         memory: MemoryByRank,
         rollbacks: Mapping[str, int],
         best: tuple[float, Position] | None,
     ) -> None:
-        """Write summary.json: the last file of a run, the sign that it finished.
-
-        `rows` counts what was read; `best` is the best checkpoint.
-        """
+        """Write the last file of a run, the sign that it finished; `rows` counts what was read, `best` is a checkpoint."""
         self.log.close()
-        self.progress.note(memory.describe(self.planned_bytes))
-        summary = summarise(read_metrics(self.run_dir.metrics))
+        self.note(memory.describe(self.planned_bytes))
         accuracy = [self.accuracy[step] for step in sorted(self.accuracy)]
-        summary |= {
+        summary = {
+            **summarise(read_metrics(self.run_dir.metrics)),
             "accuracy_before": accuracy[0] if accuracy else None,
             "accuracy_after": accuracy[-1] if accuracy else None,
             "heldout_accuracy": {str(step): value for step, value in self.accuracy.items()},
             **self.heldout.summary(best),
             "stopped_early": self.stopped,
-            "total_s": time.monotonic() - self.started,
+            "total_s": self.elapsed_s,
             "rows": rows,
             **rollbacks,
-        } | memory.summary(self.planned_bytes)
+            **memory.summary(self.planned_bytes),
+        }
         write_json(self.run_dir.summary, summary)
 
     def _timing(self, facts: StepFacts, spans: SpanRecorder) -> dict[str, Any]:
@@ -187,7 +199,7 @@ class Journal:
         exposed = actor.get("wait_scores", 0.0) - facts.critic_exposed_s + own
         waits = actor.get("wait", 0.0)
         return {
-            "time_s": time.monotonic() - self.started,
+            "time_s": self.elapsed_s,
             "step_s": facts.step_s,
             "decode_s": facts.decode_s,
             "score_exposed_s": exposed,
@@ -212,7 +224,6 @@ class Journal:
 
 
 def lost_gradient(fields: Mapping[str, Any], staleness: str) -> str | None:
-    """A warning if clipping takes much of the gradient of responses with stale tokens, and clearly more than of others."""
     fresh, stale = (fields.get(f"lost_gradient_{rows}") or 0.0 for rows in ("fresh", "stale"))
     if not (stale > MUCH_LOST and stale > 2 * fresh):
         return None
@@ -248,13 +259,16 @@ def _experience(facts: StepFacts, experience: Experience) -> dict[str, Any]:
 
 
 def _lengths(facts: StepFacts, batch: Sequence[Rollout], carried: Sequence[Rollout]) -> dict[str, Any]:
-    """Deferrals (the paper's Table 2) and how the trained lengths compare with all that was submitted.
+    """Deferrals (the paper's Table 2), lengths, and mean length and reward of each quarter of the batch, shortest first.
 
     A carried rollout counts with its tokens so far, so `submitted_len_mean` is a lower bound while any is unfinished.
     """
     trained = [len(r.tokens) for r in batch]
     submitted = trained + [len(r.tokens) for r in carried]
     stale = sum(version < facts.version for r in batch for version in r.versions)
+    order = sorted(range(len(trained)), key=lambda i: trained[i])
+    count = min(NUM_LENGTH_BINS, len(order))
+    bins = {f"q{k + 1}": order[k * len(order) // count : (k + 1) * len(order) // count] for k in range(count)}
     return {
         "deferred": {str(times): count for times, count in sorted(Counter(r.deferrals for r in batch).items())},
         "carried": len(carried),
@@ -267,15 +281,70 @@ def _lengths(facts: StepFacts, batch: Sequence[Rollout], carried: Sequence[Rollo
         "length_gap": facts.length_gap,
         "truncated_fraction": sum(r.finish_reason == "length" for r in batch) / len(batch),
         "stale_token_fraction": stale / sum(trained),
-    } | _by_length(trained, facts.rewards)
-
-
-def _by_length(lengths: Sequence[int], rewards: Sequence[float]) -> dict[str, Any]:
-    """Mean length and mean reward of each quarter of the batch, shortest responses first."""
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    count = min(NUM_LENGTH_BINS, len(order))
-    bins = {f"q{k + 1}": order[k * len(order) // count : (k + 1) * len(order) // count] for k in range(count)}
-    return {
-        "length_by_quarter": {name: sum(lengths[i] for i in rows) / len(rows) for name, rows in bins.items()},
-        "reward_by_quarter": {name: sum(rewards[i] for i in rows) / len(rows) for name, rows in bins.items()},
+        "length_by_quarter": {name: sum(trained[i] for i in rows) / len(rows) for name, rows in bins.items()},
+        "reward_by_quarter": {name: sum(facts.rewards[i] for i in rows) / len(rows) for name, rows in bins.items()},
     }
+
+
+class Report(RunLog):
+    """Kept by the model's output rank in supervised training."""
+
+    rows: Sequence[Any] = ()
+    num_quarantined = 0
+
+    def begin(self, start: Sequence[str], rows: Sequence[Any], held: Sequence[Any], quarantine: Quarantine) -> None:
+        self.rows, self.num_quarantined = rows, len(quarantine)
+        notes = [*start, *quarantine.notes]
+        if held:
+            notes.append(f"{len(held)} rows are held out and measured, {len(rows)} are there to train on")
+        notes += describe_seen((row[0] for row in held), (row[0] for row in rows))
+        if quarantine:
+            left = "held-out ones counted" if held else f"{len(rows)} left"
+            notes.append(f"{len(quarantine)} rows set aside, {left}; see {self.run_dir.quarantine}")
+        if duplicates := num_duplicates(rows):
+            notes.append(f"{duplicates} of {len(rows)} rows are duplicates of others")
+        for note in notes:
+            self.note(note)
+
+    def before(self, heldout: Figures) -> None:
+        self.trackers.log(0, self.heldout.record(0, heldout))
+        self.note(HeldoutLog.describe(0, heldout))
+
+    def step(
+        self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None
+    ) -> None:
+        """`saved`: seconds, bytes and hidden seconds of checkpoints since the last step; `heldout`: if it was measured."""
+        waited_s, num_bytes, hidden_s = saved
+        costs = {"checkpoint_s": waited_s, "checkpoint_bytes": num_bytes, "checkpoint_hidden_s": hidden_s}
+        fields = {"time_s": self.elapsed_s, **figures, **costs}
+        measured = {} if heldout is None else self.heldout.record(step, heldout)
+        self.log.write(step, fields | measured)
+        self.trackers.log(step, fields | measured)
+        self.progress.update(step, fields)
+        if heldout is not None:
+            self.note(HeldoutLog.describe(step, heldout))
+
+    def write_summary(self, title: str, memory: MemoryByRank, best: tuple[float, Position] | None) -> None:
+        """Write the last file of a run, the sign that it finished.
+
+        Losses (and accuracies) are of the first and of the last tenth of the steps.
+        """
+        self.note(memory.describe(self.planned_bytes))
+        lines = read_metrics(self.run_dir.metrics)
+        tenth = max(1, len(lines) // 10)
+        tokens, seconds = sum(line["tokens"] for line in lines), sum(line["step_s"] for line in lines)
+        summary: dict[str, Any] = {
+            "kind": title,
+            "steps": len(lines),
+            "rows": len(self.rows),
+            "duplicates": num_duplicates(self.rows),
+            "quarantined": self.num_quarantined,
+            "time_s": lines[-1]["time_s"],
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+        }
+        for name in (name for name in ("loss", "accuracy", "margin") if name in lines[0]):
+            for end, part in {"first": lines[:tenth], "last": lines[-tenth:]}.items():
+                summary[f"{name}_{end}"] = sum(line[name] for line in part) / len(part)
+        told = {**self.heldout.summary(best), "stopped_early": self.stopped, **memory.summary(self.planned_bytes)}
+        write_json(self.run_dir.summary, summary | told)

@@ -1,7 +1,4 @@
-"""Measures the steps of one rank.  The loop reports its phases; nothing here affects training.
-
-begin(phase)  round() ... decoded(...)  drain()  part("wait_scores")  scored(...)  part("update")  end(...)
-"""
+"""Measures the steps of one rank.  The loop reports its phases; nothing here affects training."""
 
 from __future__ import annotations
 
@@ -38,9 +35,8 @@ SHORTEST_WAIT_S = 0.5e-3
 class RoundTracer:
     """The executor's observer on one rank.
 
-    Totals of a step are kept by (role, label): `decode`, `score`, `wait` (for a message of the pipeline), `wait_tokens`
-    (for a chunk).  The trace gets a span for each stretch of actions with the same role and label; with `actions` a span
-    for every action, named as in the schedule, and the schedules themselves go to `schedules`.
+    Totals of a step are kept by (role, label): `decode`, `score`, `wait` (for the pipeline), `wait_tokens` (for a chunk).  The
+    trace gets a span for each stretch of equal actions, with `actions` for every action; schedules go to `schedules`.
     """
 
     def __init__(self, spans: SpanRecorder, meter: CostMeter, site: Site, *, actions: bool, schedules: Path | None):
@@ -52,12 +48,10 @@ class RoundTracer:
         self._stretch: Span | None = None
 
     def begin(self, step: int) -> None:
-        """The following actions belong to PPO step `step`."""
         self.flush()
         self._step = step
 
     def planned(self, planned: PlannedRound) -> None:
-        """The next round's schedule."""
         self._round = planned.round.index
         if self._schedules is not None:
             text = planned.schedule.shifted(self._round - 1).text()
@@ -65,7 +59,6 @@ class RoundTracer:
                 file.write(f"# round {self._round}, step {self._step}\n{text}")
 
     def __call__(self, action: Action, start: float, end: float, num_tokens: int) -> None:
-        """One executed action."""
         label = _label(action)
         role = action.role if label != WAIT_TOKENS else "scorer"
         span = Span(self.spans.rank, role, label, self._step, start, end)
@@ -79,7 +72,6 @@ class RoundTracer:
             self._extend(span)
 
     def flush(self) -> None:
-        """Write the stretch under way."""
         if self._stretch is not None:
             self.spans.write(self._stretch)
             self._stretch = None
@@ -101,10 +93,7 @@ def _label(action: Action) -> str:
 
 @dataclass
 class RolloutPhase:
-    """The rollout phase of a step under way, which a checkpoint may interrupt.
-
-    It began at logical clock `begun`, and took `spent_s` before the interruption.
-    """
+    """The rollout phase of a step, which a checkpoint may interrupt: since logical clock `begun`, for `spent_s` so far."""
 
     facts: StepFacts
     occupancy: Occupancy
@@ -153,11 +142,9 @@ class StepMeter:
 
     @property
     def facts(self) -> StepFacts:
-        """Facts of the current step."""
         return self.phase.facts
 
     def begin(self, phase: RolloutPhase) -> None:
-        """Begin a step, or continue it after an interruption."""
         self._started = time.monotonic()
         self._phase, self._before_s, self._planned_s = phase, phase.spent_s, self.rounds.planning_s
         self._prefills = self._planned_prefills()
@@ -165,12 +152,11 @@ class StepMeter:
         self.tracer.begin(phase.facts.step)
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
-        """Count the block as planning."""
         return self.facts.planning()
 
     @contextlib.contextmanager
     def part(self, name: str, role: str | None = None) -> Iterator[None]:
-        """Measure a part of a step other than its rounds: a span of the trace, and the activity shown if a peer waits."""
+        """Measure a part of a step: a span of the trace, and the activity shown if a peer waits."""
         role, step = role or self.role, self.facts.step
         waits = waiting_for(f"{name} {role}, step {step}", self.world.activity, waits=False)
         with self.spans.span(name, role=role, step=step), waits:
@@ -178,7 +164,6 @@ class StepMeter:
 
     @contextlib.contextmanager
     def evaluation(self, step: int) -> Iterator[None]:
-        """The block measures held-out metrics after `step` steps."""
         with (
             self.spans.span("evaluate", role=self.role, step=step),
             self.world.activity.doing(f"evaluation after step {step}"),
@@ -187,14 +172,12 @@ class StepMeter:
 
     @contextlib.contextmanager
     def round(self) -> Iterator[None]:
-        """The block is a round that decodes, with all that is booked before and after it."""
         started = time.monotonic()
         yield
         self.clock.round(self._waited_for_chunks(), decoded=True)
         self._round_s = time.monotonic() - started
 
     def decoded(self, chunk: Chunk, begun_at: int, backfilled: int) -> None:
-        """Record a round that began at logical clock `begun_at`, after `backfilled` rollouts were admitted."""
         facts, phase = self.facts, self.phase
         tokens = chunk.rows.num_tokens
         phase.occupancy.record(chunk, begun_at)
@@ -209,19 +192,16 @@ class StepMeter:
 
     @contextlib.contextmanager
     def drain(self) -> Iterator[None]:
-        """The block completes the scoring of the batch."""
         started = time.monotonic()
         yield
         self.tracer.flush()
         self.facts.drain_s = time.monotonic() - started
 
     def scoring_round(self) -> None:
-        """A round that decodes nothing has ended."""
         self.clock.round(self._waited_for_chunks(), decoded=False)
         self._count_prefills()
 
     def scoring_seconds(self) -> dict[str, float]:
-        """Seconds by label that this rank spent on the scoring roles in the step so far."""
         totals: dict[str, float] = {}
         for role in ("scorer", *self.rounds.scoring):
             for name, seconds in self.spans.totals(self.facts.step, role).items():
@@ -230,12 +210,10 @@ class StepMeter:
         return totals
 
     def all_memory(self) -> None:
-        """Exchange the memory of all ranks.  Collective of the world."""
         with self.world.activity.doing("memory of all ranks", waits=True):
             self.memory.of_all_ranks()
 
     def scored(self, scored: ScoredBatch, report: ScoreReport, kl_coefficient: float) -> None:
-        """All ranks have met for the scores, and know the results of the previous step's critic update."""
         self.clock.meet()
         facts, memory = self.facts, self.memory.by_rank
         facts.scores, facts.kl_coefficient = report, kl_coefficient
@@ -253,13 +231,11 @@ class StepMeter:
         return [self._elapsed_s() - update_s, *self.phase.law.sums()]
 
     def cost(self) -> StepCost:
-        """Cost of the step's rollout and scoring, measured on the rank that sends the chunks; the same on every rank."""
         assert self.facts.scores is not None
         seconds, *sums = self.facts.scores.measured
         return StepCost(seconds, self.facts.decode_steps, self.facts.tokens_decoded, DecodeLaw(*sums))
 
     def end(self, batch: Sequence[Rollout], carried: Sequence[Rollout], experience: Experience) -> None:
-        """The step is made; its line waits for the critic's update, which may still run."""
         facts = self.facts
         facts.planning_s += self.rounds.planning_s - self._planned_s
         facts.step_s = self._elapsed_s()
@@ -268,7 +244,6 @@ class StepMeter:
         self.spans.flush()
 
     def settle(self, step: int, critic_stats: dict[str, float]) -> None:
-        """Complete the line of `step`: its critic update has ended, and all ranks know `critic_stats`."""
         memory = self.memory.by_rank
         if self.journal is not None:
             self._complete(step, critic_stats | memory.peak_fields())
@@ -280,7 +255,6 @@ class StepMeter:
         self.facts.forked_tokens += self._prefills[1] - before[1]
 
     def _planned_prefills(self) -> tuple[int, int]:
-        """(tokens computed, tokens that forks saved) since the run began."""
         return self.rounds.planner.prefilled_tokens, self.rounds.planner.forked_tokens
 
     def _elapsed_s(self) -> float:
@@ -290,7 +264,6 @@ class StepMeter:
         return self.spans.totals(self.facts.step, "scorer").get("wait_tokens", 0.0)
 
     def _critic_delay(self, report: ScoreReport) -> float:
-        """How much of this step's wait for scores is due to the critic's update of the step before."""
         if self.critic is None or not self.critic.delays_scores:
             return 0.0
         delay_s = scoring_delay(report.critic["critic_update_s"], report.work, self.clock.ends)

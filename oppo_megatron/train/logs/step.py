@@ -1,10 +1,8 @@
-"""The facts of a step for its line in the metrics, and the times from which the critic's update is split.
+"""The facts of a step for its line in the metrics, and the times from which the critic's update is split (docs/metrics.md).
 
-If the critic has ranks of its own and the step does not wait for it (`debug.wait_for`), the update of step k delays the scorers
-at the start of step k + 1, and chunks queue up meanwhile.  The scorers then are a queue with a single server, which has absorbed
-the delay if it is idle again before the last chunk.  Its idle time after the update does not show how long it would have been
-idle without the update.  So the step is replayed with and without the update, over the arrival times of the chunks and the
-seconds of work on each.  The critic's first rank represents the scorers.
+If the critic has ranks of its own and the step does not wait for it, its update delays the scorers at the start of the next
+step.  They have absorbed the delay if they are idle again before the last chunk.  So the step is replayed with and without the
+update, as a queue with one server.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ LATER_FACTS = ("scores", "actor", "rewards", "greedy_rewards", "filtered")
 
 @dataclass
 class StepFacts:
-    """Facts of a step."""
-
     step: int
     delta: int
     chunk_tokens: int | None
@@ -56,7 +52,6 @@ class StepFacts:
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
-        """Count the block as planning: decisions and bookkeeping of the loop."""
         started = time.monotonic()
         try:
             yield
@@ -68,9 +63,8 @@ class StepFacts:
 class StepClock:
     """One rank's rounds of a step, in seconds since it met all others for the scores of the step before.
 
-    `ends`: of the rounds that decode; on the actor's output rank the times at which the chunks were there.
-    `work`: the work before the first round (the critic's update is in it), then in each round, the drawn-out end
-    of the scoring included; waits for chunks are left out.
+    `ends` are of the rounds that decode.  `work` has the work before the first round (with the critic's update), then in each
+    round, without waits for chunks.
     """
 
     now: Callable[[], float] = time.monotonic
@@ -81,16 +75,14 @@ class StepClock:
     _waited: float = 0.0
 
     def meet(self) -> None:
-        """All ranks have the scores of a step: their updates begin."""
         self.met = self.now()
 
     def begin(self) -> None:
-        """A step begins."""
         self._last, self._waited, self.ends = self.now(), 0.0, []
         self.work = [self._last - self.met]
 
     def round(self, waited_s: float, *, decoded: bool) -> None:
-        """A round has ended.  `waited_s`: for chunks, in the step so far."""
+        """Note the end of a round; `waited_s` is the time waited for chunks in the step so far."""
         now = self.now()
         self.work.append(now - self._last - (waited_s - self._waited))
         self._last, self._waited = now, waited_s
@@ -100,19 +92,16 @@ class StepClock:
 
 @dataclass(frozen=True)
 class CriticPlacement:
-    """Relation of the critic's update to the actor's time.
-
-    `shares_ranks`: some rank makes both updates, one after the other; `waited_for`: a step ends when both have ended.
-    """
+    """`shares_ranks`: some rank makes both updates, one after the other; `waited_for`: a step ends when both have ended."""
 
     shares_ranks: bool
     waited_for: bool
 
     @property
     def delays_scores(self) -> bool:
-        """True if the update extends into the next step, so that the actor's wait for it is part of its wait for scores."""
+        """True if the update extends into the next step."""
         return not (self.shares_ranks or self.waited_for)
 
     def exposed_s(self, update_s: float, waited_s: float) -> float:
-        """Seconds of an update that delay the actor, which waited `waited_s` for it in addition to its own update."""
+        """Seconds of an update that delay the actor, which waited `waited_s` for it."""
         return update_s if self.shares_ranks else min(update_s, waited_s)

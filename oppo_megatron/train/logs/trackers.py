@@ -15,8 +15,6 @@ from oppo_megatron.rundir.directory import RunDirectory, write_text
 
 
 class Sink(Protocol):
-    """One library that takes numbers."""
-
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
@@ -24,8 +22,6 @@ class Sink(Protocol):
 
 @final
 class Tracker:
-    """Sends the numbers of each step to every sink; with no sinks it does nothing."""
-
     def __init__(self, sinks: Sequence[Sink]):
         self.sinks = list(sinks)
 
@@ -36,14 +32,11 @@ class Tracker:
             sink.log(step, numbers)
 
     def close(self) -> None:
-        """Let every sink write what it holds."""
         for sink in self.sinks:
             sink.close()
 
 
 class TensorBoardSink:
-    """Event files in `tensorboard/` of the run directory."""
-
     def __init__(self, run_dir: str | os.PathLike[str]):
         _import("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
@@ -59,11 +52,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run named after the run directory, with its files in `wandb/` there.
-
-    A file keeps its id, so that a continued run uses the same one.  Raises ConfigError if the library refuses to begin, for
-    example without a key.
-    """
+    """A Weights & Biases run named after the run directory; a file keeps its id, so that a continued run uses the same one."""
 
     def __init__(self, project: str, run_dir: str | os.PathLike[str]):
         wandb = _import("wandb")
@@ -94,7 +83,6 @@ class WandbSink:
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    """Raises ConfigError if a library that the configuration names is not installed."""
     if config.tensorboard:
         _import("tensorboard")
     if config.wandb_project is not None:
@@ -102,7 +90,6 @@ def check_trackers(config: LoggingConfig) -> None:
 
 
 def open_trackers(config: LoggingConfig, run_dir: str | os.PathLike[str]) -> Tracker:
-    """Open the trackers that the configuration names.  Raises ConfigError if a library is not installed."""
     sinks: list[Sink] = []
     if config.tensorboard:
         sinks.append(TensorBoardSink(run_dir))
@@ -120,7 +107,6 @@ def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
-    """The resolved configuration, which holds no secrets; empty if it has not been written."""
     return read_yaml(run.config.read_text(encoding="utf-8")) if run.config.exists() else {}
 
 

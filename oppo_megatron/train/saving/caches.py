@@ -30,7 +30,6 @@ class CacheContents:
 
 
 def gather_caches(rounds: RoundRunner, *, copied: bool) -> CacheContents:
-    """Return the caches between two rounds; if `copied`, in memory that later rounds do not change."""
     contents = CacheContents({}, {})
 
     def hold(name: str, values: Tensor) -> None:
@@ -47,7 +46,6 @@ def gather_caches(rounds: RoundRunner, *, copied: bool) -> CacheContents:
 
 
 def write_caches(path: Path, contents: CacheContents) -> None:
-    """Raises OSError or SafetensorError if the file cannot be written."""
     save_file(contents.tensors, path, {"slots": json.dumps(contents.slots)})
 
 
@@ -110,7 +108,6 @@ def _outputs(file: Any, role: str) -> dict[int, Tensor]:
 
 
 def _require_booked(role: str, cache: SequenceCache, rounds: RoundRunner) -> None:
-    """Raises ValueError if a cache holds other sequences or lengths than its book says."""
     planner, coords = rounds.planner, rounds.replicas[role]
     book = planner.actor if role == "actor" else planner.scorers[role]
     held = {seq_id: cache.length(seq_id) for seq_id in cache.seq_ids}

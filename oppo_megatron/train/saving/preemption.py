@@ -1,7 +1,7 @@
 """Stopping on signals: they are noted, and every rank learns of them at the same point of the run.
 
 SIGUSR1, SIGHUP and the first SIGTERM or SIGINT (Ctrl-C) ask for a checkpoint.  A second SIGTERM or SIGINT, or a missed
-deadline, ends the process at once: the last checkpoint is complete, because a checkpoint under way has no name yet.
+deadline, ends the process at once: a checkpoint under way has no name yet, so the last one is complete.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ DEADLINE_S = 120.0
 
 
 class Preemption:
-    """Signal handling of one rank.  `asked`: this process was asked to stop, by a signal or by the other ranks.
-
-    A run that could not be saved within `deadline_s` ends unsaved; if 0, signals are ignored.
-    """
+    """Signal handling of one rank, which ends unsaved `deadline_s` after it was `asked` to stop; 0: signals are ignored."""
 
     def __init__(self, deadline_s: float = DEADLINE_S):
         self.deadline_s = deadline_s
@@ -52,7 +49,7 @@ class Preemption:
     def listening(self) -> Iterator[None]:
         """Handle signals in the block; only a process's main thread can.
 
-        A rank that fails among several ignores signals afterwards: it is about to end, and still has to report the reason.
+        A rank that fails among several ignores signals afterwards: it still has to report the reason.
         """
         if not self.deadline_s or threading.current_thread() is not threading.main_thread():
             yield
@@ -77,7 +74,6 @@ class Preemption:
             os.close(writes)
 
     def ask(self) -> None:
-        """Act as a signal does."""
         if not self.asked:
             self.asked = True
             self._deadline = threading.Timer(self.deadline_s, self._too_late)
@@ -85,31 +81,22 @@ class Preemption:
             self._deadline.start()
 
     def saved(self) -> None:
-        """Cancel the deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
 
     def agreed(self, group: dist.ProcessGroup | None, activity: Activity | None = None) -> bool:
-        """True if any rank of the group (None: the world) was asked to stop before its call; all of them make the call.
+        """True if any rank of the group (None: the world) was asked to stop before its call; all of them make the call."""
+        return self.agreed_with(False, activity, group)[0] if self.deadline_s else self.asked
 
-        A signal that arrives during the call counts at the next one.
-        """
-        if not self.deadline_s or dist.get_world_size(group) == 1:
-            return self.asked
-        flags = torch.tensor([int(self.asked)])
-        with waiting_for("ranks that may have been asked to stop", activity):
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        if flags.item():
-            self.ask()
-        return bool(flags.item())
-
-    def agreed_with(self, mine: bool, activity: Activity | None = None) -> tuple[bool, bool]:
-        """Return `agreed` for the world, and True if `mine` is true on any rank, with one message."""
-        if dist.get_world_size() == 1:
+    def agreed_with(
+        self, mine: bool, activity: Activity | None = None, group: dist.ProcessGroup | None = None
+    ) -> tuple[bool, bool]:
+        """Return `agreed`, and True if `mine` is true on any rank of the group, with one message."""
+        if dist.get_world_size(group) == 1:
             return self.asked, mine
         flags = torch.tensor([int(self.asked), int(mine)])
         with waiting_for("ranks that may have been asked to stop", activity):
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         asked, any_rank = map(bool, flags.tolist())
         if asked:
             self.ask()
@@ -129,7 +116,6 @@ class Preemption:
                 self.ask()
 
     def _counts(self, number: int) -> bool:
-        """True if a second signal of this kind ends the process."""
         if number in ONCE:
             return False
         now = time.monotonic()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,32 +21,25 @@ from oppo_megatron.overcommit.ahead import Ahead
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.manifest import OtherFormatError, find_damage, find_misfits, read_manifest
-from oppo_megatron.train.saving.schema import PPOState, SupervisedState, read_lines, read_state
+from oppo_megatron.train.saving.schema import PPO_STATE, SUPERVISED_STATE, read_lines, read_state
 from oppo_megatron.train.saving.writing import CACHES, MODELS, ROLLOUTS, STATE
-
-FoundT = TypeVar("FoundT")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to continue from; `rollouts` are the lines of those in the buffer (none in supervised training)."""
-
     folder: Path
     state: dict[str, Any]
     rollouts: list[dict[str, Any]]
 
     @property
     def position(self) -> int:
-        """Position of the run in the stream of prompts."""
         return int(self.state["scheduler"]["position"])
 
     @property
     def passed(self) -> Passed:
-        """Steps and rows that supervised training has made."""
         return Passed(self.state["done"], self.state["rows"])
 
     def held(self, left_out: Set[int]) -> list[dict[str, Any]]:
-        """Return the rollouts that the run keeps; rollouts of prompts at the positions `left_out` are dropped."""
         return [line for line in self.rollouts if line["seq_id"] not in left_out]
 
     def ahead(self, left_out: Set[int]) -> Ahead:
@@ -54,44 +47,28 @@ class Found:
 
 
 def find_checkpoint(config: TrainConfig | SupervisedConfig, world: World) -> Found | None:
-    """Return the last complete checkpoint of the run directory if the run is to resume; errors as of `find_whole`."""
+    """Return the last complete checkpoint of the run directory, the same on every rank, if the run is to resume.
+
+    Every rank makes the call and checks a share of the files; damaged checkpoints are reported and renamed.  Raises
+    CheckpointError if none is complete; OtherFormatError, with nothing renamed, for a checkpoint of another version.
+    """
     if not config.checkpoint.resume:
         return None
-    run = RunDirectory(config.run_dir)
-    if isinstance(config, SupervisedConfig):
-        return find_whole(
-            run, world, (STATE,), lambda folder: Found(folder, read_state(folder / STATE, SupervisedState), [])
-        )
-    vocab_size = read_hf_config(config.actor)["vocab_size"]
-
-    def read(folder: Path) -> Found:
-        state = read_state(folder / STATE, PPOState)
-        return Found(folder, state, read_lines(folder / ROLLOUTS, state, vocab_size))
-
-    return find_whole(run, world, (STATE, ROLLOUTS), read)
-
-
-def find_whole(run: RunDirectory, world: World, files: Sequence[str], read: Callable[[Path], FoundT]) -> FoundT | None:
-    """Read the last complete checkpoint with `read`; the result is the same on every rank, None without checkpoints.
-
-    A checkpoint that lacks one of `files`, or for which `read` raises CheckpointError, is not complete.  Every rank makes the
-    call and reads a share of the files; damaged checkpoints are reported and renamed.  Raises CheckpointError if none of the
-    checkpoints is complete; OtherFormatError, with nothing renamed, for a checkpoint of another version.
-    """
-    store = CheckpointStore(run.checkpoints)
+    store = CheckpointStore(RunDirectory(config.run_dir).checkpoints)
+    vocab_size = read_hf_config(config.actor)["vocab_size"] if isinstance(config, TrainConfig) else None
     if world.rank == 0:
         store.recover()
     found: list[Any] = [store.positions()]
     dist.broadcast_object_list(found, src=0)
     damages: list[tuple[Position, str]] = []
     for position in reversed(found[0]):
-        damage = _damage(store.folder(position), world, files, read)
+        damage = _damage(store.folder(position), world, vocab_size)
         if damage is None:
             for each, reason in damages if world.rank == 0 else ():
                 text = f"checkpoint {each.name} is damaged ({reason}): continuing from {position.name}"
                 print(text, file=sys.stderr, flush=True)
                 store.set_aside(each)
-            return read(store.folder(position))
+            return _read(store.folder(position), vocab_size)
         damages.append((position, damage))
     if damages:
         reasons = "; ".join(f"{position.name}: {damage}" for position, damage in damages)
@@ -101,15 +78,22 @@ def find_whole(run: RunDirectory, world: World, files: Sequence[str], read: Call
     return None
 
 
-def _damage(folder: Path, world: World, files: Sequence[str], read: Callable[[Path], object]) -> str | None:
-    """Return the fault of a checkpoint that any rank finds.  Raises OtherFormatError, on all ranks."""
+def _read(folder: Path, vocab_size: int | None) -> Found:
+    if vocab_size is None:
+        return Found(folder, read_state(folder / STATE, SUPERVISED_STATE), [])
+    state = read_state(folder / STATE, PPO_STATE)
+    return Found(folder, state, read_lines(folder / ROLLOUTS, state, vocab_size))
+
+
+def _damage(folder: Path, world: World, vocab_size: int | None) -> str | None:
     mine: str | OtherFormatError | None
+    files = (STATE, f"{MODELS}/{INDEX}", *(() if vocab_size is None else (ROLLOUTS,)))
     try:
         entries = read_manifest(folder)
-        mine = find_misfits(folder, entries, (*files, f"{MODELS}/{INDEX}"), (MODELS, CACHES))
+        mine = find_misfits(folder, entries, files, (MODELS, CACHES))
         mine = mine or find_damage(folder, entries, world.rank, world.size)
         if mine is None and world.rank == 0:  # an intact file may still not be the state of a run
-            read(folder)
+            _read(folder, vocab_size)
     except OtherFormatError as error:
         mine = error
     except CheckpointError as error:

@@ -1,207 +1,293 @@
-"""The checkpoints of `oppo train` (`Saver`) and of supervised training (`SupervisedSaver`)."""
+"""Decides when checkpoints are due, takes their snapshots, and keeps the best one.
+
+With `checkpoint.asynchronous` the run waits for the snapshot only.  A thread writes it, in agreement with the threads of other
+ranks over a process group of their own, and the ranks learn at a later meeting that it is complete.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Callable, Sequence, Set
+import json
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
+from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.process_groups import new_group, waiting_for
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.derived import batch_rows, members
+from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.evaluation import REWARD
+from oppo_megatron.config.load import plain_settings
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
-from oppo_megatron.data.prompts import PromptSet, PromptStream
-from oppo_megatron.data.supervised_rows import Passed, num_batches
+from oppo_megatron.control.estimates import Figures
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.overcommit.ahead import (
-    Ahead,
-    require_bounded_deferrals,
-    require_prompts,
-    require_resumable,
-    require_work,
-)
-from oppo_megatron.train.run_state import RunState
-from oppo_megatron.train.saving.caches import CacheContents, gather_caches, load_caches, require_sound_books
-from oppo_megatron.train.saving.keeper import CheckpointKeeper, Saveable
+from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.weights.checkpoint import gather_models, load_models
+from oppo_megatron.nesting import read_json
+from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.train.saving.caches import CacheContents
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found
-from oppo_megatron.train.saving.state import (
-    books_state,
-    frozen_models,
-    make_rollouts,
-    require_same_adapters,
-    require_same_data,
-    rollout_lines,
-    source_state,
-)
-from oppo_megatron.train.saving.writing import ROLLOUTS, cache_path
+from oppo_megatron.train.saving.state import adapter_state, describe_changes
+from oppo_megatron.train.saving.writing import MODELS, STATE, Best, CheckpointWriting, Snapshot
+from oppo_megatron.train.update import History
 
 
-class Saver(CheckpointKeeper[RunState]):
-    """One rank's part.  Calls are collective of the world except `due`, `take_cost` and `told_to_stop`."""
+class Saveable(ABC):
+    """One rank's part of a run, between two rounds or steps."""
 
-    def __init__(self, config: TrainConfig, world: World, prompts: PromptSet, preemption: Preemption):
-        super().__init__(config, world, preemption)
-        self.config, self.prompts = config, prompts
-        self.sources = source_state(config)
+    @property
+    @abstractmethod
+    def position(self) -> Position: ...
 
-    @cached_property
-    def data(self) -> dict[str, Any]:
-        return {
-            "seed": self.config.seed,
-            "shuffle": self.config.data.shuffle,
-            "rows": len(self.prompts),
-            "fingerprint": self.prompts.fingerprint(),
-            "group_size": self.config.rollout.group_size,
-            "greedy": self.config.algorithm.greedy,
-        }
+    @property
+    def within_step(self) -> bool:
+        return False
 
-    def caches(self, run: RunState, *, copied: bool) -> CacheContents | None:
-        return gather_caches(run.rounds, copied=copied) if self.config.checkpoint.caches else None
+    @property
+    @abstractmethod
+    def models(self) -> Mapping[str, TrainedModel]: ...
 
-    def texts(self, run: RunState) -> dict[str, str]:
-        return super().texts(run) | {ROLLOUTS: "".join(rollout_lines(run.buffer.rollouts))}
+    @property
+    @abstractmethod
+    def note(self) -> Callable[[str], None] | None:
+        """Show a message to the user; None on all ranks but one, which also writes the state."""
 
-    def state(self, run: RunState) -> dict[str, Any]:
-        books = books_state(run.rounds)
-        return super().state(run) | books | {"caches": self.config.checkpoint.caches, "sources": self.sources}
+    @abstractmethod
+    def finish_step(self) -> None:
+        """Complete all work under way; collective of the world."""
 
-    def on_complete(self, run: RunState) -> Callable[[], None]:
-        place = run.position.name, run.admitted
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but models, caches and rollouts, in plain JSON types; called on the rank that has `note`."""
 
-        def note() -> None:
-            run.rollbacks.checkpoint = place
+    def texts(self) -> dict[str, str]:
+        """Further text files by name, on the rank that has `note`."""
+        return {}
 
-        return note
+    def caches(self, *, copied: bool) -> CacheContents | None:
+        """Caches of sequences in flight, if the checkpoint has them."""
+        return None
 
-    def told_to_stop(self, group: dist.ProcessGroup) -> bool:
-        """True if a rank of the actor was asked to stop; called before a round on these ranks, whose chunk informs the others."""
-        return self.preemption.agreed(group, self.world.activity)
-
-    def meet(self, step: int, reward: float) -> None:
-        """Look around while all ranks meet for the scores of a step, with mean `reward`."""
-        if self.standard is not None and self.standard.metric == REWARD:
-            self.measured(step, reward)
-        self.look_around()
-
-    def require_same_run(self, found: Found, left_out: Set[int]) -> Ahead:
-        """Return the rest of a checkpoint's run under the present configuration, without the positions `left_out` of the stream.
-
-        Raises CheckpointError if prompts, their order or adapters differ, if the run had more steps or passes, if it has ended
-        and nothing is left to train, and if rollouts in flight could not be trained within `overlap.max_staleness`.
-        """
-        require_same_data(found.state["data"], self.data)
-        require_same_adapters(found.state["adapters"], self.adapters)
-        ahead = found.ahead(left_out)
-        require_resumable(ahead.done, self.config.steps)
-        a_pass, passes = self.prompts.rollouts_per_pass, self.config.passes
-        most = None if passes is None else passes * a_pass
-        require_prompts(ahead, most, a_pass)
-        if self.run_dir.finished:
-            require_work(ahead, self.config.steps, most, batch_rows(self.config))
-        if ahead.done != self.config.steps:
-            rollout, held = self.config.rollout, found.held(left_out)
-            deferrals = [line["deferrals"] for line in held[:: members(self.config).size]]
-            groups = rollout.batch_size // rollout.group_size
-            require_bounded_deferrals(deferrals, groups, rollout.group_size, self.config.overlap.max_staleness)
-        return ahead
-
-    def restore(self, run: RunState, found: Found) -> None:
-        """Continue from a checkpoint.  Raises CheckpointError for other data, models or a damaged file."""
-        rollbacks = run.rollbacks
-        self.require_same_run(found, rollbacks.left_out)
-        self.load(run.models, found)
-        run.publish()
-        stream = PromptStream(self.prompts, self.config.seed, shuffle=self.config.data.shuffle)
-        held = make_rollouts(found.held(rollbacks.left_out), stream)
-        run.load_state_dict(found.state, held)
-        rollbacks.checkpoint = found.folder.name, found.position
-        lost = len(held) < len(found.rollouts)
-        if not lost:
-            self._restore_caches(run, found)
-        if run.within_step and (lost or len(run.buffer) < run.buffer.target):  # the batch may also be larger now
-            run.refill()
-
-    def _restore_caches(self, run: RunState, found: Found) -> None:
-        """Load books and caches if layouts, models and options then and now allow; else all sequences are prefilled again."""
-        saved = self.config.checkpoint.caches and found.state["caches"]
-        if not saved or found.state["layout"] != books_state(run.rounds)["layout"]:
-            return
-        if frozen_models(found.state["config"]) != frozen_models(self.settings):
-            return
-        require_sound_books(found.state, run.buffer.rollouts)
-        planner, books = run.rounds.planner, found.state["books"]
-        planner.actor.load_state_dict(books["actor"])
-        for name, book in planner.scorers.items():
-            book.load_state_dict(books[name])
-        load_caches(cache_path(found.folder, self.world.rank), run.rounds)
+    def on_complete(self) -> Callable[[], None]:
+        """Return what is to be called when the checkpoint of the run as it is now is complete."""
+        return lambda: None
 
 
-class SupervisedSaver(CheckpointKeeper[Saveable]):
-    """One rank's part.  `reference` is the fingerprint of the model that preferences are compared with."""
+class Cost(NamedTuple):
+    """Seconds that the run waited for a checkpoint, its bytes, and seconds of writing during which the run continued."""
+
+    waited_s: float = 0.0
+    num_bytes: int = 0
+    hidden_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A checkpoint under way; `written` gives its bytes and the seconds of the thread, if one writes it."""
+
+    position: Position
+    note: Callable[[str], None] | None
+    on_complete: Callable[[], None]
+    waited_s: float
+    written: Future[tuple[int, float]]
+    activity: Activity | None
+
+
+class Saver:
+    """One rank's part.  Calls are collective of the world except `due`, `measured`, `look_at` and `take_cost`.
+
+    `fingerprint` gives all that fixes the order of the data; `extra` has further entries of `state.json`.
+    """
 
     def __init__(
         self,
-        config: SupervisedConfig,
-        kind: str,
+        config: TrainConfig | SupervisedConfig,
         world: World,
-        rows: Sequence[tuple[list[Any], ...]],
         preemption: Preemption,
+        fingerprint: Callable[[], dict[str, Any]],
+        extra: Mapping[str, Any],
     ):
-        super().__init__(config, world, preemption)
-        self.config, self.kind, self.rows = config, kind, rows
-        self.reference: str | None = None
+        self.rules, self.standard, self.world, self.preemption = (
+            config.checkpoint, best_standard(config), world, preemption,
+        )  # fmt: skip
+        self.run_dir = RunDirectory(config.run_dir)
+        self.store = CheckpointStore(self.run_dir.checkpoints)
+        self.settings, self.adapters = plain_settings(config), adapter_state(config)
+        self.extra = dict(extra)
+        self.stopping = False
+        self.best: Best | None = None
+        self.saved: Position | None = None
+        self._fingerprint = fingerprint
+        self._group = new_group(range(world.size), "checkpoints", backend="gloo")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Pending | None = None
+        self._cost = Cost()
+        self._saved_at, self._overdue = time.monotonic(), False
+        self._measured: tuple[int, float] | None = None
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        digest = hashlib.sha256()
-        for part in (part for row in self.rows for part in row):
-            code = "d" if any(isinstance(value, float) for value in part) else "q"
-            digest.update(len(part).to_bytes(8, "little") + array(code, part).tobytes())
-        config = self.config
-        return {
-            "seed": config.seed,
-            "shuffle": config.data.shuffle,
-            "rows": len(self.rows),
-            "fingerprint": digest.hexdigest(),
-        }
+        return self._fingerprint()
 
     def state(self, run: Saveable) -> dict[str, Any]:
-        return super().state(run) | {"kind": self.kind, "reference": self.reference}
+        return {
+            **run.state_dict(),
+            **self.extra,
+            "saved_at": time.time(),
+            "data": self.data,
+            "adapters": self.adapters,
+            "best": None if self.best is None else [self.best[0], [self.best[1].step, self.best[1].clock]],
+            "best_metric": self.standard and self.standard.metric,
+            "config": self.settings,
+        }
 
-    def num_steps(self, passed: Passed) -> int:
-        """Return the steps of the whole run, after `passed` of them."""
-        config = self.config
-        return num_batches(len(self.rows), config.batch_size, config.epochs, config.steps, passed)
+    def look_around(self) -> None:
+        """Learn from all ranks whether one was asked to stop, and whether the last checkpoint is complete."""
+        every_s = 60.0 * self.rules.every_minutes
+        overdue = bool(every_s) and time.monotonic() - self._saved_at >= every_s
+        self.stopping, self._overdue = self.preemption.agreed_with(overdue, self.world.activity)
+        if self._pending is not None:
+            written = torch.tensor([int(self._pending.written.done())])
+            with waiting_for("ranks that write a checkpoint", self.world.activity):
+                dist.all_reduce(written, op=dist.ReduceOp.MIN)
+            if written.item():
+                self.conclude()
 
-    def require_same_run(self, found: Found) -> None:
-        """Raises CheckpointError if kind, rows or adapters of the checkpoint differ, or nothing is left to train."""
+    def due(self, step: int) -> bool:
+        every, standard = self.rules.every_steps, self.standard
+        # Rewards come with every step and are uncertain: the best of the checkpoints that are saved anyway is enough.
+        best = self.rules.keep_best and standard is not None and standard.metric != REWARD and self._is_best(step)
+        return self.stopping or self._overdue or best or bool(every and step % every == 0)
+
+    def take_cost(self) -> Cost:
+        cost, self._cost = self._cost, Cost()
+        return cost
+
+    def measured(self, step: int, metric: str, value: float) -> None:
+        """Note a metric after `step` steps, if it defines the best checkpoint."""
+        if self.standard is not None and self.standard.metric == metric:
+            self._measured = step, value
+
+    def look_at(self, step: int, figures: Figures) -> None:
+        for metric, (mean, _) in figures.items():
+            self.measured(step, metric, mean)
+
+    def _is_best(self, step: int) -> bool:
+        if self._measured is None or self._measured[0] != step or not math.isfinite(value := self._measured[1]):
+            return False
+        assert self.standard is not None
+        return self.best is None or self.standard.gain(value, self.best[0]) > 0
+
+    def load_best(self, run: Saveable) -> bool:
+        if not self.rules.keep_best or self.best is None:
+            return False
+        folder = self.store.folder(self.best[1])
+        if self.best[1] != run.position:
+            updates = updates_of(read_json((folder / STATE).read_text(encoding="utf-8")), run.models)
+            with waiting_for("models of the best checkpoint", self.world.activity, waits=False):
+                load_models(folder / MODELS, run.models, updates)
+        return True
+
+    def load(self, models: Mapping[str, TrainedModel], found: Found) -> None:
         state = found.state
-        if state["kind"] != self.kind:
-            raise CheckpointError(
-                f"{found.folder} is of a run of `oppo {state['kind']}`; resume it with that, or choose another run_dir"
-            )
-        require_same_data(state["data"], self.data, noun="rows")
-        require_same_adapters(state["adapters"], self.adapters)
-        steps = self.num_steps(found.passed)
-        if steps < state["done"] or (steps == state["done"] and self.run_dir.finished):
-            raise CheckpointError(
-                f"{found.folder} is after {state['done']} steps, and epochs and steps ask for no more than {steps}: there is "
-                "nothing to train; raise them to continue, or choose another run_dir"
-            )
+        best = None if state["best"] is None else (state["best"][0], Position(*state["best"][1]))
+        same = self.standard is not None and state["best_metric"] == self.standard.metric
+        self.best = best if same and best is not None and self.store.folder(best[1]).is_dir() else None
+        updates = updates_of(state, models)
+        with waiting_for("models of the checkpoint", self.world.activity, waits=False):
+            load_models(found.folder / MODELS, models, updates)
+        for name, model in models.items():
+            model.resume_schedule(updates[name])
 
-    def compare(self, reference: str | None, found: Found | None) -> None:
-        """Set the fingerprint of the reference.  Raises CheckpointError if the checkpoint's run had another."""
-        began = None if found is None else found.state["reference"]
-        if found is not None and began is not None and began != reference:
-            raise CheckpointError(
-                f"the reference (its weights, shape, type or adapters) is not the one of the run of {found.folder}: "
-                f"fingerprint {(reference or 'none')[:12]}, not {began[:12]}; resume with the same `reference` and `model`, or "
-                "start a new run in another run_dir"
-            )
-        self.reference = reference
+    def describe(self, found: Found) -> list[str]:
+        return describe_changes(self.run_dir.path, found, self.settings, self.extra.get("sources", {}))
+
+    def save(self, run: Saveable) -> None:
+        """Write the run's state.  Returns when it is complete, or, if it is asynchronous, when the run may continue."""
+        self.conclude()
+        started, last = time.monotonic(), self.stopping or run.within_step
+        run.finish_step()
+        position, note = run.position, run.note
+        if position.clock < 0 and self._is_best(position.step):
+            assert self._measured is not None
+            self.best = self._measured[1], position
+        threaded = self.rules.asynchronous and not last
+        activity = Activity() if threaded else self.world.activity
+        self._saved_at, self._overdue = time.monotonic(), False
+        with waiting_for(f"checkpoint {position.name}", self.world.activity, waits=False):
+            writing = CheckpointWriting(
+                self.store, self._group, self.snapshot(run, copied=threaded),
+                keep=self.rules.keep, keep_best=bool(self.rules.keep_best), warn=note, activity=activity,
+            )  # fmt: skip
+            written = self._thread.submit(_timed, writing) if threaded else _done((writing.run(), 0.0))
+        waited_s = time.monotonic() - started
+        self._pending = Pending(position, note, run.on_complete(), waited_s, written, activity if threaded else None)
+        if not threaded:
+            self.conclude()
+        if last:
+            self.preemption.saved()
+
+    def snapshot(self, run: Saveable, *, copied: bool) -> Snapshot:
+        models, caches = gather_models(run.models, copied=copied), run.caches(copied=copied)
+        texts = {} if run.note is None else {STATE: json.dumps(self.state(run), indent=1), **run.texts()}
+        return Snapshot(run.position, models, caches, texts, self.best)
+
+    def finish(self, run: Saveable, save_weights: Callable[[Path], None]) -> None:
+        """Write the last step's weights, a checkpoint to continue from, and the best step's weights."""
+        with self.world.activity.doing("writing weights"):
+            if self.rules.writes_weights:
+                save_weights(self.run_dir.weights)
+        if self.rules.saves_end and self.saved != run.position:
+            try:
+                self.save(run)
+                self.conclude()
+            except CheckpointError as error:  # the disk may be full now: only later continuation is lost
+                if run.note is not None:
+                    run.note(f"the run has ended, but cannot be given more steps later: {error}")
+        with self.world.activity.doing("writing the best step's weights"):
+            if self.rules.writes_weights and self.load_best(run):
+                save_weights(self.run_dir.best)
+
+    def conclude(self) -> None:
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        started, at, name = time.monotonic(), self.world.activity, pending.position.name
+        with waiting_for(f"checkpoint {name}", at, waits=False), at.doing(pending.activity or "written"):
+            num_bytes, took_s = pending.written.result()
+        waited_s = time.monotonic() - started
+        cost = Cost(pending.waited_s + waited_s, num_bytes, max(0.0, took_s - waited_s))
+        waited_s, num_bytes, hidden_s = self._cost
+        self._cost = Cost(waited_s + cost.waited_s, num_bytes + cost.num_bytes, hidden_s + cost.hidden_s)
+        self.saved = pending.position
+        pending.on_complete()
+        if pending.note is not None:
+            hidden = f", {cost.hidden_s:.1f} s of writing while the run continued" if cost.hidden_s else ""
+            pending.note(f"checkpoint {name}: {cost.num_bytes / 2**20:.1f} MB in {cost.waited_s:.1f} s{hidden}")
+
+
+def updates_of(state: Mapping[str, Any], models: Iterable[str]) -> dict[str, int]:
+    warmed = History.of(state.get("history", {})).warmed
+    return {name: state["updates"] + (warmed if name == "critic" else 0) for name in models}
+
+
+def _timed(writing: CheckpointWriting) -> tuple[int, float]:
+    started = time.monotonic()
+    return writing.run(), time.monotonic() - started
+
+
+def _done(written: tuple[int, float]) -> Future[tuple[int, float]]:
+    future: Future[tuple[int, float]] = Future()
+    future.set_result(written)
+    return future

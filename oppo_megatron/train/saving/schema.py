@@ -1,14 +1,13 @@
 """The schemas of `state.json` and `rollouts.jsonl`: types, ranges, and consistency.
 
-The manifest proves that a file is unchanged since it was written; the schema proves that a run can continue from its content.
-Both are checked before any state of a run is touched.
+The manifest proves that a file is as it was written; the schema proves, before any state is touched, that a run can continue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -32,212 +31,87 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-def _of_dataclass(record: type, without: Sequence[str] = ()) -> type[BaseModel]:
+def record(**fields: Any) -> Any:
+    types: dict[str, Any] = {name: hint if isinstance(hint, tuple) else (hint, ...) for name, hint in fields.items()}
+    return create_model("record", __base__=_Strict, **types)
+
+
+def record_of(dataclass: type, without: Sequence[str] = ()) -> Any:
     """Return a model with the fields of a dataclass; its integers are counts, which are not negative."""
     counts: dict[Any, Any] = {int: Count, int | None: Count | None}
-    hints = {name: counts.get(hint, hint) for name, hint in get_type_hints(record).items() if name not in without}
-    fields: dict[str, Any] = {name: (hint, ...) for name, hint in hints.items()}
-    return create_model(record.__name__, __base__=_Strict, **fields)
+    hints = {name: counts.get(hint, hint) for name, hint in get_type_hints(dataclass).items()}
+    return record(**{name: hint for name, hint in hints.items() if name not in without})
 
 
-if TYPE_CHECKING:  # mypy does not know classes that are made at run time; these have the same fields
-    _Signals = StepSignals
-    _Facts = StepFacts
-else:
-    _Signals = _of_dataclass(StepSignals)
-    _Facts = _of_dataclass(StepFacts, without=LATER_FACTS)
+def optional(hint: Any) -> tuple[Any, None]:
+    return hint | None, None
 
 
-class _Buffer(_Strict):
-    clock: Count
-    num_admitted: Count
-    delta: Count
-    closed: bool
+def by_role(hint: Any) -> Any:
+    return dict[str, hint]
 
 
-class _Ceiling(_Strict):
-    delta: Count
-    signal: str
-    level: float | None
+def list_of(hint: Any) -> Any:
+    return list[hint]
 
 
-class _Delta(_Strict):
-    """Which optional fields there are depends on the rule; see the classes of `make_delta_controller`."""
+CEILING = record(delta=Count, signal=str, level=float | None)
+DELTA = record(  # the optional fields depend on the rule (`make_delta_controller`)
+    rule=str, value=Count, rewards=optional(list[float]), steps=optional(list_of(record_of(StepSignals))),
+    age=optional(Count), broken=optional(bool), grown=optional(bool), ceiling=optional(CEILING),
+    memory=optional(dict[str, Any]),
+)  # fmt: skip
+BUFFER = record(clock=Count, num_admitted=Count, delta=Count, closed=bool)
+SCHEDULER = record(num_consumed=Count, position=Count, due=Count, delta=DELTA, buffer=BUFFER)
+FILTER = record(  # scores by sequence and part; null is a score that is not finite
+    labels=list[str], scores=list[tuple[Count, list[float | None]]], kept=Count, dropped=Count
+)
+CHUNK = record(
+    value=Annotated[int, Field(ge=1, lt=2**53)], steps_to_search=Annotated[int, Field(gt=-(2**53), lt=2**53)]
+)
+GUARD = record(in_a_row=Count, num_written=Count, rollbacks=Count)
+ACTOR = record(version=Count, ess=Annotated[float, Field(allow_inf_nan=True)])
+HISTORY = record(count=Count, total=float, squares=Amount, warmed=Count)
+OCCUPANCY = record(clock=Count, steps=Count, tokens=Count, width=Count)
+PHASE = record(facts=record_of(StepFacts, without=LATER_FACTS), occupancy=OCCUPANCY, begun=Count, spent_s=Amount)
+HELDOUT = list[tuple[Count, dict[str, dict[str, float | None]]]]
+JOURNAL = record(elapsed_s=float, accuracy=list[Measured], heldout=HELDOUT)
+EARLY_STOP = record(best=Measured | None, worse=Count, last=Measured | None)
+PLACE = record(ranks=list[Count], tp=Count, pp=Count, dp=Count, slots=Count)
+BOOK = record(replicas=list[Pair], cached=list[list[Pair]], outputs=optional(list[Pair]), outlived=optional(list[Pair]))
+DATA = record(  # groups and greedy responses exist in PPO only
+    seed=int, shuffle=bool, rows=Count, fingerprint=str, group_size=(Count, 1), greedy=(bool, False)
+)
+ADAPTERS = record(rank=Count, alpha=float, targets=list[str])
 
-    rule: str
-    value: Count
-    rewards: list[float] | None = None
-    steps: list[_Signals] | None = None
-    age: Count | None = None
-    broken: bool | None = None
-    grown: bool | None = None
-    ceiling: _Ceiling | None = None
-    memory: dict[str, Any] | None = None
-
-
-class _Scheduler(_Strict):
-    num_consumed: Count
-    position: Count
-    due: Count
-    delta: _Delta
-    buffer: _Buffer
-
-
-class _Filter(_Strict):
-    """Scores in force, by sequence and part; null is a score that is not finite."""
-
-    labels: list[str]
-    scores: list[tuple[Count, list[float | None]]]
-    kept: Count
-    dropped: Count
-
-
-class _Chunk(_Strict):
-    value: Annotated[int, Field(ge=1, lt=2**53)]
-    steps_to_search: Annotated[int, Field(gt=-(2**53), lt=2**53)]
-
-
-class _KL(_Strict):
-    value: Amount
-
-
-class _Guard(_Strict):
-    in_a_row: Count
-    num_written: Count
-    rollbacks: Count
-
-
-class _Actor(_Strict):
-    version: Count
-    ess: Annotated[float, Field(allow_inf_nan=True)]
-
-
-class _History(_Strict):
-    count: Count
-    total: float
-    squares: Amount
-    warmed: Count
+COMMON: dict[str, Any] = {
+    "done": Count,
+    "updates": Count,
+    "saved_at": float,
+    "data": DATA,
+    "adapters": by_role(ADAPTERS),
+    "best": tuple[float, tuple[Count, Clock]] | None,
+    "best_metric": str | None,
+    "early_stop": EARLY_STOP | None,
+    "config": dict[str, Any],
+}
+SUPERVISED_STATE = record(**COMMON, kind=str, rows=Count, elapsed_s=float, heldout=HELDOUT, reference=str | None)
+PPO_STATE = record(
+    **COMMON, scheduler=SCHEDULER, chunk=CHUNK, kl=record(value=Amount), guard=GUARD, actor=ACTOR, history=HISTORY,
+    phase=PHASE | None, journal=JOURNAL, layout=by_role(PLACE), books=by_role(BOOK), caches=bool,
+    sources=dict[str, str], filter=FILTER | None,
+)  # fmt: skip
+ROLLOUT = record(
+    seq_id=Count, admission=Count, tokens=list[Count], logprobs=list[float], sampling_logprobs=list[float],
+    versions=list[Count], deferrals=Count, finish_clock=Count | None, finish_reason=FinishReason | None,
+)  # fmt: skip
 
 
-class _Occupancy(_Strict):
-    clock: Count
-    steps: Count
-    tokens: Count
-    width: Count
-
-
-class _Phase(_Strict):
-    facts: _Facts
-    occupancy: _Occupancy
-    begun: Count
-    spent_s: Amount
-
-
-Heldout = list[tuple[Count, dict[str, dict[str, float | None]]]]
-
-
-class _Journal(_Strict):
-    elapsed_s: float
-    accuracy: list[Measured]
-    heldout: Heldout
-
-
-class _EarlyStop(_Strict):
-    best: Measured | None
-    worse: Count
-    last: Measured | None
-
-
-class _Place(_Strict):
-    ranks: list[Count]
-    tp: Count
-    pp: Count
-    dp: Count
-    slots: Count
-
-
-class _Book(_Strict):
-    replicas: list[Pair]
-    cached: list[list[Pair]]
-    outputs: list[Pair] | None = None
-    outlived: list[Pair] | None = None
-
-
-class _Data(_Strict):
-    """Groups and greedy responses exist in PPO only."""
-
-    seed: int
-    shuffle: bool
-    rows: Count
-    fingerprint: str
-    group_size: Count = 1
-    greedy: bool = False
-
-
-class _Adapters(_Strict):
-    rank: Count
-    alpha: float
-    targets: list[str]
-
-
-class _State(_Strict):
-    """Entries that PPO and supervised training share."""
-
-    done: Count
-    updates: Count
-    saved_at: float
-    data: _Data
-    adapters: dict[str, _Adapters]
-    best: tuple[float, tuple[Count, Clock]] | None
-    best_metric: str | None
-    early_stop: _EarlyStop | None
-    config: dict[str, Any]
-
-
-class SupervisedState(_State):
-    kind: str
-    rows: Count
-    elapsed_s: float
-    heldout: Heldout
-    reference: str | None
-
-
-class PPOState(_State):
-    scheduler: _Scheduler
-    chunk: _Chunk
-    kl: _KL
-    guard: _Guard
-    actor: _Actor
-    history: _History
-    phase: _Phase | None
-    journal: _Journal
-    layout: dict[str, _Place]
-    books: dict[str, _Book]
-    caches: bool
-    sources: dict[str, str]
-    filter: _Filter | None
-
-
-class _Line(_Strict):
-    """A rollout."""
-
-    seq_id: Count
-    admission: Count
-    tokens: list[Count]
-    logprobs: list[float]
-    sampling_logprobs: list[float]
-    versions: list[Count]
-    deferrals: Count
-    finish_clock: Count | None
-    finish_reason: FinishReason | None
-
-
-def read_state(path: Path, kind: type[PPOState] | type[SupervisedState]) -> dict[str, Any]:
-    """Read a `state.json` as a tree.  Raises CheckpointError if no run can continue from it."""
+def read_state(path: Path, kind: Any) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         state = kind.model_validate_json(text)
-        if isinstance(state, PPOState):
+        if kind is PPO_STATE:
             _check_state(state)
         return dict(read_json(text))
     except (OSError, ValueError) as error:
@@ -245,11 +119,10 @@ def read_state(path: Path, kind: type[PPOState] | type[SupervisedState]) -> dict
 
 
 def read_lines(path: Path, state: dict[str, Any], vocab_size: int) -> list[dict[str, Any]]:
-    """Read the `rollouts.jsonl` that belongs to `state`.  Raises CheckpointError as `read_state` does."""
     lines: list[dict[str, Any]] = []
     try:
         for text in path.read_text(encoding="utf-8").splitlines():
-            line = _Line.model_validate_json(text)
+            line = ROLLOUT.model_validate_json(text)
             _check_rollout(line, state, vocab_size)
             lines.append(line.model_dump())
         order = [(line["admission"], line["seq_id"]) for line in lines]
@@ -260,8 +133,7 @@ def read_lines(path: Path, state: dict[str, Any], vocab_size: int) -> list[dict[
     return lines
 
 
-def _check_state(state: PPOState) -> None:
-    """Raises ValueError."""
+def _check_state(state: Any) -> None:
     scheduler, buffer, phase = state.scheduler, state.scheduler.buffer, state.phase
     if state.books.keys() != state.layout.keys() or "actor" not in state.books:
         raise ValueError(f"books of {sorted(state.books)}, places of {sorted(state.layout)}")
@@ -276,8 +148,7 @@ def _check_state(state: PPOState) -> None:
         raise ValueError(f"step {phase.facts.step} is under way since clock {phase.begun}")
 
 
-def _check_rollout(line: _Line, state: dict[str, Any], vocab_size: int) -> None:
-    """Raises ValueError."""
+def _check_rollout(line: Any, state: dict[str, Any], vocab_size: int) -> None:
     scheduler = state["scheduler"]
     lengths = {len(line.tokens), len(line.logprobs), len(line.sampling_logprobs), len(line.versions)}
     if len(lengths) > 1:
@@ -295,7 +166,6 @@ def _check_rollout(line: _Line, state: dict[str, Any], vocab_size: int) -> None:
 
 
 def _unusable(path: Path, error: Exception, where: str = "") -> CheckpointError:
-    """Return the error for a file with content that no run writes."""
     reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
     return CheckpointError(
         f"{path}:{where} not the state of a run ({reason:.300}); resume from another checkpoint, with the version of this "

@@ -9,20 +9,30 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from oppo_megatron.config.changes import changed_settings
-from oppo_megatron.config.derived import adapters
+from oppo_megatron.config.derived import adapters, batch_rows, members
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
-from oppo_megatron.data.prompts import PromptStream
+from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.placements import MODEL_FIELDS
+from oppo_megatron.overcommit.ahead import (
+    Ahead,
+    require_bounded_deferrals,
+    require_prompts,
+    require_resumable,
+    require_work,
+)
 from oppo_megatron.records import Rollout
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.train.saving.resuming import Found
 
 ROLLOUT_FIELDS = (
     "admission", "tokens", "logprobs", "sampling_logprobs", "versions", "deferrals", "finish_clock", "finish_reason",
@@ -40,7 +50,6 @@ FIXED = {
 
 
 def books_state(rounds: RoundRunner) -> dict[str, Any]:
-    """Return the planner's books, and the layout that they and the caches belong to: ranks and slots of every role."""
     planner = rounds.planner
     books = {"actor": planner.actor, **planner.scorers}
     layout = {
@@ -64,55 +73,35 @@ def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
     ]
 
 
-def require_same_data(saved: Mapping[str, Any], now: Mapping[str, Any], noun: str = "prompts") -> None:
-    """Raises CheckpointError that names the change; `noun` is the word for the data."""
-    for name in (name for name in FIXED if name in now):
-        if saved[name] != now[name]:
-            raise CheckpointError(
-                f"{FIXED[name].format(noun=noun)} is {now[name]}, but the checkpoint's run has {saved[name]}: the {noun} would "
-                "come in another order; resume with what the run began with, or start a new run in another run_dir"
-            )
-    if saved["fingerprint"] != now["fingerprint"]:
-        raise CheckpointError(
-            f"the {noun} (their tokens, texts or other columns) are not those that the checkpoint's run began with: "
-            f"fingerprint {now['fingerprint'][:12]}, not {saved['fingerprint'][:12]}; resume with the same data, tokenizer "
-            "and template, or start a new run in another run_dir"
-        )
+def prompt_data(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
+    return {
+        "seed": config.seed,
+        "shuffle": config.data.shuffle,
+        "rows": len(prompts),
+        "fingerprint": prompts.fingerprint(),
+        "group_size": config.rollout.group_size,
+        "greedy": config.algorithm.greedy,
+    }
+
+
+def row_data(config: SupervisedConfig, rows: Sequence[tuple[list[Any], ...]]) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    for part in (part for row in rows for part in row):
+        code = "d" if any(isinstance(value, float) for value in part) else "q"
+        digest.update(len(part).to_bytes(8, "little") + array(code, part).tobytes())
+    return {
+        "seed": config.seed,
+        "shuffle": config.data.shuffle,
+        "rows": len(rows),
+        "fingerprint": digest.hexdigest(),
+    }
 
 
 def adapter_state(config: TrainConfig | SupervisedConfig) -> dict[str, Any]:
-    """Return the settings of adapters that their tensors do not contain, by role."""
     return {
         name: {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.projections)}
         for name, lora in adapters(config).items()
     }
-
-
-def require_same_adapters(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises CheckpointError that names the change: another scale or rank would be another policy."""
-
-    def described(lora: Mapping[str, Any] | None, missing: str) -> str:
-        return missing if lora is None else ", ".join(f"{key} {value}" for key, value in lora.items())
-
-    for name in sorted(saved.keys() | now.keys()):
-        if saved.get(name) != now.get(name):
-            raise CheckpointError(
-                f"{name}.lora is {described(now.get(name), 'null')}, but the checkpoint's run has "
-                f"{described(saved.get(name), 'none')}; resume with what the run began with, or start a new run in another "
-                "run_dir"
-            )
-
-
-def rollout_lines(rollouts: Iterable[Rollout]) -> Iterator[str]:
-    """Yield a line of JSON per rollout; numbers keep every bit."""
-    for rollout in rollouts:
-        line = {"seq_id": rollout.seq_id} | {name: getattr(rollout, name) for name in ROLLOUT_FIELDS}
-        yield json.dumps(line) + "\n"
-
-
-def make_rollouts(lines: Iterable[Mapping[str, Any]], prompts: PromptStream) -> list[Rollout]:
-    """Build the rollouts that `rollout_lines` wrote; `prompts` is the run's stream."""
-    return [Rollout(prompts.at(line["seq_id"]), **{name: line[name] for name in ROLLOUT_FIELDS}) for line in lines]
 
 
 def source_state(config: TrainConfig) -> dict[str, str]:
@@ -133,18 +122,83 @@ def _source(entry_point: str) -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
-def describe_start(run_dir: Path, name: str, done: int, saved_at: float) -> str:
-    """Return the line of a run that continues from the checkpoint `name`, saved at `saved_at` (epoch seconds)."""
-    seconds = max(time.time() - saved_at, 0.0)
+def rollout_lines(rollouts: Iterable[Rollout]) -> Iterator[str]:
+    for rollout in rollouts:
+        line = {"seq_id": rollout.seq_id} | {name: getattr(rollout, name) for name in ROLLOUT_FIELDS}
+        yield json.dumps(line) + "\n"
+
+
+def make_rollouts(lines: Iterable[Mapping[str, Any]], prompts: PromptStream) -> list[Rollout]:
+    return [Rollout(prompts.at(line["seq_id"]), **{name: line[name] for name in ROLLOUT_FIELDS}) for line in lines]
+
+
+def require_same_run(
+    found: Found, data: Mapping[str, Any], config: TrainConfig | SupervisedConfig, noun: str = "prompts"
+) -> None:
+    """Raises CheckpointError that names the change if data or adapters differ; `noun` is the word for the data."""
+    saved = found.state["data"]
+    for name in (name for name in FIXED if name in data):
+        if saved[name] != data[name]:
+            raise CheckpointError(
+                f"{FIXED[name].format(noun=noun)} is {data[name]}, but the checkpoint's run has {saved[name]}: the {noun} would "
+                "come in another order; resume with what the run began with, or start a new run in another run_dir"
+            )
+    if saved["fingerprint"] != data["fingerprint"]:
+        raise CheckpointError(
+            f"the {noun} (their tokens, texts or other columns) are not those that the checkpoint's run began with: "
+            f"fingerprint {data['fingerprint'][:12]}, not {saved['fingerprint'][:12]}; resume with the same data, tokenizer "
+            "and template, or start a new run in another run_dir"
+        )
+
+    def described(lora: Mapping[str, Any] | None, missing: str) -> str:
+        return missing if lora is None else ", ".join(f"{key} {value}" for key, value in lora.items())
+
+    then, now = found.state["adapters"], adapter_state(config)
+    for name in sorted(then.keys() | now.keys()):  # another scale or rank would be another policy
+        if then.get(name) != now.get(name):
+            raise CheckpointError(
+                f"{name}.lora is {described(now.get(name), 'null')}, but the checkpoint's run has "
+                f"{described(then.get(name), 'none')}; resume with what the run began with, or start a new run in another run_dir"
+            )
+
+
+def rest_of_run(
+    found: Found, data: Mapping[str, Any], config: TrainConfig, prompts: PromptSet, left_out: Set[int]
+) -> Ahead:
+    """Return the rest of a checkpoint's PPO run, without the positions `left_out` of the stream.
+
+    Raises CheckpointError if prompts, their order or adapters differ, if nothing is left to train, and if rollouts in flight
+    could not be trained within `overlap.max_staleness`.
+    """
+    require_same_run(found, data, config)
+    ahead = found.ahead(left_out)
+    require_resumable(ahead.done, config.steps)
+    a_pass, passes = prompts.rollouts_per_pass, config.passes
+    most = None if passes is None else passes * a_pass
+    require_prompts(ahead, most, a_pass)
+    if RunDirectory(config.run_dir).finished:
+        require_work(ahead, config.steps, most, batch_rows(config))
+    if ahead.done != config.steps:
+        rollout, held = config.rollout, found.held(left_out)
+        deferrals = [line["deferrals"] for line in held[:: members(config).size]]
+        groups = rollout.batch_size // rollout.group_size
+        require_bounded_deferrals(deferrals, groups, rollout.group_size, config.overlap.max_staleness)
+    return ahead
+
+
+def describe_changes(run_dir: Path, found: Found, settings: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
+    state = found.state
+    seconds = max(time.time() - state["saved_at"], 0.0)
     units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
     unit, size = next(((unit, size) for unit, size in units if seconds >= 2 * size), ("s", 1.0))
-    return f"{run_dir}: continued from checkpoint {name}, saved {seconds / size:.0f} {unit} ago, after {done} steps"
+    ago = f"saved {seconds / size:.0f} {unit} ago, after {state['done']} steps"
+    start = f"{run_dir}: continued from checkpoint {found.folder.name}, {ago}"
+    return [start, *changes(state["config"], settings, state.get("sources", {}), sources)]
 
 
 def changes(
     then: Mapping[str, Any], now: Mapping[str, Any], sources: Mapping[str, str], sources_now: Mapping[str, str]
 ) -> list[str]:
-    """Return a line per setting, and per file of a reward function, that differs from the checkpoint's run."""
     lines = [f"changed: {change}" for change in changed_settings(then, now)]
     return lines + [
         f"changed: the file of {name}" for name, digest in sources_now.items() if sources.get(name, digest) != digest

@@ -1,6 +1,4 @@
-"""The content of a checkpoint, and how all ranks write it, complete or not at all: they agree after every part.
-
-A snapshot is taken between two rounds, when every rank has recorded the same chunk and no message is under way.
+"""How all ranks write a checkpoint, complete or not at all: they agree after every part.
 
 state.json       counters, controllers, books           models/   weights and optimizers
 rollouts.jsonl   every rollout in the buffer            caches/   a file per rank, with `checkpoint.caches`
@@ -33,14 +31,11 @@ Best = tuple[float, Position]
 
 
 def cache_path(folder: Path, rank: int) -> Path:
-    """Path of a rank's caches in a checkpoint's folder."""
     return folder / CACHES / f"rank-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part.  `texts` are the text files by name, empty on all ranks but one; `best` is a checkpoint to keep."""
-
     position: Position
     models: ModelShards
     caches: CacheContents | None
@@ -50,11 +45,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class CheckpointWriting:
-    """One rank's part in writing `snapshot`; `group` has all ranks of the world.
+    """One rank's part in writing `snapshot`; `group` has all ranks of the world, and nothing else may use it meanwhile.
 
-    Nothing else may use `group` meanwhile: a thread may write while the run's own messages are under way.  The last `keep`
-    checkpoints remain, with `keep_best` also the best one.  `warn` shows a message to the user; the one rank that has it also
-    creates and names the folder.  `activity` is this thread's.
+    `warn` shows a message to the user; the one rank that has it also creates and names the folder.
     """
 
     store: CheckpointStore
@@ -66,7 +59,6 @@ class CheckpointWriting:
     activity: Activity
 
     def run(self) -> int:
-        """Write the checkpoint and return its bytes.  If one rank fails, all raise the same CheckpointError."""
         snapshot = self.snapshot
         folder = self.store.aside(snapshot.position)
         needed = sum(self._together("size", 0, lambda: snapshot.models.num_bytes))
@@ -102,7 +94,6 @@ class CheckpointWriting:
         return [result for result, _ in answers]
 
     def _begin(self, needed: int) -> None:
-        """Create the folder; warn if the disk may not hold `needed` more bytes."""
         if self.warn is not None:
             folder = self.store.begin(self.snapshot.position)
             (folder / MODELS).mkdir()
@@ -111,7 +102,6 @@ class CheckpointWriting:
                 self.warn(warning)
 
     def _write_own(self) -> None:
-        """Write this rank's caches, and the text files that it has."""
         snapshot, folder = self.snapshot, self.store.aside(self.snapshot.position)
         if snapshot.caches is not None:
             write_caches(cache_path(folder, self.group.rank()), snapshot.caches)

@@ -1,0 +1,311 @@
+"""Acts on the guards' rules (`control/guards.py`): skips an update, stops the run, or returns to the last checkpoint.
+
+All ranks have the scorers' results, so each decides alone whether to train on a batch.  Only the ranks of a role know the
+results of its update: if it may have to be undone, all ranks meet after both updates.
+
+A rejected batch is kept for `tools/replay.py`: tensors in `step-N.safetensors`, a line about the step and a line per rollout in
+`step-N.jsonl`.  After a rollback the same prompts would cause the same breach, so prompts admitted since the checkpoint are
+left out, and those of the rejected batch.
+
+Legend: B rollouts, P their prompt tokens, T their response tokens (both packed), G greedy responses.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save
+from torch import Tensor
+
+from oppo_megatron.algorithms.advantages import Moments
+from oppo_megatron.algorithms.algorithm import Algorithm
+from oppo_megatron.algorithms.experience import Experience, ScoredBatch
+from oppo_megatron.cluster.process_groups import waiting_for
+from oppo_megatron.config.derived import members
+from oppo_megatron.config.load import config_yaml
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.control.guards import CODE_SIZE, NO_BREACH, Breach, Rules, decode, first, non_finite
+from oppo_megatron.data.prompts import PromptSet, PromptStream
+from oppo_megatron.errors import CheckpointError, NumericsError, RewardError
+from oppo_megatron.mcore.device import on_device
+from oppo_megatron.records import Rollout
+from oppo_megatron.rundir.directory import RunDirectory, atomic_writer, encode_json
+from oppo_megatron.rundir.metrics_log import iter_json_lines
+from oppo_megatron.schedule.rounds import Site
+
+FORMAT = "oppo rejected batch 1"
+TENSORS = {
+    "prompt_lengths_B": torch.int64, "prompt_tokens_P": torch.int64, "lengths_B": torch.int64, "tokens_T": torch.int64,
+    "versions_T": torch.int64, "behaviour_logp_T": torch.float64, "reference_logp_T": torch.float32,
+    "values_T": torch.float32, "scores_B": torch.float32, "truncated_B": torch.bool, "step_rewards_T": torch.float32,
+    "greedy_scores_G": torch.float32, "greedy_lengths_G": torch.int64, "greedy_truncated_G": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts of a step; `config` (YAML) and `reason` are added when they are written.
+
+    `policy_version` is the actor's before its update, `figures` are statistics that this rank knows, `history` is a `History`.
+    """
+
+    step: int
+    seed: int
+    total_steps: int
+    policy_version: int
+    kl_coefficient: float
+    config: str
+    reason: str
+    figures: Mapping[str, float | None]
+    history: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class RejectedBatch:
+    facts: Facts
+    batch: Sequence[Rollout]
+    scored: ScoredBatch
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_writer(path.with_suffix(".jsonl")) as lines:
+            lines.write(encode_json({"format": FORMAT, **vars(self.facts)}) + "\n")
+            for rollout, score in zip(self.batch, self.scored.scores_B.tolist(), strict=True):
+                line = {
+                    "seq_id": rollout.seq_id,
+                    "prompt": rollout.prompt.text,
+                    "score": score,
+                    "response_tokens": len(rollout.tokens),
+                    "oldest_version": min(rollout.versions),
+                    "deferrals": rollout.deferrals,
+                    "finish_reason": rollout.finish_reason,
+                }
+                lines.write(encode_json(line) + "\n")
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with aside.open("wb") as file:  # the library's own writer does not raise OSError for a full disk
+                file.write(save(self._tensors(), metadata={"format": FORMAT}))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        rollouts, scored = self.batch, self.scored
+        tensors = {
+            "prompt_lengths_B": torch.tensor([len(r.prompt.tokens) for r in rollouts]),
+            "prompt_tokens_P": torch.tensor([t for r in rollouts for t in r.prompt.tokens]),
+            "lengths_B": torch.tensor([len(r.tokens) for r in rollouts]),
+            "tokens_T": torch.tensor([t for r in rollouts for t in r.tokens]),
+            "versions_T": torch.tensor([v for r in rollouts for v in r.versions]),
+            "behaviour_logp_T": torch.tensor([x for r in rollouts for x in r.logprobs], dtype=torch.float64),
+            "reference_logp_T": torch.empty(0) if scored.reference_logp_T is None else scored.reference_logp_T,
+            "values_T": torch.empty(0) if scored.values_T is None else scored.values_T,
+            "scores_B": scored.scores_B,
+            "truncated_B": scored.truncated_B,
+        }
+        if scored.step_rewards_T is not None:
+            tensors["step_rewards_T"] = scored.step_rewards_T
+        if scored.greedy is not None:
+            tensors |= {f"greedy_{name}": tensor for name, tensor in vars(scored.greedy).items()}
+        return {name: tensor.detach().to("cpu", TENSORS[name]).contiguous() for name, tensor in tensors.items()}
+
+
+class RollBack(Exception):
+    """Raised on every rank after the rollback is on disk; the ranks end, and are to be started again."""
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One line.  `left_out` are positions in the stream of prompts, `rows` their rows in the data set, in the same order."""
+
+    step: int
+    reason: str
+    checkpoint: str
+    left_out: list[int]
+    rows: list[int]
+    num_written: int
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Rollback:
+        kinds = {"step": int, "reason": str, "checkpoint": str, "left_out": list, "rows": list, "num_written": int}
+        if line.keys() != kinds.keys() or any(type(line[name]) is not kind for name, kind in kinds.items()):
+            raise CheckpointError(f"rollbacks.jsonl has a line that is not a rollback: {line!r:.80}; restore the file")
+        if any(type(position) is not int for position in line["left_out"]):
+            raise CheckpointError("rollbacks.jsonl: left_out has an entry that is not a position; restore the file")
+        return cls(**line)
+
+    def describe(self) -> str:
+        return f"step {self.step}: {self.reason}: back to {self.checkpoint}; {len(self.left_out)} prompts are left out"
+
+
+class Rollbacks:
+    """Rollbacks of a run, the same on every rank; `checkpoint` is this process's last one, with its position in the stream."""
+
+    def __init__(self, run: RunDirectory, prompts: PromptStream, done: Sequence[Rollback] = ()):
+        self._run, self._prompts, self.done = run, prompts, list(done)
+        self.checkpoint: tuple[str, int] | None = None
+
+    @classmethod
+    def of_run(cls, run: RunDirectory, prompts: PromptSet, seed: int, shuffle: bool, *, resumed: bool) -> Rollbacks:
+        lines: list[Any] = [None]
+        if resumed and dist.get_rank() == 0 and run.rollbacks.exists():
+            lines = [list(iter_json_lines(run.rollbacks))]
+        dist.broadcast_object_list(lines, src=0)
+        return cls(run, PromptStream(prompts, seed, shuffle=shuffle), [Rollback.of(line) for line in lines[0] or []])
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        return frozenset(position for each in self.done for position in each.left_out)
+
+    @property
+    def num_written(self) -> int:
+        return max((each.num_written for each in self.done), default=0)
+
+    def summary(self) -> dict[str, int]:
+        return {"rollbacks": len(self.done), "prompts_left_out": len(self.left_out)}
+
+    def require(self, count: int) -> None:
+        if count > len(self.done):
+            raise CheckpointError(
+                f"{self._run.rollbacks} has {len(self.done)} rollbacks, but the checkpoint was written after {count}: prompts "
+                "that were left out would be trained; restore the file next to the checkpoints"
+            )
+
+    def obstacle(self) -> str | None:
+        if len(self.done) >= MAX_ROLLBACKS:
+            return f"the run has gone back {MAX_ROLLBACKS} times already, and may not do so again"
+        if self.checkpoint is None:
+            return "the run should go back to a checkpoint, but has none yet; lower checkpoint.every_steps"
+        return None
+
+    def go_back(
+        self, step: int, reason: str, rejected: Sequence[int], position: int, num_written: int, *, keeper: bool
+    ) -> None:
+        """Write the rollback on the keeper, and raise RollBack on every rank.
+
+        `rejected` are the sequences of the batch that broke a rule; prompts before `position` have been admitted.
+        """
+        assert self.checkpoint is not None
+        name, start = self.checkpoint
+        left_out = sorted((set(range(start, position)) | set(rejected)) - self.left_out)
+        rows = [self._prompts.at(each).row for each in left_out]
+        rollback = Rollback(step, reason, name, left_out, rows, num_written)
+        if keeper:
+            with atomic_writer(self._run.rollbacks) as file:
+                file.writelines(encode_json(asdict(each)) + "\n" for each in [*self.done, rollback])
+        with waiting_for(f"rollback, step {step}"):
+            dist.barrier()
+        raise RollBack(rollback.describe())
+
+
+MAX_SKIPS, MAX_ROLLBACKS = 3, 2
+"""Allowed skipped steps in a row, and allowed rollbacks of a run; one more ends it."""
+
+KEPT_BATCHES = 8
+"""Rejected batches written per run, for `python -m tools.replay`."""
+
+
+@dataclass
+class Guard:
+    config: TrainConfig
+    algorithm: Algorithm
+    rank: int
+    device: torch.device
+    site: Site
+    total_steps: int
+    rollbacks: Rollbacks
+    in_a_row: int = 0
+    num_written: int = 0
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.rules = Rules(config.guards, config.guards.gap_limit(config.actor.dtype, config.rollout.temperature))
+
+    def examine(self, scored: ScoredBatch, kl_coefficient: float, seen: Moments) -> tuple[Experience, Breach | None]:
+        """Return the experience, and a breach if it must not be trained on; its figures may then not be finite."""
+        try:
+            experience = self.algorithm.experience(scored, kl_coefficient, seen=seen)
+        except (RewardError, NumericsError) as error:
+            unchecked = self.algorithm.experience(scored, kl_coefficient, check=False, seen=seen)
+            return unchecked, non_finite("batch", math.nan, str(error))
+        kl = experience.stats.kl_mean
+        return experience, self.rules.check({} if kl is None else {"kl_mean": kl})
+
+    def watch(self, role: str, update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], Breach | None]:
+        """Make an update of `role`.  Returns its statistics (none if a gradient was not finite) and its breach."""
+        try:
+            figures = update()
+        except NumericsError as error:
+            name = "critic_grad_norm" if role == "critic" else "grad_norm"
+            return {}, non_finite(name, math.nan, str(error))
+        return figures, self.rules.check(figures)
+
+    def agree(self, breaches: Sequence[Breach | None], step: int) -> Breach | None:
+        """Return the first breach of all ranks if all must act on it, else of this rank."""
+        own = first(breaches)
+        if not self.rules.agree_on_updates or dist.get_world_size() == 1:
+            return own
+        mine = on_device(NO_BREACH if own is None else own.encode(), self.device, torch.float64)
+        codes = [torch.empty(CODE_SIZE, dtype=torch.float64, device=self.device) for _ in range(dist.get_world_size())]
+        with waiting_for(f"guards, step {step}"):
+            dist.all_gather(codes, mine)
+        found = first(decode(code.tolist()) for code in codes)
+        return own if own is not None and found is not None and own.encode()[:2] == found.encode()[:2] else found
+
+    def settle(self, breach: Breach | None, rejected: RejectedBatch, position: int, refusal: str | None) -> None:
+        """Keep the rejected batch; raise NumericsError or RewardError to stop the run, RollBack to return to a checkpoint.
+
+        `position` in the stream of prompts is after all admitted prompts; `refusal` is the reward's reason for a NaN score.
+        """
+        if breach is None:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        step, done = rejected.facts.step, len(self.rollbacks.done)
+        # after a rollback the same step may be rejected again
+        name = f"step-{step}-rollback-{done}" if done else f"step-{step}"
+        path = RunDirectory(self.config.run_dir).rejected / f"{name}.safetensors"
+        # if no ranks meet, only the critic's ranks know the critic's breach
+        alone = breach.of_critic and not self.rules.agree_on_updates
+        keeper = self.site.placements["critic"].ranks[0] if alone else self.site.source
+        if self.rank == keeper and self.num_written < KEPT_BATCHES:
+            self.num_written += 1
+            figures = {
+                name: value if value is not None and math.isfinite(value) else None
+                for name, value in rejected.facts.figures.items()
+            }
+            facts = replace(rejected.facts, config=config_yaml(self.config), reason=breach.reason, figures=figures)
+            replace(rejected, facts=facts).write(path)
+        where = f" (step {step}; `python -m tools.replay {path}`, in the repository, repeats its update)"
+        action = self.config.guards.action
+        if action == "rollback":
+            obstacle = self.rollbacks.obstacle()
+            if obstacle is not None:
+                raise NumericsError(f"{obstacle}; it was because {breach.message}{where}")
+            groups = members(self.config).of_groups(rollout.seq_id for rollout in rejected.batch)
+            self.rollbacks.go_back(
+                step, breach.reason, groups, position, self.num_written, keeper=self.rank == self.site.source
+            )
+        elif action == "skip" and self.in_a_row > MAX_SKIPS:
+            raise NumericsError(
+                f"{self.in_a_row} steps in a row were skipped, more than {MAX_SKIPS}; the last because {breach.message}{where}"
+            )
+        elif action == "stop":
+            raise NumericsError(f"{breach.message}{where}") if refusal is None else RewardError(f"{refusal}{where}")
+
+    def state_dict(self) -> dict[str, int]:
+        return {"in_a_row": self.in_a_row, "num_written": self.num_written, "rollbacks": len(self.rollbacks.done)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.rollbacks.require(state["rollbacks"])
+        self.in_a_row = state["in_a_row"]
+        self.num_written = max(state["num_written"], self.rollbacks.num_written)

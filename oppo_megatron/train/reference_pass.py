@@ -1,0 +1,259 @@
+"""The reference's log-probs of answers: read from a file, or computed once into it.  The reference model is not kept.
+
+The file has `keys` [N, 16] (the first half of a SHA-256 of prompt and answer) and `logprobs` [N] in float64, nats, summed over
+the answer's tokens; its metadata identify the reference by a fingerprint.  Data, columns, chat template, tokenizer and truncation
+are all in the keys: if one of them changes, its rows are not found and are computed.  The file is written after every block of
+answers, so that an interrupted pass continues from there.
+
+Legend: N answers.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from oppo_megatron.algorithms.preference_losses import sequence_sums
+from oppo_megatron.clock import ByTime
+from oppo_megatron.cluster.process_groups import waiting_for
+from oppo_megatron.cluster.world import World
+from oppo_megatron.config.model import LearningModelConfig, ModelConfig
+from oppo_megatron.config.supervised import PreferenceConfig
+from oppo_megatron.errors import DataError
+from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_responses
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.training import forward_rows
+from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
+from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.manifest import describe, list_files
+from oppo_megatron.train.score_exchange import sum_over_ranks
+
+Load = Callable[[ModelConfig], RoleModel]
+
+WEIGHTS = (".safetensors", ".distcp", ".pt")
+NAMES = ("config.json", "adapter_config.json", ".metadata", "metadata.json")
+KIND = "oppo_megatron reference log-probs 1"
+KEY_BYTES = 16
+BLOCK = 4096
+"""Answers between two writes of the file."""
+
+
+def reference_fingerprint(model: ModelConfig) -> str:
+    """Return the SHA-256 of a model's shape, type and weights, and of the adapters that it starts with.
+
+    Every rank makes the call, reads a share of the files, and gets the same.  Fresh adapters add nothing to a model's outputs.
+    """
+    lora = model.lora if isinstance(model, LearningModelConfig) else None
+    known: dict[str, Any] = {"dtype": model.dtype, "shape": read_hf_config(model)}
+    if model.checkpoint is None:
+        known["seed"] = model.init_seed
+    else:
+        known["weights"] = _checksums(model.checkpoint)
+    if lora is not None and lora.adapter is not None:
+        known["adapter"] = _checksums(lora.adapter), [lora.rank, lora.alpha, lora.projections]
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _checksums(folder: Path) -> list[tuple[str, str]]:
+    names = [name for name in list_files(folder) if Path(name).suffix in WEIGHTS or Path(name).name in NAMES]
+    mine = {name: describe(folder / name).sha256 for name in names[dist.get_rank() :: dist.get_world_size()]}
+    parts: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return sorted((name, checksum) for part in parts for name, checksum in part.items())
+
+
+def key_of(prompt: Sequence[int], answer: Sequence[int]) -> bytes:
+    length = len(prompt).to_bytes(8, "little")
+    return hashlib.sha256(length + array("q", prompt).tobytes() + array("q", answer).tobytes()).digest()[:KEY_BYTES]
+
+
+class LogprobTable:
+    def __init__(self) -> None:
+        self.by_key: dict[bytes, float] = {}
+
+    def of(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
+        return self.by_key[key_of(prompt, answer)]
+
+    def missing(self, answers: Iterable[Answered]) -> dict[bytes, Answered]:
+        found = ((key_of(*each), each) for each in answers)
+        return {key: each for key, each in found if key not in self.by_key}
+
+
+class UnusableFileError(DataError):
+    pass
+
+
+def write_logprobs(path: Path, table: Mapping[bytes, float], reference: str) -> None:
+    keys = torch.frombuffer(bytearray(b"".join(table)), dtype=torch.uint8).view(-1, KEY_BYTES)
+    logprobs = torch.tensor(list(table.values()), dtype=torch.float64)
+    metadata = {"kind": KIND, "reference": reference, "sha256": _checksum(keys, logprobs)}
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with aside.open("wb") as file:
+            file.write(save({"keys": keys, "logprobs": logprobs}, metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read_logprobs(path: Path, reference: str) -> dict[bytes, float]:
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("kind") != KIND:
+                raise UnusableFileError(f"{path} is not a file of reference log-probs ({KIND})")
+            keys, logprobs = file.get_tensor("keys"), file.get_tensor("logprobs")
+    except (SafetensorError, OSError) as error:
+        raise UnusableFileError(f"{path} is not a readable file of reference log-probs ({error})") from error
+    if metadata.get("sha256") != _checksum(keys, logprobs):
+        raise UnusableFileError(f"{path} is damaged: its numbers are not those that were written")
+    if metadata.get("reference") != reference:
+        raise UnusableFileError(
+            f"{path} is of another reference: its weights, shape or type have the fingerprint "
+            f"{metadata.get('reference', 'none')[:12]}, this run's reference {reference[:12]}"
+        )
+    packed = keys.numpy().tobytes()
+    cuts = range(0, len(packed), KEY_BYTES)
+    return {packed[cut : cut + KEY_BYTES]: value for cut, value in zip(cuts, logprobs.tolist(), strict=True)}
+
+
+def _checksum(keys: Tensor, logprobs: Tensor) -> str:
+    return hashlib.sha256(keys.numpy().tobytes() + logprobs.numpy().tobytes()).hexdigest()
+
+
+class ReferencePass:
+    """Fills `table`.  Every rank of the world makes the calls; `owner` reads and writes the file."""
+
+    def __init__(
+        self, config: PreferenceConfig, table: LogprobTable, world: World, owner: int, note: Callable[[str], None]
+    ):
+        self.config, self.table, self.world, self.owner, self.note = config, table, world, owner, note
+        self.path = config.reference_logprobs or RunDirectory(config.run_dir).reference
+        with world.activity.doing("checksums of the reference's weights"):
+            self.fingerprint = reference_fingerprint(config.referred)
+
+    def make(self, answers: Iterable[Answered], load: Load) -> RoleModel:
+        """Get the log-probs of `answers`; return the model to train, made by `load`."""
+        own = self.config.reference
+        self._read()
+        missing = self.table.missing(answers)
+        if own is None:
+            model = load(self.config.model)
+            self._compute(model, missing)
+            return model
+        if missing:
+            reference = load(own)
+            self._compute(reference, missing)
+            del reference
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+        return load(self.config.model)
+
+    def _read(self) -> None:
+        """Read the file.  An unusable file in the run directory is replaced; a file named by the configuration is refused."""
+        found: list[Any] = [None]
+        if dist.get_rank() == self.owner:
+            found[0] = self._read_here()
+        dist.broadcast_object_list(found, src=self.owner)
+        if isinstance(found[0], DataError):
+            raise found[0]
+        self.table.by_key.update(found[0])
+
+    def _read_here(self) -> Mapping[bytes, float] | DataError:
+        if not self.path.exists():
+            return {}
+        try:
+            known = read_logprobs(self.path, self.fingerprint)
+        except UnusableFileError as error:
+            if self.config.reference_logprobs is not None:
+                return DataError(
+                    f"reference_logprobs: {error}; name another file, which the run creates, or remove this one, which "
+                    "replaces it"
+                )
+            self.note(f"{error}: computed anew")
+            return {}
+        self.note(f"reference log-probs: {len(known)} answers found in {self.path}")
+        return known
+
+    def _compute(self, model: RoleModel, missing: Mapping[bytes, Answered]) -> None:
+        started, left = time.monotonic(), iter(missing.items())
+        done, by_time = 0, ByTime(self.note)
+
+        def report(share: float) -> None:
+            within = int(share * min(BLOCK, len(missing) - done))
+            by_time(f"reference log-probs: about {done + within} of {len(missing)} answers computed")
+
+        while block := dict(islice(left, BLOCK)):
+            with self.world.activity.doing("log-probs of the reference"):
+                budget = self.config.runtime.micro_batch_tokens
+                values = answer_sums(model, list(block.values()), budget, self.world, report)
+            self.table.by_key.update(zip(block, values, strict=True))
+            done += len(block)
+            if dist.get_rank() == self.owner:
+                self._write()
+            took_s = time.monotonic() - started
+            self.note(
+                f"reference log-probs: {done} of {len(missing)} answers computed in {took_s:.1f} s, in {self.path}"
+            )
+
+    def _write(self) -> None:
+        try:
+            write_logprobs(self.path, self.table.by_key, self.fingerprint)
+        except OSError as error:
+            raise DataError(
+                f"reference_logprobs: {self.path} cannot be written ({error.strerror}); name a file in a folder that this user "
+                "may write, on a disk that is not full"
+            ) from error
+
+
+def answer_logprobs(batch: MicroBatch, logits_RV: Tensor, vocab: VocabShards) -> Tensor:
+    """The log-prob of each answer [S] in float64, summed over its tokens."""
+    logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
+    return sequence_sums(logp_R, batch.counts)
+
+
+def answer_sums(
+    model: RoleModel, answers: Sequence[Answered], budget: int, world: World, report: Callable[[float], None]
+) -> list[float]:
+    """Return `answer_logprobs` of all answers, the same on every rank; replicas share the answers.
+
+    `report` is called after each micro-batch of this rank with the share of its answers that is done.
+    """
+    groups = model.groups
+    device = next(model.parameters()).device
+    mine = range(groups.dp_rank, len(answers), groups.dp)
+    finished: list[int] = []
+
+    def finish(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
+        finished.extend(batch.index)
+        report(min(1.0, len(finished) / len(mine)))
+        return answer_logprobs(batch, logits_RV, model.vocab)
+
+    batched = pack_responses([answers[i][0] for i in mine], [answers[i][1] for i in mine], budget, device)
+    sums = forward_rows(model, batched, finish)
+    values = [0.0] * len(answers)
+    if groups.is_last_stage and groups.tp_rank == 0:  # one rank for each replica
+        for batch, sums_S in zip(batched, sums, strict=True):
+            for place, value in zip(batch.index, sums_S.tolist(), strict=True):
+                values[mine[place]] = value
+    with waiting_for("log-probs of the reference", world.activity):
+        return sum_over_ranks(values, world.device)
