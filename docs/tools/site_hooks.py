@@ -88,7 +88,7 @@ def on_post_build(config: Any, **_: Any) -> None:
 
 
 def _configuration() -> str:
-    from oppo_megatron.config.reference import render_reference
+    from oppo_megatron.config.describe import render_reference
 
     return render_reference()
 

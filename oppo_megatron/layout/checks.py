@@ -136,9 +136,7 @@ def _settings(config: TrainConfig) -> Iterator[tuple[str, ParallelConfig]]:
 def _check_magnitude(config: TrainConfig) -> list[str]:
     problems = [_enormous(key, layout) for key, layout in _settings(config) if layout.num_ranks > MOST_RANKS]
     for name, role in _sections(config):
-        if role.ranks is not None and any(
-            int(number) >= MOST_RANKS for number in role.ranks.replace("-", ",").split(",")
-        ):
+        if any(int(number) >= MOST_RANKS for number in (role.ranks or "0").replace("-", ",").split(",")):
             problems.append(f"{name}.ranks is {role.ranks}, but ranks end at {MOST_RANKS - 1}; name those of this run")
     return problems
 
@@ -152,23 +150,16 @@ def _check_ranks(config: TrainConfig, name: str, role: RoleConfig) -> list[str]:
         return []
     key = f"{name}.ranks"
     if config.placement.mode == "single":
-        return [
-            f"{key} is {role.ranks}, but placement.mode single has one process; "
-            "remove it, or choose disaggregated or colocated"
-        ]
+        return [f"{key} is {role.ranks}, but placement.mode single has one process; remove it, or choose another mode"]
     for part in role.ranks.split(","):
         first, dash, last = part.partition("-")
         if dash and int(first) > int(last):
             return [f"{key} is {role.ranks}, but {part} counts down; write {last}-{first}"]
     twice = [rank for rank, times in sorted(Counter(parse_ranks(role.ranks)).items()) if times > 1]
     if twice:
-        return [
-            f"{key} is {role.ranks}, but a rank holds one part of a role and {_ranks(twice)} named twice; name each once"
-        ]
+        return [f"{key} is {role.ranks}, but a rank holds one part of a role and {_ranks(twice)} named twice; name each once"]
     if (ordered := sorted(parse_ranks(role.ranks))) != list(parse_ranks(role.ranks)):
-        return [
-            f"{key} is {role.ranks}, but a role's parts lie on its ranks in counting order; write {format_ranks(ordered)}"
-        ]
+        return [f"{key} is {role.ranks}, but a role's parts lie on its ranks in counting order; write {format_ranks(ordered)}"]
     return []
 
 
@@ -183,8 +174,7 @@ def _check_pools(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
     pools = [("placement.actor", placement.actor), ("placement.scorer", placement.scorer)]
     if placement.mode == "single":
         return [
-            f"{key} is {Sizes.of(pool)}, but placement.mode single has one process; "
-            "set its sizes to 1, or choose disaggregated or colocated"
+            f"{key} is {Sizes.of(pool)}, but placement.mode single has one process; remove it, or choose another mode"
             for key, pool in pools
             if pool is not None and pool.num_ranks != 1
         ]
@@ -310,9 +300,7 @@ def _check_kv_budget(config: TrainConfig, name: str, placement: RolePlacement, s
     what, lower = f"one sequence of {context} tokens needs", "the prompt or response limit"
     if count(sizes) > 1:
         lower = "overlap.weave's prefill_tokens"
-        what = (
-            f"a micro-batch of {lower} {tokens} has at least {count(sizes)} sequences of {context} tokens, which need"
-        )
+        what = f"a micro-batch of {lower} {tokens} has at least {count(sizes)} sequences of {context} tokens, which need"
     limits = _limits(config, name, shape)
     near = suggestion(sizes, len(placement.ranks), limits, lambda other: needed_mb(other) <= budget_mb)
     return [

@@ -106,9 +106,7 @@ def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_h
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifier = architecture.endswith("ForSequenceClassification")
     if not scalar and classifier:
-        return [
-            f"{name}: its checkpoint is a {architecture} without a language-model head; use a *ForCausalLM checkpoint"
-        ]
+        return [f"{name}: its checkpoint is a {architecture} without a language-model head; use a *ForCausalLM checkpoint"]
     if scalar and not classifier and not fresh_head:
         return [
             f"{name}: its checkpoint is a {architecture or 'model of unknown class'}, but a scalar head is needed; "
@@ -137,10 +135,8 @@ def max_positions(hf_config: Mapping[str, Any]) -> int:
 
 
 def head_dim(hf_config: Mapping[str, Any]) -> int:
-    default = (
-        128 if hf_config["model_type"] == "qwen3" else hf_config["hidden_size"] // hf_config["num_attention_heads"]
-    )
-    return int(hf_config.get("head_dim") or default)
+    own = hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    return int(hf_config.get("head_dim") or (128 if hf_config["model_type"] == "qwen3" else own))
 
 
 def num_kv_heads(hf_config: Mapping[str, Any]) -> int:
@@ -176,14 +172,10 @@ def _check_architecture(name: str, hf_config: Mapping[str, Any]) -> list[str]:
         shown = architectures[0] if isinstance(architectures, list) else repr(architectures)
         problems.append(f"{name}: architecture {shown} is not supported; use a list of one of {', '.join(supported)}")
     if hf_config.get("hidden_act", "silu") != "silu":
-        problems.append(
-            f"{name}: hidden_act is {hf_config['hidden_act']!r}, but only silu is computed; use a model with it"
-        )
+        problems.append(f"{name}: hidden_act is {hf_config['hidden_act']!r}, but only silu is computed; use a model with it")
     for key in ("attention_bias", "mlp_bias"):
         if hf_config.get(key):
-            problems.append(
-                f"{name}: {key} is true, but no bias is computed apart from Qwen2's own; use a model without it"
-            )
+            problems.append(f"{name}: {key} is true, but only Qwen2's own biases are computed; use a model without it")
     return problems
 
 
@@ -194,15 +186,11 @@ def _check_numbers(name: str, hf_config: Mapping[str, Any]) -> list[str]:
         if size is None and key in OPTIONAL_SIZES:
             continue
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            problems.append(
-                f"{name}: `{key}` of its config.json is {size!r}, but must be a positive integer; add or correct it"
-            )
+            problems.append(_wrong(name, key, size, "be a positive integer"))
     for key in POSITIVE:
         value = hf_config.get(key, 1.0)
         if not _is_positive(value):
-            problems.append(
-                f"{name}: `{key}` of its config.json is {value!r}, but must be a positive number; correct it"
-            )
+            problems.append(_wrong(name, key, value, "be a positive number"))
     return problems
 
 
@@ -214,27 +202,25 @@ def _check_windows(name: str, hf_config: Mapping[str, Any]) -> list[str]:
     if family == "mistral" or hf_config.get("use_sliding_window"):
         window, first = hf_config.get("sliding_window"), hf_config.get("max_window_layers", 0)
         if not (window is None or (type(window) is int and window > 0)):
-            problems.append(
-                f"{name}: `sliding_window` of its config.json is {window!r}, but must be a positive integer or null; correct it"
-            )
+            problems.append(_wrong(name, "sliding_window", window, "be a positive integer or null"))
         if type(first) is not int or first < 0:
-            problems.append(
-                f"{name}: `max_window_layers` of its config.json is {first!r}, but must be an integer of at least 0; correct it"
-            )
+            problems.append(_wrong(name, "max_window_layers", first, "be an integer of at least 0"))
     kinds, layers = hf_config.get("layer_types"), hf_config["num_hidden_layers"]
     if family == "mistral" or kinds is None:
         return problems
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in LAYER_TYPES for kind in kinds):
-        problems.append(
-            f"{name}: `layer_types` of its config.json is {kinds!r:.80}, but must name one of {', '.join(LAYER_TYPES)} for each "
-            f"of its {layers} layers; correct it"
-        )
+        rule = f"name one of {', '.join(LAYER_TYPES)} for each of its {layers} layers"
+        problems.append(_wrong(name, "layer_types", kinds, rule))
     elif LAYER_TYPES[1] in kinds and not hf_config.get("use_sliding_window"):
         problems.append(
-            f"{name}: `layer_types` of its config.json names sliding_attention, but use_sliding_window is not true, so that "
-            "there is no window; set it to true, or the layers to full_attention"
+            f"{name}: `layer_types` of its config.json names sliding_attention, but use_sliding_window is not true; set it to "
+            "true, or the layers to full_attention"
         )
     return problems
+
+
+def _wrong(name: str, key: str, value: object, rule: str) -> str:
+    return f"{name}: `{key}` of its config.json is {value!r:.80}, but must {rule}; correct it"
 
 
 def _check_rope(name: str, hf_config: Mapping[str, Any]) -> list[str]:
@@ -262,17 +248,11 @@ def _check_heads(name: str, hf_config: Mapping[str, Any]) -> list[str]:
     problems = []
     heads, kv_heads, hidden = hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["hidden_size"]
     if not hf_config.get("head_dim") and hf_config["model_type"] != "qwen3" and hidden % heads:
-        problems.append(
-            f"{name}: hidden_size {hidden} does not divide by its {heads} attention heads; correct its config.json"
-        )
+        problems.append(f"{name}: hidden_size {hidden} does not divide by its {heads} attention heads; correct config.json")
     if heads % kv_heads:
-        problems.append(
-            f"{name}: {heads} attention heads do not divide by {kv_heads} key/value heads; correct its config.json"
-        )
+        problems.append(f"{name}: {heads} attention heads do not divide by {kv_heads} key/value heads; correct config.json")
     if head_dim(hf_config) % 2:
-        problems.append(
-            f"{name}: head_dim is {head_dim(hf_config)}, but rotary embeddings turn pairs of numbers; use an even one"
-        )
+        problems.append(f"{name}: head_dim is {head_dim(hf_config)}, but rotary embeddings turn pairs; use an even one")
     return problems
 
 
@@ -282,8 +262,7 @@ def _check_context(name: str, hf_config: Mapping[str, Any], max_context: int) ->
         return []
     return [
         f"{name}: contexts of up to {max_context} tokens are asked for, but the model's longest is {limit} "
-        "(max_position_embeddings); lower the limits of prompts (held-out ones too) or responses, or use a model of "
-        "longer context"
+        "(max_position_embeddings); lower the limits of prompts (held-out ones too) or responses"
     ]
 
 

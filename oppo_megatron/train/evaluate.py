@@ -116,7 +116,6 @@ class Evaluator(HeldoutSchedule):
     def _scores_of(
         self, rows: Sequence[tuple[Sequence[int], list[int]]], model: RoleModel, device: torch.device
     ) -> Tensor | None:
-        """The reward model's score of each prompt and response; None before its last stage."""
         sequences = [[*prompt, *response] for prompt, response in rows]
         places = [[len(sequence) - 1] for sequence in sequences]
         if self.steps is not None:

@@ -156,7 +156,6 @@ class Rollbacks:
 
     @classmethod
     def of_run(cls, run: RunDirectory, prompts: PromptSet, seed: int, shuffle: bool, *, resumed: bool) -> Rollbacks:
-        """Read the rollbacks of a resumed run.  Every rank makes the call; rank 0 reads."""
         lines: list[Any] = [None]
         if resumed and dist.get_rank() == 0 and run.rollbacks.exists():
             lines = [list(iter_json_lines(run.rollbacks))]

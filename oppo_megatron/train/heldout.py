@@ -23,8 +23,6 @@ from oppo_megatron.train.score_exchange import sum_over_ranks
 
 
 class HeldoutLog:
-    """Held-out metrics by step; `standard` names the metric of the best step, if there is one."""
-
     def __init__(self, standard: Standard | None):
         self.standard = standard
         self._by_step: dict[int, dict[str, Any]] = {}

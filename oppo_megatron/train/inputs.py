@@ -75,7 +75,6 @@ def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda 
 
 
 def unearned_formats(config: TrainSettings, tokenizer: Tokenizer, prompt: str) -> list[str]:
-    """Return a warning per pattern of rule `format` that asks for a text which no response to the first prompt can have."""
     found = []
     for part in [*config.rewards, *(config.evaluation.metrics if config.evaluation else ())]:
         if part.name != "format" or part.pattern is None:

@@ -170,7 +170,6 @@ class TrainingLoop(Saveable):
         return scored
 
     def _end_update(self, plan: StepPlan, changed: bool, actor_trained: bool) -> None:
-        """Invalidate caches of changed weights; the ranks meet if the next step waits for the critic."""
         if changed:
             self.rollouts.weights_changed(actor_trained)
         self.rounds.executor.drain()
@@ -218,7 +217,6 @@ class TrainingLoop(Saveable):
         return None if self.journal is None else self.journal.note
 
     def finish_step(self) -> None:
-        """Complete the last step's line and all actions of rounds; collective of the world."""
         if self.meter.settled != self.done:
             with self.meter.part("wait_update"):
                 critic_stats = self.exchange.critic_stats()

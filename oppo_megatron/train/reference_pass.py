@@ -70,7 +70,6 @@ def reference_fingerprint(model: ModelConfig) -> str:
 
 
 def _checksums(folder: Path) -> list[tuple[str, str]]:
-    """Return name and SHA-256 of each file with weights or a description of them, sorted by name."""
     names = [name for name in list_files(folder) if Path(name).suffix in WEIGHTS or Path(name).name in NAMES]
     mine = {name: describe(folder / name).sha256 for name in names[dist.get_rank() :: dist.get_world_size()]}
     parts: list[dict[str, str]] = [{}] * dist.get_world_size()

@@ -43,7 +43,6 @@ class TrainedRole:
         return moved
 
     def undo(self) -> Callable[[], None]:
-        """Copy weights and optimizer; return a function that restores them in both models."""
         saved = Undo(self.trained)
 
         def back() -> None:

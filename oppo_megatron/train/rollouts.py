@@ -83,7 +83,6 @@ class Rollouts:
         return {"groups_dropped": counts.dropped, "keep_rate": counts.keep_rate}
 
     def _settle(self, groups: GroupFilter) -> None:
-        """Apply the verdicts that are due; dropped groups leave every record."""
         labels = groups.rule.labels
 
         def judge(due: Sequence[Rollout]) -> list[list[float]]:

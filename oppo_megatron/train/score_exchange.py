@@ -209,7 +209,6 @@ class ScoreExchange:
         return self._share(role, batch, [len(r.tokens) for r in batch], rounds).float()
 
     def _share(self, role: str, batch: Sequence[Rollout], sizes: Sequence[int], rounds: RoundRunner) -> Tensor:
-        """A role's outputs of the batch in its order, `sizes` of each rollout, from the replicas that scored them."""
         placement, book = self.placements[role], rounds.planner.scorers[role]
         pieces: dict[int, Tensor] = {}
         scored_by: list[list[int]] = [[] for _ in range(placement.dp)]
@@ -302,7 +301,6 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
 
 
 def by_rank(values: Sequence[float], device: torch.device) -> list[list[float]]:
-    """Each of the values from every rank, in the order of the ranks.  Collective of the world."""
     return _of_all_ranks(values, device).T.tolist()
 
 

@@ -143,7 +143,6 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
         return None if self.report is None else self.report.note
 
     def finish_step(self) -> None:
-        """Exchange the memory of all ranks; a step leaves nothing under way."""
         self.memory.of_all_ranks()
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,7 +157,6 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
         }
 
     def restore(self, found: Found) -> None:
-        """Restore what a checkpoint has and the constructor does not take."""
         self.saver.load(self.models, found)
         if self.heldout is not None:
             self.heldout.load_state_dict(found.state["early_stop"])
@@ -205,7 +203,6 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
 
 
 def run_supervised(config: SupervisedConfig) -> bool:
-    """Train as configured.  Called on every rank; see `train_supervised`."""
     task, preemption = task_of(config), Preemption(config.preempt_deadline_s)
     with (
         open_world(config.runtime) as world,
@@ -231,9 +228,7 @@ def task_of(config: SupervisedConfig) -> Task[Any]:
 def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, preemption: Preemption) -> bool:
     """Train, then write weights and summary into `config.run_dir`; False if the run was asked to stop and has saved.
 
-    Before the model is built it raises ConfigError (number of ranks, shape, tokenizer, a run directory with a finished run),
-    DataError, or CheckpointError for a checkpoint that this run cannot continue; later CheckpointError for weights that do not
-    fit, NumericsError for a gradient that is not finite.
+    Raises ConfigError, DataError or CheckpointError before a model is built, if this run cannot start or continue.
     """
     groups = _build_groups(config, world)
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)
@@ -337,7 +332,6 @@ def _load_rows(
 
 
 def _require_same_run(found: Found, saver: Saver, config: SupervisedConfig, steps: int) -> None:
-    """Raises CheckpointError if kind, rows or adapters of the checkpoint differ, or nothing is left to train."""
     kind, done = found.state["kind"], found.state["done"]
     if kind != saver.extra["kind"]:
         raise CheckpointError(

@@ -78,8 +78,7 @@ class FineTuning:
         return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).completions()
 
     def num_tokens(self, row: Completion) -> int:
-        """The last token predicts nothing and is not read."""
-        return len(row.prompt) + len(row.completion) - 1
+        return len(row.prompt) + len(row.completion) - 1  # the last token predicts nothing
 
     def micro_batches(self, rows: Sequence[Completion], budget: int, device: torch.device) -> list[MicroBatch]:
         return pack_responses([row.prompt for row in rows], [row.completion for row in rows], budget, device)
@@ -116,8 +115,7 @@ class RewardModelling:
         return RowLoader(config.data, tokenizer, config.max_tokens, quarantine).pairs()
 
     def num_tokens(self, row: Pair) -> int:
-        """The prompt is read twice, once with each answer."""
-        return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)
+        return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)  # the prompt is read with each answer
 
     def micro_batches(self, rows: Sequence[Pair], budget: int, device: torch.device) -> list[MicroBatch]:
         """A pair that alone has more than `budget` tokens is a micro-batch of its own."""
@@ -219,8 +217,7 @@ class Preferences(ABC, Generic[AnswersT]):
         return ()
 
     def num_tokens(self, row: AnswersT) -> int:
-        """The last token of an answer predicts nothing and is not read."""
-        return sum(len(prompt) + len(answer) - 1 for prompt, answer in self.answers(row))
+        return sum(len(prompt) + len(answer) - 1 for prompt, answer in self.answers(row))  # a last token predicts nothing
 
     def micro_batches(self, rows: Sequence[AnswersT], budget: int, device: torch.device) -> list[MicroBatch]:
         """All answers of a row, which need each other, are in one micro-batch."""

@@ -63,7 +63,6 @@ class History:
 
     @classmethod
     def of(cls, numbers: Mapping[str, float | None]) -> History:
-        """Build from `numbers()`, which may be empty."""
         count, total, squares, warmed = (numbers.get(name) or 0 for name in ("count", "total", "squares", "warmed"))
         return cls(Moments(int(count), total, squares), int(warmed))
 
@@ -177,7 +176,6 @@ def num_minibatches(num_rows: int, settings: UpdateSettings) -> int:
 
 
 def minibatches_of(num_rows: int, settings: UpdateSettings) -> Iterator[list[int]]:
-    """Rows of each minibatch, whole groups.  One minibatch keeps the batch's order."""
     size = settings.group_size
     num_groups, count = num_rows // size, num_minibatches(num_rows, settings)
     for epoch in range(settings.epochs):

@@ -51,7 +51,6 @@ class Updates:
                 self.actor.begin(batch, self._settings(step))
 
     def trains_actor(self, step: int) -> bool:
-        """False while the critic warms up."""
         return step > self.config.ppo.critic_warmup_steps
 
     def make(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch) -> tuple[Experience, Breach | None]:

@@ -170,6 +170,7 @@ def test_what_each_rank_holds() -> None:
 
 WOVEN = {"mode": "colocated", "actor": {"pp": 2}}
 APART = {"mode": "disaggregated", "actor": {"pp": 2}}
+SHORT = {"batch_size": 8, "max_response_tokens": 20}
 
 
 @pytest.mark.parametrize(
@@ -181,33 +182,26 @@ APART = {"mode": "disaggregated", "actor": {"pp": 2}}
         ({"placement": {"mode": "single"}}, {"decode m-batches": "1"}, {"prefill tokens": "4096"}),
         (
             {"placement": WOVEN, "overlap": {"schedule": "intra", "inter": False}},
-            {"decode m-batches": "1", "B + delta": "8"},
-            {"prefill tokens": "4096"},
+            {"decode m-batches": "1", "B + delta": "8"}, {"prefill tokens": "4096"},
         ),
         # without streaming a chunk has the same size: the scorers only wait for the last one
         (
             {"placement": WOVEN, "overlap": {"intra": False, "chunk": {"tokens": 24, "adaptive": False}}},
-            {"decode m-batches": "1", "chunk C": "24"},
-            {"prefill tokens": "4096"},
+            {"decode m-batches": "1", "chunk C": "24"}, {"prefill tokens": "4096"},
         ),
         # no more micro-batches than sequences, no chunk beyond the response limit, no micro-batch beyond its budget
         (
-            {
-                "placement": WOVEN,
-                "overlap": {"weave": [40, 9000], "delta": {"rule": "fixed"}},
-                "rollout": {"batch_size": 8, "max_response_tokens": 20},
-            },
+            {"placement": WOVEN, "overlap": {"weave": [40, 9000], "delta": {"rule": "fixed"}}, "rollout": SHORT},
             {"decode m-batches": "16", "chunk C": "16-20", "B + delta": "12", "sequences a replica": "16"},
             {"prefill tokens": "4096"},
         ),
         # a slot on a rank: 128 tokens x 2 x 4 layers x 2 heads x 8 x 4 bytes = 64 KiB
         (
             {"placement": WOVEN, "runtime": {"kv_cache_mb": 0.2}, "overlap": {"weave": [8, "auto"]}},
-            {"KV slots": "3", "sequences a replica": "16", "decode m-batches": "3"},
-            {"KV slots": "3"},
+            {"KV slots": "3", "sequences a replica": "16", "decode m-batches": "3"}, {"KV slots": "3"},
         ),
     ],
-)
+)  # fmt: skip
 def test_batch_sizes_are_those_of_a_run(
     changes: dict[str, Any], actor: dict[str, str], reference: dict[str, str]
 ) -> None:

@@ -25,14 +25,10 @@ from oppo_megatron.layout.placements import (
 
 def configure(**sections: Any) -> TrainConfig:
     base: dict[str, Any] = {
-        "run_dir": "run",
-        "tokenizer": {"path": "tok"},
-        "data": {"path": "rows.jsonl"},
-        "actor": {"checkpoint": "a", "dtype": "bfloat16"},
-        "critic": {"checkpoint": "a"},
-        "rewards": [{"kind": "verifier", "name": "gsm8k"}],
-        "rollout": {"batch_size": 8, "max_response_tokens": 8},
-    }
+        "run_dir": "run", "tokenizer": {"path": "tok"}, "data": {"path": "rows.jsonl"},
+        "actor": {"checkpoint": "a", "dtype": "bfloat16"}, "critic": {"checkpoint": "a"},
+        "rewards": [{"kind": "verifier", "name": "gsm8k"}], "rollout": {"batch_size": 8, "max_response_tokens": 8},
+    }  # fmt: skip
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
     return TrainConfig.model_validate(base)
@@ -54,16 +50,12 @@ def test_coords_by_role_and_ranks_are_inverse(tp: int, pp: int, dp: int, random:
 
 
 def test_default_places_of_each_mode() -> None:
-    assert {name: placement.ranks for name, placement in role_placements(configure()).items()} == {
-        "actor": (0,),
-        "reference": (1,),
-        "critic": (1,),
-    }
+    ranks = {name: placement.ranks for name, placement in role_placements(configure()).items()}
+    assert ranks == {"actor": (0,), "reference": (1,), "critic": (1,)}
     sizes = {"tp": 2, "dp": 2}
     disaggregated = role_placements(configure(placement={"actor": sizes, "scorer": {"pp": 2}}))
-    assert disaggregated["actor"] == RolePlacement((0, 1, 2, 3), 2, 1, 2) and disaggregated["critic"] == RolePlacement(
-        (4, 5), 1, 2, 1
-    )
+    assert disaggregated["actor"] == RolePlacement((0, 1, 2, 3), 2, 1, 2)
+    assert disaggregated["critic"] == RolePlacement((4, 5), 1, 2, 1)
     colocated = role_placements(configure(placement={"mode": "colocated", "actor": sizes}))
     assert colocated["actor"] == colocated["critic"] == colocated["reference"]
     assert set(role_placements(configure(placement={"mode": "single"})).values()) == {RolePlacement((0,))}
@@ -72,9 +64,8 @@ def test_default_places_of_each_mode() -> None:
 def test_a_reference_beside_the_actor() -> None:
     placement = {"actor": {"tp": 2}, "reference": "actor"}
     placements = role_placements(configure(placement=placement))
-    assert placements["reference"] == placements["actor"] == RolePlacement((0, 1), 2) and placements[
-        "critic"
-    ] == RolePlacement((2,))
+    assert placements["reference"] == placements["actor"] == RolePlacement((0, 1), 2)
+    assert placements["critic"] == RolePlacement((2,))
     lora = {"lora": {"rank": 2, "alpha": 4}}
     assert shares_weights(configure(placement=placement, actor=lora)), "its weights are the actor's without adapters"
     assert not shares_weights(configure(placement={"actor": {"tp": 2}}, actor=lora))

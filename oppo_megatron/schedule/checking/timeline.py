@@ -111,19 +111,6 @@ def coordinates_at(site: Site, rank: int) -> dict[str, RankCoordinates]:
     return {role: coords for role, coords in found.items() if coords is not None}
 
 
-def batch_of(round_: Round, action: Action, replica: int) -> Batch:
-    """Return the sequences that a compute action of `replica` advances; () if the round has no such micro-batch."""
-    decodes = action.op in (Op.DECODE, Op.SAMPLE)
-    replicas = round_.decode if decodes else round_.prefill.get(action.role, ())
-    batches = replicas[replica] if replica < len(replicas) else ()
-    return batches[action.micro_batch] if action.micro_batch < len(batches) else ()
-
-
-def content_of(action: Action) -> tuple[int, int, int]:
-    """Micro-batch, chunk and step (-1: none), which distinguish the messages of one link."""
-    return action.micro_batch, action.chunk, -1 if action.step is None else action.step
-
-
 def same_action(a: Action | None, b: Action) -> bool:
     """True if two actions differ at most in their rank and peer."""
     if a is None or a.op is not b.op or a.micro_batch != b.micro_batch or a.step != b.step:
@@ -254,7 +241,8 @@ class _Run:
     def _receive(self, action: Action) -> tuple[int, ...] | None:
         name = link_of(action)
         link = self.links[name]
-        if not link or content_of(link[0][0]) != content_of(action):
+        sent = link[0][0] if link else None
+        if sent is None or (sent.micro_batch, sent.chunk, sent.step) != (action.micro_batch, action.chunk, action.step):
             other = None if action.peer is None else self.current(action.peer)
             if self.holds and other is not None and other.op is Op.SEND and self._meets(other):
                 self.ready.append(other.rank)  # it was held at its first send until this receive was reached
@@ -275,8 +263,11 @@ class _Run:
         if action.op is Op.GATHER:
             return self.costs.message_s
         coords = self.coords_by_role[action.role, action.rank]
-        batch = batch_of(self.round, action, coords.replica)
-        if action.op in (Op.DECODE, Op.SAMPLE):
+        decodes = action.op in (Op.DECODE, Op.SAMPLE)
+        replicas = self.round.decode if decodes else self.round.prefill.get(action.role, ())
+        batches = replicas[coords.replica] if coords.replica < len(replicas) else ()
+        batch: Batch = batches[action.micro_batch] if action.micro_batch < len(batches) else ()
+        if decodes:
             size = len(batch) if self.running is None else self.running(action, coords.replica)
             line = self.costs.decode_at(coords.stage) if action.op is Op.DECODE else self.costs.sample
             return line(size) if size else 0.0

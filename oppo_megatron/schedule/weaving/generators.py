@@ -18,7 +18,7 @@ from oppo_megatron.plugins import Plugin, Signature
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.rounds import Batch, Batches, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.schedule.weaving.gaps import FOREVER, Gaps, in_nanoseconds, nanoseconds
+from oppo_megatron.schedule.weaving.gaps import Gaps, in_nanoseconds, nanoseconds
 from oppo_megatron.schedule.weaving.timetable import Team, Times, Timetable, count_of
 
 Generator = Callable[[Round, Site, Costs], Schedule]
@@ -163,21 +163,19 @@ def _close(
     return starts
 
 
-def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int], until: int = FOREVER) -> list[tuple[int, int, int]]:
+def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> None:
     """Place all prefills of `lines`: always the next one of the line whose first stage is free first.
 
-    `place(line, prefill, time)` returns when the first stage is free again. Stops once the earliest time reaches `until`; returns
-    the remaining (time, line, next prefill) in order.
+    `place(line, prefill, time)` returns when the first stage is free again.
     """
     turns = [(0, n, 0) for n, line in enumerate(lines) if len(line.times)]
-    while turns and turns[0][0] < until:
+    while turns:
         earliest, n, j = turns[0]
         done = place(n, j, earliest)
         if j + 1 < len(lines[n].times):
             heapreplace(turns, (done, n, j + 1))
         else:
             heappop(turns)
-    return sorted(turns)
 
 
 class Line:
@@ -251,23 +249,8 @@ class Placer:
             starts.append(start)
             return int(start + durations[n][j])
 
-        timed = all(line.times[:, 0].all() for line in lines)
-        left = by_turns(lines, place, self.free.last(ranks) if timed else FOREVER)
-        if left:
-            then_of, then_starts = self._place_behind(lines, left)
-            of += then_of
-            starts += then_starts
+        by_turns(lines, place)
         self._place_later(lines, of, np.array(starts, dtype=np.int64))
-
-    def _place_behind(self, lines: Sequence[Line], left: Sequence[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
-        """Place the prefills that `by_turns` has left on the first stage, after all gaps.  Returns line and start of each."""
-        ranks, times = lines[0].ranks[0], [lines[n].times[j:, 0] for _, n, j in left]
-        order = np.argsort(np.concatenate([np.arange(len(own)) for own in times]), kind="stable")
-        durations = np.concatenate(times)[order]
-        ends = self.free.end(ranks) + np.cumsum(durations)
-        self.free.append(ranks, ends - durations, ends)
-        of: list[int] = np.repeat([n for _, n, _ in left], list(map(len, times)))[order].tolist()
-        return of, (ends - durations).tolist()
 
     def _place_later(self, lines: Sequence[Line], of: Sequence[int], first: Ints) -> None:
         """Place prefills on the following stages.
@@ -291,7 +274,10 @@ class Placer:
         if not (batches and self.round.steps):
             return
         stages, steps = range(len(line.ranks)), self.round.steps
-        durations = [[self._decode_time(stage, batch, stage == stages[-1]) for stage in stages] for batch in batches]
+        seconds = [[self.costs.decode_at(stage)(len(batch)) for stage in stages] for batch in batches]
+        for own, batch in zip(seconds, batches, strict=True):
+            own[-1] += self.costs.sample(len(batch))
+        durations = [list(map(nanoseconds, own)) for own in seconds]
         free = [self.free.end(ranks) for ranks in line.ranks]
         starts = _laps(durations, free, self.message, steps)
         ends = starts + np.array(durations, dtype=np.int64)
@@ -314,10 +300,6 @@ class Placer:
             ready = start + duration + self.message
         self._num_placed += len(times)
         return ends[0]
-
-    def _decode_time(self, stage: int, batch: Batch, sampled: bool) -> int:
-        seconds = self.costs.decode_at(stage)(len(batch))
-        return nanoseconds(seconds + (self.costs.sample(len(batch)) if sampled else 0.0))
 
     def _prefill_times(self, role: str, batches: Sequence[Batch]) -> tuple[int | None, Ints]:
         """Return the shortest time of any micro-batch on any stage without its score (None: no batches), and all, [n, stages]."""

@@ -9,30 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import lcm
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from oppo_megatron.sim.search.blocks import Blocks
-from oppo_megatron.sim.search.layouts import Bytes, Option
+from oppo_megatron.sim.search.layouts import Bytes, Option, PriceTable
 from oppo_megatron.sim.search.step import Mode, StepRule, Times
 
 ROWS_AT_ONCE = 64
 Bounds = npt.NDArray[np.float64]
-
-
-class Offers(Protocol):
-    """The layouts to choose from."""
-
-    @property
-    def roles(self) -> tuple[str, ...]: ...
-
-    def least(self, role: str, size: int) -> Times | None:
-        """Return times that no option undercuts; None if there is no option."""
-
-    def front(self, role: str, size: int) -> list[Option]:
-        """Return the options that may be part of a best plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +62,7 @@ class Best:
 class Space:
     """Plans in `places`, the blocks of the roles, within `budget` bytes per rank, that `accepts` admits."""
 
-    offers: Offers
+    offers: PriceTable
     places: Sequence[Blocks]
     mode: Mode
     budget: int

@@ -201,7 +201,6 @@ def find_shortage(task: Task) -> Shortage | None:
     least, plans = [min(micro_batches(task.config))], list[tuple[int, Plan, int]]()
     for space in spaces(task, least, most_bytes=2**62):
         table, smallest = space.offers, {}
-        assert isinstance(table, PriceTable), "spaces have tables"
         budget = task.budget(table.cluster)
         for blocks in space.places:
             for key in zip(table.roles, (block.size for block in blocks), strict=True):

@@ -103,7 +103,6 @@ class Journal(RunLog):
         experience: Experience,
         spans: SpanRecorder,
     ) -> None:
-        """Write the step's line, except the critic's update, which may still run."""
         trained = self.members.to_train(batch)
         fields = self._timing(facts, spans) | _experience(facts, experience)
         fields |= _lengths(facts, trained, self.members.to_train(carried))
@@ -225,7 +224,6 @@ class Journal(RunLog):
 
 
 def lost_gradient(fields: Mapping[str, Any], staleness: str) -> str | None:
-    """A warning if clipping takes much of the gradient of responses with stale tokens, and clearly more than of others."""
     fresh, stale = (fields.get(f"lost_gradient_{rows}") or 0.0 for rows in ("fresh", "stale"))
     if not (stale > MUCH_LOST and stale > 2 * fresh):
         return None
@@ -295,7 +293,6 @@ class Report(RunLog):
     num_quarantined = 0
 
     def begin(self, start: Sequence[str], rows: Sequence[Any], held: Sequence[Any], quarantine: Quarantine) -> None:
-        """Report the start of the run, how its rows are read, and which rows are left out or repeated."""
         self.rows, self.num_quarantined = rows, len(quarantine)
         notes = [*start, *quarantine.notes]
         if held:

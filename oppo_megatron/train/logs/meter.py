@@ -178,7 +178,6 @@ class StepMeter:
         self._round_s = time.monotonic() - started
 
     def decoded(self, chunk: Chunk, begun_at: int, backfilled: int) -> None:
-        """Record a round that began at logical clock `begun_at`, after `backfilled` rollouts were admitted."""
         facts, phase = self.facts, self.phase
         tokens = chunk.rows.num_tokens
         phase.occupancy.record(chunk, begun_at)
@@ -215,7 +214,6 @@ class StepMeter:
             self.memory.of_all_ranks()
 
     def scored(self, scored: ScoredBatch, report: ScoreReport, kl_coefficient: float) -> None:
-        """All ranks have met for the scores, and know the results of the previous step's critic update."""
         self.clock.meet()
         facts, memory = self.facts, self.memory.by_rank
         facts.scores, facts.kl_coefficient = report, kl_coefficient
@@ -233,7 +231,6 @@ class StepMeter:
         return [self._elapsed_s() - update_s, *self.phase.law.sums()]
 
     def cost(self) -> StepCost:
-        """Cost of the step's rollout and scoring, measured on the rank that sends the chunks; the same on every rank."""
         assert self.facts.scores is not None
         seconds, *sums = self.facts.scores.measured
         return StepCost(seconds, self.facts.decode_steps, self.facts.tokens_decoded, DecodeLaw(*sums))

@@ -27,8 +27,6 @@ from oppo_megatron.train.saving.writing import CACHES, MODELS, ROLLOUTS, STATE
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to continue from; `rollouts` are the lines of those in the buffer (none in supervised training)."""
-
     folder: Path
     state: dict[str, Any]
     rollouts: list[dict[str, Any]]

@@ -94,10 +94,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Pending:
-    """A checkpoint under way, for which the run waited `waited_s` so far.
-
-    `written` gives its bytes and the seconds of the thread, if one writes it; `activity` is the thread's.
-    """
+    """A checkpoint under way; `written` gives its bytes and the seconds of the thread, if one writes it."""
 
     position: Position
     note: Callable[[str], None] | None
@@ -263,7 +260,6 @@ class Saver:
                 save_weights(self.run_dir.best)
 
     def conclude(self) -> None:
-        """Wait for the checkpoint under way, if there is one.  Raises CheckpointError if it could not be written."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

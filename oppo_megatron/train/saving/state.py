@@ -74,7 +74,6 @@ def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def prompt_data(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
-    """Everything that fixes the order of the prompts."""
     return {
         "seed": config.seed,
         "shuffle": config.data.shuffle,
@@ -86,7 +85,6 @@ def prompt_data(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
 
 
 def row_data(config: SupervisedConfig, rows: Sequence[tuple[list[Any], ...]]) -> dict[str, Any]:
-    """Everything that fixes the order of the rows."""
     digest = hashlib.sha256()
     for part in (part for row in rows for part in row):
         code = "d" if any(isinstance(value, float) for value in part) else "q"
@@ -169,8 +167,8 @@ def rest_of_run(
 ) -> Ahead:
     """Return the rest of a checkpoint's PPO run, without the positions `left_out` of the stream.
 
-    Raises CheckpointError if prompts, their order or adapters differ, if the run had more steps or passes, if it has ended and
-    nothing is left to train, and if rollouts in flight could not be trained within `overlap.max_staleness`.
+    Raises CheckpointError if prompts, their order or adapters differ, if nothing is left to train, and if rollouts in flight
+    could not be trained within `overlap.max_staleness`.
     """
     require_same_run(found, data, config)
     ahead = found.ahead(left_out)

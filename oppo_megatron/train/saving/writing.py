@@ -36,8 +36,6 @@ def cache_path(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part.  `texts` are the text files by name, empty on all ranks but one; `best` is a checkpoint to keep."""
-
     position: Position
     models: ModelShards
     caches: CacheContents | None
