@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.data.beside_weights import special_ids, write_beside
-from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.data.tokenizer import load_tokenizer, special_ids, write_beside
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.modeldir.eos import GENERATION_CONFIG, model_eos_ids
 from oppo_megatron.modeldir.megatron import find_megatron
+from oppo_megatron.modeldir.vocabularies import GENERATION_CONFIG, model_eos_ids
 from oppo_megatron.nesting import read_json
 from oppo_megatron.policy.finding import CHECKPOINTS, RUN_CONFIG, TOKENIZER_FILES, WEIGHTS, run_of
 

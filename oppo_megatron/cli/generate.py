@@ -21,8 +21,16 @@ from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError
 from oppo_megatron.layout.shape import check_model, max_positions
 from oppo_megatron.nesting import read_yaml
-from oppo_megatron.policy.answers import first_date, require_output
-from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal, settings_of
+from oppo_megatron.policy.answers import (
+    Conversation,
+    Drawing,
+    OutputFile,
+    Request,
+    Terminal,
+    first_date,
+    require_output,
+    settings_of,
+)
 from oppo_megatron.policy.chat import parent_input
 from oppo_megatron.policy.finding import Choice, Policy, find_policy, policy_tokenizer, require_layout
 from oppo_megatron.policy.given_prompts import Asked, Wording, numbered, prompts_of_file, prompts_of_texts, within
