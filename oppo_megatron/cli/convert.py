@@ -120,9 +120,8 @@ def _beside(
 ) -> tuple[Sequence[Path], Mapping[str, Any]]:
     """Return tokenizer and generation settings of SRC for DST: unchanged, or completed with their ids in `folder`."""
     from oppo_megatron.config.data import TokenizerConfig
-    from oppo_megatron.data.beside_weights import special_ids, write_beside
-    from oppo_megatron.data.tokenizer import load_tokenizer
-    from oppo_megatron.modeldir.eos import GENERATION_CONFIG
+    from oppo_megatron.data.tokenizer import load_tokenizer, special_ids, write_beside
+    from oppo_megatron.modeldir.vocabularies import GENERATION_CONFIG
 
     scored = args.target == "reward"
     path, template = (args.tokenizer, None) if args.tokenizer is not None else _tokenizer_of(args.src, args.adapter)
@@ -154,7 +153,7 @@ def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | N
 
 def _ends(src: Path) -> bool:
     """True if the directory names the token that ends a response, or its tokenizer has none."""
-    from oppo_megatron.modeldir.eos import model_eos_ids
+    from oppo_megatron.modeldir.vocabularies import model_eos_ids
 
     path = src / "tokenizer_config.json"
     named = read_json(path.read_bytes()).get("eos_token") if path.is_file() else None
@@ -163,7 +162,7 @@ def _ends(src: Path) -> bool:
 
 def _pads(src: Path) -> bool:
     """True if the directory names a padding token that does not end a response."""
-    from oppo_megatron.modeldir.eos import model_eos_ids
+    from oppo_megatron.modeldir.vocabularies import model_eos_ids
 
     path = src / "config.json"
     pad = read_json(path.read_bytes()).get("pad_token_id") if path.is_file() else None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from oppo_megatron.config.serve import ServeConfig
     from oppo_megatron.evaluation.comparing import Judged
     from oppo_megatron.evaluation.grading import Answer, Grader
-    from oppo_megatron.policy.asked import Request
+    from oppo_megatron.policy.answers import Request
 
 
 SHOWN_ROWS = 20

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
     from oppo_megatron.config.ppo import RolloutConfig
     from oppo_megatron.data.tokenizer import Tokenizer
-    from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
+    from oppo_megatron.policy.answers import Conversation, Drawing, OutputFile, Request, Terminal
     from oppo_megatron.policy.finding import Choice, Policy
     from oppo_megatron.policy.given_prompts import Asked, Wording
 
@@ -141,8 +141,7 @@ def run(args: argparse.Namespace) -> int:
 def make_request(args: argparse.Namespace) -> Request | None:
     """Return the checked request for the ranks; None if the output is already complete."""
     from oppo_megatron.data.prompt_tokens import encode_prompt, require_stop_texts
-    from oppo_megatron.policy.answers import require_output
-    from oppo_megatron.policy.asked import OutputFile, Request
+    from oppo_megatron.policy.answers import OutputFile, Request, require_output
     from oppo_megatron.policy.finding import find_policy, policy_tokenizer, require_layout
     from oppo_megatron.policy.given_prompts import numbered
 
@@ -278,7 +277,7 @@ def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Dra
 
     Requested stop ids are added to the run's ids, which an export of the policy also contains.
     """
-    from oppo_megatron.policy.asked import Drawing
+    from oppo_megatron.policy.answers import Drawing
 
     rollout = _rollout(policy)
     draws = args.samples > 1 or args.top_k is not None or args.top_p is not None
@@ -299,7 +298,7 @@ def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Dra
 
 def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> Terminal | OutputFile | Conversation:
     from oppo_megatron.cli.launch import external_ranks
-    from oppo_megatron.policy.asked import Conversation, OutputFile, Terminal, settings_of
+    from oppo_megatron.policy.answers import Conversation, OutputFile, Terminal, settings_of
     from oppo_megatron.policy.chat import parent_input
 
     if args.chat:

@@ -25,21 +25,17 @@ from oppo_megatron.records import TIE, Decision, StepSignals
 class DeltaController(ABC):
     def __init__(self, config: DeltaConfig):
         self._config = config
-        self._value = config.initial
-
-    @property
-    def value(self) -> int:
-        return self._value
+        self.value = config.initial
 
     def observe(self, step: int, signals: StepSignals) -> Decision:
         reward = signals.reward_mean
         assert math.isfinite(reward), f"step {step}: mean reward {reward} should have been refused earlier"
-        before = self._value
-        self._value, reason = self._take(signals)
-        return Decision(self._value, f"step {step}: {reason}", self._value != before)
+        before = self.value
+        self.value, reason = self._take(signals)
+        return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rule": self._config.rule, "value": self._value, **self._memory()}
+        return {"rule": self._config.rule, "value": self.value, **self._memory()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, within the current bounds.  Raises CheckpointError if it was saved under another rule."""
@@ -48,7 +44,7 @@ class DeltaController(ABC):
                 f"the checkpoint's delta was controlled by rule '{state['rule']}', the configuration says "
                 f"'{self._config.rule}'; resume with overlap.delta.rule={state['rule']} or start a new run"
             )
-        self._value = self._clip(state["value"])
+        self.value = self._clip(state["value"])
         self._recall(state)
 
     @abstractmethod
@@ -90,14 +86,14 @@ class RewardDelta(DeltaController):
         self._rewards = list(state["rewards"])
 
     def _follow(self, slope: float, figures: str) -> tuple[int, str]:
-        old = self._value
+        old = self.value
         change = 1 if slope > 0 else -1
         new = self._clip(old + change)
         trend = "improves" if slope > 0 else "does not improve"
         return new, f"{figures}: the reward {trend}, delta {old} {change:+d} -> {new}{self._bounds()}"
 
     def _wait(self, needed: int) -> tuple[int, str]:
-        return self._value, f"delta stays {self._value}: {len(self._rewards)} of {needed} rewards that the rule needs"
+        return self.value, f"delta stays {self.value}: {len(self._rewards)} of {needed} rewards that the rule needs"
 
 
 class Eq4Delta(RewardDelta):
@@ -121,7 +117,7 @@ class Algorithm1Delta(RewardDelta):
             return self._wait(2 * window)
         difference, figures = compare_windows(self._rewards, window)
         self._rewards = self._rewards[-window:]
-        old = self._value
+        old = self.value
         change = max(1, old // 4)
         sign = (difference > 0) - (difference < 0)
         new = self._clip(old - sign * change)
@@ -143,10 +139,10 @@ class Eq4LiteralDelta(RewardDelta):
 
 class FixedDelta(DeltaController):
     def _take(self, signals: StepSignals) -> tuple[int, str]:
-        return self._value, f"delta is fixed at {self._value}"
+        return self.value, f"delta is fixed at {self.value}"
 
     def _recall(self, state: dict[str, Any]) -> None:
-        self._value = self._config.initial
+        self.value = self._config.initial
 
 
 RULE = Signature(("signals", "delta", "memory"), "number")
@@ -160,7 +156,7 @@ class CustomDelta(DeltaController):
         self._plugin, self._kept = Plugin.load("overlap.delta.rule", config.rule, RULE), dict[str, Any]()
 
     def _take(self, signals: StepSignals) -> tuple[int, str]:
-        plugin, old, again = self._plugin, self._value, deepcopy(self._kept)
+        plugin, old, again = self._plugin, self.value, deepcopy(self._kept)
         wanted, repeated = plugin(signals, old, self._kept), plugin(signals, old, again)
         if isinstance(wanted, bool) or not isinstance(wanted, Integral):
             raise plugin.refuse(f"returned {wanted!r:.60}", "return the next delta, a whole number")
@@ -269,10 +265,10 @@ class MeasuredDelta(DeltaController):
         return self._grow(f"{measured} above {high:g}{bias}")
 
     def _stay(self, figures: str) -> tuple[int, str]:
-        return self._value, f"{figures}: delta stays {self._value}"
+        return self.value, f"{figures}: delta stays {self.value}"
 
     def _shrink(self, signal: str, figures: str) -> tuple[int, str]:
-        old = self._value
+        old = self.value
         new = self._clip(old - 1)
         if new < old and self._grown:
             self._ceiling = Ceiling(old - 1, signal)
@@ -280,7 +276,7 @@ class MeasuredDelta(DeltaController):
         return new, f"{figures}: delta {old} -1 -> {new}{self._bounds()}"
 
     def _grow(self, figures: str) -> tuple[int, str]:
-        old, ceiling = self._value, self._ceiling_now()
+        old, ceiling = self.value, self._ceiling_now()
         new = self._clip(old + 1)
         if ceiling is not None and new > ceiling.delta:
             new = max(old, ceiling.delta)
@@ -295,8 +291,8 @@ class MeasuredDelta(DeltaController):
 
     def _moved(self, new: int, *, grown: bool) -> None:
         """Delta becomes `new`; measurements at another delta do not count for it."""
-        self._grown = grown and new != self._value
-        if new != self._value and self._ceiling is not None:
+        self._grown = grown and new != self.value
+        if new != self.value and self._ceiling is not None:
             self._ceiling = replace(self._ceiling, level=None)
 
     def _mean(self, signal: str) -> float:

@@ -21,22 +21,18 @@ class KLController:
     """
 
     def __init__(self, config: KLConfig):
-        self._target, self._value = config.target, config.coefficient
-
-    @property
-    def value(self) -> float:
-        return self._value
+        self._target, self.value = config.target, config.coefficient
 
     def observe(self, kl_per_response: float) -> float:
         assert math.isfinite(kl_per_response), f"KL per response {kl_per_response} should have been refused earlier"
         if self._target is not None:
             error = kl_per_response / self._target - 1
-            self._value *= 1 + GAIN * max(-MAX_ERROR, min(MAX_ERROR, error))
-        return self._value
+            self.value *= 1 + GAIN * max(-MAX_ERROR, min(MAX_ERROR, error))
+        return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self._value}
+        return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._target is not None:
-            self._value = state["value"]
+            self.value = state["value"]

@@ -20,35 +20,31 @@ class Occupancy:
 
     def __init__(self, clock: int):
         self._clock = clock
-        self._num_steps = self._num_tokens = self._width = 0
+        self.num_steps = self._num_tokens = self._width = 0
 
     def record(self, chunk: Chunk, since: int | None = None) -> None:
         """Add the phase's next chunk; `since`: when it began, if the clock passed by while nothing was decoded."""
         rows = chunk.rows
         ends = np.where(rows.finish_clocks == GOES_ON, chunk.clock, rows.finish_clocks)
-        self._num_steps += chunk.clock - (self._clock if since is None else since)
+        self.num_steps += chunk.clock - (self._clock if since is None else since)
         self._num_tokens += rows.num_tokens
         self._width = max(self._width, _most_running(rows.counts, ends))
         self._clock = chunk.clock
 
     def state_dict(self) -> dict[str, Any]:
-        return {"clock": self._clock, "steps": self._num_steps, "tokens": self._num_tokens, "width": self._width}
+        return {"clock": self._clock, "steps": self.num_steps, "tokens": self._num_tokens, "width": self._width}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Occupancy:
         occupancy = cls(state["clock"])
-        occupancy._num_steps, occupancy._num_tokens = state["steps"], state["tokens"]
+        occupancy.num_steps, occupancy._num_tokens = state["steps"], state["tokens"]
         occupancy._width = state["width"]
         return occupancy
 
     @property
-    def num_steps(self) -> int:
-        return self._num_steps
-
-    @property
     def tail_waste(self) -> float:
         """1 - tokens / (decode steps x the most sequences that ran at once); 0 if nothing was decoded."""
-        return 1 - self._num_tokens / (self._num_steps * self._width) if self._num_tokens else 0.0
+        return 1 - self._num_tokens / (self.num_steps * self._width) if self._num_tokens else 0.0
 
 
 def _most_running(counts: Ints, ends: Ints) -> int:

@@ -10,11 +10,11 @@ Legend: B rows of a step, M cache slots, K steps of a window, R rows before padd
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from oppo_megatron.engine.round_state import Growing
 from oppo_megatron.engine.sampler import Sampling, draw_at, uniforms_at
 from oppo_megatron.mcore.device import StepRunner, on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
@@ -23,16 +23,6 @@ from oppo_megatron.uniforms import row_state
 
 SMALL_BATCHES = (1, 2, 4, 8, 16, 24, 32)
 LARGE_BATCH = 16
-
-
-@dataclass(frozen=True)
-class Row:
-    """A running sequence: `token` is its last, response position `position` is drawn next, below `limit`."""
-
-    seq_id: int
-    token: int
-    position: int
-    limit: int
 
 
 class DeviceLane:
@@ -60,14 +50,14 @@ class DeviceLane:
         self._eos_E1 = on_device(self._eos_ids, device)[:, None]
         self._step_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._sync_steps = sync_steps
-        self._rows: Sequence[Row] = ()
+        self._rows: Sequence[Growing] = ()
         self._done = self._window = 0
 
     @property
     def loaded(self) -> bool:
         return self._done < self._window
 
-    def load(self, rows: Sequence[Row], steps: int) -> None:
+    def load(self, rows: Sequence[Growing], steps: int) -> None:
         """Load rows, in neighbouring slots, for the next window of at most `steps` steps."""
         cache = self._cache
         self._rows, self._done = list(rows), 0
@@ -104,10 +94,10 @@ class DeviceLane:
         drawn_K4R = self._drawn_4KM[:, : self._done, : len(self._rows)].permute(1, 0, 2).tolist()
         return drawn_K4R
 
-    def _state(self, row: Row, length: int) -> tuple[int, ...]:
+    def _state(self, row: Growing, length: int) -> tuple[int, ...]:
         """Token, cached length, position, limit, 64-bit state of its random numbers, and 1 if it is greedy."""
         chain, greedy = row_state(self._sampling.seed, row.seq_id), self._sampling.members.is_greedy(row.seq_id)
-        return row.token, length, row.position, row.limit, chain, int(greedy)
+        return row.tokens[-1], length, row.position, row.limit, chain, int(greedy)
 
     def _load_state(self, state: list[tuple[int, ...]]) -> None:
         size, num_rows = len(state), len(self._rows)

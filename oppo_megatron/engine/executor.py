@@ -148,12 +148,11 @@ class Executor:
         self._release(0)
 
     def _release(self, rounds: int) -> None:
-        """(gloo reports a completed send only to a wait.)"""
         while len(self._sent) > rounds:
             shift, sends = self._sent.popleft()
             for action, work, _ in sends:
                 with self.activity.doing(_Shifted(action, shift), waits=True):
-                    self._wait(action, work, shift)
+                    self._wait(action, work, shift)  # gloo reports a completed send only to a wait
 
     def _send(self, action: Action, worker: RoleWorker) -> None:
         for tensor in worker.outbox(action):

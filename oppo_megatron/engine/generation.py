@@ -2,7 +2,7 @@
 
 The last pipeline stage draws the tokens, identically on its tensor ranks, and the other stages receive them.  A decode
 micro-step is one token for each running sequence of a micro-batch.  On one stage several may run on the device before their
-tokens are read (`device_decode.py`); the round's result is the same.
+tokens are read.
 
 A micro-step is *void*, and every rank of the replica skips it, once its micro-batch has no running sequence or the batch was
 complete by the micro-batch's previous step (ordered by step, then micro-batch: a rank must not use information about later
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows, StopSignal
-from oppo_megatron.engine.device_decode import DeviceLane, Row
+from oppo_megatron.engine.device_decode import DeviceLane
 from oppo_megatron.engine.round_state import DecodeRound, Drawn, Growing, TakenUp
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
 from oppo_megatron.engine.stopping import Stopping
@@ -202,8 +202,7 @@ class DecodeWorker:
                 eos_ids=self.stopping.eos_ids, sync_steps=self._sync_steps, name=action.micro_batch,
             )  # fmt: skip
         if not resident.loaded:
-            rows = [Row(g.seq_id, g.tokens[-1], g.position, g.limit) for g in lane]
-            resident.load(rows, self._round.steps[action.micro_batch] - action.step)
+            resident.load(lane, self._round.steps[action.micro_batch] - action.step)
         resident.step()
         return len(lane)
 

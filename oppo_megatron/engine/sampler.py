@@ -160,7 +160,7 @@ def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
 
 
 def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
-    """Draw from the whole vocabulary: first find the block of tokens that contains the number, then the token in it.
+    """Draw from the whole vocabulary: first the block of tokens that contains the number, then the token in it.
 
     Ranks exchange the masses of their blocks, never their logits.
     """

@@ -1,7 +1,6 @@
-"""Low-rank adapters of megatron-core's parallel products: y = W x + s B A x (Hu et al. 2021).
+"""Low-rank adapters of megatron-core's parallel products: y = W x + s B A x (Hu et al. 2021), a pair per Hugging Face target.
 
-A product that is several in Hugging Face (queries, keys and values; gate and up) has a pair for each of these targets.  Over
-tensor ranks a column-parallel product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole B:
+Over tensor ranks a column-parallel product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole B:
 
     column   A x is the same on all ranks; the gradient of B's input is summed over them
     row      B A x is summed with the product (cached calls), or A x is, which is smaller (training)

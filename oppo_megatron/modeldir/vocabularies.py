@@ -1,4 +1,4 @@
-"""Checks that the run's tokenizer is the one of each role's model, from files.
+"""The token ids that end a response, and checks that the run's tokenizer is the one of each role's model, from files.
 
 Two tokenizers are the same if each id maps to the same piece, and sample texts become the same ids.  One may have added tokens
 that the other lacks, or has under a reserved name; one may be a fast tokenizer and the other its sentencepiece model.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.modeldir.eos import model_eos_ids
 from oppo_megatron.modeldir.megatron import read_mapping
 
 FAST, SENTENCEPIECE, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
 SPACE_MARK = "\u2581"
 SAMPLE = (
     "The quick brown fox jumps over the lazy dog.",
@@ -26,6 +26,29 @@ SAMPLE = (
     "Question: why is the sky blue?\nAnswer: because of scattering.",
     "caf\u00e9 na\u00efve \u4f60\u597d \u043f\u0440\u0438\u0432\u0435\u0442 \U0001f600",
 )
+
+
+def model_eos_ids(directory: Path) -> tuple[int, ...]:
+    """The `eos_token_id` of `generation_config.json`, or if it has none, of `config.json`.  Raises CheckpointError for one that
+    is not an id or a list of them.
+    """
+    for name in (GENERATION_CONFIG, MODEL_CONFIG):
+        path = directory / name
+        value = read_mapping(path, "the model's settings").get("eos_token_id") if path.is_file() else None
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise CheckpointError(
+                f"`{path}`: eos_token_id is {value!r:.80}, but must be a token id (a number from 0 on) or a list of them; "
+                "correct it"
+            )
+        if ids:
+            return distinct(ids)
+    return ()
+
+
+def distinct(ids: Iterable[int]) -> tuple[int, ...]:
+    """Each id once, in order of first appearance."""
+    return tuple(dict.fromkeys(ids))
 
 
 @dataclass(frozen=True)

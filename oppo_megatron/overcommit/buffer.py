@@ -55,7 +55,7 @@ class RolloutBuffer:
         self.group_size = group_size
         self.max_staleness = max_staleness
         self.backfill = backfill
-        self._delta = delta
+        self.delta = delta
         self._kept: set[int] | None = set() if filtered else None  # groups that may be trained, by number
         self._rollouts: dict[int, Rollout] = {}  # by seq_id, in the order of admission
         self._unfinished: dict[int, Rollout] = {}  # of these, in the same order
@@ -63,19 +63,15 @@ class RolloutBuffer:
         self._table = Table()  # in the order of admission
         self._recorded: list[ChunkRows] = []  # since the first of them was admitted; the rollouts follow it
         self._num_admitted = 0
-        self._clock = 0
+        self.clock = 0
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._rollouts)
 
     @property
-    def delta(self) -> int:
-        return self._delta
-
-    @property
     def capacity(self) -> int:
-        return self.batch_size + self._delta * self.group_size
+        return self.batch_size + self.delta * self.group_size
 
     @property
     def room(self) -> int:
@@ -97,10 +93,6 @@ class RolloutBuffer:
     def _most(self) -> int:
         """With backfill: rollouts that may be held, never more than can all be trained in time."""
         return max(2 * self.batch_size, min(self.capacity, (self.max_staleness + 1) * self.batch_size))
-
-    @property
-    def clock(self) -> int:
-        return self._clock
 
     @property
     def target(self) -> int:
@@ -152,7 +144,7 @@ class RolloutBuffer:
 
     def set_delta(self, delta: int) -> None:
         assert delta >= 0
-        self._delta = delta
+        self.delta = delta
 
     def close(self) -> None:
         self._closed = True
@@ -176,8 +168,8 @@ class RolloutBuffer:
         return self._remove(np.flatnonzero(np.isin(self._numbers(), list(groups))))
 
     def pass_to(self, clock: int) -> None:
-        assert not self._unfinished and clock >= self._clock
-        self._clock = clock
+        assert not self._unfinished and clock >= self.clock
+        self.clock = clock
 
     def record(self, chunk: Chunk) -> None:
         """Append a round's tokens to their rollouts.
@@ -185,10 +177,10 @@ class RolloutBuffer:
         Raises StreamError, before any row is recorded, for an unknown or finished sequence, a gap or repetition, or an old clock.
         """
         rows = chunk.rows
-        if chunk.clock < self._clock:
+        if chunk.clock < self.clock:
             where = f"sequence {rows.seq_ids[0]}, offset {rows.offsets[0]}" if len(rows) else "no rows"
             raise StreamError(
-                f"chunk {chunk.index} ({where}): its clock is {chunk.clock}, but {self._clock} is already recorded; "
+                f"chunk {chunk.index} ({where}): its clock is {chunk.clock}, but {self.clock} is already recorded; "
                 f"chunks must be recorded in the order in which they were decoded"
             )
         places = self._table.rows(rows.seq_ids)
@@ -197,14 +189,14 @@ class RolloutBuffer:
         self._recorded.append(rows)
         self._table.columns.response_tokens[places] += rows.counts
         self._end(rows, places)
-        self._clock = chunk.clock
+        self.clock = chunk.clock
 
     def state_dict(self) -> dict[str, Any]:
-        return {"clock": self._clock, "num_admitted": self._num_admitted, "delta": self._delta, "closed": self._closed}
+        return {"clock": self.clock, "num_admitted": self._num_admitted, "delta": self.delta, "closed": self._closed}
 
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
-        self._clock, self._num_admitted = state["clock"], state["num_admitted"]
-        self._delta, self._closed = state["delta"], state["closed"]
+        self.clock, self._num_admitted = state["clock"], state["num_admitted"]
+        self.delta, self._closed = state["delta"], state["closed"]
         self._rollouts = {rollout.seq_id: rollout for rollout in rollouts}
         self._unfinished = {seq_id: rollout for seq_id, rollout in self._rollouts.items() if not rollout.finished}
         self._table = Table()
@@ -291,7 +283,7 @@ class RolloutBuffer:
         if columns.finished[places].any() or (rows.offsets != columns.response_tokens[places]).any():
             return False
         ends = rows.finish_clocks[rows.finish_clocks != GOES_ON]
-        return not len(ends) or bool(self._clock <= ends.min() and ends.max() <= chunk.clock)
+        return not len(ends) or bool(self.clock <= ends.min() and ends.max() <= chunk.clock)
 
     def _refuse(self, chunk: Chunk) -> None:
         seen: set[int] = set()
@@ -313,6 +305,6 @@ class RolloutBuffer:
         if row.offset != rollout.num_response_tokens:
             kind = "lost" if row.offset > rollout.num_response_tokens else "repeated"
             return f"the next token has offset {rollout.num_response_tokens}; a chunk was {kind}"
-        if row.finish_clock is not None and not self._clock <= row.finish_clock <= clock:
-            return f"it finished at clock {row.finish_clock}, outside the round's clocks {self._clock}..{clock}"
+        if row.finish_clock is not None and not self.clock <= row.finish_clock <= clock:
+            return f"it finished at clock {row.finish_clock}, outside the round's clocks {self.clock}..{clock}"
         return None

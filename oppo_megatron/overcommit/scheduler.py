@@ -56,56 +56,43 @@ class OvercommitScheduler:
         self.buffer = buffer
         assert backfill_every is not None or not buffer.filtered, "a filter's groups are replaced by backfill"
         self._every, self._to_train = backfill_every, to_train
-        self._due = 0  # clock of the next admission within the step
+        self.due = 0  # with backfill: the clock of the next admission within the step, and of a filter's verdicts
         self._prompts = prompts
         self._controller = delta_controller
         self._next_prompt = next(prompts, None)
-        self._num_consumed = self._position = 0
+        self.num_consumed = self.position = 0  # prompts admitted, and the position in their stream after the last
         buffer.set_delta(delta_controller.value)
-
-    @property
-    def num_consumed(self) -> int:
-        return self._num_consumed
-
-    @property
-    def position(self) -> int:
-        return self._position
 
     @property
     def done(self) -> bool:
         return self._next_prompt is None and len(self.buffer) == 0
 
     def begin_step(self) -> list[Rollout]:
-        self._due = self._next_admission()
+        self.due = self._next_admission()
         return self._admit()
 
     def backfill(self) -> list[Rollout]:
-        if not self._backfills or self.buffer.clock < self._due:
+        if not self._backfills or self.buffer.clock < self.due:
             return []
-        assert self._every is not None and self.buffer.clock == self._due, "a round went beyond an admission"
-        self._due += self._every
+        assert self._every is not None and self.buffer.clock == self.due, "a round went beyond an admission"
+        self.due += self._every
         return self._admit()
 
     def refill(self) -> list[Rollout]:
         """Within a step that has lost rollouts: admit others in their place, unless a filter's backfill is about to."""
-        return [] if self.buffer.filtered and self.buffer.clock == self._due else self._admit()
-
-    @property
-    def due(self) -> int:
-        """With backfill: the clock at which prompts may enter next, and verdicts of a filter come into force."""
-        return self._due
+        return [] if self.buffer.filtered and self.buffer.clock == self.due else self._admit()
 
     @property
     def admits(self) -> bool:
         return self._next_prompt is not None and self._room >= self.buffer.group_size
 
     def pass_by(self) -> None:
-        assert self._every is not None and self.buffer.clock == self._due
-        self._due += self._every
+        assert self._every is not None and self.buffer.clock == self.due
+        self.due += self._every
 
     def chunk(self, most: int) -> int:
         """Decode steps of the next round: `most`, or fewer if prompts may enter earlier."""
-        return min(most, self._due - self.buffer.clock) if self._backfills else most
+        return min(most, self.due - self.buffer.clock) if self._backfills else most
 
     def take_batch(self) -> list[Rollout]:
         batch = self.buffer.take_batch()
@@ -120,23 +107,23 @@ class OvercommitScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "num_consumed": self._num_consumed,
-            "position": self._position,
-            "due": self._due,
+            "num_consumed": self.num_consumed,
+            "position": self.position,
+            "due": self.due,
             "delta": self._controller.state_dict(),
             "buffer": self.buffer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
-        self._num_consumed, self._position = state["num_consumed"], state["position"]
-        self._due = state["due"]
+        self.num_consumed, self.position = state["num_consumed"], state["position"]
+        self.due = state["due"]
         if self._every is not None:  # where backfill was off before, the clock has passed what was due
-            self._due = max(self._due, state["buffer"]["clock"])
+            self.due = max(self.due, state["buffer"]["clock"])
         self._controller.load_state_dict(state["delta"])
         self.buffer.load_state_dict(state["buffer"] | {"closed": self._next_prompt is None}, rollouts)
         self.buffer.set_delta(self._controller.value)
-        if self.buffer.filtered and (self._due > self.buffer.clock or self._due % (self._every or 1)):
-            self._due = self._next_admission()  # of this period
+        if self.buffer.filtered and (self.due > self.buffer.clock or self.due % (self._every or 1)):
+            self.due = self._next_admission()  # of this period
 
     @property
     def _backfills(self) -> bool:
@@ -162,9 +149,9 @@ class OvercommitScheduler:
             admitted = [self._next_prompt, *islice(self._prompts, room - 1)]
             self._next_prompt = next(self._prompts, None)
         rollouts = self.buffer.admit(admitted)
-        self._num_consumed += len(rollouts)
+        self.num_consumed += len(rollouts)
         if rollouts:
-            self._position = rollouts[-1].seq_id + 1
+            self.position = rollouts[-1].seq_id + 1
         if self._next_prompt is None:
             self.buffer.close()
         return rollouts

@@ -16,8 +16,17 @@ from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, StopText, all_ids
-from oppo_megatron.policy.answers import Decode, GrowingText, Meter, ResponseFile, answer_of
-from oppo_megatron.policy.asked import Conversation, OutputFile, Request, Terminal
+from oppo_megatron.policy.answers import (
+    Conversation,
+    Decode,
+    GrowingText,
+    Meter,
+    OutputFile,
+    Request,
+    ResponseFile,
+    Terminal,
+    answer_of,
+)
 from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted
 from oppo_megatron.policy.finding import policy_tokenizer
 from oppo_megatron.policy.given_prompts import require_room

@@ -1,4 +1,4 @@
-"""Output of responses: to the terminal, or to a file that appears whole or not at all."""
+"""The request to a policy, and the output of its responses: to the terminal, or to a file that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,18 +8,88 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.nesting import read_json
-from oppo_megatron.policy.asked import OutputFile
+from oppo_megatron.policy.finding import Policy
 from oppo_megatron.records import Prompt, Rollout
 
 Decode = Callable[[Sequence[int]], str]
 INCOMPLETE = "\ufffd"
 SHOW_EVERY_S = 2.0
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn (temperature 0: greedy), and ids that end responses besides the policy's own."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """Write responses to the standard output, as they grow on a terminal; `as_json`: one JSON line each."""
+
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """Responses go to a JSONL file; `settings`: all that the responses depend on."""
+
+    path: Path
+    settings: dict[str, Any]
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns are read from `source` (None: the standard input) and answered."""
+
+    system: str | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
+
+    `max_length`: tokens of the longest prompt and its response.  `num_slots`: sequences that a replica decodes at once.
+    `told_of_prompts`: lines about the rows of a file.
+    """
+
+    policy: Policy
+    parallel: ParallelConfig
+    runtime: RuntimeConfig
+    drawing: Drawing
+    prompts: tuple[Prompt, ...]
+    samples: int
+    num_slots: int
+    max_length: int
+    to: Terminal | OutputFile | Conversation
+    told_of_prompts: str = ""
+
+
+def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any]:
+    """The settings that, with the prompts, determine the responses, in plain JSON types."""
+    return {
+        "policy": str(policy.model.checkpoint or policy.directory),
+        "dtype": policy.model.dtype,
+        "samples": samples,
+        "date": str(policy.tokenizer.date),
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(drawing).items()},
+    }
 
 
 class GrowingText:

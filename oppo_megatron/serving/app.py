@@ -1,8 +1,9 @@
-"""The HTTP side: authorisation, limits and answers.  The wire format is in `rewards/protocol.py`.
+"""The HTTP side: authorisation, limits and answers.  The wire formats are in `rewards/protocol.py` and `rewards/streaming.py`.
 
 GET  /health    200 {"status": "ok"}
 POST /score     200 scores; 401 token; 408 too slow; 413 too large; 415 not JSON; 422 not of the form, or cannot be
                 scored (the message says why); 429 busy, with Retry-After
+POST /extend    200 the known length of each streamed sequence, and the scores of whole ones; else as /score
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, StrictBool, StrictInt, StrictStr, ValidationError
 from starlette.requests import ClientDisconnect
 
 from oppo_megatron.config.explain import first_problem
@@ -59,6 +60,34 @@ class Refusal(Exception):
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
         self.status = status
+
+
+class Piece(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: StrictInt
+    offset: Annotated[int, Field(ge=0)]
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    checksum: StrictInt
+    final: StrictBool
+
+
+class Extension(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    session: Annotated[StrictStr, Field(min_length=1, max_length=64)]
+    rows: list[Piece] = Field(..., min_length=1)
+
+
+class Known(BaseModel):
+    """How many tokens of a sequence the service has; its score, once it is whole."""
+
+    id: int
+    known: int
+    score: float | None = None
+
+
+Extend = Callable[[str, Sequence[Piece]], list[Known]]
 
 
 class Gate(Generic[Asked, Found]):
@@ -180,3 +209,25 @@ def build_app(score: Scorer, token: SecretStr | None, limits: RequestLimits = LI
         return JSONResponse({"scores": [row.model_dump() for row in rows]})
 
     return app
+
+
+def build_stream_app(extend: Extend, token: SecretStr | None, limits: RequestLimits = LIMITS) -> FastAPI:
+    """The service.  `extend` is called from one thread only; it may raise RewardError."""
+    app = new_app()
+    gate = Gate(partial(_read_extension, limits), lambda asked: extend(asked.session, asked.rows), limits, token)
+
+    @app.post("/extend")
+    async def grow(request: Request) -> JSONResponse:
+        _, rows = await gate.answer(request)
+        return JSONResponse({"rows": [row.model_dump() for row in rows]})
+
+    return app
+
+
+def _read_extension(limits: RequestLimits, body: bytes) -> Extension:
+    asked = read_message(Extension, body, "streamed scores")
+    if len(asked.rows) > limits.max_items:
+        raise Refusal(413, f"{len(asked.rows)} rows are more than {limits.max_items}")
+    if len({row.id for row in asked.rows}) < len(asked.rows):
+        raise Refusal(422, "an id stands twice")
+    return asked

@@ -21,9 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from oppo_megatron.config.serve import ServeConfig, is_loopback
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.rewards.protocol import read_token
-from oppo_megatron.serving.app import build_app
+from oppo_megatron.serving.app import build_app, build_stream_app
 from oppo_megatron.serving.scorers import open_scorer
-from oppo_megatron.serving.stream_app import build_stream_app
 from oppo_megatron.serving.stream_scorer import open_stream_scorer
 
 HEADER_S = 10.0

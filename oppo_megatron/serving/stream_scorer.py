@@ -17,8 +17,8 @@ from oppo_megatron.errors import RewardError
 from oppo_megatron.mcore.device import memory_for
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.rewards.streaming import checksum
+from oppo_megatron.serving.app import Known, Piece
 from oppo_megatron.serving.model_scorer import open_reward_model
-from oppo_megatron.serving.stream_app import Known, Piece
 
 Name = tuple[str, int]
 

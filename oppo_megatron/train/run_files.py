@@ -17,9 +17,8 @@ from oppo_megatron.cluster.world import World
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
-from oppo_megatron.data.beside_weights import special_ids, write_beside
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.data.tokenizer import Tokenizer, special_ids, write_beside
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.mcore.training import Chunks, as_chunks
 from oppo_megatron.mcore.weights.hf_weights import export_weights

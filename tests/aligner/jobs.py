@@ -26,7 +26,7 @@ from oppo_megatron.errors import OppoError
 from oppo_megatron.integrations.nemo_aligner.decoding import PooledActor
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, Row
 from oppo_megatron.rewards.streaming import checksum
-from oppo_megatron.serving.stream_app import Known, Piece, build_stream_app
+from oppo_megatron.serving.app import Known, Piece, build_stream_app
 from tests.aligner.actor import start_megatron, weights
 from tests.aligner.checkpoints import callback_of
 from tests.aligner.job import Job

@@ -17,9 +17,10 @@ from oppo_megatron.bench.gpu import GpuBench
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.engine.device_decode import DeviceLane, Row
+from oppo_megatron.engine.device_decode import DeviceLane
 from oppo_megatron.engine.executor import Links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
+from oppo_megatron.engine.round_state import Growing
 from oppo_megatron.engine.sampler import Sampling, draw
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
@@ -30,7 +31,7 @@ from oppo_megatron.mcore.kv.paged import PagedKVCache, find_kernel
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.records import Prompt
+from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.saving.preemption import Preemption
@@ -266,7 +267,7 @@ def check_bench(root: Path, device: str) -> None:
 
 def check_no_waiting(device: str) -> None:
     """torch raises where an operation makes the host wait; reading the tokens, once in a window, is the one that may."""
-    model_rows = [Row(i, 5, 0, 100) for i in range(7)]
+    model_rows = [Growing(Rollout(Prompt(i, i, "", (5,)), admission=0), 100, 0) for i in range(7)]
     with decoding(device, "bfloat16", "dense", 16) as (model, rounds):
         assert rounds.decode is not None
         cache, run = rounds.decode.cache, rounds.decode.captured or run_eagerly

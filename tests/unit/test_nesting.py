@@ -20,8 +20,8 @@ from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.chat_template import ChatTemplate, require_syntax
 from oppo_megatron.data.files import file_rows
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError, RewardError
-from oppo_megatron.modeldir.eos import model_eos_ids
 from oppo_megatron.modeldir.headers import read_hf_config, tokenizer_vocab_size, weight_files
+from oppo_megatron.modeldir.vocabularies import model_eos_ids
 from oppo_megatron.nesting import DEEPEST, DEEPEST_YAML, check_template, read_json, read_strict_json, read_yaml
 from oppo_megatron.rewards.protocol import Request, read_answer
 from oppo_megatron.rundir.metrics_log import read_metrics

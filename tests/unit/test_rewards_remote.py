@@ -254,7 +254,7 @@ def test_the_token_is_sent_and_never_shown(caplog: pytest.LogCaptureFixture) -> 
         with reward_service(otherwise=repeat(status)) as service:
             echo[:] = [f"you said Authorization: Bearer {TOKEN}"]
             part = RewardPart(
-                kind="http", url=service.url, token_env="REWARD_TOKEN", remote={**QUICK, "give_up_s": 0.05}
+                kind="http", url=service.url, token_env="REWARD_TOKEN", remote={**QUICK, "give_up_s": 0.5}
             )
             assert TOKEN not in config_yaml(part) and TOKEN not in repr(part)
             rewards = build_reward_functions([part], {"REWARD_TOKEN": TOKEN})

@@ -33,9 +33,8 @@ from oppo_megatron.errors import CapacityError, RewardError
 from oppo_megatron.rewards import streaming
 from oppo_megatron.rewards.protocol import Item
 from oppo_megatron.rewards.streaming import ScorerStream, checksum
-from oppo_megatron.serving.app import RequestLimits, build_app
+from oppo_megatron.serving.app import Extend, Known, Piece, RequestLimits, build_app, build_stream_app
 from oppo_megatron.serving.model_scorer import ModelScorer, open_reward_model
-from oppo_megatron.serving.stream_app import Extend, Known, Piece, build_stream_app
 from oppo_megatron.serving.stream_scorer import StreamScorer, open_stream_scorer
 from tests.support.hf import save_tiny
 from tests.support.ports import held_port

@@ -1,8 +1,7 @@
 """Attention of a call with many new tokens by torch's kernels on a GPU, in parts that waste little time and memory.
 
 Queries that attend together are padded to the longest chunk and read the longest sequence's positions.  So a sequence whose
-attention takes longer than the launch of a call attends alone, and small neighbours attend together.  No fused kernel with a
-mask, which continued sequences need, supports grouped heads: the query heads of a group take the place of query positions.
+attention takes longer than the launch of a call attends alone, and small neighbours attend together.
 """
 
 from __future__ import annotations

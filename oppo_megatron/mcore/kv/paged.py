@@ -1,8 +1,7 @@
 """The paged key/value cache: a pool of blocks, a table of blocks for each sequence, and flash-attn's kernel over tables.
 
-Changing a sequence's slot moves its table and copies nothing.  The pool has enough blocks for all slots at full length.
-Sequences with the same prompt share the blocks that it fills.  Each has its own copy of a partly filled block, so only one
-sequence ever writes to a block.
+Changing a sequence's slot moves its table and copies nothing.  Sequences with the same prompt share the blocks that it fills;
+each has its own copy of a partly filled block, so only one sequence ever writes to a block.
 """
 
 from __future__ import annotations
@@ -64,35 +63,17 @@ def flash_attn(
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
+    # positions before and after its own that a token attends to; -1: all
+    options: dict[str, Any] = {
+        "softmax_scale": scale, "causal": True, "window_size": (-1 if window is None else window - 1, 0),
+        "block_table": call.table_SW,
+    }  # fmt: skip
     if call.most_new == 1:
-        out = flash_attn_with_kvcache(
-            q_TND[:, None],
-            k_PKGD,
-            v_PKGD,
-            cache_seqlens=call.length_S,
-            block_table=call.table_SW,
-            softmax_scale=scale,
-            causal=True,
-            window_size=_beside(window),
-        )
-        return out[:, 0]
+        return flash_attn_with_kvcache(q_TND[:, None], k_PKGD, v_PKGD, cache_seqlens=call.length_S, **options)[:, 0]
     return flash_attn_varlen_func(
-        q_TND,
-        k_PKGD,
-        v_PKGD,
-        cu_seqlens_q=call.new_ends,
-        cu_seqlens_k=call.length_ends,
-        max_seqlen_q=call.most_new,
-        max_seqlen_k=call.longest,
-        softmax_scale=scale,
-        causal=True,
-        window_size=_beside(window),
-        block_table=call.table_SW,
-    )
-
-
-def _beside(window: int | None) -> tuple[int, int]:
-    return (-1 if window is None else window - 1, 0)
+        q_TND, k_PKGD, v_PKGD, cu_seqlens_q=call.new_ends, cu_seqlens_k=call.length_ends, max_seqlen_q=call.most_new,
+        max_seqlen_k=call.longest, **options,
+    )  # fmt: skip
 
 
 def _ends(counts_S: Tensor) -> Tensor:

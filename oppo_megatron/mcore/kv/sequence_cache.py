@@ -151,24 +151,21 @@ class SequenceCache(ABC):
     def restore(self, seq_id: int, stored: Tensor) -> None:
         """Open the sequence with the result of `stored`. Raises CheckpointError for another model's cache."""
         self.open(seq_id)
+        slot = self._slots[seq_id]
         try:
-            self._fill(seq_id, stored)
+            ours = self._read(slot, 0)
+            fits = stored.dim() == 4 and stored.shape[0] == ours.shape[0] and stored.shape[2:] == ours.shape[2:]
+            if not fits or stored.dtype != ours.dtype:
+                raise CheckpointError(
+                    f"the cache of sequence {seq_id} is {stored.dtype} {list(stored.shape)}, this model's is {ours.dtype} "
+                    f"{list(ours.shape)} with a length in the second place; resume with checkpoint.caches=false"
+                )
+            self.reserve(seq_id, stored.shape[1])
+            self._write(slot, stored.to(self.device))
+            self._lengths[slot] = stored.shape[1]
         except BaseException:
             self.close(seq_id)
             raise
-
-    def _fill(self, seq_id: int, stored: Tensor) -> None:
-        slot = self._slots[seq_id]
-        ours = self._read(slot, 0)
-        fits = stored.dim() == 4 and stored.shape[0] == ours.shape[0] and stored.shape[2:] == ours.shape[2:]
-        if not fits or stored.dtype != ours.dtype:
-            raise CheckpointError(
-                f"the cache of sequence {seq_id} is {stored.dtype} {list(stored.shape)}, this model's is {ours.dtype} "
-                f"{list(ours.shape)} with a length in the second place; resume with checkpoint.caches=false"
-            )
-        self.reserve(seq_id, stored.shape[1])
-        self._write(slot, stored.to(self.device))
-        self._lengths[slot] = stored.shape[1]
 
     def bucket(self, longest: int) -> int:
         return min(-(-longest // REACH) * REACH, self.max_length)

@@ -1,12 +1,9 @@
 """Trained models in a checkpoint of megatron-core (`dist_checkpointing`, format torch_dist), for any layout to load.
 
-Weights and optimizer state have megatron-core's own names (`optimizer.state.exp_avg.<weight>`).  Two things differ from
-megatron-core 0.16.1:
-  - A distributed optimizer's flat shares are gathered to the shapes of the weights.  megatron-core's own format needs Apex or TE
-    to load (distrib_optimizer.py:640), and gloo groups to save.
-  - This process writes the files.  megatron-core forks writers (filesystem_async.py:266), which is unsafe for a process with
-    CUDA or with the threads of a process group.
-The caller stores everything but tensors (step counts): rank 0 alone would write them, and it may not hold the model.
+Two things differ from megatron-core 0.16.1: a distributed optimizer's flat shares are gathered to the shapes of the weights,
+because its own format needs Apex or TE to load (distrib_optimizer.py:640); and this process writes the files, because forked
+writers (filesystem_async.py:266) are unsafe for a process with CUDA or process groups.  The caller stores everything but
+tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ MASTER = "fp32_param"
 class ModelShards:
     """This rank's part of trained models: tensors with their offsets in torch's format, and everything else.
 
-    `shapes`: the `config.json` of each model whose first rank this is.  `num_bytes`: approximate size on disk.
+    `shapes`: the `config.json` of each model whose first rank this is.
     """
 
     sharded: dict[str, Any]
@@ -84,7 +81,7 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
 
 
 def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
-    """Write the files into an empty folder, in this process.  Every rank of `group`, the world, makes the call.
+    """Write the files into an empty folder.  Every rank of `group`, the world, makes the call.
 
     Raises CheckpointError on all ranks if a shard could not be written; OSError on one rank for a file that only it writes,
     after the last message, so that the ranks can still agree.
@@ -134,9 +131,9 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
 
 
 def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
-    """Load the adapters of a model in evaluation from model `name` of a checkpoint, whatever layout wrote it.
+    """Load the adapters of a model in evaluation from model `name` of a checkpoint; every rank of the model makes the call.
 
-    Every rank of the model makes the call.  Raises CheckpointError if the checkpoint does not have them.
+    Raises CheckpointError if the checkpoint does not have them.
     """
     prefix = f"{name}."
     weights = model.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": model.groups.collection.dp_cp})
@@ -161,7 +158,7 @@ def _loaded(folder: Path, tree: dict[str, Any], what: str, remedy: str) -> Mappi
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
-    """torch's writer that reports the system's error, which torch's archive writer replaces with its own."""
+    """Reports the system's error, which torch's archive writer replaces with its own."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:

@@ -1,13 +1,10 @@
 """Hugging Face tensors read out of a Megatron `torch_dist` checkpoint, whatever layout wrote it, a saved piece at a time.
 
-A pickle can call any function that it names.  So the index (`.metadata`) is read with a closed table of classes, those of torch's
-own index (torch/distributed/checkpoint/metadata.py), and each piece by torch's reader of tensors alone (`weights_only`).
-`common.pt`, which has a program's arguments, is not opened.
+A pickle can call any function that it names.  So the index (`.metadata`) is read with a closed table of classes, those of
+torch's own index, and each piece by torch's reader of tensors alone (`weights_only`).  `common.pt` is not opened.
 
-Layers of one kind are stacked: `decoder.layers.mlp.linear_fc2.weight` has all of them along its first dimension.  Newer
-checkpoints may name each layer (`decoder.layers.7...`).  Either way a tensor is whole: the shards of tensor ranks follow each
-other, and all of gate comes before up.  Norms have the names that transformer-engine gives them when it fuses them into the
-next product; NeMo-Aligner calls a scalar head `rm_head`.
+Layers are stacked in one tensor (`decoder.layers.mlp.linear_fc2.weight`) or named (`decoder.layers.7...`).  Tensors are whole:
+the shards of tensor ranks follow each other, and all of gate comes before up.  Norms have transformer-engine's names.
 """
 
 from __future__ import annotations
@@ -69,7 +66,7 @@ def read_plain_index(path: Path) -> Any:
 
 
 def reason_of(error: BaseException) -> str:
-    """The error of torch's readers in one line, without its advice to read a refused pickle unsafely."""
+    """One line, without torch's advice to read a refused pickle unsafely."""
     text = str(error)
     if "weights_only" not in text:
         return next(iter(text.splitlines()), type(error).__name__)

@@ -1,7 +1,4 @@
-"""Writes a Megatron `torch_dist` checkpoint, and NeMo's configuration, from any source of tensors, without a model and ranks.
-
-One parameter is in memory at a time: the file is planned from the shapes, and each tensor is read when it is written.
-"""
+"""Writes a Megatron `torch_dist` checkpoint, and NeMo's configuration, from any source of tensors, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -126,9 +123,8 @@ CONFIG_NAME = "model_config.yaml"
 
 
 def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]:
-    """The `model_config.yaml` that NeMo 1 and NeMo-Aligner read next to `model_weights/`.
+    """The `model_config.yaml` that NeMo 1 and NeMo-Aligner read next to `model_weights/`, as NeMo's own converters write it.
 
-    Keys and values follow NeMo's own converters of Llama, Mistral and Qwen2; a training run's configuration overrides them.
     `tokenizer` is a Hugging Face tokenizer's folder or name.  Raises ConfigError for models that it cannot describe.
     """
     (window, *others), kind = set(shape.windows), shape.rope["rope_type"]

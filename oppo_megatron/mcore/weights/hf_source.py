@@ -47,10 +47,7 @@ class TensorSource(Protocol):
 
 
 class SafetensorsSource:
-    """The safetensors of a directory.
-
-    Opening reads the headers of all files, so that a missing, truncated or damaged file is found early.
-    """
+    """The safetensors of a directory. Opening reads all headers, so that a damaged file is found early."""
 
     def __init__(self, directory: Path | str, file: str | None = None):
         self.directory = Path(directory)
@@ -155,9 +152,8 @@ class FreshHead(OverlaidSource):
 def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
     """Shape and checked source of the weights of a `ModelConfig`.  Reads headers only.
 
-    With `fresh_head`, a head that the checkpoint has is kept.  `shape_file`: the `config.json` of a Megatron checkpoint that
-    has none.  Raises ConfigError if neither `checkpoint` nor `init` is given, CheckpointError if the weights do not fit the
-    shape.
+    `shape_file`: the `config.json` of a Megatron checkpoint that has none.  Raises ConfigError if neither `checkpoint` nor
+    `init` is given, CheckpointError if the weights do not fit the shape.
     """
     source: TensorSource
     if model.checkpoint is not None:

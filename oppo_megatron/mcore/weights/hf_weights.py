@@ -31,8 +31,8 @@ def load_weights(
 ) -> None:
     """Fill every parameter of one stage in place, cast to the parameter's dtype and device.
 
-    `model` is the bare model, before DDP wraps it and before an optimizer copies its parameters.  Reads only this rank's share
-    of each tensor, one at a time.  Raises CheckpointError if the source or the model does not fit `shape`.
+    `model` is the bare model, before DDP and an optimizer.  Reads only this rank's share of each tensor, one at a time.  Raises
+    CheckpointError if the source or the model does not fit `shape`.
     """
     require_source(shape, source, head, "load_weights")
     parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
@@ -90,11 +90,9 @@ def write_gathered(
     *,
     whole: bool = True,
 ) -> None:
-    """Collect the parts of a model on its first rank, tensor by tensor, for `write`.
+    """Collect the parts of a model on its first rank, tensor by tensor, for `write`; replicas after the first only wait.
 
-    Each tensor is gathered over the tensor-parallel group and sent down the pipeline group to the rank that is first in both;
-    replicas after the first only wait.  Every rank makes the call, which returns when everything is written.  `whole`: the
-    parts are all parameters.
+    Every rank makes the call, which returns when everything is written.  `whole`: the parts are all parameters.
     """
     if _place(dp_group)[0] == 0:
         values = _gathered(chunks, parts_of, tp_group, pp_group, whole)

@@ -74,8 +74,7 @@ def write_tensors(
 ) -> None:
     """Write `directory`, whole or not at all: `values`, cast to `dtype`, of the names and shapes `tensors` and in their order.
 
-    `names`: of the file for `config`, and of the tensors' file if there is only one.  Raises CheckpointError if the directory is
-    not empty.
+    `names`: of the file for `config`, and of the tensors' file if there is only one.
     """
     shards = _plan_shards(tensors, dtype.itemsize, max_shard_bytes, names[1])
     coming, progress, number = iter(values), by_time(), 0

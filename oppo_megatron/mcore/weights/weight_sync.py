@@ -1,14 +1,8 @@
 """Moves a trained role's weights from the layout of its updates to the layout of decoding or scoring.
 
-The plan and its execution are megatron-core's (`megatron.core.resharding`).  Version 0.16.1 plans over all ranks of the world,
-supports one module per rank, may fetch a rank's own weights from others, and stages a whole model at once; so four things are
-added:
-  - `_RoleWorld` narrows "the world" to the role's own ranks;
-  - `_Weights` gives parameters the same names in every layout: layers by their number in the model, and a last stage's copy of
-    tied embeddings by the name of the embeddings;
-  - `_nearest_replica` prefers the weights that the receiving rank trains itself;
-  - the plan is cut into rounds of bounded size.
-If both layouts are the same nothing moves: the two models share their parameters.
+The plan and its execution are megatron-core's (`megatron.core.resharding`).  Version 0.16.1 plans over all ranks of the world
+(`_RoleWorld`), supports one module per rank (`_Weights`), may fetch a rank's own weights from others (`_nearest_replica`), and
+stages a whole model at once (`_rounds`).  If both layouts are the same, the two models share their parameters.
 """
 
 from __future__ import annotations
@@ -102,8 +96,7 @@ class Reallocation:
 def share_parameters(training: RoleModel, serving: RoleModel) -> None:
     """Replace the parameters of `serving` by the `Parameter` objects of `training`, except adapters that `serving` lacks.
 
-    megatron's DDP and optimizers replace the storage of parameters but keep the objects, so sharing works before and after
-    them.
+    megatron's DDP and optimizers replace the storage of parameters but keep the objects.
     """
     trained = dict(training.named_parameters())
     for path, old in list(serving.named_parameters()):
@@ -190,7 +183,7 @@ def _weights(chunks: Sequence[RoleModel], *, serving: bool) -> _Weights:
 def _rounds(plan: ReshardPlan, source: _Weights, target: _Weights, round_bytes: int) -> Iterator[ReshardPlan]:
     """The plan in parts that stage at most `round_bytes` for each pair of ranks, or one piece that is larger.
 
-    The two ranks of a pair see its transfers in the same order and sizes, hence in the same rounds.
+    The two ranks of a pair see its transfers in the same order, hence in the same rounds.
     """
     sends, receives = _cut(plan.send_ops, source, round_bytes), _cut(plan.recv_ops, target, round_bytes)
     for send_ops, recv_ops in itertools.zip_longest(sends, receives):
@@ -224,8 +217,7 @@ def _nearest_replica(
 class _RoleWorld:
     """The functions of `torch.distributed` that resharding uses, with the ranks of one group as the world.
 
-    resharding/planner.py:261-337 gathers over WORLD, resharding/execution.py:59 waits for it: ranks with other models would
-    have to take part.
+    planner.py:261-337 gathers over WORLD, execution.py:59 waits for it: ranks with other models would have to take part.
     """
 
     def __init__(self, group: dist.ProcessGroup):
