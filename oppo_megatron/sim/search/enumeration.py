@@ -100,7 +100,7 @@ class _Layouts:
 def enumerate_plans(space: Space, best: Best, *, any_plan: bool = False) -> None:
     """Put the plans of `space` that are among the best into `best`.  `any_plan`: stop at the first plan."""
     bounds = lower_bounds(space)
-    near = np.flatnonzero((bounds < best.limit()) & (_may_fit(space, bounds) if any_plan else True))
+    near = np.flatnonzero(bounds < best.limit())
     for number in near[np.argsort(bounds[near], kind="stable")].tolist():
         if bounds[number] >= best.limit() or (any_plan and best.plans):
             return
@@ -108,19 +108,6 @@ def enumerate_plans(space: Space, best: Best, *, any_plan: bool = False) -> None
         layouts = space.layouts(blocks)
         if all(each.options for each in layouts):
             _Chooser(space, blocks, layouts, best).choose()
-
-
-def _may_fit(space: Space, bounds: Bounds) -> npt.NDArray[np.bool_]:
-    """True for places whose ranks together can hold the least that all roles take, which is quick to see, [places]."""
-    found = bounds < np.inf
-    for number in np.flatnonzero(found).tolist():
-        blocks = space.places[number]
-        layouts = space.layouts(blocks)
-        found[number] = all(own.options for own in layouts)
-        if found[number]:
-            held = sum(int(own.lasting.sum()) * block.size // own.pieces for own, block in zip(layouts, blocks, strict=True))
-            found[number] = held <= space.budget * max(block.end for block in blocks)
-    return found
 
 
 def lower_bounds(space: Space) -> Bounds:
