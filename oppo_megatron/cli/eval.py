@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from oppo_megatron.cli.generate import (
     ENTRY,
     add_drawing_arguments,
@@ -112,6 +110,8 @@ def _require_consistent(args: argparse.Namespace) -> None:
 
 def _judges(args: argparse.Namespace) -> ServeConfig:
     """Return the parts of --rewards, then the parts of the other options."""
+    from pydantic import ValidationError
+
     tree = {} if args.rewards is None else read_tree(args.rewards)
     parts: list[Any] = list(tree.get("rewards") or [])
     if args.rewards is not None and not parts:
