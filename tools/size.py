@@ -56,7 +56,7 @@ def main() -> int:
     pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name not in GENERATED] + [ROOT / "README.md"]
     table = {
         f"lines of {PACKAGE}/": sum(map(lines, files)),
-        "lines reachable by imports from `oppo train`": sum(map(lines, reachable(ROOT / PACKAGE / "cli" / "train.py"))),
+        "lines reachable by imports from `oppo train`": sum(map(lines, reachable(ROOT / PACKAGE / "cli" / "run.py"))),
         "lines of tests": sum(map(lines, (ROOT / "tests").rglob("*.py"))),
         "words of docs and README": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
         "settings of `oppo train`": len(optional_settings("train")),
