@@ -62,8 +62,7 @@ def row_weights(
     group_token_mean  1/(G tokens of group)   sequence_sum      1/N
 
     G counts groups; L_max is `longest`, the response limit (arXiv 2503.20783).  Rows not in `counted_N` weigh 0: their tokens
-    are
-    left out of T, but they count in N and G, as with TRL's `mask_truncated_completions` (1.12.0).
+    are left out of T and their group's, but they count in N and G, as with TRL's `mask_truncated_completions` (1.12.0).
     """
     num_tokens, num_rows = sum(lengths_N), len(lengths_N)
     counted_N = [True] * num_rows if counted_N is None else counted_N
