@@ -1,5 +1,5 @@
-"""A rank's current activity, and whether it waits for others. In gloo the stack shows the wait; NCCL's calls return at once,
-so sections are marked as waits, too.
+"""A rank's activity, and whether it waits for others. In gloo the stack shows it; NCCL's calls return at once, so waits are
+marked, too.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
 class SharedGroups:
     """Groups by label and ranks, each made once; all ranks call `get` in the same order.
 
-    It makes a group of this rank alone first, because torch names groups by their number, the same on all ranks.
+    A group of this rank alone comes first, because torch names groups by their number, which must be the same on all ranks.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,4 @@
-"""Ends all ranks of a host: after GRACE_S if one failed or is late to stop, at once if the run has stalled and no watchdog
-could end it.
-"""
+"""Ends all ranks of a host: after GRACE_S if one failed or is late to stop, at once in a stall that no watchdog could end."""
 
 from __future__ import annotations
 

@@ -42,9 +42,7 @@ def told_within_s(deadline_s: float) -> float:
 
 
 class Watchdog:
-    """`end` takes the message and does not return. The judge's `watch` and `board` have all ranks, others' the judge and
-    themselves.
-    """
+    """`end` does not return. The judge's `watch` and `board` have all ranks, others' the judge and themselves."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""Deferred rows of checkpoints, in `<checkpoints>-oppo/step-<steps done>/`, because NeMo takes any folder in its own for a
-checkpoint.
+"""Deferred rows in `<checkpoints>-oppo/step-<steps done>/`, because NeMo takes any folder among its checkpoints for one.
 
     replica-00000.jsonl         header (names the step's earlier checkpoints), then a row per line
     replica-00000.safetensors   token ids of all rows, prompt and response, int64
@@ -66,7 +65,7 @@ def stamps_of(checkpoints: Path, step: int) -> dict[str, int]:
 def _changed(path: Path) -> int:
     try:
         return max(part.stat().st_mtime_ns for part in (path, *(path.iterdir() if path.is_dir() else ())))
-    except FileNotFoundError:  # on its way out
+    except FileNotFoundError:  # being removed
         return 0
 
 

@@ -135,7 +135,7 @@ class PPOTrainer(ppo.PPOTrainer):
         super().save(extra_candidates, is_train_end)
         now = self._stamps(folder)
         others = {name: stamp for name, stamp in self._others.items() if now.get(name) == stamp}
-        if others != self._others:  # the callback gives some of the names again
+        if others != self._others:  # the callback has reused some names
             self._others = others
             sidecar.write(self.step, replace(kept, not_of=frozenset(others)))
         sidecar.prune(folder, self.step)
@@ -232,7 +232,7 @@ class PPOTrainer(ppo.PPOTrainer):
     def _restored_checkpoint(self) -> Path | None:
         try:
             path = getattr(self.model.trainer, "ckpt_path", None)
-        except (AttributeError, RuntimeError):  # a model without a trainer of Lightning's
+        except (AttributeError, RuntimeError):  # a model without a Lightning trainer
             path = None
         return Path(uninject_model_parallel_rank(path)).resolve() if isinstance(path, str | os.PathLike) else None
 
