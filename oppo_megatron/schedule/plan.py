@@ -23,9 +23,8 @@ from oppo_megatron.schedule.weaving.costs import Costs
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How rollout, scoring and updates overlap.
+    """`stream`: scorers prefill while the actor decodes. `wait_for_critic`: the next step waits for the critic's update.
 
-    `stream`: scorers prefill while the actor decodes. `wait_for_critic`: the next step waits for the critic's update.
     `forward_ahead`: the actor's update starts before the last scores arrive.
     """
 
@@ -49,7 +48,7 @@ def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
 
 
 def round_generator(overlap: OverlapConfig, site: Site) -> str:
-    """Generator's name or the user's function; `auto` is woven only if some rank decodes and scores."""
+    """Generator's name or user's function; `auto` weaves only if some rank decodes and scores."""
     if not overlap.intra:
         return "sequential"
     if overlap.schedule != "auto":
@@ -58,10 +57,7 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
 
 
 def late_scorers(site: Site) -> frozenset[str]:
-    """Roles that score only complete batches, because the actor would wait for scorers on other ranks.
-
-    All their ranks are the actor's, whose single stage leaves no bubbles.
-    """
+    """Roles that score only complete batches, because else the actor would wait for scorers on other ranks."""
     actor = site.placements["actor"]
     if actor.pp > 1 or not site.listeners:
         return frozenset()
@@ -72,7 +68,7 @@ def late_scorers(site: Site) -> frozenset[str]:
 def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[float]) -> float:
     """Seconds that an update before scoring adds to its end; scorers are a queue with one server.
 
-    `work`: seconds per round; `arrivals`: chunk times, awaited after each of the first rounds.
+    `work`: seconds per round; `arrivals`: chunk times.
     """
 
     def end(spared_s: float) -> float:

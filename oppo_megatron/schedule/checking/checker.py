@@ -59,7 +59,7 @@ def check(
 
 
 def check_timeline(schedule: Schedule, round: Round, site: Site, budgets: Budgets, timeline: Timeline) -> list[Fault]:
-    """Like `check`, for a schedule already simulated with the same transport."""
+    """`check` after a simulation with the same transport."""
     faults = [*_inventory(schedule, round, site)]
     flagged = {(fault.rank, fault.position) for fault in faults}
     faults += [
@@ -93,7 +93,7 @@ def require_sound(
 
 
 def _required(round_: Round, site: Site) -> Iterator[Action]:
-    """Yield each action that the round requires, of all ranks, unordered. Raises ScheduleError as `check` does."""
+    """Yield the actions of all ranks that the round requires, unordered."""
     for role, replicas in (("actor", round_.decode), *round_.prefill.items()):
         dp = site.placements[role].dp if role in site.placements else 0
         if len(replicas) > dp:
@@ -139,7 +139,6 @@ def _unit(placement: RolePlacement, replica: int, what: tuple[str, int, int, int
 
 
 def _inventory(schedule: Schedule, round: Round, site: Site) -> Iterator[Fault]:
-    """Yield doubled and foreign actions, then missing ones."""
     done = dict.fromkeys(_required(round, site), False)
     for rank in sorted(schedule.actions):
         chunk_here = False
@@ -163,7 +162,7 @@ def _inventory(schedule: Schedule, round: Round, site: Site) -> Iterator[Fault]:
 
 
 def _unasked(action: Action, round: Round, site: Site, chunk_here: bool) -> tuple[FaultKind, str]:
-    """Return the fault of an action that the round does not require; `chunk_here`: its rank has received a chunk."""
+    """Return the fault of an action that the round does not require."""
     if action.role not in site.placements:
         return FaultKind.FOREIGN, f"is of no role of the site ({', '.join(site.placements)}); correct the role"
     ranks = site.placements[action.role].ranks

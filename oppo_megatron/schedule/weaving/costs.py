@@ -38,7 +38,7 @@ def at_stage(lines: Lines, stage: int) -> Linear:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one stage's actions: `decode` and `sample` of n sequences, `score` of n rows, `message_s` of any message.
+    """Seconds of one stage's actions: `decode` and `sample` of n sequences, `score` of n rows, any message.
 
     Roles not in `prefill` cost `default_prefill`. Only the last stage has `sample` and `score`.
     """
@@ -61,9 +61,7 @@ class Costs:
 
 
 def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int], tokens: tuple[int, int]) -> bool:
-    """True if no action's seconds differ by more than `share` from those by `others`, for the least and most `sequences` and
-    `tokens`.
-    """
+    """True if no action's seconds differ by more than `share`, for the least and most `sequences` and `tokens`."""
     if costs.prefill.keys() != others.prefill.keys():
         return False
     each = [(costs.decode, others.decode, sequences), (costs.sample, others.sample, sequences)]
@@ -79,7 +77,7 @@ def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int]
 class CostMeter:
     """Fit `Costs` by least squares to the seconds of each kind of action (decode and prefill: of each role and stage).
 
-    Only sums are kept, so ranks can add their vectors.
+    Vectors of ranks can be added.
     """
 
     MIN_SAMPLES = 4
@@ -99,7 +97,7 @@ class CostMeter:
         self._sums = {kind: values[_MOMENTS * i : _MOMENTS * (i + 1)] for i, kind in enumerate(kinds)}
 
     def add(self, op: Op, role: str, stage: int, num_tokens: int, seconds: float) -> None:
-        """Add one action of `num_tokens` sequences, new tokens or output rows, as in `Costs`."""
+        """Add one action; `num_tokens` is the n of `Costs`."""
         sums = self._sums[_kind(op, role, stage)]
         n, t = float(num_tokens), seconds
         for i, moment in enumerate((1.0, n, t, n * n, n * t)):
@@ -173,10 +171,7 @@ LINES = ("sample", "default_prefill", "score")
 
 
 def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
-    """Read costs: pairs (fixed, per token) in seconds, of all stages or of each; missing ones have defaults.
-
-    Raises ConfigError with every problem.
-    """
+    """Read pairs (fixed, per token) of seconds, of all stages or of each. Raises ConfigError with every problem."""
     if not path.is_file():
         raise ConfigError(missing_path("the file of costs", path))
     try:

@@ -41,10 +41,7 @@ class Gaps:
         return start
 
     def fill(self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int]) -> Ints:
-        """`place` n actions in turn, each after the previous one of its line. Returns the starts, [n].
-
-        Actions after all gaps that are ready in order need no search.
-        """
+        """`place` n actions in turn, each after the previous one of its line. Returns the starts, [n]."""
         ends, last = [0] * (max(lines, default=0) + 1), self.last(ranks)
         behind = _behind(last, ready, durations)
         found = self._one_by_one(ranks, ready[:behind], durations[:behind], lines, ends) if behind else []
@@ -78,7 +75,7 @@ class Gaps:
     def _on_one_rank(
         self, rank: int, ready: Sequence[int], durations: Sequence[int], lines: Sequence[int], ends: list[int]
     ) -> list[int]:
-        """`_one_by_one` on one rank, with `_fit_one` and `_take` inlined for speed."""
+        """`_one_by_one` with `_fit_one` and `_take` inlined for speed."""
         begins, closes, shortest, found = self._starts[rank], self._ends[rank], self._shortest, list[int]()
         for start, duration, line in zip(ready, durations, lines, strict=False):
             if start < ends[line]:
