@@ -39,7 +39,7 @@ class Payload(Enum):
 class Action:
     """One action of one rank, not to be changed; frozen instances take three times as long to create.
 
-    Only decode micro-steps and their messages have a `step`, only messages `payload` and `peer`.
+    Only decode micro-steps and their messages have a `step`.
     """
 
     rank: int

@@ -71,7 +71,6 @@ def _column(at_s: float, makespan_s: float, columns: int) -> int:
 
 
 def _row(spans: Sequence[Span], makespan_s: float, columns: int) -> list[str]:
-    """Cells of one rank: the longest action in each, or idle if most of it is."""
     if not makespan_s:
         return [IDLE] * columns
     busy, most = [0.0] * columns, [0.0] * columns

@@ -1,6 +1,6 @@
 """Links of a schedule, process groups of a run, and waves of first use.
 
-No two directed links share a group, so decoding and prefill never wait for each other's messages.
+No two directed links share a group, so their messages never wait for each other.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ def links_of(site: Site) -> Iterator[Link]:
 
 
 def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
-    """Divide links into waves with at most one link per rank, so that their first use cannot deadlock.
-
-    n links per rank give at most 2 n - 1 waves.
-    """
+    """Divide links into waves with at most one link per rank, so that their first use cannot deadlock."""
     engaged: dict[int, int] = defaultdict(int)  # by rank: its waves, as bits
     waves: list[list[Link]] = []
     for link in links:

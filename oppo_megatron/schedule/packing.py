@@ -70,9 +70,7 @@ def _ends(bins: Ints) -> list[int]:
 
 
 def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Divide indices into `num_parts` ascending parts with about equal sums, by longest processing time first.
-
-    The largest sum is at most 4/3 of the best (Graham 1969).
+    """Divide indices into `num_parts` ascending parts, by longest processing time first: at most 4/3 of the best (Graham 1969).
     """
     assert num_parts >= 1, f"a batch is divided into at least 1 part, not {num_parts}"
     parts: list[list[int]] = [[] for _ in range(num_parts)]

@@ -91,7 +91,7 @@ def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tupl
 
 
 def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
-    """Yield rounds until the batch is decoded, then until it is scored; they also end where prompts may enter."""
+    """Yield rounds until the batch is decoded and scored; they also end where prompts may enter."""
     prompt, chunk, clock = (0,) * prompt_tokens, config.overlap.chunk.tokens, 0
     period = config.overlap.admission_period
     rows = batch_rows(config)

@@ -133,8 +133,6 @@ class Fork(NamedTuple):
 
 
 class Forks:
-    """Forks of one replica, each made as soon as its source has enough cached."""
-
     def __init__(self, forks: Iterable[Fork]):
         self._waiting: dict[int, list[Fork]] = {}
         for fork in forks:
@@ -154,7 +152,7 @@ class Forks:
 
 @dataclass(frozen=True)
 class Round:
-    """`steps` decode steps and, by role and replica, micro-batches in the required order.
+    """Decode steps and, by role and replica, micro-batches in the required order.
 
     The actor prefills before decoding. `forks`: prompts that are copied, not computed again.
     """
@@ -210,8 +208,8 @@ class Site:
     def feeds(self) -> Mapping[int, tuple[int, ...]]:
         """Listeners that each rank sends chunks to, at most FAN_OUT.
 
-        `source` sends, then other actor ranks, spaced evenly over hosts, then earlier listeners, so no ranks wait in a cycle.
-        Those with the critic are last, because its update delays them.
+        `source` sends, then other actor ranks, spaced over hosts, then earlier listeners, so no ranks wait in a cycle. Those with
+        the critic are last, because its update delays them.
         """
         actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
         first = actor.index(self.source)

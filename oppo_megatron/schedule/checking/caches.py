@@ -1,4 +1,4 @@
-"""Check that the caches hold what a round adds: in every round, because this depends on sizes."""
+"""Check in every round that the caches hold what it adds."""
 
 from __future__ import annotations
 

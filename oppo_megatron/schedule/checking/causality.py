@@ -1,7 +1,4 @@
-"""Check that each rank uses nothing before it exists, and has micro-batches in order.
-
-A rank holds one hidden state per role: the last received or computed.
-"""
+"""Check that each rank uses nothing before it exists; it holds one hidden state per role, the last received or computed."""
 
 from __future__ import annotations
 

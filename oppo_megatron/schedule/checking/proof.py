@@ -51,7 +51,7 @@ class _Stage:
 def require_provable(
     computes: Schedule, round_: Round, site: Site, budgets: Budgets, costs: Costs, transport: Transport = GLOO
 ) -> None:
-    """Raise ScheduleError with all faults unless the compute actions are proved sound; caches are `require_room`'s."""
+    """Raise ScheduleError with all faults unless the compute actions are proved sound."""
     if not prove(computes, round_, site, transport):
         require_sound(add_communication(computes, round_, site), round_, site, budgets, costs, transport)
 
@@ -75,7 +75,6 @@ def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = 
 
 
 def runs_in_time(table: Timetable, round_: Round, site: Site) -> bool:
-    """True if these are the round's units and each starts after all that it waits for."""
     counts = {(role, d): count_of((role, d), round_) for role, own in site.placements.items() for d in range(own.dp)}
     if table.site != site or not all(team in table.times for team, count in counts.items() if count.units):
         return False
@@ -117,7 +116,7 @@ def _order(rank: int, table: Timetable, stages: dict[Place, _Stage]) -> list[_St
 
 
 def _runs_through(orders: dict[int, list[_Stage]], most: int) -> bool:
-    """True if all units can be done in each rank's order; `most`: unreceived hidden states per link."""
+    """True if all units can be done; `most`: unreceived hidden states per link."""
     position = dict.fromkeys(orders, 0)
     ready = list(orders)
     while ready:
@@ -144,7 +143,6 @@ def _runs_through(orders: dict[int, list[_Stage]], most: int) -> bool:
 
 
 def _held(order: list[_Stage], position: int, most: int) -> bool:
-    """True if the previous unit's result is still to be sent."""
     if not position:
         return False
     stage = order[position - 1]

@@ -30,7 +30,7 @@ class Span(NamedTuple):
 class Stuck:
     """A rank that cannot continue: `action` waits for `ranks`.
 
-    `mistaken`: another message came. `held`: why the transport holds this send; `remedy` releases it.
+    `mistaken`: another message came. `held`: why the transport holds this send.
     """
 
     action: Action
@@ -59,7 +59,6 @@ class Timeline:
 
     @property
     def working(self) -> tuple[int, ...]:
-        """Ranks that compute."""
         return tuple(r for r in sorted(self.spans) if any(span.action.op in COMPUTE for span in self.spans[r]))
 
     def busy_s(self, rank: int) -> float:
@@ -86,10 +85,7 @@ def simulate(
     begun: Mapping[int, float] | None = None,
     running: Running | None = None,
 ) -> Timeline:
-    """Execute the schedule in virtual time until no rank can continue.
-
-    `begun`: start of each rank's list in seconds. `running`: None if no sequence ends within the round.
-    """
+    """Execute until no rank can continue; `begun`: start of each rank's list in seconds."""
     run = _Run(schedule, round_, site, costs or Costs(), transport, running)
     run.clock.update(begun or {})
     while run.ready:
@@ -199,7 +195,6 @@ class _Run:
         return (action.peer,) if action.peer in self.lists else ()
 
     def _holder(self, action: Action) -> str | None:
-        """Return why the transport holds a send, or None."""
         if not self._meets(action):
             return "the first use of its communicator, for which both ends have to come"
         ahead = self.links[link_of(action)]

@@ -15,7 +15,7 @@ from oppo_megatron.schedule.actions import Payload
 
 @dataclass(frozen=True)
 class Transport:
-    """`made`: every link was used before the round. `in_flight`: most unreceived messages of a link (missing: no limit)."""
+    """`made`: links were used before the round. `in_flight`: most unreceived messages of a link (missing: no limit)."""
 
     name: str
     made: bool = True

@@ -96,7 +96,6 @@ class ActorBook(Book):
         return self._works(ours)
 
     def _in_line(self, rows: Ints, before: Ints, new: Ints, order: Callable[[Sequence[int]], list[int]]) -> Ints:
-        """Return positions in `rows`: `before` sorted by `order`, then `new`."""
         ledger = self._ledger
         before = before[np.argsort(ledger[OPENED][rows[before]], kind="stable")]
         position = np.empty(len(ledger), dtype=np.int64)
@@ -105,7 +104,6 @@ class ActorBook(Book):
         return np.concatenate([position[ledger.rows(np.array(ordered, dtype=np.int64))], new])
 
     def runs(self, rollouts: Sequence[Rollout] | Columns) -> Bools:
-        """True for rollouts that run in the last planned round."""
         run: Bools = self._ledger[CACHED][self._ledger.rows(columns_of(rollouts).seq_ids)] != ABSENT
         return run
 
@@ -142,7 +140,7 @@ class ActorBook(Book):
         return current
 
     def _admit(self, rows: Ints, homes: Ints) -> tuple[Bools, Bools]:
-        """Give free slots to sequences without one. Returns masks of running sequences and new slots."""
+        """Return masks of running sequences and of those that get free slots."""
         new = self._ledger[CACHED][rows] == ABSENT
         if len(self._short(homes[new])):
             places = np.flatnonzero(new)

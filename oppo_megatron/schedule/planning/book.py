@@ -1,7 +1,4 @@
-"""Cached and computed tokens of every rollout in a role, the same on all ranks that plan a round.
-
-Micro-batches are packed only for a rank's `own` replicas.
-"""
+"""Cached and computed tokens of every rollout in a role, the same on all ranks that plan a round."""
 
 from __future__ import annotations
 
@@ -83,7 +80,6 @@ class Book:
         return self._replicas.of(seq_id)
 
     def homes(self, rollouts: Sequence[Rollout] | Columns) -> Ints:
-        """Return the replica of each rollout."""
         return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
 
     def num_open(self, replica: int) -> int:
@@ -91,7 +87,6 @@ class Book:
         return int(self._num_open[replica])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state between two rounds."""
         return {
             "replicas": self._replicas.state_dict(),
             "cached": [list(self.cached(replica).items()) for replica in range(len(self))],
@@ -149,10 +144,7 @@ class Book:
         return self.groups.size > 1 and self.groups.fork
 
     def _sources(self, rows: Ints, depth: Ints, wanting: Bools | None = None) -> Ints:
-        """For each of `rows`, return the sequence to fork at `depth`, or ABSENT; one of a group computes the prompt if necessary.
-
-        `wanting`: True for sequences prefilled in this round.
-        """
+        """For each of `rows`, return the sequence to fork at `depth`, or ABSENT; `wanting`: sequences prefilled in this round."""
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
         if not self.forks:
             return sources

@@ -61,7 +61,6 @@ class Ledger:
         return list(zip(self.where(mask).tolist(), self[name][mask].tolist(), strict=True))
 
     def enter(self, name: str, pairs: Pairs) -> Ints:
-        """Set numbers by sequence. Returns their rows."""
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         rows = self.rows(table[:, 0])
         self[name][rows] = table[:, 1]
@@ -72,7 +71,7 @@ class Ledger:
             self._columns[name][:] = unset
 
     def _make_room(self, low: int, high: int) -> None:
-        """Make room for ids low to high and those in use; twice as much, so that this is rare."""
+        """Make twice the room needed, so that this is rare."""
         used = self.where(self._columns[self._entered] != self._unset[self._entered])
         if len(used):
             low, high = min(low, int(used[0])), max(high, int(used[-1]))

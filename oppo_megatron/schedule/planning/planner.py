@@ -56,8 +56,6 @@ class PlannedRound:
 
 @dataclass(frozen=True)
 class BookedRound:
-    """A round's work by role and replica, before it is ordered."""
-
     steps: int
     works: Mapping[str, Sequence[ReplicaWork]]
 
@@ -75,7 +73,7 @@ class BookedRound:
 class RoundPlanner:
     """Plans and checks the `Component` of `rank` (None: all ranks).
 
-    `micro_batch_tokens` bounds prefill micro-batches, `max_length` cached sequences. Scorers in `late` skip rounds that decode.
+    `max_length` bounds cached sequences. Scorers in `late` skip rounds that decode.
     """
 
     site: Site
@@ -220,7 +218,6 @@ class RoundPlanner:
         return self._known[key]
 
     def _checked(self, shape: Round, budgets: Budgets) -> Schedule:
-        """Build and check a schedule once per shape; of a component's model, keep this rank's list."""
         key, component = (shape.steps, _counts(shape)), self._component
         if key not in self._known:
             site = self.site if component is None else component.model
@@ -257,7 +254,6 @@ class RoundPlanner:
         return Schedule(lists), self.transport
 
     def _passing(self, shape: Round, site: Site) -> tuple[Generator, Schedule]:
-        """Return the first generator without deadlock (own, `intra`, `one_by_one`), and its schedule."""
         for generator in (self._generate, intra):
             computes = generator(shape, site, self.costs)
             if not self.transport.holds or prove(computes, shape, site, self.transport):
@@ -287,7 +283,7 @@ def _counts(part: Round) -> tuple[object, ...]:
 
 
 def median(numbers: Ints) -> int:
-    """Median of non-negative integers, rounded down; counting is faster than sorting many small ones."""
+    """Median of non-negative integers, rounded down; counting is faster than sorting."""
     smaller = np.cumsum(np.bincount(numbers))
     middle = np.array([(len(numbers) - 1) // 2, len(numbers) // 2])
     return int(np.searchsorted(smaller, middle, side="right").sum()) // 2

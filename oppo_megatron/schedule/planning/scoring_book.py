@@ -39,9 +39,9 @@ class Unread(NamedTuple):
 class ScoringBook(Book):
     """The book of a scoring role; without `reads_greedy` it ignores greedy sequences.
 
-    The reward model scores the last token, or each response token (`every_token`). Reference and critic give response token t
-    from position P + t - 1, so they never read the last. If slots are short, finished sequences evict the youngest unfinished
-    ones, which are prefilled again later; their outputs stay valid.
+    The reward model scores the last token, or each response token. Reference and critic give response token t from position P + t
+    - 1, so they never read the last. If slots are short, finished sequences evict the youngest unfinished ones, whose outputs
+    stay valid.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ScoringBook(Book):
     def plan(
         self, rollouts: Sequence[Rollout] | Columns | Unread, budget: int, own: Collection[int] | None = None
     ) -> list[ReplicaWork]:
-        """Return every replica's work, which the book counts as done; `budget`: tokens of a micro-batch."""
+        """Return every replica's work, which the book counts as done."""
         ours = self._ours(own)
         admitted = self._admit(rollouts if isinstance(rollouts, Unread) else self.unread(rollouts), ours)
         self._fork(admitted, ours)
@@ -149,7 +149,6 @@ class ScoringBook(Book):
         return missing
 
     def _admit(self, unread: Unread, ours: Mapping[int, ReplicaWork]) -> Unread:
-        """Give slots, to finished sequences first. Returns sequences with slots."""
         columns, rows, homes, cached, _ = unread
         new = np.flatnonzero(cached == ABSENT)
         if not len(new):
@@ -186,7 +185,6 @@ class ScoringBook(Book):
         self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
 
     def _fork(self, admitted: Unread, ours: Mapping[int, ReplicaWork]) -> None:
-        """Fork prompts that others compute; changes `cached`."""
         columns, rows, homes, cached, _ = admitted
         depth = self._depth(columns)
         sources = self._sources(rows, depth)

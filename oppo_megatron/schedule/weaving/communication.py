@@ -11,10 +11,7 @@ from oppo_megatron.schedule.rounds import Round, Site
 
 
 def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
-    """Return the schedule with its messages.
-
-    Drawn tokens are received before the next step, or at the list's end; the gather and the whole chunk come last.
-    """
+    """Drawn tokens are received before the next step, or at the list's end; the gather and the whole chunk come last."""
     lists = {rank: messages_of(rank, schedule, round, site) for rank in site.ranks}
     return Schedule({rank: own for rank, own in lists.items() if own})
 

@@ -1,10 +1,9 @@
 """The part of a site that a rank's schedule depends on, with its tensor ranks taken as one.
 
-A rank's component is everything tied to it by shared replicas, directly or through others; nothing outside uses its ranks. Ranks
-with the same replica and stage of every role are one *class*; the *model*, which is planned and checked, has one of each.
-
-Proofs of all models hold for the site, because a message of the model represents one of each shard in the same order, and
-components share only the gather and the chunks at the end.
+A rank's component is everything tied to it by shared replicas, directly or through others. Ranks with the same replica and stage
+of every role are one *class*; the *model*, which is planned and checked, has one of each. Proofs of all models hold for the site,
+because a message of the model represents one of each shard in the same order, and components share only the gather and the chunks
+at the end.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class Component:
         return replace(round, decode=decode, prefill=prefill, forks=forks)
 
     def own_list(self, model: Schedule, shape: Round) -> tuple[Action, ...]:
-        """Return the rank's list with messages, from the actions of `member` in `model`."""
         own = (Action(self.rank, a.op, a.role, a.micro_batch, a.chunk, a.step) for a in model.of(self.member))
         return messages_of(self.rank, Schedule({self.rank: tuple(own)}), shape, self.site)
 
@@ -94,7 +92,6 @@ def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, i
 def _divisions(
     placement: RolePlacement, replicas: tuple[int, ...], classes: Mapping[int, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield for each stage, per shard, the first shard of its class."""
     for replica in replicas:
         for stage in range(placement.pp):
             own = [classes[rank] for rank in placement.stage_ranks(replica, stage)]

@@ -38,9 +38,9 @@ def at_stage(lines: Lines, stage: int) -> Linear:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one stage's actions: `decode` and `sample` of n sequences, `score` of n rows, any message.
+    """Seconds of one stage's actions on n sequences (`decode`, `sample`), tokens or output rows.
 
-    Roles not in `prefill` cost `default_prefill`. Only the last stage has `sample` and `score`.
+    Roles not in `prefill` cost `default_prefill`.
     """
 
     decode: Lines = Linear(2e-3, 5e-5)
@@ -75,10 +75,7 @@ def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int]
 
 
 class CostMeter:
-    """Fit `Costs` by least squares to the seconds of each kind of action (decode and prefill: of each role and stage).
-
-    Vectors of ranks can be added.
-    """
+    """Fit `Costs` by least squares to the seconds of each kind of action; vectors of ranks can be added."""
 
     MIN_SAMPLES = 4
 
@@ -97,20 +94,18 @@ class CostMeter:
         self._sums = {kind: values[_MOMENTS * i : _MOMENTS * (i + 1)] for i, kind in enumerate(kinds)}
 
     def add(self, op: Op, role: str, stage: int, num_tokens: int, seconds: float) -> None:
-        """Add one action; `num_tokens` is the n of `Costs`."""
         sums = self._sums[_kind(op, role, stage)]
         n, t = float(num_tokens), seconds
         for i, moment in enumerate((1.0, n, t, n * n, n * t)):
             sums[i] += moment
 
     def join(self, vector: Sequence[float], keep: float = 1.0) -> None:
-        """Add the sums of another meter of these roles; own ones are weighted by `keep` (0 to 1)."""
+        """Add the sums of another meter of these roles; own ones are weighted by `keep`."""
         for i, sums in enumerate(self._sums.values()):
             other = vector[_MOMENTS * i : _MOMENTS * (i + 1)]
             sums[:] = [keep * own + new for own, new in zip(sums, other, strict=True)]
 
     def take(self) -> list[float]:
-        """Return and reset the sums."""
         vector = self.to_vector()
         self.join([0.0] * len(vector), keep=0.0)
         return vector
@@ -125,8 +120,8 @@ class CostMeter:
     def costs(self, fallback: Costs) -> Costs:
         """Return the fitted costs.
 
-        A stage without samples gets its role's line, else that of `fallback`. With fewer than `MIN_SAMPLES`, or equal n, that
-        line is scaled to their mean.
+        A stage without samples gets its role's line, else that of `fallback`. With few samples, or equal n, that line is scaled
+        to their mean.
         """
         prefill = {role: self._by_stage(Op.PREFILL, role, fallback.prefill_of(role)) for role in self.stages}
         return Costs(

@@ -22,7 +22,7 @@ def in_nanoseconds(seconds: npt.NDArray[np.float64]) -> Ints:
 
 
 class Gaps:
-    """Gaps of each rank, the last endless; those shorter than `shortest` are dropped."""
+    """Gaps of each rank, the last endless; shorter ones than `shortest` are dropped."""
 
     def __init__(self, ranks: Sequence[int], shortest: int = 1):
         self._shortest = max(1, shortest)
@@ -115,7 +115,6 @@ class Gaps:
         return max(self._starts[rank][-1] for rank in ranks)
 
     def close(self) -> None:
-        """Drop all gaps but the last."""
         for rank in self._starts:
             del self._starts[rank][:-1], self._ends[rank][:-1]
 
@@ -130,7 +129,6 @@ class Gaps:
             start = found
 
     def _fit_one(self, rank: int, ready: int, duration: int) -> tuple[int, int]:
-        """Return the first gap with enough room, and the start in it."""
         starts, ends = self._starts[rank], self._ends[rank]
         gap = bisect_left(ends, ready + duration)
         start = starts[gap]

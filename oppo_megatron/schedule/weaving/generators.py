@@ -24,7 +24,6 @@ Generator = Callable[[Round, Site, Costs], Schedule]
 
 
 def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
-    """Place the actor's part first, then the scorers'."""
     placer = Placer(round, site, costs)
     placer.place_actor()
     placer.free.close()
@@ -42,7 +41,7 @@ def intra(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def woven(round: Round, site: Site, costs: Costs) -> Schedule:
-    """Place the actor's part first, and the scorers' in its gaps or after it; with one stage, as `intra`."""
+    """Place the scorers' part in the actor's gaps or after it; with one stage, as `intra`."""
     if site.placements["actor"].pp == 1:
         return intra(round, site, costs)
     placer = Placer(round, site, costs)
@@ -73,8 +72,6 @@ SCHEDULE = Signature(("round", "site", "costs"), "Schedule")
 
 @dataclass(frozen=True)
 class CustomGenerator:
-    """A user's `overlap.schedule` (docs/extending.md)."""
-
     plugin: Plugin
 
     def __call__(self, round: Round, site: Site, costs: Costs) -> Schedule:
@@ -99,10 +96,7 @@ def _of_replica(replicas: Sequence[Sequence[Batch]], replica: int) -> Sequence[B
 
 
 def _laps(durations: list[list[int]], free: list[int], message: int, steps: int) -> Ints:
-    """Starts of decode steps, [steps, micro-batches, stages]; `free`: when each stage may begin.
-
-    Once two steps begin in the same way, the rest repeats.
-    """
+    """Starts of decode steps, [steps, micro-batches, stages]; `free`: when each stage may begin."""
     ready, laps, apart = [0] * len(durations), list[list[list[int]]](), 0
     through = message if len(free) > 1 else 0
     while len(laps) < steps:
@@ -123,8 +117,7 @@ def _laps(durations: list[list[int]], free: list[int], message: int, steps: int)
 def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
     """Starts of one decode step, by micro-batch and stage.
 
-    Micro-batches that would only wait for the next one move close to it, unless that delays the following step, so that a step
-    leaves one gap per stage.
+    Micro-batches that would only wait for the next one move close to it, so that a step leaves one gap per stage.
     """
     starts = _earliest(durations, ready, free, message)
     ready = [row[-1] + own[-1] + message for row, own in zip(starts, durations, strict=True)]
@@ -162,9 +155,8 @@ def _close(
 
 
 def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> None:
-    """Place all prefills, always of the line whose first stage is free first.
-
-    `place(line, prefill, time)` returns when that stage is free again.
+    """Place all prefills, always of the line whose first stage is free first; `place(line, prefill, time)` returns when it is
+    again.
     """
     turns = [(0, n, 0) for n, line in enumerate(lines) if len(line.times)]
     while turns:
@@ -195,8 +187,6 @@ class Line:
 
 
 class Placer:
-    """The virtual timeline of a round while it is filled."""
-
     def __init__(self, round: Round, site: Site, costs: Costs):
         self.round, self.site, self.costs = round, site, costs
         self.message = nanoseconds(costs.message_s)
@@ -233,7 +223,7 @@ class Placer:
         return Schedule(Timetable(self.round, self.site, {team: line.whole() for team, line in self._lines.items()}))
 
     def _place_by_stage(self, lines: Sequence[Line]) -> None:
-        """Place lines on the same ranks; only the first stage decides the turns, so it is filled first."""
+        """Place lines on the same ranks, one stage after the other, because only the first decides the turns."""
         of, starts, ranks = list[int](), list[int](), lines[0].ranks[0]
         durations, put = [line.times[:, 0].tolist() for line in lines], self.free.place
 
@@ -247,7 +237,6 @@ class Placer:
         self._place_later(lines, of, np.array(starts, dtype=np.int64))
 
     def _place_later(self, lines: Sequence[Line], of: Sequence[int], first: Ints) -> None:
-        """Place prefills on the following stages; `of`: line of each, `first`: its first start."""
         ranks, of_N = lines[0].ranks, np.array(of, dtype=np.int64)
         times, starts = np.empty((len(of), len(ranks)), dtype=np.int64), np.empty((len(ranks), len(of)), dtype=np.int64)
         for n, line in enumerate(lines):
@@ -280,7 +269,6 @@ class Placer:
         line.decoded = Times(starts.reshape(-1, len(stages)).T, placed.T)
 
     def _place_prefill(self, line: Line, times: list[int]) -> int:
-        """Place a micro-batch on all stages. Returns when the first stage finishes it."""
         place, ends, ready = self.free.place, line.ends, 0
         for stage, (ranks, duration) in enumerate(zip(line.ranks, times, strict=True)):
             before = ends[stage]
