@@ -90,9 +90,7 @@ def problems(seed: int, split: Literal["train", "heldout"], shape: Shape = Shape
 
 
 def wrong_solution(problem: Problem, rng: random.Random) -> str:
-    """A worked solution that looks right and ends in a wrong answer: mostly one slip, carried through; else a wrong last line, a
-    step left out, or a stop before the end.
-    """
+    """A wrong solution that looks right: one slip carried through, or else a wrong last line, a missing step or an early stop."""
     kind = rng.choices(("slip", "copy", "skip", "stop"), weights=(60, 15, 15, 10))[0]
     terms, totals = problem.terms, problem.totals
     if kind == "copy":

@@ -151,9 +151,7 @@ def require_syntax(template: str) -> None:
 
 
 def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages in the forms that templates expect, which differ in a call's arguments (an object or its JSON) and in
-    the content of a message with calls alone.
-    """
+    """Yield the forms that templates expect: a call's arguments as object or JSON, and various contents of bare calls."""
     has_calls = any(message.get("tool_calls") for message in messages)
     for as_object in (True, False) if has_calls else (True,):
         for empty in ({}, {"content": None}, {"content": ""}) if has_calls else ({},):

@@ -28,17 +28,17 @@ _DIGITS = re.compile(
 
 
 def gsm8k_answer(text: str) -> Fraction | None:
-    """The final answer of a GSM8K solution; None if it states none.  The last mark counts, number or not."""
+    """The final answer of a GSM8K solution, or None.  The last mark counts, number or not."""
     return _read(text, ["hashed"])
 
 
 def arithmetic_answer(text: str) -> Fraction | None:
-    """Marked as in GSM8K, else the last line's number after `=`."""
+    """The GSM8K answer, else the last line's number (after `=`)."""
     return _read(text, ["hashed", "last line"])
 
 
 def flexible_answer(text: str) -> Fraction | None:
-    """Marked or stated in any form; else the last number in the text."""
+    """The answer marked or stated in any form, else the last number."""
     form, found = texts(text, ["hashed", "marked", "stated"])
     number = _number(found[-1]) if found else None
     if number is not None or form == "hashed":
@@ -54,7 +54,7 @@ def flexible_answer(text: str) -> Fraction | None:
 
 
 def first_answer(text: str) -> Fraction | None:
-    """The answer after the first mark of the first line with one; None if it is not a number, or there is no mark."""
+    """The answer after the first mark; None without a mark or number."""
     mark = _MARK.search(text)
     return _number(mark[1].partition("####")[0]) if mark else None
 
@@ -76,11 +76,11 @@ ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {
     "flexible": flexible_answer,
     "gsm8k_first": first_answer,
 }
-"""Answer reader of each rule; `flexible` is gsm8k's with `lenient`."""
+"""Answer reader of each rule; `flexible` is gsm8k with `lenient`."""
 
 
 def expected_answer(value: Any) -> Fraction:
-    """The number in a row's answer column: a JSON number, a bare number as text, or a whole solution.  Raises RewardError."""
+    """The number in an answer column: a JSON number, number as text, or whole solution.  Raises RewardError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return Fraction(value)
     if isinstance(value, float) and math.isfinite(value):

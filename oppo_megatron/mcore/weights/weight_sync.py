@@ -1,8 +1,8 @@
-"""Moves a trained role's weights from the layout of its updates to the layout of decoding or scoring.
+"""Moves trained weights to the layout of decoding or scoring; with equal layouts the models share parameters.
 
-The plan and its execution are megatron-core's (`megatron.core.resharding`).  Version 0.16.1 plans over all ranks of the world
-(`_RoleWorld`), supports one module per rank (`_Weights`), may fetch a rank's own weights from others (`_nearest_replica`), and
-stages a whole model at once (`_rounds`).  If both layouts are the same, the two models share their parameters.
+Plan and execution are megatron-core's (`megatron.core.resharding`), but 0.16.1 plans over the world (`_RoleWorld`), supports
+one module per rank (`_Weights`), may fetch a rank's own weights from others (`_nearest_replica`), and stages a whole model at
+once (`_rounds`).
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.model import RoleModel
 
 ROUND_BYTES = 64 << 20
-"""Bytes that a round stages for each pair of ranks; a larger piece of a tensor is a round of its own."""
+"""Bytes staged per round and pair of ranks; a larger piece is its own round."""
 
 
 @dataclass(frozen=True)
 class MoveReport:
-    """One move; `bytes_moved` from one rank to another, summed over the role's ranks, `seconds` on this rank."""
+    """One move; `bytes_moved` between ranks, summed over the role."""
 
     bytes_moved: int
     seconds: float
 
 
 class Reallocation:
-    """Moves weights from the trained model chunks to the serving model, both on the same ranks and of one dtype.
+    """Moves weights from trained chunks to the serving model, on the same ranks and of one dtype.
 
-    Every rank of the role makes it at the same point, and calls each `move`.  CUDA tensors are sent directly: groups are
-    NCCL's.
+    Every rank of the role makes it and calls each `move`.
     """
 
     def __init__(self, training: Sequence[RoleModel], serving: RoleModel, round_bytes: int = ROUND_BYTES):
@@ -61,7 +60,7 @@ class Reallocation:
         self._bytes = self._bytes_between_ranks(plan)
 
     def move(self) -> MoveReport:
-        """Copy the trained weights, bit for bit, into the existing storages of the serving model."""
+        """Copy the trained weights, bit for bit, into the serving model's storages."""
         if self.shared:
             return MoveReport(0, 0.0)
         began = time.perf_counter()
@@ -94,10 +93,7 @@ class Reallocation:
 
 
 def share_parameters(training: RoleModel, serving: RoleModel) -> None:
-    """Replace the parameters of `serving` by the `Parameter` objects of `training`, except adapters that `serving` lacks.
-
-    megatron's DDP and optimizers replace the storage of parameters but keep the objects.
-    """
+    """Give `serving` the `Parameter` objects of `training`, which DDP and optimizers keep, except adapters it lacks."""
     trained = dict(training.named_parameters())
     for path, old in list(serving.named_parameters()):
         new, (owner, _, name) = trained.pop(path), path.rpartition(".")
@@ -108,10 +104,7 @@ def share_parameters(training: RoleModel, serving: RoleModel) -> None:
 
 
 class GroupCopy(CopyService):
-    """Copies between the ranks of one group; peers are ranks of the group.
-
-    Copies of a pair match in order of submission.
-    """
+    """Copies between a group's ranks, numbered in the group; copies of a pair match in order."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
@@ -149,7 +142,7 @@ class _Weights:
         return self.named.items()
 
     def named_modules(self) -> tuple[()]:
-        """Empty: the planner would read the layers' numbers from them, which the names already have."""
+        """Empty: the planner would read layer numbers from them, which the names already have."""
         return ()
 
     def piece(self, op: TransferOp) -> Tensor:
@@ -157,10 +150,7 @@ class _Weights:
 
 
 def _weights(chunks: Sequence[RoleModel], *, serving: bool) -> _Weights:
-    """The parameters that change.
-
-    A last stage's copy of tied embeddings equals these: it is not sent, and is filled from them.
-    """
+    """Return the changing parameters; a last stage's copy of tied embeddings is filled from them, not sent."""
     named: dict[str, Parameter] = {}
     for chunk in chunks:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
@@ -181,9 +171,9 @@ def _weights(chunks: Sequence[RoleModel], *, serving: bool) -> _Weights:
 
 
 def _rounds(plan: ReshardPlan, source: _Weights, target: _Weights, round_bytes: int) -> Iterator[ReshardPlan]:
-    """The plan in parts that stage at most `round_bytes` for each pair of ranks, or one piece that is larger.
+    """Split the plan to stage at most `round_bytes` per pair of ranks, or one larger piece.
 
-    The two ranks of a pair see its transfers in the same order, hence in the same rounds.
+    Both ranks of a pair see its transfers in the same order, so in the same rounds.
     """
     sends, receives = _cut(plan.send_ops, source, round_bytes), _cut(plan.recv_ops, target, round_bytes)
     for send_ops, recv_ops in itertools.zip_longest(sends, receives):
@@ -206,18 +196,15 @@ def _cut(ops: Iterable[TransferOp], weights: _Weights, limit: int) -> list[list[
 def _nearest_replica(
     sources: Sequence[ParameterMetadata], target: ParameterMetadata, target_rank: int
 ) -> ParameterMetadata:
-    """Choose the replica that sends a parameter: the receiving rank's own, else each in turn.
-
-    resharding/utils.py:322 would let every rank fetch its own weights from rank 0 with pure data parallelism.
-    """
+    """Choose the sender of a parameter: the receiving rank itself, else each in turn (unlike resharding/utils.py:322)."""
     own = [source for source in sources if source.owner_rank == target_rank]
     return own[0] if own else sources[target_rank % len(sources)]
 
 
 class _RoleWorld:
-    """The functions of `torch.distributed` that resharding uses, with the ranks of one group as the world.
+    """`torch.distributed` for resharding, with one group as the world.
 
-    planner.py:261-337 gathers over WORLD, execution.py:59 waits for it: ranks with other models would have to take part.
+    planner.py:261-337 and execution.py:59 would involve ranks with other models.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -250,4 +237,4 @@ class _RoleWorld:
         dist.broadcast_object_list(objects, dist.get_global_rank(self._group, src), group=self._group)
 
     def barrier(self) -> None:
-        """Do nothing: a rank's own copies are complete, and ranks may have different numbers of rounds."""
+        """Do nothing: a rank's own copies are complete, and numbers of rounds may differ."""
