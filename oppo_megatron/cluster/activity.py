@@ -51,7 +51,6 @@ class Activity:
         self.beat()
 
     def look(self) -> Doing:
-        """Any thread may call it."""
         stack, beats, last = list(self._stack), self._beats, self._last
         words, marked = [str(each) for each, _ in stack], bool(stack) and stack[-1][1]
         if stack and isinstance(other := stack[-1][0], Activity):

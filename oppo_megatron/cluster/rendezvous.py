@@ -1,7 +1,6 @@
-"""Rendezvous: ranks meet, or report within a deadline which are missing.
+"""Ranks meet in a store at MASTER_ADDR:MASTER_PORT, or report within a deadline which are missing.
 
-Ranks register in a store at MASTER_ADDR:MASTER_PORT. The last, or the first to find a fault or reach the deadline, writes the
-outcome, which ends every wait. Keys:
+The last rank, or the first to find a fault or reach the deadline, writes the outcome, which ends every wait. Keys:
 
     size      number of ranks, by the first   settled   processes that wanted to write the outcome
     count/R   registrations of rank R         rank/R    its RankHost
@@ -154,7 +153,6 @@ class _Arrival:
             return None
 
     def _find(self) -> str:
-        """Wait until something listens; return this end's address."""
         while (left_s := self._left_s()) > 0:
             address = self._knock(left_s)
             if address is not None:

@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Such as `single`, `disaggregated 1 | 1 (reference: actor)`, `colocated tp 2 x dp 2`."""
+        """Such as `disaggregated 1 | 1 (reference: actor)`."""
         placement = self.placement
         if placement.mode == "single":
             return "single"
@@ -108,8 +108,6 @@ def most_ranks(settings: TrainSettings, machine: Machine) -> int:
 
 
 class _Finder:
-    """Tries layouts against the usual checks."""
-
     def __init__(self, settings: TrainSettings, machine: Machine, num_ranks: int):
         self.settings, self.machine, self.num_ranks = settings, machine, num_ranks
         roles = named_roles(settings.with_placement(PlacementConfig(mode="single")))

@@ -13,8 +13,6 @@ SHOWN = 3
 
 
 class HasSizes(Protocol):
-    """A setting or placement."""
-
     @property
     def tp(self) -> int: ...
     @property

@@ -66,7 +66,6 @@ class RolePlacement:
 
 
 def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
-    """Serving placements."""
     pool = pools(config)
     actor = _placement(config.actor, pool["actor"])
     beside = {"reference": actor} if config.placement.reference == "actor" else {}

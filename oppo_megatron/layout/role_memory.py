@@ -1,4 +1,4 @@
-"""Memory of a role's ranks, by pipeline stage."""
+"""Memory of a role's ranks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A rank's watchdog: ends the rank if the run has stalled.
+"""Ends a rank if the run has stalled.
 
-A thread writes notes to the store of the rendezvous. Rank 0 (the judge) reads all notes, the others only the judge's, so the
-load is linear in the ranks. In a stall each watchdog writes `stacks/rank-N.txt` and, with the judge's verdict, ends its
-process, because the main thread may be in a call that cannot be interrupted. If a call holds the interpreter, a timer of
-`faulthandler`, restarted with each note, does so.
+A thread writes notes to the store of the rendezvous. Rank 0 (the judge) reads all, others only the judge's, so the load is
+linear in ranks. In a stall each watchdog writes `stacks/rank-N.txt` and, with the judge's verdict, ends its process, because
+the main thread may be in a call that cannot be interrupted. If a call holds the interpreter, a timer of `faulthandler`,
+restarted with each note, does so.
 """
 
 from __future__ import annotations

@@ -142,7 +142,6 @@ class Decoder:
         return valid_b
 
     def padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
-        """Rows padded with the end of text."""
         text = torch.full((len(rows), width), self.model.tokenizer.eos_id, dtype=torch.long)
         for i, row in enumerate(rows):
             text[i, : len(row)] = torch.tensor(row, dtype=torch.long)
@@ -151,7 +150,7 @@ class Decoder:
 
 @dataclass
 class Effort:
-    """Cost of a step's calls; `places` are positions x rows."""
+    """Cost of a step's calls; `places`: positions x rows."""
 
     places: int = 0
     positions: int = 0
@@ -207,7 +206,6 @@ class PooledActor:
         return rollout
 
     def _shown(self, keys: Sequence[int], batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Show the feed the tokens that the model's own `infer` draws."""
         if self._feed is None or not self._feed.is_open:
             return nullcontext()
         prompts = batch["length"].tolist()

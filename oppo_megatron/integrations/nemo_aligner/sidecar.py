@@ -55,7 +55,7 @@ def steps_of(checkpoints: Path) -> set[int]:
 
 
 def stamps_of(checkpoints: Path, step: int) -> dict[str, int]:
-    """When each checkpoint of a step last changed, in ns, by name."""
+    """Time of each checkpoint's last change, in ns, by name."""
     stamps: dict[str, int] = {}
     for found, path in _steps_and_paths(checkpoints):
         if found == step:
@@ -103,7 +103,7 @@ class Sidecar:
         self._together(self.leads, lambda: self._commit(position))
 
     def prune(self, checkpoints: Path, step: int) -> None:
-        """Remove rows whose checkpoints are gone, except `step`'s, which may be in writing; none if no name has a step.
+        """Remove rows whose checkpoints are gone, except `step`'s, which may still be written; none if no name has a step.
         Collective. Raises CheckpointError.
         """
         self._together(self.leads, lambda: self._prune(steps_of(checkpoints), step))

@@ -200,7 +200,6 @@ class PPOTrainer(ppo.PPOTrainer):
         return self._their_batches(*given) if made is None else made
 
     def _end_step(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
-        """Update the controllers; return figures over all replicas."""
         effort, rows = self._actor.effort, self.pool.rows
         local = {
             "deferred": len(rows), "carried_tokens": sum(len(row.tokens) for row in rows), "places": effort.places,
@@ -282,7 +281,7 @@ def _open_stream(settings: StreamConfig) -> ScorerStream | None:
 
 
 def _unfit(kept: Kept, rule: str | None, cannot: list[str]) -> CheckpointError | None:
-    """Why the run cannot continue with the rows; `rule` None: no delta."""
+    """Reason why the run cannot continue with the rows; `rule` None: no delta."""
     before = kept.state["delta"]["rule"]
     if rule is not None and before != rule:
         return CheckpointError(

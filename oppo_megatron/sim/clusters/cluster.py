@@ -1,5 +1,5 @@
-"""A cluster of equal nodes: peaks, links, constants, and their sources. Bus bandwidth as in nccl-tests: payload times
-`wire_factor` over seconds.
+"""A cluster of equal nodes, with a source per constant. Bus bandwidth as in nccl-tests: payload times `wire_factor` over
+seconds.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ SWEEPS = "microsoft/vidur, data/profiling/network, commit 7d47513; fitted"
 
 @checked(frozen=True, config=STRICT)
 class Line:
-    """Seconds of a message: `alpha_s` plus bytes on the wire over `bytes_per_s`."""
+    """`alpha_s`, plus bytes on the wire over `bytes_per_s`."""
 
     alpha_s: Seconds
     bytes_per_s: Annotated[float, Strict(), Field(ge=1e3, le=1e18)]
@@ -149,8 +149,6 @@ Law = Line | Curve
 
 @dataclass(frozen=True)
 class Inside:
-    """Links within a node: collectives by ranks, and messages."""
-
     collective: Mapping[int, Law]
     send: Law
     source: Source = field(compare=False)
@@ -162,8 +160,6 @@ class Inside:
 
 @dataclass(frozen=True)
 class Between:
-    """Network: `nics` per node, shared by its ranks."""
-
     alpha_s: float
     bytes_per_s: float
     nics: int
@@ -260,8 +256,8 @@ class Cluster:
 
 
 def threaded(cluster: Cluster, ranks: int, threads_per_rank: int) -> Cluster:
-    """Cluster as `ranks` ranks see it: on CPUs each has its threads' cores and a share of memory. `threads_per_rank` 0: cores
-    divided among the ranks.
+    """Cluster as `ranks` see it: on CPUs each has its threads' cores and a share of memory. `threads_per_rank` 0: all cores
+    are divided.
     """
     gpu, cores = cluster.gpu, cluster.gpus_per_node
     share = cores // min(ranks, cores)

@@ -114,7 +114,7 @@ def _prefill_line(model: LaidModel, stage: int, tokens: int, position: float) ->
 
 
 def _score_s(model: LaidModel) -> float:
-    """Seconds per output row, without reading the head's weights."""
+    """Seconds per row, without reading the head's weights."""
     last = model.placement.pp - 1
     return max(0.0, (model.head_s(last, 4096) - model.head_s(last, 2048)) / 2048)
 

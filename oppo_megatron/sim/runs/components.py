@@ -77,7 +77,6 @@ class Component:
 
     @property
     def all_ranks(self) -> frozenset[int]:
-        """Ranks of the component in the whole site."""
         return self._component.ranks
 
     def play(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> Iterator[tuple[int, float, float]]:
@@ -128,7 +127,6 @@ class Component:
         return seconds, scoring_s
 
     def _receive(self, shape: Round, free: list[float], ready: Sequence[float]) -> None:
-        """Receive the last step's tokens, after all other work."""
         first = NOBODY + 1
         for team in self._teams:
             count = count_of(team, shape)
@@ -189,7 +187,7 @@ class Component:
                 yield own, role != "actor"
 
     def _decode_s(self, stage: int, pp: int, running: Ints) -> Floats:
-        """Micro-steps, [steps, micro-batches]."""
+        """Seconds, [steps, micro-batches]."""
         line, sample, last = self.costs.decode_at(stage), self.costs.sample, stage == pp - 1
         seconds = line.fixed_s + running * line.per_token_s
         if last:

@@ -1,4 +1,4 @@
-"""Seconds of a step's parts, from a cluster's laws, measured actions, a finished run, or built-in lines."""
+"""Seconds of a step's parts, from cluster laws, measured actions, a run, or built-in lines."""
 
 from __future__ import annotations
 
@@ -171,7 +171,6 @@ def _assumed_update(config: TrainConfig, actions: Costs, role: str, prompt_token
 
 
 def _steady(run: RunDirectory) -> Lines:
-    """Lines without the first (warm-up), unless it is the only one."""
     if not run.metrics.exists():
         raise ConfigError(f"--calibrate {run.path}: there is no metrics.jsonl; give the run_dir of a run")
     lines = [line for line in read_metrics(run.metrics) if line.get("skipped") is None and not line.get("incomplete")]

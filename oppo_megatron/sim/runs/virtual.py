@@ -123,7 +123,7 @@ class VirtualRun(PureLoop):
         self.traced_steps, self.spans = traced_steps, list[Span]()
 
     def steps(self, count: int) -> Iterator[VirtualStep]:
-        """Yield the first `count` steps, or as many as there are prompts for. Raises ConfigError for less than one."""
+        """Yield the first `count` steps, or as many as the prompts last for. Raises ConfigError for less than one."""
         if count < 1:
             raise ConfigError(f"{count} steps are asked for; ask for 1 or more")
         for rounds in self._steps():
@@ -167,7 +167,6 @@ class VirtualRun(PureLoop):
             self.spans += played.spans()
 
     def _trace(self, step: int, role: str, name: str, starts: Floats, ends: Floats) -> None:
-        """Add a span for units with `ends` after `starts`."""
         if step <= self.traced_steps:
             found = zip(self.units.first.tolist(), starts.tolist(), ends.tolist(), strict=True)
             self.spans += [Span(rank, role, name, step, start, end) for rank, start, end in found if end > start]
@@ -176,7 +175,6 @@ class VirtualRun(PureLoop):
         return signals if self.signals is None else self.signals(step, signals)
 
     def _cost(self, end: StepEnd) -> StepCost:
-        """All ranks meet for the scores. Excludes the part of the update made ahead."""
         times, ahead_s, holds = self._times, self._ahead_s(end), self.units.holds("actor")
         arrived = self.now + ahead_s * holds
         times.met = float(arrived.max())

@@ -174,7 +174,6 @@ class PriceTable:
         return _together(known[serves], known[trains])
 
     def _priced(self, role: str, size: int) -> tuple[list[Any], list[Any]]:
-        """Serving and training layouts with nanoseconds."""
         key = (role, size)
         if key not in self._prices:
             settings = self._settings[role]
@@ -219,7 +218,7 @@ class PriceTable:
                 )
 
     def _is_tried(self, sizes: Sizes) -> bool:
-        """Tensor ranks stay within a node; at most 8 stages, or one per node of the role."""
+        """Tensor ranks within a node; at most 8 stages, or one per node."""
         per_node = self.cluster.gpus_per_node
         stages = max(MOST_STAGES, sizes.num_ranks // per_node)
         return sizes.tp <= per_node and sizes.pp <= stages and sizes.vpp in VIRTUAL

@@ -78,11 +78,9 @@ class Task:
         return self.cluster.gpu.on_cpu
 
     def cluster_of(self, ranks: int) -> Cluster:
-        """Cluster as this many ranks see it: on CPUs they share the cores."""
         return threaded(self.cluster, ranks, self.config.runtime.threads_per_rank)
 
     def budget(self, cluster: Cluster) -> int:
-        """Bytes of a rank that a plan may fill."""
         return int(cluster.gpu.memory_bytes * (1 - self.margin))
 
     def problems(self, config: TrainConfig) -> Sequence[str]:
@@ -144,8 +142,6 @@ def find_plans(task: Task, keep: int = FINALISTS) -> tuple[list[Plan], int]:
 
 @dataclass(frozen=True)
 class Fullest:
-    """Rank with most bytes, its largest role, and its largest kind of memory."""
-
     rank: int
     held: float
     role: str
@@ -211,7 +207,6 @@ def find_shortage(task: Task) -> Shortage | None:
 
 
 def _least_nodes(task: Task) -> int | None:
-    """By doubling, then bisection."""
     few, many = task.cluster.nodes, 2 * task.cluster.nodes
     while many <= MOST_NODES and not _fits(task, many):
         few, many = many, 2 * many

@@ -79,7 +79,6 @@ def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
 
 
 def play_config(task: Task, config: TrainConfig) -> Parts:
-    """Mean parts of the configuration's own steps, played as long."""
     steps = min(MOST_STEPS, max(MANY, RESPONSES[1] // config.rollout.batch_size))
     return _mean_parts(counted_steps(task, config, steps))
 
@@ -119,7 +118,6 @@ def task_costs(task: Task, config: TrainConfig) -> StepCosts:
 
 
 def _tuned(task: Task, first: Played, steps: int) -> Played:
-    """Plan with the fastest chunk, then delta."""
     best = first
     for tokens in _chunks(task, first) if first.config.overlap.intra else ():
         config = with_chunk(first.config, tokens)
@@ -166,5 +164,5 @@ def best_delta(task: Task, config: TrainConfig, steps: int) -> int | None:
 
 
 def pace(steps: Sequence[VirtualStep]) -> float:
-    """Seconds per trained token, because in the long run every delta trains the same tokens per step."""
+    """Seconds per trained token: in the long run every delta trains the same tokens per step."""
     return sum(step.step_s for step in steps) / sum(int(step.lengths.sum()) for step in steps)

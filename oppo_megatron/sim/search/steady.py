@@ -60,8 +60,8 @@ def steady_work(config: TrainConfig, plain: Decoding, lengths: Callable[[int], i
 
 
 class _Observed(VirtualRun):
-    """A run whose caches hold all. `got`: decoded tokens by sequence; `positions`: their sum; `before`: tokens read so far,
-    by role.
+    """A run whose caches hold all. `got`: decoded tokens by sequence; `positions`: sum over them; `before`: tokens read so
+    far, by role.
     """
 
     def __init__(self, config: TrainConfig, lengths: Callable[[int], int], prompt_tokens: int):
