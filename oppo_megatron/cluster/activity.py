@@ -1,5 +1,5 @@
-"""A rank's current activity, and whether it waits for others. In gloo the stack shows the wait; NCCL's calls return at once,
-so sections are marked as waits, too.
+"""A rank's activity, and whether it waits for others. In gloo the stack shows it; NCCL's calls return at once, so waits are
+marked, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Activity:
         self.beat()
 
     def look(self) -> Doing:
-        """Any thread may call it."""
         stack, beats, last = list(self._stack), self._beats, self._last
         words, marked = [str(each) for each, _ in stack], bool(stack) and stack[-1][1]
         if stack and isinstance(other := stack[-1][0], Activity):

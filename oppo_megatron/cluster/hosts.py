@@ -31,7 +31,7 @@ class RankHost:
 
 
 def shared_gpus(hosts: Sequence[RankHost]) -> list[str]:
-    """Ranks that share a GPU, as `ranks 0,4 of host a`."""
+    """Such as `ranks 0,4 of host a`."""
     by_gpu: dict[tuple[str, str], list[int]] = {}
     for rank in hosts:
         if rank.gpu:

@@ -17,10 +17,11 @@ from oppo_megatron.errors import StallError
 
 
 def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> dist.ProcessGroup:
-    """`dist.new_group` with the default group's timeout and back ends; all ranks of the world call it.
+    """`dist.new_group` with the default group's timeout and back ends; called by all ranks of the world, for one rank by it
+    alone.
 
-    A group of one rank is made by that rank alone. Larger ones need all: with `use_local_synchronization` torch (up to 2.13)
-    names groups by a rank's count of groups, so members with different counts wait forever.
+    Members alone cannot make a group of several: with `use_local_synchronization` torch (up to 2.13) names it by the rank's
+    count of groups, so members with different counts wait forever.
     """
     return dist.new_group(
         list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc, use_local_synchronization=len(ranks) == 1
@@ -30,7 +31,7 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
 class SharedGroups:
     """Groups by label and ranks, each made once; all ranks call `get` in the same order.
 
-    It makes a group of this rank alone first, because torch names groups by their number, the same on all ranks.
+    A group of this rank alone comes first, because torch names groups by their number, which must be the same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -123,7 +124,6 @@ def gather_ragged(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def gather_figures(mine: Mapping[str, float], group: dist.ProcessGroup) -> list[dict[str, float]]:
-    """Named numbers of all ranks, exact; names may differ."""
     text = torch.frombuffer(bytearray(json.dumps(dict(mine)).encode()), dtype=torch.uint8)
     return [json.loads(bytes(each.tolist())) for each in gather_ragged(text, group)]
 

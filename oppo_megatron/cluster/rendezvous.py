@@ -1,7 +1,6 @@
-"""Rendezvous: ranks meet, or report within a deadline which are missing.
+"""Ranks meet in a store at MASTER_ADDR:MASTER_PORT, or report within a deadline which are missing.
 
-Ranks register in a store at MASTER_ADDR:MASTER_PORT. The last, or the first to find a fault or reach the deadline, writes the
-outcome, which ends every wait. Keys:
+The last rank, or the first to find a fault or reach the deadline, writes the outcome, which ends every wait. Keys:
 
     size      number of ranks, by the first   settled   processes that wanted to write the outcome
     count/R   registrations of rank R         rank/R    its RankHost
@@ -29,7 +28,7 @@ from oppo_megatron.cluster.hosts import RankHost, format_ranks
 from oppo_megatron.errors import WorldError
 
 POLL_S = 0.1
-POLLS_PER_S = 10_000  # of all ranks together: the store has their registrations to serve, too
+POLLS_PER_S = 10_000  # of all ranks together: the store also serves registrations
 OWN_KNOCK_S = 2.0  # how long the owner of the store tries its own address, which only helps to choose a network
 LINGER_S = 5.0  # how long the owner of the store stays for those that have not yet read the outcome
 LOOPBACK = "127.0.0.1"
@@ -56,7 +55,7 @@ class MeetingPoint:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], rank: int, size: int) -> MeetingPoint:
-        """MASTER_ADDR and MASTER_PORT, with the launcher's run name to separate runs. Under srun rank 0 opens the store."""
+        """MASTER_ADDR and MASTER_PORT, with the launcher's run name to separate runs."""
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         run = environment.get("TORCHELASTIC_RUN_ID") or environment.get("SLURM_JOB_ID", "run")
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT") or environment.get("SLURM_STEP_ID", "0")
@@ -154,7 +153,6 @@ class _Arrival:
             return None
 
     def _find(self) -> str:
-        """Wait until something listens; return this end's address."""
         while (left_s := self._left_s()) > 0:
             address = self._knock(left_s)
             if address is not None:
@@ -293,7 +291,7 @@ class LocalMeeting:
 
     def settings(self) -> dict[str, Any]:
         """Arguments of torch's LaunchConfig that keep its agent from opening a port."""
-        rendezvous_handler_registry.register(BACKEND, _handler)  # torch refuses another function at the second time
+        rendezvous_handler_registry.register(BACKEND, _handler)  # torch refuses another function later
         return {"run_id": self.run_id, "rdzv_backend": BACKEND, "rdzv_configs": {"store": self.store}}
 
     def point(self, num_ranks: int) -> MeetingPoint:

@@ -24,7 +24,7 @@ from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS, has_cuda, threads_of_rank
 from oppo_megatron.errors import ConfigError, WorldError
 
-CONNECT_S = 10.0  # at least so long for connecting, however late the last rank came
+CONNECT_S = 10.0  # least time to connect, however late the last rank came
 CONNECT_LATE = "TORCH_GLOO_LAZY_INIT"  # read by torch whenever it makes a group
 
 
@@ -86,7 +86,7 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
             dist.destroy_process_group()
         undo()  # a world of one may be a call within another program
         if preferred:
-            del os.environ["GLOO_SOCKET_IFNAME"]  # a later world may be of several hosts
+            del os.environ["GLOO_SOCKET_IFNAME"]  # a later world may have several hosts
 
 
 def _set_torch(threads: int) -> Callable[[], None]:

@@ -1,6 +1,6 @@
 """Held-out metrics with standard errors, and early stopping.
 
-Responses to a prompt are not independent, so a prompt counts once, with their mean.
+A prompt counts once, with its mean, because its responses are not independent.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Best(NamedTuple):
 
 
 class EarlyStop:
-    """`due` after `patience` values in a row no better than the best; NaN is never better."""
+    """`due` after `patience` values in a row no better than the best."""
 
     def __init__(self, config: EarlyStopConfig):
         self.config = config

@@ -1,4 +1,4 @@
-"""Rules for a step's figures, the same on every rank. Non-finite figures take precedence over limits."""
+"""Rules for a step's figures, the same on every rank."""
 
 from __future__ import annotations
 
@@ -69,7 +69,6 @@ NO_BREACH = [0.0] * CODE_SIZE
 
 
 def decode(code: Sequence[float]) -> Breach | None:
-    """Reverse `Breach.encode`; None for `NO_BREACH`."""
     rule, figure, value, limit = code
     if not rule:
         return None

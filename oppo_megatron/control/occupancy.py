@@ -15,7 +15,7 @@ from oppo_megatron.records import Rollout
 class Occupancy:
     """How full the decode batch was in a step's rollout phase.
 
-    A row of n tokens ran in the n decode steps up to its finish clock, or the chunk's clock if unfinished.
+    A row of n tokens ran in the n decode steps up to its finish clock, or the chunk's if unfinished.
     """
 
     def __init__(self, clock: int):

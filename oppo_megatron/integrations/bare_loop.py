@@ -1,4 +1,4 @@
-"""Greedy decoding of an exported model in plain torch: a lower bound to compare the engine with. Sequences have one length.
+"""Greedy decoding in plain torch: a lower bound for the engine. Sequences have one length.
 
 B sequences, P prompt tokens, N new tokens, H hidden, G key/value heads, R query heads per group, D head dimension, L
 positions.

@@ -49,10 +49,9 @@ Beside = Callable[[str, Sequence[Path]], tuple[Sequence[Path], Mapping[str, Any]
 
 
 def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None) -> int:
-    """Convert `src` to `dst` and return the number of tensors.
+    """Convert `src` to `dst` and return the number of tensors. `beside` None: copy tokenizer and generation settings.
 
-    `beside` None: copy tokenizer and generation settings. Raises CheckpointError if `src` cannot be read as asked or `dst` is
-    not empty; ConfigError for conflicting options.
+    Raises CheckpointError if `src` cannot be read as asked or `dst` is not empty; ConfigError for conflicting options.
     """
     dst = dst.resolve()  # `.` has no name, and a link must not be replaced itself
     require_empty(dst)

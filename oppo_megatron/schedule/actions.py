@@ -1,6 +1,6 @@
 """Actions of a rank, and schedules of all ranks for one round.
 
-The actor decodes chunk c while the scorers prefill chunk c - 1. The text form ("The action language", docs/schedule.md)::
+The text form is described in docs/schedule.md, "The action language"::
 
     rank 0
       decode actor m0 c1 s0
@@ -39,7 +39,7 @@ class Payload(Enum):
 class Action:
     """One action of one rank, not to be changed; frozen instances take three times as long to create.
 
-    `step` is set for decode micro-steps and their messages, `payload` and `peer` for messages.
+    Only decode micro-steps and their messages have a `step`.
     """
 
     rank: int
@@ -119,7 +119,7 @@ class Schedule:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Read the text form, without blank lines and `#` comments. Raises ScheduleError with the line number."""
+    """Read the text form. Raises ScheduleError with the line number."""
     actions: dict[int, list[Action]] = {}
     rank: int | None = None
     for number, line in enumerate(text.splitlines(), start=1):

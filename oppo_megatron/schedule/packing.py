@@ -13,7 +13,7 @@ from oppo_megatron.columns import Ints
 
 
 def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Bins of indices of at most `budget` tokens, by first-fit decreasing; a longer sequence has its own."""
+    """Bins of indices of at most `budget` tokens, by first-fit decreasing; longer sequences are alone."""
     order, bins = _first_fit(np.asarray(lengths, dtype=np.int64), budget)
     members = order[np.argsort(bins, kind="stable")].tolist()
     return [members[start:end] for start, end in pairwise(_ends(bins))]
@@ -70,9 +70,7 @@ def _ends(bins: Ints) -> list[int]:
 
 
 def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Divide indices into `num_parts` parts with about equal sums, by longest processing time first.
-
-    Indices ascend within a part; the largest sum is at most 4/3 of the best (Graham 1969).
+    """Divide indices into `num_parts` ascending parts, by longest processing time first: at most 4/3 of the best (Graham 1969).
     """
     assert num_parts >= 1, f"a batch is divided into at least 1 part, not {num_parts}"
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -86,9 +84,9 @@ def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How full an optimizer step's micro-batches are, over all replicas, in tokens.
+    """Tokens of an optimizer step, over all replicas.
 
-    `room`: their capacity (a longer sequence fills its own); `padded`: with each row padded to the longest.
+    `room`: capacity of its micro-batches; `padded`: with each row padded to the longest.
     """
 
     tokens: int
@@ -104,7 +102,6 @@ class Packing:
 
 
 def packing_figures(steps: Sequence[Packing]) -> dict[str, float]:
-    """Shares of micro-batches filled with tokens and of padding avoided."""
     tokens = sum(step.tokens for step in steps)
     return {
         "packing_efficiency": tokens / sum(step.room for step in steps),

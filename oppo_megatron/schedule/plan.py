@@ -23,9 +23,7 @@ from oppo_megatron.schedule.weaving.costs import Costs
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How rollout, scoring and updates overlap.
-
-    `stream`: scorers prefill while the actor decodes. `wait_for_critic`: the next step waits for the critic's update.
+    """`stream`: scorers prefill while the actor decodes. `wait_for_critic`: the next step waits for the critic's update.
     `forward_ahead`: the actor's update starts before the last scores arrive.
     """
 
@@ -49,7 +47,7 @@ def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
 
 
 def round_generator(overlap: OverlapConfig, site: Site) -> str:
-    """Generator's name or the user's function; `auto` is woven only if some rank decodes and scores."""
+    """Generator's name or user's function; `auto` weaves only if some rank decodes and scores."""
     if not overlap.intra:
         return "sequential"
     if overlap.schedule != "auto":
@@ -58,10 +56,7 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
 
 
 def late_scorers(site: Site) -> frozenset[str]:
-    """Roles that score only complete batches, because the actor would wait for scorers on other ranks.
-
-    All their ranks are the actor's, whose single stage leaves no bubbles.
-    """
+    """Roles that score only complete batches, because otherwise the actor would wait for scorers on other ranks."""
     actor = site.placements["actor"]
     if actor.pp > 1 or not site.listeners:
         return frozenset()
@@ -70,10 +65,7 @@ def late_scorers(site: Site) -> frozenset[str]:
 
 
 def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[float]) -> float:
-    """Seconds that an update before scoring adds to its end; scorers are a queue with one server.
-
-    `work`: seconds per round; `arrivals`: chunk times, awaited after each of the first rounds.
-    """
+    """Seconds that an update before scoring adds to its end; `work`: seconds per round, `arrivals`: chunk times."""
 
     def end(spared_s: float) -> float:
         now = work[0] - spared_s
@@ -123,7 +115,7 @@ def new_planner(
 
 
 def cache_slots(config: TrainConfig, role: str, placement: RolePlacement) -> int:
-    """Sequences in one replica's cache: its share of all, or fewer by `runtime.kv_cache_mb`."""
+    """Sequences in one replica's cache: its share, or fewer by `runtime.kv_cache_mb`."""
     model, share = named_roles(config)[role], share_of_sequences(config, role, placement.dp)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     if budget_mb is None:

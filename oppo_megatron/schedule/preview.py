@@ -1,4 +1,4 @@
-"""Preview the rounds of a run's first step, with the run's own planner, from its configuration alone."""
+"""Preview the rounds of a run's first step, with the run's own planner."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from oppo_megatron.schedule.weaving.generators import GENERATORS
 
 @dataclass(frozen=True)
 class Preview:
-    """One round of the first step; `assumed` lists assumptions about its sequences.
+    """One round of the first step; `assumed` describes its sequences.
 
-    `clock`: decode steps at its end. `changed`: ranks whose order differs from the generator's, because held sends would
-    deadlock.
+    `clock`: decode steps at its end. `changed`: ranks reordered because held sends would deadlock.
     """
 
     round: Round
@@ -49,9 +48,7 @@ def preview(
     costs: Costs | None = None,
     transport: Transport = GLOO,
 ) -> Preview:
-    """Plan round `number` (from 1) of the first step. Raises ConfigError if there is none, ScheduleError if a run would refuse
-    it.
-    """
+    """Plan round `number` (from 1). Raises ConfigError if there is none, ScheduleError if a run would refuse it."""
     length = prompt_tokens if prompt_tokens is not None else max(1, config.data.max_prompt_tokens // 2)
     if not 1 <= length <= config.data.max_prompt_tokens:
         raise ConfigError(
@@ -94,7 +91,7 @@ def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tupl
 
 
 def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
-    """Yield rounds until the batch is decoded, then until it is scored; they also end where prompts may enter."""
+    """Yield rounds until the batch is decoded and scored; they also end where prompts may enter."""
     prompt, chunk, clock = (0,) * prompt_tokens, config.overlap.chunk.tokens, 0
     period = config.overlap.admission_period
     rows = batch_rows(config)

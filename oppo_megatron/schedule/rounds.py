@@ -15,7 +15,7 @@ from oppo_megatron.layout.placements import RolePlacement
 
 
 class Growth(NamedTuple):
-    """`new` tokens (to decode: at most) of a sequence after its `past` cached ones; `rows` of the last give an output."""
+    """`new` tokens (to decode: at most) after `past` cached ones; `rows` of the last give an output."""
 
     seq_id: int
     past: int
@@ -124,7 +124,7 @@ class Batches(Sequence[Batch]):
 
 
 class Fork(NamedTuple):
-    """Copy the first `tokens` cached tokens of `source` (`held` before the round) to `target`, which has none."""
+    """Copy the first `tokens` cached tokens of `source` (`held` before the round) to `target`."""
 
     source: int
     target: int
@@ -133,8 +133,6 @@ class Fork(NamedTuple):
 
 
 class Forks:
-    """Forks of one replica, each made as soon as its source has enough cached."""
-
     def __init__(self, forks: Iterable[Fork]):
         self._waiting: dict[int, list[Fork]] = {}
         for fork in forks:
@@ -154,9 +152,9 @@ class Forks:
 
 @dataclass(frozen=True)
 class Round:
-    """`steps` decode steps and, by role and replica, micro-batches in the required order; the actor prefills before decoding.
+    """Decode steps and, by role and replica, micro-batches in the required order.
 
-    `forks`: prompts cached before or by the round, and not computed again.
+    The actor prefills before decoding. `forks`: prompts that are copied, not computed again.
     """
 
     index: int
@@ -193,7 +191,7 @@ FAN_OUT = 8
 
 @dataclass(frozen=True)
 class Site:
-    """Ranks of every role. `listeners` hold a scorer but not the actor; `feeds` sends them chunks."""
+    """Ranks of every role; `listeners` hold a scorer but not the actor."""
 
     placements: Mapping[str, RolePlacement]
 
@@ -210,9 +208,8 @@ class Site:
     def feeds(self) -> Mapping[int, tuple[int, ...]]:
         """Listeners that each rank sends chunks to, at most FAN_OUT.
 
-        `source` sends, then other actor ranks, spaced evenly over hosts. If these are too few, listeners pass chunks on, those
-        with the critic last, because its update delays them. Each receives from an earlier one in this order, so no ranks wait in
-        a cycle.
+        `source` sends, then other actor ranks, spaced over hosts, then earlier listeners, so no ranks wait in a cycle. Those with
+        the critic are last, because its update delays them.
         """
         actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
         first = actor.index(self.source)

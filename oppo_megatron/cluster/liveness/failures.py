@@ -22,7 +22,9 @@ EXIT_STALLED = 2  # as every error that is not a defect
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended: bad input, a defect (`message` is a traceback), a symptom (a peer did not come), or a stall."""
+    """`input`: the user can correct it; `defect`: `message` is a traceback; `symptom`: a peer did not come; `stall`: names
+    the stalled rank.
+    """
 
     rank: int
     time_s: float
@@ -48,9 +50,7 @@ def read_failures(folder: Path) -> Iterator[Failure]:
 
 @contextmanager
 def noted(rank: int, what: str, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep a file during a user's code: native code may end the process without a trace. Without a launcher, a crash writes
-    the stack to stderr.
-    """
+    """Keep a file during a user's code, which may end the process silently. Without a launcher, a crash writes its stack."""
     if FOLDER in environment:
         path = Path(environment[FOLDER]) / f"{rank}{CALLS}"
         path.write_text(what, encoding="utf-8")

@@ -1,9 +1,4 @@
-"""Find a stalled rank from notes that the ranks' watchdogs write to a store. A run has stalled if for the deadline
-
-    a rank writes no notes           it is stopped, dead, or a call holds its interpreter
-    a rank neither moves nor waits   an endless function, or a file system that does not answer
-    no rank moves                    a circle of waits, or a lost message
-"""
+"""Find a stalled rank from notes in a store: a rank that writes none, a rank that neither moves nor waits, or no rank moves."""
 
 from __future__ import annotations
 
@@ -105,8 +100,8 @@ def board_at(point: MeetingPoint, ranks: Sequence[int] | None = None) -> Board:
 class Watch:
     """An observer's view of ranks (`whole`: all of the run, so one must move).
 
-    Two looks are at most three ticks apart, so a suspended machine raises no alarm. Extra time: `first_s` for first notes,
-    `later_s` for this observer.
+    Between two looks at most three ticks count, so a suspended machine raises no alarm. Extra time: `first_s` for first
+    notes, `later_s` for this observer.
     """
 
     def __init__(
@@ -167,7 +162,7 @@ class Watch:
         return [rank for rank in self.live if rank in self.notes and self.notes[rank].alarm]
 
     def stalled(self, own: int | None = None) -> bool:
-        """True if the run has stalled. Rank `own` judges itself if it cannot read the others."""
+        """Rank `own` judges itself if it cannot read the others."""
         limit, live = self._limit_s, self.live
         if own is not None and self.alone_s >= limit:
             return self.still_s(own) >= limit

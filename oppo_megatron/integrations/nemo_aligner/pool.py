@@ -1,7 +1,7 @@
-"""One replica's rollouts: drawn, decoded in waves, trained or carried on. Needs no nemo.
+"""One replica's rollouts, decoded in waves. Needs no nemo.
 
 NeMo's generation keeps a call's rows at one position, so waves are rollout micro-batches: carried rows by length, then new
-ones. A wave may end with rows unfinished, over all waves as many as were drawn beyond the batch:
+ones. A wave may leave rows unfinished, over all waves as many as were drawn beyond the batch:
 
     after wave w, at most  spare * (rows of waves 0..w) // (rows of all waves)
 """
@@ -46,7 +46,7 @@ class Wave:
     awaited: frozenset[int]
 
     def enough(self, running: Sequence[int]) -> bool:
-        """True if the wave may end while these rows (by place) run."""
+        """True if the wave may end while these rows run."""
         return len(running) <= self.may_be_left and not self.awaited.intersection(running)
 
 

@@ -118,7 +118,7 @@ class StreamedRewards:
         feed = self._feed
         if feed is None:
             return self._rm_critic.infer_rm_critic(rollout)
-        keys = rollout.pop(KEY).tolist()  # the trainer's rollouts have what NeMo-Aligner's have
+        keys = rollout.pop(KEY).tolist()  # rollouts have NeMo-Aligner's keys only
         self._asked += 1
         return StreamedScores(self._rm_critic.infer_rm_critic(rollout), lambda: self._scores(feed, keys))
 

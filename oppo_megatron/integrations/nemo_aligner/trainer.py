@@ -135,7 +135,7 @@ class PPOTrainer(ppo.PPOTrainer):
         super().save(extra_candidates, is_train_end)
         now = self._stamps(folder)
         others = {name: stamp for name, stamp in self._others.items() if now.get(name) == stamp}
-        if others != self._others:  # the callback gives some of the names again
+        if others != self._others:  # the callback has reused some names
             self._others = others
             sidecar.write(self.step, replace(kept, not_of=frozenset(others)))
         sidecar.prune(folder, self.step)
@@ -200,7 +200,6 @@ class PPOTrainer(ppo.PPOTrainer):
         return self._their_batches(*given) if made is None else made
 
     def _end_step(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
-        """Update the controllers; return figures over all replicas."""
         effort, rows = self._actor.effort, self.pool.rows
         local = {
             "deferred": len(rows), "carried_tokens": sum(len(row.tokens) for row in rows), "places": effort.places,
@@ -233,7 +232,7 @@ class PPOTrainer(ppo.PPOTrainer):
     def _restored_checkpoint(self) -> Path | None:
         try:
             path = getattr(self.model.trainer, "ckpt_path", None)
-        except (AttributeError, RuntimeError):  # a model without a trainer of Lightning's
+        except (AttributeError, RuntimeError):  # a model without a Lightning trainer
             path = None
         return Path(uninject_model_parallel_rank(path)).resolve() if isinstance(path, str | os.PathLike) else None
 
@@ -282,7 +281,7 @@ def _open_stream(settings: StreamConfig) -> ScorerStream | None:
 
 
 def _unfit(kept: Kept, rule: str | None, cannot: list[str]) -> CheckpointError | None:
-    """Why the run cannot continue with the rows; `rule` None: no delta."""
+    """Reason why the run cannot continue with the rows; `rule` None: no delta."""
     before = kept.state["delta"]["rule"]
     if rule is not None and before != rule:
         return CheckpointError(

@@ -58,9 +58,7 @@ class OvercommitSampler:
     async def select(
         self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int
     ) -> tuple[Any | None, int]:
-        """Return the taken groups' rows and number, oldest first; (None, 0) if too few are ready. Due groups that are not
-        ready keep their places.
-        """
+        """Return the taken groups' rows and number, oldest first; (None, 0) if too few are ready. Overdue groups keep places."""
         if not 1 <= min_prompt_groups <= max_prompt_groups:
             raise ValueError(f"{min_prompt_groups} to {max_prompt_groups} prompt groups are no range to take")
         starts, ready = self._buffer.start_weight_list, self._buffer.ready_list

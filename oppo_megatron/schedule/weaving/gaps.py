@@ -22,7 +22,7 @@ def in_nanoseconds(seconds: npt.NDArray[np.float64]) -> Ints:
 
 
 class Gaps:
-    """Gaps of each rank, the last endless; those shorter than `shortest` are dropped."""
+    """Gaps of each rank, the last endless; shorter ones than `shortest` are dropped."""
 
     def __init__(self, ranks: Sequence[int], shortest: int = 1):
         self._shortest = max(1, shortest)
@@ -41,10 +41,7 @@ class Gaps:
         return start
 
     def fill(self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int]) -> Ints:
-        """`place` n actions in turn, each after the previous one of its line. Returns the starts, [n].
-
-        Actions after all gaps that are ready in order need no search.
-        """
+        """`place` n actions in turn, each after the previous one of its line. Returns the starts, [n]."""
         ends, last = [0] * (max(lines, default=0) + 1), self.last(ranks)
         behind = _behind(last, ready, durations)
         found = self._one_by_one(ranks, ready[:behind], durations[:behind], lines, ends) if behind else []
@@ -78,7 +75,7 @@ class Gaps:
     def _on_one_rank(
         self, rank: int, ready: Sequence[int], durations: Sequence[int], lines: Sequence[int], ends: list[int]
     ) -> list[int]:
-        """`_one_by_one` on one rank, with `_fit_one` and `_take` inlined for speed."""
+        """`_one_by_one` with `_fit_one` and `_take` inlined for speed."""
         begins, closes, shortest, found = self._starts[rank], self._ends[rank], self._shortest, list[int]()
         for start, duration, line in zip(ready, durations, lines, strict=False):
             if start < ends[line]:
@@ -118,7 +115,6 @@ class Gaps:
         return max(self._starts[rank][-1] for rank in ranks)
 
     def close(self) -> None:
-        """Drop all gaps but the last."""
         for rank in self._starts:
             del self._starts[rank][:-1], self._ends[rank][:-1]
 
@@ -133,7 +129,6 @@ class Gaps:
             start = found
 
     def _fit_one(self, rank: int, ready: int, duration: int) -> tuple[int, int]:
-        """Return the first gap with enough room, and the start in it."""
         starts, ends = self._starts[rank], self._ends[rank]
         gap = bisect_left(ends, ready + duration)
         start = starts[gap]

@@ -74,8 +74,6 @@ def seen_by(config: TrainConfig, cluster: Cluster) -> Cluster:
 
 @dataclass(frozen=True)
 class Prices:
-    """A configuration on a cluster, with given response lengths."""
-
     config: TrainConfig
     cluster: Cluster
     decoding: Decoding

@@ -77,13 +77,10 @@ class Component:
 
     @property
     def all_ranks(self) -> frozenset[int]:
-        """Ranks of the component in the whole site."""
         return self._component.ranks
 
     def play(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> Iterator[tuple[int, float, float]]:
-        """Play the component's part of a round in which ranks begin at `begun`. Yields rank, end and scoring seconds of ranks
-        with work.
-        """
+        """Play the component's part of a round from `begun`. Yields rank, end, scoring seconds of ranks with work."""
         ranks = self.site.ranks
         if len(self._own) == 1:
             seconds, scoring_s = self._on_one_rank(round_, counts)
@@ -128,7 +125,6 @@ class Component:
         return seconds, scoring_s
 
     def _receive(self, shape: Round, free: list[float], ready: Sequence[float]) -> None:
-        """Receive the last step's tokens, after all other work."""
         first = NOBODY + 1
         for team in self._teams:
             count = count_of(team, shape)
@@ -189,7 +185,7 @@ class Component:
                 yield own, role != "actor"
 
     def _decode_s(self, stage: int, pp: int, running: Ints) -> Floats:
-        """Micro-steps, [steps, micro-batches]."""
+        """Seconds, [steps, micro-batches]."""
         line, sample, last = self.costs.decode_at(stage), self.costs.sample, stage == pp - 1
         seconds = line.fixed_s + running * line.per_token_s
         if last:
@@ -204,9 +200,7 @@ class Component:
 def _pass(
     units: tuple[list[Any], ...], ranks: Sequence[tuple[int, ...]], free: list[float], ready: list[float], message_s: float
 ) -> None:
-    """Play `units` (stage, thread waited for, thread passed on, seconds), and advance the clocks `free` of ranks and `ready`
-    of threads.
-    """
+    """Play `units` (stage, thread waited for, thread passed on, seconds); advance the clocks of ranks and threads."""
     single = [own[0] for own in ranks]
     shared = any(len(own) > 1 for own in ranks)
     for stage, takes, gives, seconds in zip(*units, strict=True):

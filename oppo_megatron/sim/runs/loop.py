@@ -93,11 +93,9 @@ class PureLoop:
         self._lengths = Ledger(LENGTH, {LENGTH: 0})
 
     def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None) -> Any:
-        """Plan round `num_rounds`; the books advance."""
         raise NotImplementedError
 
     def _cost(self, end: StepEnd) -> StepCost:
-        """Cost of a step up to its scores."""
         raise NotImplementedError
 
     def _signals(self, step: int, signals: StepSignals) -> StepSignals:
@@ -105,7 +103,6 @@ class PureLoop:
         return signals
 
     def _part(self, name: str) -> AbstractContextManager[None]:
-        """Context of a part of the work."""
         return nullcontext()
 
     def _body(self, counts: Ints) -> Ints:
@@ -131,7 +128,6 @@ class PureLoop:
         """Called when the batch leaves."""
 
     def _steps(self) -> Iterator[Iterator[Recorded]]:
-        """Yield the rounds of each step."""
         step = 0
         while not self.scheduler.done:
             step += 1
@@ -177,7 +173,6 @@ class PureLoop:
         self._retire(step, batch)
 
     def trains_actor(self, step: int) -> bool:
-        """False while the critic warms up."""
         return step > self.config.ppo.critic_warmup_steps
 
     def _round(
@@ -211,14 +206,13 @@ class PureLoop:
             return self._plan(active, score, chunk, readable)
 
     def _decoded(self, planned: Any, active: Sequence[Rollout]) -> Growing:
-        """What models would decode on all ranks; not timed."""
+        """Rows that models would decode on all ranks; not timed."""
         grown = columns_of(active).at(self.planner.actor.runs(active))
         left = self._lengths[LENGTH][self._lengths.rows(grown.seq_ids)] - grown.response_tokens
         counts = np.minimum(planned.steps, left)
         return Growing(grown, counts, counts == left)
 
     def _retire(self, step: int, batch: Sequence[Rollout]) -> None:
-        """Remove trained rollouts and stale caches from the books."""
         with self._part("planner and checker"):
             columns = columns_of(batch)
             for book in self.planner.scorers.values():

@@ -38,8 +38,8 @@ def layout_problems(config: TrainConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """Configuration and workload. `lengths`: response tokens of a batch; `limits`: by response number, for playing (None:
-    `lengths` in turn); `margin`: free share of memory.
+    """`lengths`: response tokens of a batch; `limits`: by response number (None: `lengths` in turn); `margin`: free share of
+    memory.
     """
 
     config: TrainConfig
@@ -78,17 +78,13 @@ class Task:
         return self.cluster.gpu.on_cpu
 
     def cluster_of(self, ranks: int) -> Cluster:
-        """Cluster as this many ranks see it: on CPUs they share the cores."""
         return threaded(self.cluster, ranks, self.config.runtime.threads_per_rank)
 
     def budget(self, cluster: Cluster) -> int:
-        """Bytes of a rank that a plan may fill."""
         return int(cluster.gpu.memory_bytes * (1 - self.margin))
 
     def problems(self, config: TrainConfig) -> Sequence[str]:
-        """Problems of a planned configuration; also its memory if the reference shares weights, which the search does not
-        count.
-        """
+        """Problems of a plan; also its memory if the reference shares weights, which the search does not count."""
         if problems := self.check(config):
             return problems
         if config.actor.lora is None or config.reference is not None:
@@ -105,8 +101,8 @@ def micro_batches(config: TrainConfig) -> list[int]:
 
 
 def spaces(task: Task, sizes: Sequence[int], most_bytes: int | None = None) -> Iterator[Space]:
-    """Yield the plans to search, for each micro-batch size; on CPUs, where ranks share cores, for each number of ranks.
-    `most_bytes` replaces the budget.
+    """Yield plans to search for each micro-batch size, on CPUs also for each number of ranks. `most_bytes` replaces the
+    budget.
     """
     nodes, per_node = task.cluster.nodes, task.cluster.gpus_per_node
     every, bases = run_sizes(nodes, per_node), list[tuple[PriceTable, Sequence[int]]]()
@@ -144,8 +140,6 @@ def find_plans(task: Task, keep: int = FINALISTS) -> tuple[list[Plan], int]:
 
 @dataclass(frozen=True)
 class Fullest:
-    """Rank with most bytes, its largest role, and its largest kind of memory."""
-
     rank: int
     held: float
     role: str
@@ -211,7 +205,6 @@ def find_shortage(task: Task) -> Shortage | None:
 
 
 def _least_nodes(task: Task) -> int | None:
-    """By doubling, then bisection."""
     few, many = task.cluster.nodes, 2 * task.cluster.nodes
     while many <= MOST_NODES and not _fits(task, many):
         few, many = many, 2 * many

@@ -93,7 +93,7 @@ class StepRule:
 
     @cached_property
     def _over(self) -> tuple[tuple[int, ...], ...]:
-        """By role, the roles on all of its ranks."""
+        """Roles on all of each role's ranks."""
         return tuple(
             tuple(number for number, other in enumerate(self.blocks) if other.contains(block)) for block in self.blocks
         )
