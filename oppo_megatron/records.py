@@ -1,7 +1,7 @@
 """Plain records without torch: prompts and rollouts.
 
-Legend: *offset* counts response tokens; *clock* counts decode steps since the run began, each of which gives every running
-sequence one token.
+Legend: *offset* counts response tokens; *clock* counts decode steps since the run began, each of
+which gives every running sequence one token.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ Lists = tuple[list[int], list[float], list[float], list[int]]
 class Rollout:
     """A prompt's growing response.
 
-    `logprobs`: full distribution at the sampling temperature; `sampling_logprobs`: after top-k / top-p; `versions`: policy
-    version of the oldest weights in each token's cache.  Every rank records every chunk but reads few tokens, so rows are looked
-    up when needed.
+    `logprobs`: full distribution at the sampling temperature; `sampling_logprobs`: after top-k / top-p; `versions`:
+    policy version of the oldest weights in each token's cache.  Every rank records every chunk but reads few
+    tokens, so rows are looked up when needed.
     """
 
     __slots__ = (

@@ -1,6 +1,7 @@
 """Online DPO (arXiv 2402.04792): the loss of pairs, the best and the worst response of each group.
 
-Groups of equal scores weigh 0.  Legend: T response tokens of a micro-batch, B responses, P pairs, R the 2P rows of pairs.
+Groups of equal scores weigh 0.
+Legend: T response tokens of a micro-batch, B responses, P pairs, R the 2P rows of pairs.
 """
 
 from __future__ import annotations

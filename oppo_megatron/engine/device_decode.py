@@ -1,8 +1,8 @@
 """Decode steps that the host only starts: tokens and positions stay on the device for several steps.
 
 After `sync_steps` steps, or when no row can continue, the host reads the tokens, closes gaps among the rows and reloads.  Rows
-are padded to a `batch_bucket` and positions to a bound of the cache, so steps can be captured.  Legend: B rows of a step, M cache
-slots, K steps of a window, R rows before padding, E ids that end a response.
+are padded to a `batch_bucket` and positions to a bound of the cache, so steps can be captured.
+Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
 """
 
 from __future__ import annotations

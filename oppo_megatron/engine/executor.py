@@ -39,8 +39,8 @@ class Links:
     def use_once(self, device: torch.device) -> None:
         """Send one number over each link; all ranks with links make the call.
 
-        NCCL creates a communicator in the first message, blocking both hosts; the order here (`in_waves`) has no cycles of
-        waiting ranks.
+        NCCL creates a communicator in the first message, blocking both hosts; the order here
+        (`in_waves`) has no cycles of waiting ranks.
         """
         rank = dist.get_rank()
         for (source, destination, *_), group in self.groups.items():

@@ -4,8 +4,8 @@ The last pipeline stage draws tokens, identically on its tensor ranks, for the o
 running sequence of a micro-batch; on one stage several may run before their tokens are read.
 
 A micro-step is *void*, and skipped by all ranks, if its micro-batch has no running sequence or the batch was complete by the
-micro-batch's previous step (ordered by step, then micro-batch, because other ranks may not know about later ones).  Legend: R
-rows (running sequences of a micro-batch), V vocabulary.
+micro-batch's previous step (ordered by step, then micro-batch, because other ranks may not know about later ones).
+Legend: R rows (running sequences of a micro-batch), V vocabulary.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class DecodeWorker:
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
 
     def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
-        """Append drawn tokens; ended sequences leave the micro-batch, but keep their slots, because ends after the chunk's do not
-        count.
+        """Append drawn tokens; ended sequences leave the micro-batch, but keep their slots,
+        because ends after the chunk's do not count.
 
         `resident`: the cache's lengths have not advanced yet.
         """

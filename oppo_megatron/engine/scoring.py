@@ -1,7 +1,8 @@
 """Scorers on one rank: reward, reference and critic prefill sequences by chunks while the actor decodes.
 
-After P prompt tokens, the reference log-prob and value V(s_t) of response token t come from position P + t - 1; the reward model
-scores at the last.  Legend: T tokens of a response, R output rows of a call.
+After P prompt tokens, the reference log-prob and value V(s_t) of response token t come from position P + t - 1; the reward
+model scores at the last.
+Legend: T tokens of a response, R output rows of a call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Attention over packed tokens: rotary positions, sliding windows and the plan of a call.
 
-Legend: T packed tokens, N query heads, G key/value heads of this rank, D head dimension, L cached positions, Q queries, K
-keys.
+Legend: T packed tokens, N query heads, G key/value heads of this rank, D head dimension, L cached positions, Q queries, K keys.
 """
 
 from __future__ import annotations

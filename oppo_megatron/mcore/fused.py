@@ -1,7 +1,7 @@
 """Cached calls of a stage in few operations on megatron's parameters.
 
-megatron's modules make some fifteen nested calls per layer, which dominate small decode steps.  Legend: T packed tokens, H
-hidden, G key/value heads of this rank, X query heads per key head + 2, D head dimension.
+megatron's modules make some fifteen nested calls per layer, which dominate small decode steps.
+Legend: T packed tokens, H hidden, G key/value heads of this rank, X query heads per key head + 2, D head dimension.
 """
 
 from __future__ import annotations

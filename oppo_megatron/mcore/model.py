@@ -301,8 +301,7 @@ def build_chunks(
     device: torch.device,
     layers: LayerKind = "torch",
 ) -> list[RoleModel]:
-    """Return this rank's chunks, weights not yet set; `layout`: to train in.  Raises CapacityError if `max_length` is too
-    large."""
+    """Return this rank's chunks, weights not yet set; `layout`: to train in.  Raises CapacityError if `max_length` is too large."""
     if max_length > shape.max_positions:
         raise CapacityError(
             f"sequences of {max_length} tokens exceed the model's {shape.max_positions} positions; lower "

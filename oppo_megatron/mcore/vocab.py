@@ -1,8 +1,8 @@
 """The vocabulary over tensor ranks; log-probs and entropy from sharded logits in float32.
 
-megatron's unfused cross entropy reads a global group, its fused one rounds gradients to bfloat16, and both hold several
-float32 numbers per logit; here only some rows at a time do.  Legend: R rows, V vocabulary shard, S shards, q = softmax(logits
-/ temperature) over the whole vocabulary.
+megatron's unfused cross entropy reads a global group, its fused one rounds gradients to bfloat16, and both hold several float32
+numbers per logit; here only some rows at a time do.
+Legend: R rows, V vocabulary shard, S shards, q = softmax(logits / temperature) over the whole vocabulary.
 """
 
 from __future__ import annotations

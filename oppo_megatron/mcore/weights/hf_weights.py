@@ -31,8 +31,8 @@ def load_weights(
 ) -> None:
     """Fill every parameter of one stage in place.
 
-    `model` is bare, before DDP and optimizer.  Reads only this rank's shares.  Raises CheckpointError if source or model do
-    not fit `shape`.
+    `model` is bare, before DDP and optimizer.  Reads only this rank's shares.  Raises
+    CheckpointError if source or model do not fit `shape`.
     """
     require_source(shape, source, head, "load_weights")
     parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)

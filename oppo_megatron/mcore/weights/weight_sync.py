@@ -1,8 +1,8 @@
 """Moves trained weights to the layout of decoding or scoring; with equal layouts the models share parameters.
 
-Plan and execution are megatron-core's (`megatron.core.resharding`), but 0.16.1 plans over the world (`_RoleWorld`), supports
-one module per rank (`_Weights`), may fetch a rank's own weights from others (`_nearest_replica`), and stages a whole model at
-once (`_rounds`).
+Plan and execution are megatron-core's (`megatron.core.resharding`), but 0.16.1 plans over the world (`_RoleWorld`),
+supports one module per rank (`_Weights`), may fetch a rank's own weights from others (`_nearest_replica`), and
+stages a whole model at once (`_rounds`).
 """
 
 from __future__ import annotations
