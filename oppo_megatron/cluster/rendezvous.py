@@ -203,7 +203,7 @@ class _Arrival:
             store.set("outcome", outcome)
 
     def _decides(self, store: dist.Store) -> bool:
-        """True for the first caller, which alone looks for missing ranks (one operation each)."""
+        """True for the first caller, which alone looks for missing ranks."""
         return store.add("settled", 1) == 1
 
     def _outcome(self, store: dist.Store) -> str:
@@ -270,8 +270,6 @@ AGENT_TIMEOUT = timedelta(minutes=10)  # of the agent's messages; the ranks have
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """Rendezvous of torch's agent, in a store of this process."""
-
     def __init__(self, run_id: str, store: dist.TCPStore, timeout: timedelta):
         super().__init__(LOOPBACK, store.port, 0, 1, run_id, int(timeout.total_seconds()))
         self._store = store

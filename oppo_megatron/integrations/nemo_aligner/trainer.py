@@ -141,7 +141,7 @@ class PPOTrainer(ppo.PPOTrainer):
         sidecar.prune(folder, self.step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load NeMo-Aligner's state and the deferred rows. Raises CheckpointError."""
+        """Raises CheckpointError if the deferred rows cannot be continued."""
         super().load_state_dict(state_dict)
         self._consumed_after = self.consumed_samples
         folder = self._restored_from()
@@ -221,7 +221,6 @@ class PPOTrainer(ppo.PPOTrainer):
         return figures
 
     def _checkpoints(self) -> Path | None:
-        """Checkpoint folder; None with `create_checkpoint_callback: false`."""
         dirpath = folder_of(self.ckpt_callback)
         return None if dirpath is None else Path(dirpath)
 
