@@ -78,7 +78,6 @@ def pair_loss(
 
 
 def pair_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return `PAIR_FIGURES` from optimizer steps; means over no pairs are 0."""
     sums = {name: sum(report[name] for report in reports) for name in reports[0] if name in PairStats.__dataclass_fields__}
     pairs = max(1.0, sums["pairs"])
     means = (sums[name] / pairs for name in ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected"))
