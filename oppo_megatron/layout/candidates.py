@@ -86,7 +86,7 @@ class Options:
 
 
 def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
-    """Placements of a checked configuration. Raises ConfigError if there are none."""
+    """Raises ConfigError if there are none."""
     finder = _Finder(settings, machine, most_ranks(settings, machine))
     found = [option for mode in MODES for option in finder.options(mode)]
     candidates = tuple(option for option in found if isinstance(option, Candidate))
@@ -138,7 +138,6 @@ class _Finder:
             yield from self._fitting(name + BESIDE, [moved])
 
     def _splits(self) -> list[tuple[int, int]]:
-        """Ranks of the actor and of the scorers, each split once."""
         ranks = self.num_ranks
         scorers = dict.fromkeys((1, max(1, ranks // 4), ranks // 2))
         splits = [(ranks - count, count) for count in scorers]

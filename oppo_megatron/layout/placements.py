@@ -1,6 +1,4 @@
-"""Ranks and shares of each role; every rank computes the same. Numbered as in megatron-core: tensor ranks, then replicas,
-then stages.
-"""
+"""Ranks and shares of each role, numbered as in megatron-core: tensor ranks, then replicas, then stages."""
 
 from __future__ import annotations
 

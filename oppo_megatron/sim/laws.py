@@ -32,8 +32,8 @@ WIDTH = 2
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Values of a layer on a tensor rank: `weights` of its products; per token, `moved` through them, `hidden` between them,
-    `inner` in rotations and activation.
+    """Values of a layer on a tensor rank: `weights` of products; per token, `moved` by them, `hidden`, `inner` in rotations
+    and activation.
     """
 
     weights: float

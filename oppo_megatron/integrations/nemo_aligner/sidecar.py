@@ -1,5 +1,4 @@
-"""Deferred rows of checkpoints, in `<checkpoints>-oppo/step-<steps done>/`, because NeMo takes any folder in its own for a
-checkpoint.
+"""Deferred rows in `<checkpoints>-oppo/step-<steps done>/`, because NeMo takes any folder among its checkpoints for one.
 
     replica-00000.jsonl         header (names the step's earlier checkpoints), then a row per line
     replica-00000.safetensors   token ids of all rows, prompt and response, int64
@@ -44,7 +43,6 @@ class Kept:
 
 
 def folder_beside(checkpoints: Path) -> Path:
-    """Folder of the rows of `checkpoints`."""
     whole = checkpoints.resolve()
     return whole.with_name(f"{whole.name}-oppo")
 
@@ -66,7 +64,7 @@ def stamps_of(checkpoints: Path, step: int) -> dict[str, int]:
 def _changed(path: Path) -> int:
     try:
         return max(part.stat().st_mtime_ns for part in (path, *(path.iterdir() if path.is_dir() else ())))
-    except FileNotFoundError:  # on its way out
+    except FileNotFoundError:  # being removed
         return 0
 
 
@@ -96,7 +94,7 @@ class Sidecar:
         return CheckpointStore(self.root)
 
     def write(self, step: int, kept: Kept) -> None:
-        """Write the rows carried after `step` steps, atomically. Collective. Raises CheckpointError."""
+        """Write the rows carried after `step`. Collective. Raises CheckpointError."""
         store, position = self._store, Position(step)
         self._together(self.leads, lambda: store.begin(position))
         self._together(self.writes, lambda: _write_files(store.aside(position) / self._name, kept))

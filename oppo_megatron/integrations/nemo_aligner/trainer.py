@@ -135,13 +135,13 @@ class PPOTrainer(ppo.PPOTrainer):
         super().save(extra_candidates, is_train_end)
         now = self._stamps(folder)
         others = {name: stamp for name, stamp in self._others.items() if now.get(name) == stamp}
-        if others != self._others:  # the callback gives some of the names again
+        if others != self._others:  # the callback has reused some names
             self._others = others
             sidecar.write(self.step, replace(kept, not_of=frozenset(others)))
         sidecar.prune(folder, self.step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load NeMo-Aligner's state and the deferred rows. Raises CheckpointError."""
+        """Raises CheckpointError if the deferred rows cannot be continued."""
         super().load_state_dict(state_dict)
         self._consumed_after = self.consumed_samples
         folder = self._restored_from()
@@ -221,7 +221,6 @@ class PPOTrainer(ppo.PPOTrainer):
         return figures
 
     def _checkpoints(self) -> Path | None:
-        """Checkpoint folder; None with `create_checkpoint_callback: false`."""
         dirpath = folder_of(self.ckpt_callback)
         return None if dirpath is None else Path(dirpath)
 
@@ -232,7 +231,7 @@ class PPOTrainer(ppo.PPOTrainer):
     def _restored_checkpoint(self) -> Path | None:
         try:
             path = getattr(self.model.trainer, "ckpt_path", None)
-        except (AttributeError, RuntimeError):  # a model without a trainer of Lightning's
+        except (AttributeError, RuntimeError):  # a model without a Lightning trainer
             path = None
         return Path(uninject_model_parallel_rank(path)).resolve() if isinstance(path, str | os.PathLike) else None
 

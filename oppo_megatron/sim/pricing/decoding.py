@@ -33,7 +33,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Turns:
-    """A replica decodes at most `slots` sequences, admitted at rounds of `chunk` steps. `micro_batches` None: the fastest
+    """A replica decodes `slots` sequences at once, admitted at rounds of `chunk` steps. `micro_batches` None: the fastest
     number.
     """
 
@@ -53,9 +53,7 @@ class Turns:
 
 
 def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
-    """Seconds until the slowest replica's last response ends, without prompts. Responses are dealt longest first, so the
-    first replica is slowest.
-    """
+    """Seconds until the slowest (first) replica's last response ends, without prompts. Responses are dealt longest first."""
     lengths = np.array(sorted(decoding.lengths, reverse=True)[:: actor.placement.dp])
     lengths = np.random.default_rng(0).permutation(lengths)  # sequences that wait for a slot have any length
     starts = turns.starts(lengths)

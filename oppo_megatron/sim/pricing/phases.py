@@ -79,7 +79,7 @@ def _training_s(model: LaidModel, stage: int, tokens: Tokens, train: TrainingLay
 
 
 def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_s: float) -> float:
-    """Exposed messages of an optimizer step, and its passes. Gradients overlap with the last backward, two thirds of `last_s`."""
+    """Exposed messages of an optimizer step, and its passes. Gradients overlap with the last backward (2/3 `last_s`)."""
     placement, gpu = model.placement, model.cluster.gpu
     held = stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar)
     optimizer = held * ADAM_BYTES / placement.dp / (gpu.efficiencies.plain * gpu.bytes_per_s)
@@ -98,9 +98,7 @@ class Weights:
 
 
 def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weights, *, scalar: bool) -> float:
-    """Seconds until `target`'s ranks have all weights that `source` did not give them, from a replica on their node if there
-    is one.
-    """
+    """Seconds until `target`'s ranks have all weights, from a replica on their node if there is one."""
     moves = Moves(cluster)
     sizes = {"layer": sum(linear.size for linear in layer_linears(shape))}
     sizes |= {"embedding": head_linear(shape, scalar=False).size, "head": head_linear(shape, scalar=scalar).size}

@@ -80,9 +80,7 @@ class Component:
         return self._component.ranks
 
     def play(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> Iterator[tuple[int, float, float]]:
-        """Play the component's part of a round in which ranks begin at `begun`. Yields rank, end and scoring seconds of ranks
-        with work.
-        """
+        """Play the component's part of a round from `begun`. Yields rank, end, scoring seconds of ranks with work."""
         ranks = self.site.ranks
         if len(self._own) == 1:
             seconds, scoring_s = self._on_one_rank(round_, counts)
@@ -202,9 +200,7 @@ class Component:
 def _pass(
     units: tuple[list[Any], ...], ranks: Sequence[tuple[int, ...]], free: list[float], ready: list[float], message_s: float
 ) -> None:
-    """Play `units` (stage, thread waited for, thread passed on, seconds), and advance the clocks `free` of ranks and `ready`
-    of threads.
-    """
+    """Play `units` (stage, thread waited for, thread passed on, seconds); advance the clocks of ranks and threads."""
     single = [own[0] for own in ranks]
     shared = any(len(own) > 1 for own in ranks)
     for stage, takes, gives, seconds in zip(*units, strict=True):

@@ -77,9 +77,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Played:
-    """`ends`, `scored` and `waited` (for the chunk): seconds, [U]. `arrived`: when decoding ranks have the chunk; None if the
-    round only scores.
-    """
+    """Seconds, [U]; `waited` for the chunk. `arrived`: when decoding ranks have the chunk; None if the round only scores."""
 
     ends: Floats
     scored: Floats

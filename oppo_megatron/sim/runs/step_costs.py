@@ -27,9 +27,7 @@ from oppo_megatron.sim.pricing.prices import Prices
 
 @dataclass(frozen=True)
 class StepCosts:
-    """`updates`: a role's update by response tokens, without `moves` of weights. `round_s`, `step_s`: extra time per round
-    and step.
-    """
+    """`updates`: a role's update by response tokens, without `moves` of weights. `round_s`, `step_s`: extra time."""
 
     actions: Costs = Costs()
     updates: Mapping[str, Linear] = field(default_factory=dict)
@@ -69,9 +67,7 @@ def file_costs(config: TrainConfig, path: Path, prompt_tokens: int) -> StepCosts
 def cluster_costs(
     config: TrainConfig, cluster: Cluster, prompt_tokens: int, lengths: Sequence[int], *, captured: bool = True
 ) -> StepCosts:
-    """Costs by a cluster's laws for responses of `lengths`. `captured`: decode steps are CUDA graphs. Raises ConfigError if
-    the cluster is too small.
-    """
+    """Costs by a cluster's laws. `captured`: decode steps are CUDA graphs. Raises ConfigError if it is too small."""
     halves = [max(1, length // 2) for length in lengths]
     prices = [Prices(config, cluster, Decoding(prompt_tokens, own, captured)) for own in (halves, lengths)]
     few, many = ({(row.role, row.phase): row.seconds for row in each.updates()} for each in prices)

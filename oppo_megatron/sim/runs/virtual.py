@@ -43,9 +43,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class VirtualStep:
-    """One step; arrays are of the trained rows, in order. `clock`: logical clock after it; `tokens`: decoded; `facts`: other
-    metrics fields.
-    """
+    """Arrays are of the trained rows, in order. `clock`: logical clock afterwards; `tokens`: decoded."""
 
     step: int
     begun_s: float
@@ -64,7 +62,7 @@ class VirtualStep:
 
 @dataclass
 class _Times:
-    """Times of the current step on the actor's output rank and at the scorers. `arrivals`, `work`: for `scoring_delay`."""
+    """Times of a step on the actor's output rank and at the scorers. `arrivals`, `work`: for `scoring_delay`."""
 
     begun: float
     met: float
@@ -128,7 +126,7 @@ class VirtualRun(PureLoop):
             raise ConfigError(f"{count} steps are asked for; ask for 1 or more")
         for rounds in self._steps():
             self._begin()
-            with uncollected():  # the records of a step are many, and go with it
+            with uncollected():  # a step has many records, freed with it
                 for _ in rounds:
                     pass
             yield self._ended.pop()

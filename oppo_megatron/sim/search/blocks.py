@@ -64,8 +64,8 @@ def run_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
 
 
 def arrangements(sizes_of: Mapping[str, Sequence[int]], num_ranks: int, gpus_per_node: int) -> Iterator[Blocks]:
-    """Yield every choice of blocks that covers `num_ranks`, once. Positions matter for memory, so up to two nodes all are
-    yielded, else the first.
+    """Yield every choice of blocks that covers `num_ranks`, with all positions of parts up to two nodes, because memory
+    differs.
     """
     roles, every = list(sizes_of), num_ranks <= FEW_NODES * gpus_per_node
     for groups in _partitions(roles):

@@ -20,7 +20,7 @@ Bounds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Blocks and layouts of roles (the actor first), price of a step, and bytes of the fullest rank."""
+    """Blocks and layouts of roles (the actor first), price, and bytes of the fullest rank."""
 
     blocks: Blocks
     options: tuple[Option, ...]
@@ -103,7 +103,7 @@ def enumerate_plans(space: Space, best: Best, *, any_plan: bool = False) -> None
 
 
 def lower_bounds(space: Space) -> Bounds:
-    """Price that no plan of a place undercuts; infinite without a layout. Places with equal containment are computed together."""
+    """Price that no plan of a place undercuts; infinite without a layout."""
     found: Bounds = np.full(len(space.places), np.inf)
     if not space.places:
         return found

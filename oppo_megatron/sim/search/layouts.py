@@ -64,8 +64,8 @@ class Option:
 
 
 def undominated(options: Iterable[Option], weigh: Callable[[Option], Option], most_bytes: int) -> list[Option]:
-    """Options that fit a rank and that none beats or equals in serving, update with move, and memory. `weigh` adds the
-    slow-to-compute move only if the rest does not decide.
+    """Options that fit a rank and that none beats or equals in times and memory. `weigh` adds the move, slow to compute, if
+    needed.
     """
     fitting = [option for option in options if option.memory.sum(axis=0).max() <= most_bytes]
     pieces = lcm(*(option.memory.shape[1] for option in fitting))
@@ -91,10 +91,8 @@ def _row(option: Option, pieces: int) -> Bytes:
 
 @dataclass(frozen=True)
 class PriceTable:
-    """Layouts by role and number of ranks, priced once. `decoding`: trained responses; `steady`: work of a step; `budget`:
-    bytes per rank.
-
-    Prices depend on the number of ranks alone, as blocks are parts of a node or whole nodes.
+    """Layouts by role and number of ranks, priced once: prices depend on that number alone, as blocks are parts of a node or
+    whole nodes.
     """
 
     config: TrainConfig

@@ -38,8 +38,8 @@ def layout_problems(config: TrainConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """Configuration and workload. `lengths`: response tokens of a batch; `limits`: by response number, for playing (None:
-    `lengths` in turn); `margin`: free share of memory.
+    """`lengths`: response tokens of a batch; `limits`: by response number (None: `lengths` in turn); `margin`: free share of
+    memory.
     """
 
     config: TrainConfig
@@ -84,9 +84,7 @@ class Task:
         return int(cluster.gpu.memory_bytes * (1 - self.margin))
 
     def problems(self, config: TrainConfig) -> Sequence[str]:
-        """Problems of a planned configuration; also its memory if the reference shares weights, which the search does not
-        count.
-        """
+        """Problems of a plan; also its memory if the reference shares weights, which the search does not count."""
         if problems := self.check(config):
             return problems
         if config.actor.lora is None or config.reference is not None:
@@ -103,8 +101,8 @@ def micro_batches(config: TrainConfig) -> list[int]:
 
 
 def spaces(task: Task, sizes: Sequence[int], most_bytes: int | None = None) -> Iterator[Space]:
-    """Yield the plans to search, for each micro-batch size; on CPUs, where ranks share cores, for each number of ranks.
-    `most_bytes` replaces the budget.
+    """Yield plans to search for each micro-batch size, on CPUs also for each number of ranks. `most_bytes` replaces the
+    budget.
     """
     nodes, per_node = task.cluster.nodes, task.cluster.gpus_per_node
     every, bases = run_sizes(nodes, per_node), list[tuple[PriceTable, Sequence[int]]]()

@@ -39,7 +39,7 @@ def steady_work(config: TrainConfig, plain: Decoding, lengths: Callable[[int], i
     count, longest = min(MOST_STEPS, max(STEPS, RESPONSES // batch_rows(config))), max(plain.lengths)
     for step in run.steps(count + longest):
         before, run.before = run.before, {role: book.prefilled_tokens for role, book in run.books.items()}
-        if step.clock > longest:  # those that all began in the first step have ended
+        if step.clock > longest:  # the responses that began together have ended
             read = {role: read[role] + run.before[role] - before[role] for role in read}
             sorted_lengths.append(np.sort(np.array(list(run.got.values()), dtype=np.int64))[::-1])
             positions += run.positions
