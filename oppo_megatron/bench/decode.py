@@ -2,9 +2,8 @@
 
 Legend: B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary.
 
-Peers take turns (a, b, c, a, b, c, ...), so other load affects all of them; results are medians of turns.  Only decode steps
-after the prefill are timed.  Sequences have given lengths: the engine drops finished ones, other peers decode all to the longest,
-and only tokens within the lengths count.
+Peers take turns, so other load affects all; results are medians.  Only decode steps after the prefill are timed, and only tokens
+within the given lengths count: peers other than the engine decode all rows to the longest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Figures from the metrics of several runs of one configuration.
 
-Seconds: medians over the steps after the first (steady steps) of all runs; shares: ratios of sums over the same steps; totals:
-over all steps of a run.  Inter-step overlap moves work to an earlier step, so only totals over the same prompts with forced
-lengths compare exactly equal work.
+Seconds are medians over the steps after the first (steady steps), shares are ratios of their sums, totals cover all steps of a
+run. Inter-step overlap moves work between steps, so only totals with the same prompts and forced lengths compare equal work.
 """
 
 from __future__ import annotations

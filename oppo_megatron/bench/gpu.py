@@ -1,7 +1,7 @@
-"""Benchmarks one GPU unattended within a time limit: decoding, scoring during it, and PPO steps against TRL's.
+"""Benchmarks one GPU within a time limit: decoding, scoring during it, and PPO steps against TRL's.
 
-Each part runs in its own processes with a share of the time, so a failure affects no other part; figures are written at once.
-Parts that load models are in `gpu_parts.py`, TRL's runner in `benchmarks/peers`.
+Each part has its own processes and share of the time, so a failure affects no other.  `gpu_parts.py` loads models,
+`benchmarks/peers` has TRL's runner.
 """
 
 from __future__ import annotations
@@ -281,8 +281,8 @@ def require_gpu() -> float:
 def trl_rows(shape: Shape, work: GpuWork, memory_bytes: float | None) -> int:
     """Most rows per step that fit in memory with TRL's trainer, a multiple of its micro-batch.
 
-    It holds four models, two gradients and Adam's state in float32, the full-vocabulary scores of sampled tokens in float32 twice
-    (in `generate` and `batch_generation`), and a micro-batch's logits.
+    It holds four models, two gradients and Adam's state in float32, full-vocabulary scores of sampled tokens in float32 twice,
+    and a micro-batch's logits.
     """
     if memory_bytes is None:
         return work.batch

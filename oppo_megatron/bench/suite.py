@@ -1,7 +1,6 @@
-"""Compared runs: ordinary PPO runs in their own directories, which take turns; metrics are kept.
+"""Compared runs: ordinary PPO runs in their own directories, which take turns.
 
-With forced lengths, all runs of equal steps decode the same tokens, because every decoded rollout is trained in the end.  Without
-them, a policy trained on other batches gives other responses.
+With forced lengths, runs of equal steps decode the same tokens, because every decoded rollout is trained in the end.
 """
 
 from __future__ import annotations

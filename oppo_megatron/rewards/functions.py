@@ -1,4 +1,4 @@
-"""The reward of a finished response: a weighted sum of a reward model's score, verifiers, functions and services."""
+"""The reward of a response: a weighted sum of a reward model's score, rules, functions and services."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build_reward_functions(
 ) -> RewardSum:
     """Return the sum of `parts`; service tokens come from `environment`, and child processes do not inherit them.
 
-    `max_response_tokens`: for rule `length`.  Raises ConfigError with every problem.
+    `max_response_tokens`: for rule `length`.  Raises ConfigError with all problems.
     """
     found = check_rewards(parts, has_reward_model=any(part.reads_model for part in parts))
     summands: list[Summand] = []
@@ -84,7 +84,7 @@ def _user_function(part: RewardPart, environment: Mapping[str, str]) -> UserFunc
 
 
 class RewardSum:
-    """The weighted sum of the parts.  A part that fails or is not finite is an error, never a score."""
+    """The weighted sum.  A part that fails or is not finite is an error, never a score."""
 
     def __init__(self, summands: Sequence[Summand]):
         self.summands = list(summands)
@@ -109,7 +109,7 @@ class RewardSum:
         return [f"reward {label}: {about}" for label, about in lines if about]
 
     def check(self, fields: Fields) -> None:
-        """Raise `RewardError` if a row lacks what a verifier needs, or cannot be sent to a service or process."""
+        """Raise `RewardError` if a row lacks a required column, or cannot be sent to a service or process."""
         for summand in self.summands:
             try:
                 summand.function.check(fields)
@@ -117,7 +117,7 @@ class RewardSum:
                 raise RewardError(f"reward part {summand.label!r}: {error}") from error
 
     def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None] = print) -> dict[int, str]:
-        """By row, why a rule cannot score it within its limits; `check` has accepted all `rows`."""
+        """Why rows accepted by `check` cannot be scored within a rule's limits, by row."""
         found = dict[int, str]()
         for summand in self.summands:
             for place, reason in summand.function.unusable(rows, tell).items():
@@ -129,11 +129,11 @@ class RewardSum:
         return any(isinstance(summand.function, ModelScore) for summand in self.summands if summand.label in labels)
 
     def requested(self, seq_id: int) -> bool:
-        """True if every part has been asked for this sequence's score, and `evaluate` has not taken it."""
+        """True if this sequence's scores are requested and not yet taken by `evaluate`."""
         return all(summand.function.requested(seq_id) for summand in self.summands)
 
     def request(self, items: Sequence[ScoreItem], known: Collection[str] = ()) -> None:
-        """Ask services and processes for scores, except `known` parts; returns at once and never asks twice."""
+        """Request scores, except `known` parts; returns at once and never asks twice."""
         for summand in self.summands:
             if summand.label not in known:
                 summand.function.request(items)
@@ -179,7 +179,7 @@ class RewardSum:
         of: Collection[str] | None = None,
         known: Mapping[str, float] = NOTHING_KNOWN,
     ) -> dict[str, float]:
-        """Return the parts `of` a response (None: all), by label; waits for requested ones and requests the others.
+        """Return the parts `of` a response (None: all), by label, requesting and awaiting scores.
 
         `num_tokens`: for rule `length`.  Raises `RewardError` naming sequence, `place` (file:line) and part.
         """

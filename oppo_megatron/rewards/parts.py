@@ -1,4 +1,4 @@
-"""A part of a reward: the interface of rules, functions, processes and services, and the parts without a process."""
+"""The interface of a reward's parts, and the parts without a process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RulePart(Part):
 
 @dataclass(frozen=True)
 class UserFunction(Part):
-    """A user's function, called in this process.  Raises RewardError if it raises or asks to end the process."""
+    """A user's function in this process.  Raises RewardError if it raises or asks to end the process."""
 
     function: Callable[..., Any]
 

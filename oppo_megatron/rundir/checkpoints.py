@@ -1,10 +1,7 @@
-"""The checkpoints of a run: `checkpoints/step-<steps done>`, or `step-<steps done>-clock-<decode steps>` within a step.
+"""The checkpoints of a run: `checkpoints/step-<steps done>`, or with `-clock-<decode steps>` within a step.
 
-A checkpoint is written into a folder whose name begins with a dot and renamed when it is complete, so a folder with a
-checkpoint's name is complete unless a disk has failed since, which its manifest shows.
-
-    .step-000003             being written, or left by a writer that was killed    .removed-step-000001    being removed
-    .replaced-step-000003    complete, moved away for its successor; renamed back if there is none
+A folder is renamed from `.step-...` once complete, so a named one is complete unless its manifest shows damage.  `.removed-...`
+is being removed; `.replaced-...` is complete, and renamed back if it has no successor.
 """
 
 from __future__ import annotations

@@ -1,19 +1,4 @@
-"""The run directory: the paths of a run's files, and writing them so that a crash leaves no half-written file.
-
-config.yaml       resolved configuration          summary.json      figures of the whole run; marks it finished
-checkpoints/      `--resume` continues from the last
-metrics.jsonl     a line per step                  quarantine.jsonl  refused rows and reasons
-trace.json        each rank's work over time      weights/          final weights
-date.txt          the date that chat templates print in all attempts: that of the first start
-hosts.json        host of each rank               schedules.txt     each round's schedule (`logging.trace: actions`)
-rejected/           batches that a guard rejected, for `python -m tools.replay`
-rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
-stacks/           stacks of each rank's threads when the run was stuck
-ended-step-<n>/   summary, weights and trace of a run that ended there and was then given more steps
-reference.safetensors  log-probs of the reference (`oppo dpo`); later attempts reuse them
-holder.json       the process that holds the directory; the lock is on the directory itself
-placement.json    measurements of `placement.mode: auto`, from the runs under placement/; later attempts reuse it
-"""
+"""The paths of a run's files (docs/metrics.md), written so that a crash leaves no half-written file."""
 
 from __future__ import annotations
 
@@ -169,8 +154,7 @@ class RunDirectory:
     def prepare(self, overwrite: bool = False) -> RunDirectory:
         """Create the directory without an earlier run's products, and return self.
 
-        Only `overwrite` removes a finished run; an interrupted run's measurements move to `attempt-<n>/`.  Other files stay.
-        Raises ConfigError.
+        Only `overwrite` removes a finished run; an interrupted run's measurements move to `attempt-<n>/`.  Raises ConfigError.
         """
         if not overwrite:
             self.require_unfinished()

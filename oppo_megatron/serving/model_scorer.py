@@ -54,7 +54,7 @@ class ModelScorer:
     device: torch.device
 
     def scores(self, items: Sequence[Item]) -> list[float]:
-        """One score per item.  Raises RewardError for a sequence that is too long or has unknown ids."""
+        """A score per item.  Raises RewardError for a sequence too long or with unknown ids."""
         sequences = [self._tokens(item) for item in items]
         batches = pack_at(sequences, [[len(s) - 1] for s in sequences], self.micro_batch_tokens, self.device)
         if self.device.type == "cuda":

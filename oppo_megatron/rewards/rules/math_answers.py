@@ -1,7 +1,7 @@
 r"""Rule `math`: the final answer equals the expected one mathematically.
 
-`grade` runs in its own process, because SymPy may hang or fill memory.  It finds the answer (`final_answer`) and compares in
-order: numbers (`numbers`), words, the elements of tuples, intervals, sets, lists and matrices, and otherwise uses math-verify.
+`grade` needs its own process, because SymPy may hang or fill memory.  It compares in order: numbers (`numbers`), words, elements
+of tuples, intervals, sets, lists and matrices; for all else it uses math-verify.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def needs_library(fields: Mapping[str, Any]) -> bool:
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
     """1.0 if the response's final answer equals the expected one, else 0.0.
 
-    NaN for `PROBE` without a prompt if the library cannot read the expected answer.
+    NaN for a bare `PROBE` if the library cannot read the expected answer.
     """
     try:
         given = found_answer(response)
@@ -133,7 +133,7 @@ def found_answer(response: str) -> str | None:
 
 
 def equal(expected: str, given: str) -> bool:
-    """True if mathematically equal.  If only one of two equations names a variable, compares their last sides."""
+    """True if mathematically equal.  If only one side is an equation with a variable, compare last sides."""
     (letter, expected), (label, given) = labelled(_tidy(expected)), labelled(_tidy(given))
     if letter and (label or re.fullmatch("[A-J]", given)) or label and re.fullmatch("[A-J]", expected):
         return (letter or expected) == (label or given)
@@ -268,7 +268,7 @@ def _parts(text: str) -> tuple[str, list[str]] | None:
 
 
 def _equal_parts(expected: str, given: str) -> bool | None:
-    """True if structures have equal elements, in any order for sets and lists; None unless both are structures."""
+    """True if elements are equal, in any order for sets and lists; None unless both are structures."""
     wanted, found = _parts(expected), _parts(given)
     if wanted is None or found is None:
         return None
